@@ -7,9 +7,11 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_automodel import torch_internals
 from lightning_automodel.context_parallel.hugging_face import outermost_hugging_face_models
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.distributed.mesh import DATA, REPLICATE, SHARD
+from lightning_automodel.gradients.loss_weights import FirstLooks
 from lightning_automodel.gradients.token_loss import Count, TokenWeighting, count_samples, has_count
 from lightning_automodel.sharding.precision import HALF
 
@@ -19,6 +21,7 @@ class Advice:
 
     def __init__(self) -> None:
         self._said: set[str] = set()
+        self._first_looks = FirstLooks()
         self._count_is_checked = False
 
     def say_once(self, message: str, say: Callable[[str], None] = rank_zero_warn) -> None:
@@ -41,6 +44,14 @@ class Advice:
                 " integers or float32 (mask.sum(dtype=torch.float32)) for exact gradients."
             )
 
+    def about_loss(
+        self, module: nn.Module, weighting: TokenWeighting, loss: Tensor, count: Count, accumulate: int
+    ) -> None:
+        """Warn, in the first micro-batches of a run, about a loss [] that does not divide by what is counted."""
+        text = self._first_looks.advice(module, weighting, loss, count, accumulate)
+        if text is not None:
+            self.say_once(text)
+
     def about_master_weights(self, precision: str, module: nn.Module) -> None:
         """Warn about a mixed ``precision`` whose optimizer updates half-precision parameters."""
         halves = [p.dtype for p in module.parameters() if p.requires_grad and p.dtype in HALF]
@@ -51,21 +62,49 @@ class Advice:
                 " precision='bf16-true' or '16-true' if that is intended."
             )
 
+    def about_backward_hooks(self, module: nn.Module, divisor: int, counts_ahead: bool) -> None:
+        """Name hooks of the user that see gradients which are not yet those of the window's mean."""
+        hooked = [f"module {name}" for name, each in module.named_modules() if torch_internals.has_backward_hooks(each)]
+        parameters = module.named_parameters()
+        hooked += [f"parameter {name}" for name, each in parameters if torch_internals.has_gradient_hook(each)]
+        if not hooked or (counts_ahead and divisor == 1):
+            return
+        found = f"{len(hooked)} modules or parameters have backward hooks ({', '.join(hooked[:3])})."
+        linear = "A hook that only looks, or that multiplies by a constant, is right."
+        if counts_ahead:
+            self.say_once(
+                f"{found} They see {divisor} times the gradient of the window's mean loss, which is then averaged over"
+                f" {divisor} ranks. {linear} Let any other, as one that clips or normalises, compute {divisor} * f(g /"
+                f" {divisor}) for its f(g)."
+            )
+        else:
+            self.say_once(
+                f"{found} They see the gradient of the sum of losses of a micro-batch, which is divided by the counts of"
+                f" the window after the last backward. {linear} For any other, as one that clips or normalises, pass"
+                f" count_window_ahead=True, and let it compute {divisor} * f(g / {divisor}) for its f(g): trainer"
+                ".strategy.describe()['gradient_divisor'] has this number."
+            )
+
     def about_count(self, module: nn.Module, weighting: TokenWeighting, output: Any) -> None:
-        """Warn, in the first step that returns no count, if its loss averages over something else than is counted."""
+        """Warn, in the first step without a count of its own, if a Hugging Face model drops other labels."""
         if self._count_is_checked or has_count(output) or not weighting.per_token_loss:
             return
         self._count_is_checked = True
         if weighting.count_label_tokens is None:
             self._about_label_shift(module, weighting)
-        elif weighting.count_label_tokens is not count_samples:
+
+    def about_class_weights(self, module: nn.Module, weighting: TokenWeighting, output: Any) -> None:
+        """Warn, in an evaluation that returns no count, of losses with class weights; of training, see `about_loss`."""
+        if has_count(output) or not weighting.per_token_loss:
+            return
+        if weighting.count_label_tokens not in (None, count_samples):
             return
         for name, loss in module.named_modules():
             is_mean = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.reduction == "mean"
             if is_mean and loss.weight is not None:
                 self.say_once(
                     f"{type(module).__name__}.{name} divides by the class weights of its labels, but each label counts"
-                    " as one. Return {'loss': loss, 'num_label_tokens': weight[labels].sum()} from training_step."
+                    " as one. Return {'loss': loss, 'num_label_tokens': weight[labels].sum()} from the step."
                 )
 
     def _about_label_shift(self, module: nn.Module, weighting: TokenWeighting) -> None:

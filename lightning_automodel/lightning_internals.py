@@ -208,6 +208,7 @@ def probe(trainer: Trainer) -> None:
     check(LightningModule, "_current_fx_name")
     check(CombinedLoader, "_mode")
     check(Metric, "_computed", "_update_count", writable=True)
+    check(Metric, "_forward_cache")
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             check(callback, "_link_checkpoint", "file_exists")
@@ -216,6 +217,11 @@ def probe(trainer: Trainer) -> None:
 def told_weights_only(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
     """What the user gave ``fit`` as ``weights_only``: Lightning drops it if a strategy loads after its set-up."""
     return inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
+
+
+def value_of_last_call(metric: Metric) -> Any:
+    """What a TorchMetrics object returned when it was called last, with its graph; None if it was not."""
+    return metric._forward_cache
 
 
 def metric_state(metric: Metric) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,7 +15,7 @@ from lightning_automodel import lightning_internals
 from lightning_automodel.advice import Advice
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
-from lightning_automodel.gradients.token_loss import Count, WindowTotals
+from lightning_automodel.gradients.token_loss import Count, WindowTotals, check_range
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.sharding import checks
 from lightning_automodel.sharding.engine import Engine
@@ -62,8 +63,17 @@ class MicroBatches:
         if self.ahead is not None and self.windows.last_step is None and not self.inputs.is_filler:
             self.weighting.check_unchanged(batch, self.ahead.count)
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
-        with checks.explained_errors(), self.inputs.training_step(), attention:
-            output = step(*args, **kwargs)
+        with checks.explained_errors(self.engine.options.is_sharded), self.inputs.training_step(), attention:
+            try:
+                output = step(*args, **kwargs)
+            except StopIteration as error:
+                if dist.get_world_size() == 1:
+                    raise
+                raise RuntimeError(
+                    "training_step raised StopIteration. Lightning takes it for the end of the data and ends the epoch"
+                    " on this rank alone, while the others wait. Begin the iterator anew where it ends, or return -1"
+                    " from on_train_batch_start on all ranks to end an epoch early."
+                ) from error
         if self.module.automatic_optimization and output is not None:
             self._count(output)
         else:
@@ -91,7 +101,10 @@ class MicroBatches:
     def _checked_count(self, output: Any) -> Count:
         if self.context is not None:
             self.context.check_count(self.weighting, self._step.batch, output, "training_step")
-        return self.weighting.count(self._step.batch, output)
+        count = self.weighting.count(self._step.batch, output)
+        if isinstance(count, Tensor) and self.windows.last_step is None:
+            check_range(count.item())  # in the first window, which may read the device
+        return count
 
     @contextmanager
     def communicating(self, is_last: bool) -> Generator[None, None, None]:
@@ -104,7 +117,7 @@ class MicroBatches:
             )
         before, self._ends_window = self._ends_window, is_last
         try:
-            with checks.explained_errors(), self.engine.sync.micro_batch(is_last):
+            with checks.explained_errors(self.engine.options.is_sharded), self.engine.sync.micro_batch(is_last):
                 yield
         finally:
             self._ends_window = before
@@ -123,6 +136,10 @@ class MicroBatches:
         window.ahead = None if self.ahead is None else self.ahead.totals()
         plugin_loss = plugin.pre_backward(loss, module)
         self.advice.about_half_precision(loss, count)
+        if self._step.aux_loss is None:
+            self.advice.about_loss(module, self.weighting, loss, count, accumulate)
+        if self.windows.last_step is None:
+            self.advice.about_backward_hooks(module, self.windows.divisor, self.ahead is not None)
         reported, objective = self._objective(loss, count, accumulate, window.ahead)
         if self.windows.scaling.scaler is None and plugin_loss is not loss:
             # A plugin may have changed the loss: its own is backpropagated, the user's is reported.
@@ -133,7 +150,7 @@ class MicroBatches:
         # Checkpointed blocks recompute their attention.
         attention = nullcontext() if self.context is None else self.context.backward()
         with (
-            checks.explained_errors(),
+            checks.explained_errors(self.engine.options.is_sharded),
             self.windows.backward(window, loss, self._ends_window, counts=not is_filler),
             attention,
         ):

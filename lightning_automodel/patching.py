@@ -7,8 +7,8 @@ from typing import Any
 class PatchStack(ExitStack):
     """Replaces attributes of instances, modules or classes, and restores them, last first; also other undoing.
 
-    Lightning and torch lack hooks for some of what the strategy must do. It then patches the instance in use, never a
-    class that other runs share, and restores everything when the run is closed.
+    Lightning and torch lack hooks for some of what the strategy must do. It then patches the instance in use, or a
+    class of torch where it must see what user code does to any tensor, and restores everything when the run is closed.
     """
 
     def set(self, target: Any, name: str, value: Any, is_new: bool = False) -> None:
@@ -26,10 +26,15 @@ class PatchStack(ExitStack):
         if name in own:
             self.callback(setattr, target, name, own[name])
         else:
-            # Uncovers the class's attribute. Other code may have removed ours already.
-            self.callback(own.pop, name, None)
+            self.callback(_uncover, target, name)
         setattr(target, name, value)
 
     def restore(self) -> None:
         """Undo everything since the last restore. Calling it again changes nothing."""
         self.close()
+
+
+def _uncover(target: Any, name: str) -> None:
+    """Remove an attribute of the target itself, which hides its class's. Other code may have removed it already."""
+    if name in vars(target):
+        delattr(target, name)

@@ -423,10 +423,7 @@ class AutomodelStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         self.optimizers, self.lr_scheduler_configs = [], []
         super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            self._required_run.replace_parameters(optimizer)
-        checks.check_optimizers(self._module, self.optimizers, self._joined_mesh.sizes.divisor)
-        self._required_run.watch_module()
+        self._required_run.take_optimizers(self.optimizers)
 
     @property
     @override
@@ -474,7 +471,9 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._begin_step(self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True)
-        return self._required_run.micro_batches.training_step(super().training_step, args, kwargs)
+        run = self._required_run
+        run.check_parameters()
+        return run.micro_batches.training_step(super().training_step, args, kwargs)
 
     def _begin_step(self, step: int, is_training: bool) -> bool:
         """Whether all ranks stop after this step."""
@@ -519,7 +518,8 @@ class AutomodelStrategy(ParallelStrategy):
         run = self._required_run
         with ExitStack() as step:
             run_closure = partial(run.run_closure, closure, optimizer, step)
-            output = super().optimizer_step(optimizer, run_closure, model, **kwargs)
+            with checks.explained_errors(self._options.is_sharded):  # of on_before_optimizer_step
+                output = super().optimizer_step(optimizer, run_closure, model, **kwargs)
         run.windows.stepped(optimizer)  # a gradient scaler may have skipped the step
         if self._resume is not None:
             self._resume.stepped()

@@ -105,6 +105,13 @@ def fsdp_param_groups(model: nn.Module) -> Iterator[FSDPParamGroup]:
         yield from param_groups(unit)
 
 
+def gathered_parameters(model: nn.Module) -> list[Tensor]:
+    """The unsharded parameters of FSDP2 units at or below ``model``, whether modules show them or not."""
+    params = [param for group in fsdp_param_groups(model) for param in group.fsdp_params]
+    gathered = [getattr(param, "unsharded_param", None) for param in params]  # None before the first gather
+    return [parameter for parameter in gathered if parameter is not None]
+
+
 def initialise_fsdp_root(root: FSDPModule) -> None:
     """Run FSDP2's lazy initialisation now: its errors come, and it settles ``post_forward_mesh_info`` of the root."""
     root._get_fsdp_state()._lazy_init()
@@ -118,17 +125,17 @@ def detach_forward_hooks(root: FSDPModule) -> tuple[Callable[..., Any], Callable
     return state._pre_forward, state._post_forward
 
 
-_COMMUNICATION = (
-    *("reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params", "reshard_after_backward"),
-    "post_forward_mesh_info",
-)
+REDUCTIONS = ("reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params")
+"""What a group does with the gradients of a backward."""
+RESHARDING = ("reshard_after_backward", "post_forward_mesh_info")
+"""Whether a group frees its gathered parameters after a backward, and after a forward."""
 
 
 @contextmanager
-def communication_restored(units: Iterable[FSDPModule]) -> Iterator[None]:
-    """Context that restores which communication follows a forward and a backward of ``units``; FSDP2 has no getters."""
+def flags_restored(units: Iterable[FSDPModule], names: tuple[str, ...]) -> Iterator[None]:
+    """Context that restores flags of ``units``, ``REDUCTIONS`` or ``RESHARDING``; FSDP2 has no getters."""
     groups = [group for unit in units for group in param_groups(unit)]
-    before = [(group, name, getattr(group, name)) for group in groups for name in _COMMUNICATION]
+    before = [(group, name, getattr(group, name)) for group in groups for name in names]
     try:
         yield
     finally:
@@ -136,9 +143,25 @@ def communication_restored(units: Iterable[FSDPModule]) -> Iterator[None]:
             setattr(group, name, value)
 
 
+def has_forward_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether any of ``modules`` has a hook that sees what its forward returns."""
+    return any(module._forward_hooks for module in modules)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether ``module`` itself has hooks that see, and may change, gradients that pass through it."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def is_unsharded(unit: FSDPModule) -> bool:
     """Whether the modules of ``unit`` hold unsharded parameters at the moment."""
     return any(group.is_unsharded for group in param_groups(unit))
+
+
+def show_trainable(unit: FSDPModule) -> None:
+    """Give the unsharded parameters of ``unit`` the ``requires_grad`` of the shards, as the next all-gather would."""
+    for param in (param for group in param_groups(unit) for param in group.fsdp_params):
+        param.unsharded_param.requires_grad_(param.sharded_param.requires_grad)
 
 
 def is_gathering(unit: FSDPModule) -> bool:
@@ -168,6 +191,93 @@ def note_all_gathers(unit: FSDPModule, note: Callable[[], None], patches: PatchS
 
     for group in param_groups(unit):
         patches.set(group, "unshard", partial(noting, group, group.unshard))
+
+
+def watch_gathers(
+    unit: FSDPModule,
+    group: FSDPParamGroup,
+    starting: Callable[[], None],
+    finished: Callable[[], bool],
+    freeing: Callable[[], None],
+    patches: PatchStack,
+) -> None:
+    """Call back around each all-gather of a ``group`` of ``unit``, for which FSDP2 has no hooks.
+
+    ``starting`` before it starts. ``finished`` once parameters are unsharded: False repeats it, which is a collective.
+    ``freeing`` before unsharded parameters are freed, or hidden behind the sharded ones.
+
+    While the unit's root runs, state dicts have what modules show: FSDP2 would reshard what the step still needs.
+    """
+    state = unit._get_fsdp_state()
+    unshard, wait, reshard = group.unshard, group.wait_for_unshard, group.reshard
+    to_sharded, to_smaller_mesh = group._to_sharded, group._to_sharded_post_forward
+    is_resharding = False
+
+    def watched_unshard(*args: Any, **kwargs: Any) -> None:
+        if not group.is_unsharded and group._all_gather_result is None:
+            starting()
+        unshard(*args, **kwargs)
+
+    def watched_wait() -> None:
+        is_pending = group._all_gather_result is not None
+        wait()
+        if is_pending and not finished():
+            to_sharded()
+            starting()
+            unshard()
+            wait()
+            finished()
+
+    def watched_reshard() -> None:
+        nonlocal is_resharding
+        is_resharding = True
+        try:
+            reshard()
+        finally:
+            is_resharding = False
+
+    def watched_to_sharded() -> None:
+        if is_resharding or state._state_ctx.iter_forward_root is None:
+            freeing_before(to_sharded)
+
+    def freeing_before(hide: Callable[[], None]) -> None:
+        if group.is_unsharded:
+            freeing()
+        hide()
+
+    patches.set(group, "unshard", watched_unshard)
+    patches.set(group, "wait_for_unshard", watched_wait)
+    patches.set(group, "reshard", watched_reshard)
+    patches.set(group, "_to_sharded", watched_to_sharded)
+    patches.set(group, "_to_sharded_post_forward", partial(freeing_before, to_smaller_mesh))
+    for param in group.fsdp_params:
+        patches.set(param, "reset_sharded_param", partial(_reset_if_sharded, group, param.reset_sharded_param))
+
+
+def _reset_if_sharded(group: FSDPParamGroup, reset: Callable[[], None]) -> None:
+    """FSDP2's hook after a module has loaded a state dict, which takes the module's parameter for the shard."""
+    if not group.is_unsharded:
+        reset()
+
+
+def own_slice(param: FSDPParam) -> Tensor:
+    """The part of an unsharded parameter, sharing its memory, that this rank holds as its shard."""
+    whole, shard = local_tensor(param.unsharded_param), local_tensor(param.sharded_param)
+    dim = param.fsdp_placement.dim
+    # All ranks but the last have full chunks; the last ones may have none.
+    start = getattr(param.mesh_info, "shard_mesh_rank", 0) * param.padded_sharded_param_size[dim]
+    length = shard.size(dim) if shard.numel() > 0 else 0
+    return whole.narrow(dim, min(start, whole.size(dim)), length)
+
+
+def parameter_name(param: FSDPParam) -> str:
+    """The name of a parameter within its FSDP root."""
+    return without_wrappers(param._param_fqn or param._module_info.param_name)
+
+
+def forward_order(roots: Iterable[FSDPModule]) -> list[FSDPParamGroup]:
+    """The groups whose forwards have run since the last backward, in their order."""
+    return [group for root in roots for group in root._get_fsdp_state()._comm_ctx.post_forward_order]
 
 
 def unsharded_numel(param: FSDPParam) -> int:
@@ -384,14 +494,13 @@ def show_kept_storage(unit: FSDPModule) -> bool:
     return True
 
 
-def sharded_versions(unit: FSDPModule) -> list[int]:
-    """:func:`versions` of the sharded parameters."""
-    return versions(param.sharded_param for group in param_groups(unit) for param in group.fsdp_params)
-
-
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """Autograd's version counters: every in-place write but through ``.data`` counts."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]  # those of inference mode have none
+    tensors = list(tensors)
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # those of inference mode have none, and asking each first takes longer than all the rest
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def patch_unscaling(
@@ -441,6 +550,11 @@ def _with_local_gradient(parameter: Tensor) -> Tensor:
     return stand_in
 
 
+def saved(node: Any, name: str) -> Any:
+    """What a node of the autograd graph has saved for its backward under ``name``; None if nothing."""
+    return getattr(node, f"_saved_{name}", None)
+
+
 def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
     """Raise RuntimeError unless the last synchronised backward has reduced every bucket."""
     ddp._check_reducer_finalized()
@@ -457,17 +571,23 @@ _probed_states: set[type] = set()
 def _probe_fsdp2(state: Any) -> None:
     """Check, on the first FSDP2 unit of this process, the attributes that the functions above read and write."""
     check = partial(release_probe.check, "torch")
-    check(state, "_fsdp_param_groups", "_lazy_init")
+    check(state, "_fsdp_param_groups", "_lazy_init", "_state_ctx", "_comm_ctx")
+    check(state._state_ctx, "iter_forward_root", writable=True)
+    check(state._comm_ctx, "post_forward_order")
     check(state, "_pre_forward", "_post_forward", "_pre_forward_hook_handle", "_post_forward_hook_handle")
     for group in state._fsdp_param_groups[:1]:
         check(group, "fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "device", "post_backward")
         if group.mesh_info.mesh.ndim > 1:
             check(group.mesh_info, "replicate_mesh_size")
-        check(group, "is_sharded", "is_unsharded", "unshard", "_to_unsharded")
-        check(group, "_partial_reduce_output", "_all_gather_result", *_COMMUNICATION, writable=True)
+        check(group, "is_sharded", "is_unsharded", "_to_unsharded")
+        check(group, "unshard", "wait_for_unshard", "reshard", writable=True)
+        check(group, "_to_sharded", "_to_sharded_post_forward", writable=True)
+        check(group, "_partial_reduce_output", "_all_gather_result", *REDUCTIONS, *RESHARDING, writable=True)
         for param in group.fsdp_params[:1]:
             check(param, "sharded_param", "unsharded_param", "all_gather_outputs", "mesh_info")
             check(param, "mp_policy", "free_unsharded_param")
+            check(param, "fsdp_placement", "padded_sharded_param_size", "_param_fqn", "_module_info")
+            check(param, "reset_sharded_param", writable=True)
             check(type(param), "orig_dtype", "param_dtype", "reduce_dtype")  # assigned by the lazy initialisation
             if ACCUMULATES_IN_LEAF:
                 check(param, "unsharded_grad_dtype")
@@ -488,7 +608,7 @@ def _probe() -> None:
     check(GradScaler, "_per_optimizer_states", "_unscale_grads_")
     check(DistributedDataParallel, "_check_reducer_finalized")
     check(nn.Module, "_compiled_call_impl")
-    check(nn.Module(), "_load_state_dict_pre_hooks", _LOAD)
+    check(nn.Module(), "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_load_state_dict_pre_hooks", _LOAD)
     check(nn.MultiheadAttention, RESET_PARAMETERS)
     check(torch.autograd.graph, BACKWARD)
     check(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks", "_version")

@@ -1,6 +1,5 @@
 """What one run of the Trainer owns, from the strategy's ``setup`` to its ``teardown``."""
 
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial, update_wrapper
@@ -10,10 +9,10 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_automodel.advice import Advice
@@ -32,9 +31,12 @@ from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import checks, finetuning, meta_init, precision, tensor_parallel, units
 from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks, compile_blocks
+from lightning_automodel.sharding.changed_parameters import ChangedParameters
 from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
+from lightning_automodel.sharding.replaced_parameters import ReplacedParameters
+from lightning_automodel.sharding.shards_as_whole import ShardsAsWhole
 
 
 class TrainingRun:
@@ -74,6 +76,8 @@ class TrainingRun:
             precision.check_conversion(plugin, module)
         if fitting and options.count_window_ahead:
             checks.check_ahead(module)
+        if fitting and self._mesh.sizes.divisor > 1:
+            checks.check_embeddings(module)
         for note in options.without_effect():
             self.advice.say_once(note)
 
@@ -98,15 +102,15 @@ class TrainingRun:
     def _distribute(self, fitting: bool, local_ranks: int) -> None:
         """Shard or replicate the module. A collective over the world."""
         module = self.module
-        named = partial(module.named_parameters, remove_duplicate=False)
-        # Not of subclasses: `Module.to` swaps them, which torch refuses for what is weakly referred to.
-        before = {name: weakref.ref(p) for name, p in named() if type(p) is nn.Parameter}
+        self.replaced = ReplacedParameters(module)
         self.engine, self._policy = self._make_engine(local_ranks)
         self.model = self.engine.setup(module, fitting, self._give_values)
-        self._shards = [(before[n], p) for n, p in named() if n in before and before[n]() is not p]
+        self.replaced.found(self.engine.sync.counts, self.patches)
+        self._changed = ChangedParameters(module, self.patches)
         tensor_parallel.synchronize_metrics(module, self._mesh, self.patches)
         self.patches.set(module, "log", update_wrapper(partial(log_full, module.log), module.log))
         if self._options.is_sharded:
+            ShardsAsWhole(self.patches)
             finetuning.finetune_by_identity(module, self.patches)
 
     def _make_training(self, fitting: bool, host_group: dist.ProcessGroup) -> None:
@@ -173,21 +177,32 @@ class TrainingRun:
         self.steps.patch_clipping(self.plugin, self.patches)
         precision.leave_casting_to_units(self.plugin, self.module, self.patches)
 
-    def replace_parameters(self, optimizer: Optimizer) -> None:
-        """Give an optimizer that was made before the module was sharded, as LightningCLI makes it, the shards."""
-        shards = {id(old): shard for reference, shard in self._shards if (old := reference()) is not None}
-        for group in optimizer.param_groups if not optimizer.state else ():
-            group["params"] = [shards.get(id(parameter), parameter) for parameter in group["params"]]
+    def take_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Refuse optimizers that would not train the distributed module, and watch what user code does from now on."""
+        for optimizer in optimizers:
+            self.replaced.give_shards(optimizer)
+        self._changed.check(optimizers)
+        checks.check_optimizers(self.module, optimizers, self._mesh.sizes.divisor)
+        self.watch_module()
+
+    def check_parameters(self) -> None:
+        """Raise RuntimeError if, before a training step, the module or what user code holds has other parameters."""
+        self.replaced.check()
+        self._changed.check(self.windows.optimizers)
 
     def watch_module(self) -> None:
         """Watch ``module.zero_grad``, toggling, and plain backwards in manual optimization; refuse early hooks."""
-        self.steps.watch_module(self.module, self.patches, self.engine.sync.release)
+        self.steps.watch_module(self.module, self.patches, self.engine.sync.toggled)
         if not self.module.automatic_optimization:
             zero = self.module.on_validation_model_zero_grad
             self.patches.set(self.module, "on_validation_model_zero_grad", lambda: self._zero_before_validation(zero))
         checks.check_hooks(self.module, self._options.count_window_ahead)
-        # Under automatic optimization every backward is the strategy's.
-        if not (self._options.is_sharded or self.module.automatic_optimization) and self._mesh.sizes.divisor > 1:
+        trainer: Any = self.module.trainer
+        may_accumulate = trainer.accumulate_grad_batches > 1 or any(
+            isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks
+        )
+        is_replicated = not self._options.is_sharded and self._mesh.sizes.divisor > 1
+        if is_replicated and (may_accumulate or not self.module.automatic_optimization):
             self.steps.watch_plain_backwards(self.patches)
 
     def _zero_before_validation(self, zero: Callable[[], None]) -> None:
@@ -232,7 +247,7 @@ class TrainingRun:
         def evaluate(*args: Any) -> Any:
             with self.engine.evaluation():
                 args, attention = self.micro_batches.sliced(args, step.__name__)
-                with checks.explained_errors(), attention:
+                with checks.explained_errors(self.engine.options.is_sharded), attention:
                     return step(*args, **kwargs)
 
         return self.inputs.evaluate(evaluate, args, begin, self.engine.join_evaluation)
@@ -244,6 +259,7 @@ class TrainingRun:
             self._context.check_count(self.windows.weighting, batch, output, step)
         sums = self.windows.weighting.evaluated(batch, output, step)
         self.advice.about_count(self.module, self.windows.weighting, output)
+        self.advice.about_class_weights(self.module, self.windows.weighting, output)
         return sums
 
     # --- What is saved, and how it ends -------------------------------------------------------------------------------
@@ -261,9 +277,6 @@ class TrainingRun:
         self.windows.scaling.restore_range(state["range_scale"])
         if state["last_step"] is not None:
             self.windows.last_step = StepReport(**move_data_to_device(state["last_step"], self.device))
-        if isinstance(self.model, DistributedDataParallel) and not self.module.automatic_optimization:
-            # There only the first forward of a run broadcasts buffers: later each rank goes on with its own.
-            self.model.require_forward_param_sync = False
 
     def describe(self) -> dict[str, Any]:
         """What was decided for this run, and why."""

@@ -40,6 +40,7 @@ NOT_MESSAGES = {
     "an import (…)": "of `lightning_automodel needs …`",
     "world size … and backend …": "of `give every rank the same WORLD_SIZE and backend`",
     "was told to save and requeue": "of `all ranks stop after this step`",
+    "the number of label tokens": "of `must be finite`",
     "the num_label_tokens that … returned": "of `must be finite`",
     "the num_label_tokens that training_step returned": "of `must be finite`",
     "a tensor of shape …, …": "of `must be a number or a tensor of one element`",

@@ -12,7 +12,13 @@ from torch.optim import Optimizer
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.windows import GradientWindows, OneOptimizer, optimizer_parameters, unwrap
+from lightning_automodel.gradients.windows import (
+    PLAIN_BACKWARD,
+    GradientWindows,
+    OneOptimizer,
+    optimizer_parameters,
+    unwrap,
+)
 from lightning_automodel.patching import PatchStack
 
 
@@ -31,6 +37,7 @@ class OptimizerSteps:
         self._measures = track_norm or self._error_if_nonfinite
         self._patches = PatchStack()  # of the optimizers, which a callback may replace in mid-run
         self._unsynchronised: set[nn.Parameter] = set()
+        self._is_automatic = True
 
     # --- Watching -----------------------------------------------------------------------------------------------------
 
@@ -59,6 +66,7 @@ class OptimizerSteps:
 
     def watch_module(self, module: pl.LightningModule, patches: PatchStack, on_toggle: Callable[[], None]) -> None:
         """Watch ``module.zero_grad`` and optimizer toggling; ``on_toggle`` is called after each toggle."""
+        self._is_automatic = module.automatic_optimization
         toggle, untoggle = module.toggle_optimizer, module.untoggle_optimizer
 
         def toggle_optimizer(optimizer: OneOptimizer) -> None:
@@ -76,14 +84,20 @@ class OptimizerSteps:
         patches.set(module, "untoggle_optimizer", untoggle_optimizer)
 
     def watch_plain_backwards(self, patches: PatchStack) -> None:
-        """Note gradients of a plain ``loss.backward()``, which the engine (DDP) would not synchronise."""
+        """Note gradients of a plain ``loss.backward()``, which the engine (DDP) would not synchronise.
+
+        While a window is open, such a backward raises RuntimeError, as under FSDP2.
+        """
         for parameter in self._windows.parameters:
             if parameter.requires_grad:
                 patches.callback(parameter.register_post_accumulate_grad_hook(self._note_accumulation).remove)
 
     def _note_accumulation(self, parameter: Tensor) -> None:
-        if not self._windows.in_backward:
-            self._unsynchronised.add(parameter)  # type: ignore[arg-type]
+        if self._windows.in_backward:
+            return
+        if self._windows.open_windows:
+            raise RuntimeError(PLAIN_BACKWARD)
+        self._unsynchronised.add(parameter)  # type: ignore[arg-type]
 
     def _before_raw_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A closure runs its backward inside the step, so the strategy checks after it. (`args[0]` is the optimizer.)
@@ -102,7 +116,8 @@ class OptimizerSteps:
                     " backward(s) have accumulated and none has synchronised. Step after a backward outside of"
                     " `optimizer.toggle_model(sync_grad=False)`, or call optimizer.zero_grad() to give the window up."
                 )
-        if unsynchronised := sum(p.grad is not None for p in self._unsynchronised.intersection(parameters)):
+        unsynchronised = sum(p.grad is not None for p in self._unsynchronised.intersection(parameters))
+        if unsynchronised and not self._is_automatic:
             raise RuntimeError(
                 f"{unsynchronised} parameters of {name} have gradients of a plain loss.backward(), which"
                 " DistributedDataParallel does not synchronise under manual optimization, so ranks would diverge. Call"

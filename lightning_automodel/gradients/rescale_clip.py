@@ -48,8 +48,10 @@ def rescale_gradients(
 
 
 def gradient_factor(denominator: Tensor, divisor: int) -> Tensor:
-    """[] the D / N of :func:`rescale_gradients`, and 0 where N is 0."""
-    return torch.where(denominator > 0, divisor / denominator, torch.zeros_like(denominator))
+    """[] the D / N of :func:`rescale_gradients`, 0 where N is 0, and NaN where N is no sum of counts."""
+    is_sum = (denominator >= 0) & denominator.isfinite()
+    factor = (divisor / denominator).masked_fill(denominator == 0, 0.0)
+    return factor.masked_fill(~is_sum, math.nan)
 
 
 def clip_gradients(model: Parameters, clip_norm: float, foreach: bool = True) -> Tensor:
@@ -90,6 +92,8 @@ def clip_gradient_values(model: Parameters, clip_value: float) -> None:
         for parameter in parameters:
             _complete_partial_gradient(parameter)
         for grads in _local_gradients(parameters):
+            if grads[0].is_complex():
+                raise ValueError("Complex gradients cannot be clipped by value, since they have no order: by norm.")
             torch._foreach_clamp_min_(grads, -clip_value)
             torch._foreach_clamp_max_(grads, clip_value)
 
@@ -236,6 +240,8 @@ def _sum_of_squares(parameters: list[nn.Parameter], device: torch.device, foreac
     for grads in _local_gradients(parameters):
         if grads[0].is_sparse:
             grads = [grad.coalesce().values() for grad in grads]
+        if grads[0].is_complex():
+            grads = [torch.view_as_real(grad) for grad in grads]
         # The square of a float32 above 1.8e19 overflows, and an infinite norm would clip all gradients to zero.
         dtype = wide_dtype(grads[0].device)
         if foreach:

@@ -94,7 +94,9 @@ class TokenWeighting:
                 f" batch[{self.label_key!r}] (label_key=, ignore_index=)."
             )
         count = self.count(batch)
-        return count.item() if isinstance(count, Tensor) else count
+        number = count.item() if isinstance(count, Tensor) else count
+        check_range(number)
+        return number
 
     def check_returned_count(self, output: Any, counted: float, reads_device: bool) -> None:
         """Raise ValueError if a step returned another count than was ``counted``, on a device if ``reads_device``."""
@@ -219,16 +221,27 @@ def _described(value: Any) -> str:
 
 
 def check_count(count: Any, source: str) -> Count:
-    """A user's count, checked without a host synchronisation: a tensor's value is not read."""
-    if isinstance(count, Tensor) and count.numel() == 1 and count.dtype != torch.bool:
-        return count.detach().reshape(())
+    """A user's count, checked without a host synchronisation: on an accelerator, a tensor's value is not read.
+
+    See :func:`sums_of` for what becomes of a wrong one there.
+    """
+    if isinstance(count, Tensor) and count.numel() == 1 and not (count.dtype == torch.bool or count.is_complex()):
+        count = count.detach().reshape(())
+        if count.device.type == "cpu":
+            check_range(count.item(), source)
+        return count
     if isinstance(count, bool) or not isinstance(count, Real):
         shown = f"a tensor of shape {tuple(count.shape)}, {count.dtype}" if isinstance(count, Tensor) else repr(count)
         raise TypeError(f"{source} must be a number or a tensor of one element, got {shown}.")
     number = int(count) if isinstance(count, Integral) else float(count)
-    if not 0 <= number < math.inf:
-        raise ValueError(f"{source} must be finite and not negative, got {count}.")
+    check_range(number, source)
     return number
+
+
+def check_range(count: float, source: str = "the number of label tokens") -> None:
+    """Raise ValueError unless a count is finite and not negative."""
+    if not 0 <= count < math.inf:
+        raise ValueError(f"{source} must be finite and not negative, got {count}.")
 
 
 def count_samples(batch: Any) -> int:
@@ -252,10 +265,15 @@ def count_samples(batch: Any) -> int:
 def sums_of(objective: Tensor, count: Count) -> Tensor:
     """[3] label tokens, sum of losses and 1: what a micro-batch adds to its window, in float64 (exact up to 2**53).
 
-    ``objective`` is the [] sum of its token losses, ignored if ``count`` is 0: a mean over nothing is NaN.
+    ``objective`` is the [] sum of its token losses, ignored if ``count`` is 0: a mean over nothing is NaN. A negative
+    count on an accelerator, which nobody has read, becomes NaN, and so do the gradients of its window.
     """
     loss = objective.detach().reshape(()).to(wide_dtype(objective.device))
-    tokens = count.to(loss.device, loss.dtype) if isinstance(count, Tensor) else torch.full_like(loss, count)
+    if isinstance(count, Tensor):
+        tokens = count.to(loss.device, loss.dtype)
+        tokens = tokens.masked_fill(tokens < 0, math.nan)
+    else:
+        tokens = torch.full_like(loss, count)
     return torch.stack([tokens, torch.where(tokens > 0, loss, torch.zeros_like(loss)), torch.ones_like(loss)])
 
 

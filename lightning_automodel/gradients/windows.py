@@ -24,6 +24,22 @@ if TYPE_CHECKING:  # it is built above this room
 
 OneOptimizer = Optimizer | LightningOptimizer
 
+PLAIN_BACKWARD = (
+    "A plain loss.backward() in the middle of an accumulation window, whose gradients it would join. For the gradient"
+    " of inputs or activations, call torch.autograd.grad(loss, inputs), which leaves nothing behind. For a loss that"
+    " trains, call self.manual_backward(loss), or end the window first, by a manual_backward outside of"
+    " `optimizer.toggle_model(sync_grad=False)`; under automatic optimization, return the sum of the losses."
+)
+"""Why a backward that is not the strategy's is refused while a window is open."""
+
+DIFFERENT_UNITS = (
+    "so one rank gets the parameters or gradients of another layer than it asks for. Layers that are dropped at random,"
+    " or experts that only some ranks need, must not be FSDP units of their own: pass auto_wrap_policy=set(), which"
+    " makes one unit of the model, or the classes of modules that contain them. Or pass data_parallel='ddp' with"
+    " ddp_kwargs={'find_unused_parameters': True}."
+)
+"""What ranks must do that use different units in one forward."""
+
 
 def unwrap(optimizer: OneOptimizer) -> Optimizer:
     """The user's optimizer behind Lightning's wrapper."""
@@ -115,7 +131,9 @@ class GradientWindows:
         # If all of a window's parameters are dropped, so is the window, with its count.
         self._open = {key: window for key, window in self._open.items() if not window.owned <= dropped}
         if not self._open:
-            dropped.update(self.parameters)
+            self._pending.clear()
+            self._sync.discard()
+            return
         for parameter in dropped:
             self._pending.pop(parameter, None)
         self._sync.discard(dropped)
@@ -130,6 +148,7 @@ class GradientWindows:
     def stepped(self, optimizer: Optimizer) -> None:
         """Start a new report: the optimizer has stepped, or a gradient scaler has skipped its step."""
         self.num_resets += 1
+        self._sync.stepped()
         self.since_step.pop(optimizer, None)
         self.measured.discard(optimizer)
         self.scaling.stepped(optimizer)
@@ -260,15 +279,25 @@ class GradientWindows:
         """[3] ``totals`` over all ranks; drops the gradients of parameters that no rank has used in the window."""
         used = [was_used for _, was_used in tracked]
         users = totals.new_ones(len(used)) if all(used) else totals.new_tensor(used)
-        summed = torch.cat([totals, users])
+        order = self._sync.take_order()
+        summed = torch.cat([totals, totals.new_tensor([order, order**2]), users])
         if self.divisor > 1:
             dist.all_reduce(summed, group=self.mesh.group)
         summed[2] /= self.mesh.sizes.context  # context-parallel ranks share each micro-batch
+        if not all(used) or summed.device.type == "cpu":
+            self._check_order(*summed[len(totals) : len(totals) + 2].tolist())
         if not all(used):
-            for (parameter, _), num_users in zip(tracked, summed[len(totals) :].tolist(), strict=True):
+            for (parameter, _), num_users in zip(tracked, summed[len(totals) + 2 :].tolist(), strict=True):
                 if num_users == 0:
                     parameter.grad = None
         return summed[: len(totals)]
+
+    def _check_order(self, total: float, total_of_squares: float) -> None:
+        """Raise RuntimeError unless all ranks have used the same FSDP units, in one order, in the window."""
+        if total * total != total_of_squares * self.divisor:
+            raise RuntimeError(
+                f"Ranks have used different FSDP units in the forwards of one accumulation window, {DIFFERENT_UNITS}"
+            )
 
     def report_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
         """Put the [] norm of an optimizer's final gradients into the report, if it is the first since its step."""

@@ -79,6 +79,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module]) -> None:
     """Gather the root's parameters for each Lightning step, and for submodules that are called outside of a step.
 
+    They stay gathered until the step returns: it may run backwards of its own, and go on with the root's parameters.
     ``register_fsdp_forward_method`` would leave the root's own hooks in place, which run again for the ``forward``
     inside a step: one more all-gather in each micro-batch.
     """
@@ -89,7 +90,9 @@ def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module]) -> None:
     def run(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             args, kwargs = before(root, args, kwargs)
-            output = method(*args, **kwargs)
+            with torch_internals.flags_restored([root], torch_internals.RESHARDING):
+                root.set_reshard_after_backward(False, recurse=False)
+                output = method(*args, **kwargs)
             drop_unused(units)
             return after(root, args, output)
         finally:

@@ -17,30 +17,54 @@ from lightning_automodel.sharding.grad_sync import PENALTY_ON_WEIGHTS
 from lightning_automodel.sharding.units import class_name
 
 _FREED = (
-    "A backward needed parameters that FSDP2 had freed: a second backward through the same forward (gradient"
-    " penalties by torch.autograd.grad(..., create_graph=True), retain_graph=True) does not gather them again. Pass"
-    " data_parallel='ddp'."
+    "A backward needed parameters that FSDP2 had freed. It gathers those of a unit again when a gradient reaches what"
+    " the unit has returned. A second derivative (torch.autograd.grad(..., create_graph=True)) comes another way, and so"
+    " does a loss on tensors that a unit has stored instead of returning them. Pass reshard_during_accumulation=False,"
+    " which keeps parameters gathered until the backward has ended, or data_parallel='ddp'."
 )
 _MEETS_SHARDS = (
     "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit when the unit is called, so code"
     " that uses them outside of that, or calls only modules in the unit, sees shards. Call the unit itself"
-    " (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of what is called. For a"
+    " (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of what is called. An"
+    " average of weights (a momentum teacher): update it in on_train_batch_start or on_train_batch_end, where all are"
+    " shards, or pass auto_wrap_policy=set(), which gathers the whole model for each step. A mask of a gradient: assign"
+    " p.grad[mask] = 0, or shard it, distribute_tensor(mask, p.device_mesh, p.placements, src_data_rank=None). For a"
     f" penalty on weights, use weight_decay. {PENALTY_ON_WEIGHTS}"
 )
+_CHANGES_INPUT = (
+    "An FSDP unit changes its input in place (`x += ...`, or ReLU(inplace=True) as its first layer). FSDP2 marks inputs"
+    " to know when the unit's backward ends, and torch does not allow to change these. Write it out of place (`x = x +"
+    " ...`, inplace=False), pass auto_wrap_policy=set(), which makes one unit of the model, or data_parallel='ddp'."
+)
+_NOT_IN_GRAPH = (
+    "A gradient was asked for that the loss does not depend on. If it is one of parameters, as of MAML's inner step:"
+    " outside of the forward of an FSDP unit, module.parameters() are shards, and not what the forward used. Pass"
+    " auto_wrap_policy=set(), which makes one unit of the model: under automatic optimization its parameters are"
+    " gathered during all of training_step. Or pass data_parallel='ddp'."
+)
 _MIXED = "got mixed torch.Tensor and DTensor"
+_MARKED_INPUT = "RegisterPostBackwardFunction is a view and is being modified inplace"
+_UNUSED = "appears to not have been used in the graph"
 _FREED_SYMPTOMS = ("out of bounds for storage of size 0", "but its data is not allocated yet")
 
 
+_EXPLANATIONS = {
+    _MIXED: _MEETS_SHARDS,
+    _MARKED_INPUT: _CHANGES_INPUT,
+    _UNUSED: _NOT_IN_GRAPH,
+    **dict.fromkeys(_FREED_SYMPTOMS, _FREED),
+}
+
+
 @contextmanager
-def explained_errors() -> Iterator[None]:
-    """Context of a forward or a backward, which explains errors of torch without a cause."""
+def explained_errors(is_sharded: bool) -> Iterator[None]:
+    """Context of a forward or a backward, which explains errors of torch whose cause is that the model is sharded."""
     try:
         yield
     except RuntimeError as error:
-        if _MIXED in str(error):
-            raise RuntimeError(_MEETS_SHARDS) from error
-        if any(symptom in str(error) for symptom in _FREED_SYMPTOMS):
-            raise RuntimeError(_FREED) from error
+        for symptom, explanation in _EXPLANATIONS.items():
+            if is_sharded and symptom in str(error):
+                raise RuntimeError(explanation) from error
         raise
 
 
@@ -111,9 +135,15 @@ def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: in
         # Without optimizers, Lightning uses a dummy that holds one tensor of its own, which is not trainable.
         unknown = sum(parameter.requires_grad and id(parameter) not in known for parameter in parameters)
         if unknown:
+            why = (
+                "sharding replaces parameters, so collect them in configure_optimizers, from self.parameters()"
+                if is_sharded
+                else "with data_parallel='ddp' nothing replaces parameters"
+            )
             raise ValueError(
-                f"{unknown} of {len(parameters)} parameters of {name} are not parameters of {class_name(module)}"
-                " (any more): sharding replaces them. Collect them in configure_optimizers, from self.parameters()."
+                f"{unknown} of {len(parameters)} parameters of {name} are not parameters of {class_name(module)}, so"
+                " that ranks would train them differently. Register in __init__ what the module does not know:"
+                f" self.x = nn.Parameter(...), an nn.ParameterDict or an nn.ParameterList; {why}."
             )
         if isinstance(optimizer, LBFGS) and divisor > 1:
             raise ValueError(
@@ -125,6 +155,19 @@ def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: in
                 f"{name} factors its second moments over rows and columns of whole matrices, of which each rank has"
                 " only a part under FSDP2: choose AdamW or SGD, or pass data_parallel='ddp'."
             )
+
+
+def check_embeddings(module: nn.Module) -> None:
+    """Raise ValueError for embeddings with ``max_norm``, which write to their weights what differs by rank."""
+    classes = (nn.Embedding, nn.EmbeddingBag)
+    found = [name for name, m in module.named_modules() if isinstance(m, classes) and m.max_norm is not None]
+    if found:
+        raise ValueError(
+            f"{', '.join(found[:3])}: {len(found)} embeddings with max_norm, whose forward shortens the rows that its"
+            " batch uses, so that weights would differ by rank. Leave max_norm out, and shorten all rows in"
+            " on_train_batch_start, under torch.no_grad(): w = embedding.weight, then"
+            " w.mul_((max_norm / w.norm(dim=1, keepdim=True)).clamp(max=1))."
+        )
 
 
 def check_hooks(module: nn.Module, counts_ahead: bool) -> None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.overrides.distributed import prepare_for_backward
@@ -14,17 +15,22 @@ from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.sharding import apply, quantized, units
+from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.grad_sync import GradSync
 
 
 class DDPGradSync(GradSync):
-    """Lets DDP average gradients, and averages what it leaves out. ``pads``: whether there are padding batches."""
+    """Lets DDP average gradients, and averages what it leaves out. ``pads``: whether there are padding batches.
+
+    ``starts_window`` says whether the newest backward has ended a window, so that the next forward begins one.
+    """
 
     def __init__(self, ddp: DistributedDataParallel, mesh: RunMesh, pads: bool) -> None:
         super().__init__()
         self._ddp, self._mesh = ddp, mesh
         self.reuses_gradients = ddp.gradient_as_bucket_view
+        self.starts_window = True
         # DDP itself gives no gradient to what no rank has used, but a padding batch uses what it uses.
         self._tracks = pads and ddp.find_unused_parameters
         # DDP's messages number these parameters. It never reduces others, which were frozen at its set-up.
@@ -54,6 +60,7 @@ class DDPGradSync(GradSync):
         if not ddp.module.automatic_optimization:
             prepare_for_backward(ddp, loss)
         yield
+        self.starts_window = ddp.require_backward_grad_sync
         if not ddp.require_backward_grad_sync or ddp.static_graph:
             return
         try:
@@ -78,6 +85,10 @@ class DDPGradSync(GradSync):
 
 class DDPEngine(Engine):
     """The whole model on every rank, gradients averaged by ``DistributedDataParallel``."""
+
+    sync: DDPGradSync
+    _ddp: DistributedDataParallel | None = None
+    _buffers: SharedBuffers | None = None  # of a fit, unless its user has told DDP not to broadcast them
 
     @override
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
@@ -107,4 +118,25 @@ class DDPEngine(Engine):
         if hook is not None:
             ddp.register_comm_hook(self.options.ddp_comm_state, hook if wrapper is None else wrapper(hook))
         self.sync = DDPGradSync(ddp, self.mesh, pads=self.options.uneven_inputs == "pad")
+        self._ddp = ddp
+        if ddp.broadcast_buffers:
+            self._buffers = SharedBuffers(module, self.mesh.group, self.device, ddp.parameters_to_ignore)
         return ddp
+
+    @override
+    def start_forward(self, batch: Any) -> None:
+        """See the base class. Under manual optimization, broadcasts buffers where a window begins, as DDP does.
+
+        DDP itself would forget that a window has ended: the backward runs inside of its forward.
+        """
+        ddp = self._ddp
+        if ddp is None or ddp.module.automatic_optimization:
+            return
+        ddp.require_forward_param_sync = False
+        if self._buffers is not None and self.sync.starts_window:
+            self._buffers.broadcast()
+
+    @override
+    def synchronize_buffers(self) -> None:
+        if self._buffers is not None:
+            self._buffers.synchronize()

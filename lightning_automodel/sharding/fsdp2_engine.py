@@ -1,6 +1,6 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the ranks."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
@@ -23,9 +23,9 @@ from lightning_automodel.sharding import (
     quantized,
     tensor_parallel,
     units,
-    weight_averaging,
     whole_states,
 )
+from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.gathers import JoinedGathers, set_prefetch
 from lightning_automodel.sharding.grad_sync import Deferral, FSDPGradSync
@@ -67,15 +67,14 @@ class FSDP2Engine(Engine):
         whole_states.accept_whole_states(module)
         whole_states.refuse_pickling(module)
         group = self.mesh.group if self.mesh.sizes.divisor > 1 else None
-        self.sync = FSDPGradSync(module, self._defer, self._retain_unsharded(module), group)
+        retains, is_manual = self._retain_unsharded(module), not module.automatic_optimization
+        self.sync = FSDPGradSync(module, self._defer, retains, group, is_manual)
         self.sync.discard()
         self._start_gathers_ahead(module)
         self._gathers = JoinedGathers(self.sync.units)
         tensor_parallel.share_random_state(self.mesh, self.device)
-        # Buffers outside of the state dict are constants (masks, rotary frequencies).
-        kept = module.state_dict(keep_vars=True).keys()
         self._module: pl.LightningModule = module
-        self._buffers = [name for name, _ in module.named_buffers() if name in kept]
+        self._buffers = SharedBuffers(module, self.mesh.group, self.device)
         return module
 
     def _shard(self, module: pl.LightningModule) -> None:
@@ -107,10 +106,10 @@ class FSDP2Engine(Engine):
         """Decide ``reshard_during_accumulation``. A collective for "auto": one rank short of memory decides for all."""
         option = self.options.reshard_during_accumulation
         need = memory.estimate(module, defers_gradients=self._defer is True)
-        if not module.automatic_optimization:
-            keep, reason = False, "manual optimization may step between two forwards of one training step"
-        elif option != "auto":
+        if option != "auto":
             keep, reason = not option, f"reshard_during_accumulation={option}"
+        elif not module.automatic_optimization:
+            keep, reason = False, "manual optimization may step between two forwards of one training step"
         else:
             keep, reason = self._fits_everywhere(sum(need.values()))
         if keep or "roots" in self._report:
@@ -152,13 +151,14 @@ class FSDP2Engine(Engine):
     def start_forward(self, batch: Any) -> None:
         if self._is_first_batch:
             self._is_first_batch = False
+            self.sync.compare_gathers(self.device)
             if not self._module.automatic_optimization:
                 self.sync.watch()  # before a plain loss.backward() in the step, which is refused within a window
             if self.mesh.tensor_group is not None:
                 tensor_parallel.check_same_batch(batch, self.mesh.tensor_group, self.device, "tensor-parallel")
         # Once a window, as DDP does it.
         if self._starts_window:
-            self._broadcast()
+            self._buffers.broadcast()
         self._starts_window = self.sync.is_last is not False
         self.sync.release(retains=True)
 
@@ -185,15 +185,7 @@ class FSDP2Engine(Engine):
 
     @override
     def synchronize_buffers(self) -> None:
-        """See the base class: running statistics, and averages of them that callbacks keep, follow each rank's data."""
-        averages = weight_averaging.averaged_models(self._module)
-        self._broadcast(buffer for each in averages for buffer in each.module.buffers())
-
-    def _broadcast(self, others: Iterable[Tensor] = ()) -> None:
-        # Looked up each time: a forward may replace a buffer by a new tensor.
-        buffers = [*(self._module.get_buffer(name) for name in self._buffers), *others]
-        plain = [buffer for buffer in buffers if not isinstance(buffer, DTensor)]
-        apply.broadcast_tensors(plain, self.mesh.group, self.device)  # an average may be kept on another device
+        self._buffers.synchronize()
 
     @override
     def close(self) -> None:

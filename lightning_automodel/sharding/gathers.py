@@ -1,14 +1,19 @@
 """All-gathers ahead of the forward or backward that needs them, and on a rank without data that others need."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel import torch_internals
+from lightning_automodel.gradients.windows import DIFFERENT_UNITS
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.units import fsdp_roots
 
@@ -46,6 +51,101 @@ def drop_unused(units: Iterable[FSDPModule]) -> None:
     for unit in units:
         if torch_internals.is_gathering(unit):
             reshard(unit)
+
+
+class GatheredForBackward:
+    """Keeps a unit gathered after a forward where FSDP2 cannot see that a backward will need its parameters.
+
+    FSDP2 gathers a unit again when a gradient reaches what its forward returned. It does not find tensors inside of
+    objects (a ``torch.distributions`` policy), loses views that are changed in place, and does not know of what a
+    forward hook has kept from inside of the unit (the features of a perceptual loss). Such a unit stays gathered until
+    the strategy's next backward ends, or weights are written. ``always``: so does every unit, for second derivatives.
+    """
+
+    def __init__(self, units: Iterable[FSDPModule], always: bool) -> None:
+        self._always = always
+        self.units: set[FSDPModule] = set()  # that stay gathered at the moment
+        self.hooks: list[RemovableHandle] = []
+        for unit in units:
+            module = cast(nn.Module, unit)
+            inner = list(_modules_within(module))
+            kept = ExitStack()
+            # FSDP2's own forward hook, which frees the parameters, runs between these two.
+            before = partial(self._before_freeing, unit, inner, kept)
+            self.hooks.append(module.register_forward_hook(torch_internals.not_compiled(before), prepend=True))
+            after = partial(_restore_flags, kept)
+            self.hooks.append(module.register_forward_hook(torch_internals.not_compiled(after)))
+
+    def _before_freeing(
+        self, unit: FSDPModule, inner: list[nn.Module], kept: ExitStack, module: nn.Module, args: Any, output: Any
+    ) -> None:
+        if torch.is_grad_enabled() and (
+            self._always or _hides_tensors(output) or torch_internals.has_forward_hooks(inner)
+        ):
+            self.units.add(unit)
+        if unit in self.units:  # also after a forward without gradients, which may follow one with
+            kept.enter_context(torch_internals.flags_restored([unit], torch_internals.RESHARDING))
+            unit.set_reshard_after_forward(False, recurse=False)
+
+
+def _restore_flags(kept: ExitStack, *_: Any) -> None:
+    kept.close()
+
+
+def _modules_within(unit: nn.Module) -> Iterator[nn.Module]:
+    """The modules below ``unit`` that belong to no other unit."""
+    for child in unit.children():
+        if not isinstance(child, FSDPModule):
+            yield child
+            yield from _modules_within(child)
+
+
+def _hides_tensors(output: Any) -> bool:
+    """Whether FSDP2 may not find, or lose, tensors in what a forward has returned."""
+    if isinstance(output, Tensor):
+        return output.requires_grad and output._is_view()
+    if isinstance(output, Mapping):
+        return any(map(_hides_tensors, output.values()))
+    if isinstance(output, list | tuple):
+        return any(map(_hides_tensors, output))
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return any(_hides_tensors(getattr(output, field.name)) for field in dataclasses.fields(output))
+    return not isinstance(output, int | float | str | None)
+
+
+class AgreedGathers:
+    """Compares which units the ranks gather, one after the other, while it is open: in the first window.
+
+    FSDP2 does not: if ranks gather different units of the same size, each silently gets a mixture of both.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Sequence[FSDPModule], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        names = {module: name for name, module in model.named_modules()}
+        self._doing = [f"uses {names[cast(nn.Module, unit)] or 'the model'}" for unit in units]
+        self._doing.append("begins the backward")
+        self._group = group
+        self._device = device
+        self.patches = PatchStack()
+        for index, unit in enumerate(units):
+            torch_internals.note_all_gathers(unit, partial(self._compare, index), self.patches)
+
+    def before_backward(self) -> None:
+        """All ranks must be through with their forwards. A collective."""
+        self._compare(len(self._doing) - 1)
+
+    def _compare(self, index: int) -> None:
+        own = torch.tensor(index, device=self._device)
+        by_rank = [torch.empty_like(own) for _ in range(self._group.size())]
+        dist.all_gather(by_rank, own, group=self._group)
+        found = [int(each) for each in by_rank]
+        other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+        if other is not None:
+            raise RuntimeError(
+                f"Ranks use different FSDP units in the same forward: rank 0 {self._doing[found[0]]} while rank"
+                f" {other} {self._doing[found[other]]}, {DIFFERENT_UNITS}"
+            )
 
 
 class JoinedGathers:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from enum import Enum
 from functools import partial
 from typing import Literal, cast
 
@@ -16,10 +17,13 @@ from typing_extensions import override
 
 from lightning_automodel import torch_internals
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.sharding.gathers import drop_unused, reshard
+from lightning_automodel.gradients.windows import PLAIN_BACKWARD
+from lightning_automodel.sharding.gathers import AgreedGathers, GatheredForBackward, drop_unused, reshard
 from lightning_automodel.sharding.units import fsdp_roots
+from lightning_automodel.sharding.written_weights import WrittenWeights
 
 Deferral = bool | Literal["all_reduce"]
+_ORDERS = 2**20 - 3  # a prime; sums of squares over ranks stay exact in float64
 
 PENALTY_ON_WEIGHTS = (
     "Add the penalty's gradient where gradients are final, once a step: in on_before_optimizer_step, under"
@@ -61,44 +65,40 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
             if isinstance(module, DistributedDataParallel) and not is_optim_step:
                 stack.enter_context(module.no_sync())
         units = torch_internals.fsdp_units(model)
-        stack.enter_context(_reduction(units, is_optim_step, defer))
+        stack.enter_context(torch_internals.flags_restored(units, torch_internals.REDUCTIONS))
+        for unit in units:
+            unit.set_requires_gradient_sync(is_optim_step or defer is not True, recurse=False)
+            unit.set_requires_all_reduce(is_optim_step or defer is False, recurse=False)
+            # The partial sums of a window live in one flat buffer: every micro-batch must fill the same places of it,
+            # and the last one must take part even where the unit was not used in it.
+            has_replicas = any(map(torch_internals.has_replicas, torch_internals.param_groups(unit)))
+            if defer == "all_reduce" and has_replicas:
+                unit.set_reduce_scatter_unused_params(True, recurse=False)
+        if is_optim_step:
+            _accumulate_in_one_dtype(units)
         yield
         for root in fsdp_roots(model) if is_optim_step else ():
             torch_internals.reduce_deferred_gradients(root)
 
 
-@contextmanager
-def _reduction(
-    units: Sequence[FSDPModule], is_last: bool, defer: Deferral, with_unused: bool = False
-) -> Iterator[None]:
-    """Context for one micro-batch, in which ``units`` reduce as ``defer`` says.
-
-    ``with_unused``: zeros stand for parameters that this rank has not used, so that ranks send the same shapes.
-    """
-    with torch_internals.communication_restored(units):
-        for unit in units:
-            unit.set_requires_gradient_sync(is_last or defer is not True, recurse=False)
-            unit.set_requires_all_reduce(is_last or defer is False, recurse=False)
-            # The partial sums of a window live in one flat buffer: every micro-batch must fill the same places of it,
-            # and the last one must take part even where the unit was not used in it.
-            has_replicas = any(map(torch_internals.has_replicas, torch_internals.param_groups(unit)))
-            has_sums = defer == "all_reduce" and has_replicas
-            if with_unused or has_sums:
-                unit.set_reduce_scatter_unused_params(True, recurse=False)
-        # All gradients of a unit get one dtype: parameters that no earlier micro-batch has used would get a narrower.
-        for group in (group for unit in units if is_last for group in torch_internals.param_groups(unit)):
+def _accumulate_in_one_dtype(units: Iterable[FSDPModule]) -> None:
+    """Before a window's last backward: parameters that no earlier one has used would get gradients of another dtype."""
+    for unit in units:
+        for group in torch_internals.param_groups(unit):
             torch_internals.accumulate_in_one_dtype(group)
-        yield
 
 
-def _reshard_unless_training(units: Sequence[FSDPModule], root: nn.Module, *_: object) -> None:
-    """Forward hook of a root: frees parameters that no backward will free, and that would become stale.
+class Reductions(Enum):
+    """What FSDP2 does with the gradients that a backward computes: three flags of each unit.
 
-    These are prefetched units that the forward did not use, and, if no gradients are computed, those of the root.
+    They are whether it reduce-scatters them, whether it all-reduces them across replicas (HSDP), and whether zeros
+    stand for parameters that this rank has not used, so that ranks send the same shapes.
     """
-    drop_unused(units)
-    if not torch.is_grad_enabled():
-        cast(FSDPModule, root).reshard()
+
+    BY_FSDP2 = (True, True, False)  # no window is open: every backward is averaged over ranks
+    NONE = (False, False, True)  # a window is open: gradients wait, and foreign ones leave nothing behind
+    WITHIN_REPLICAS = (True, False, True)  # in a backward of the strategy that does not end the window
+    ALL = (True, True, True)  # in the window's last backward
 
 
 class GradSync:
@@ -143,6 +143,10 @@ class GradSync:
         """
         return nullcontext()
 
+    def take_order(self) -> int:
+        """A number below 2**20 that is the same on all ranks if they have used the same units in the window."""
+        return 0
+
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Average what backward has left of parameters that a window has trained. May be a collective."""
 
@@ -151,10 +155,20 @@ class GradSync:
         self._used.difference_update(self._tracked if parameters is None else parameters)
 
     def release(self) -> None:
-        """Free gathered parameters, since weights may be written next."""
+        """Free gathered parameters, since weights may be written next or have been written."""
+
+    def toggled(self) -> None:
+        """Parameters were frozen or unfrozen."""
+
+    def stepped(self) -> None:
+        """An optimizer has written weights."""
 
     def recover(self) -> None:
         """Drop the state of an interrupted micro-batch."""
+
+    def counts(self, tensors: Iterable[Tensor]) -> list[int]:
+        """Numbers that differ from earlier ones if the tensors may have been written since."""
+        return torch_internals.versions(tensors)
 
     def close(self) -> None:
         """Remove hooks from the model."""
@@ -165,6 +179,9 @@ class GradSync:
 class FSDPGradSync(GradSync):
     """Controls the communication of an FSDP2 model in each accumulation window.
 
+    Reductions happen inside the strategy's own backwards. Any other backward, such as ``torch.autograd.grad`` in a
+    training step or a callback, would reduce what an open window has deferred, and leave it in ``.grad``.
+
     With ``retain_unsharded`` parameters are all-gathered in the first forward of a window only. Between two
     micro-batches the module shows its sharded parameters, while the memory of the unsharded ones is retained: others
     find an ordinary sharded module. Plain parameters are averaged over ``group``; None for one rank. ``is_last`` says
@@ -172,7 +189,12 @@ class FSDPGradSync(GradSync):
     """
 
     def __init__(
-        self, model: nn.Module, defer: Deferral, retain_unsharded: bool, group: dist.ProcessGroup | None = None
+        self,
+        model: nn.Module,
+        defer: Deferral,
+        retain_unsharded: bool,
+        group: dist.ProcessGroup | None = None,
+        is_manual: bool = False,
     ) -> None:
         super().__init__()
         self._defer, self._group = defer, group
@@ -180,17 +202,42 @@ class FSDPGradSync(GradSync):
         self.units = torch_internals.fsdp_units(model)
         self._roots = fsdp_roots(model)
         self._groups = [group for unit in self.units for group in torch_internals.param_groups(unit)]
-        self._retained: list[tuple[FSDPModule, list[int]]] = []
+        self._model = model
+        self._number_of = {group: number for number, group in enumerate(self._groups, start=1)}
+        self._order = 0  # of the groups whose forwards have run in the window
+        self._first_gathers: AgreedGathers | None = None
+        self._written = WrittenWeights(self.units)
+        self._retained: list[FSDPModule] = []
         self.is_last: bool | None = None
         self._in_backward = False
+        self._restored = ExitStack()
+        self._restored.enter_context(torch_internals.flags_restored(self.units, torch_internals.REDUCTIONS))
+        self._reductions = Reductions.BY_FSDP2
+        self._is_manual = is_manual
+        if is_manual and retain_unsharded:
+            # Lightning does not say when the forwards of a window begin: they keep what they gather.
+            self._restored.enter_context(torch_internals.flags_restored(self.units, torch_internals.RESHARDING))
+            for unit in self.units:
+                unit.set_reshard_after_backward(False, recurse=False)
+        self._gathered = GatheredForBackward(self.units, always=is_manual and retain_unsharded)
+        self._hooks += self._gathered.hooks
         for root in cast(list[nn.Module], self._roots):
             if root is not model:
-                hook = partial(_reshard_unless_training, torch_internals.fsdp_units(root))
+                hook = partial(self._reshard_unless_training, torch_internals.fsdp_units(root))
                 self._hooks.append(root.register_forward_hook(hook))
         self._has_gathered = False
         shards = {param.sharded_param for param_group in self._groups for param in param_group.fsdp_params}
         self._unwatched = {p: name for name, p in model.named_parameters() if p in shards}
         self._bypassed: list[str] = []
+
+    def _reshard_unless_training(self, units: Sequence[FSDPModule], root: nn.Module, *_: object) -> None:
+        """Forward hook of a root: frees parameters that no backward will free, and that would become stale.
+
+        These are prefetched units that the forward did not use, and, if no gradients are computed, those of the root.
+        """
+        drop_unused(units)
+        if not torch.is_grad_enabled() and cast(FSDPModule, root) not in self._gathered.units:
+            cast(FSDPModule, root).reshard()
 
     def gather_once(self) -> None:
         """Gather the units that have never been. A collective, if there are any; only the first call looks for them.
@@ -232,13 +279,9 @@ class FSDPGradSync(GradSync):
     def _mark_used(self, parameter: nn.Parameter, _: Tensor) -> None:
         if self._in_backward:
             super()._mark_used(parameter, _)
-        elif self._used or self.is_last is False:
+        elif self._reductions is Reductions.NONE or self.is_last is False:
             # FSDP2 would add this gradient to the deferred ones of the window, and it would be rescaled with them.
-            raise RuntimeError(
-                "A plain loss.backward() in the middle of an accumulation window, whose gradients it would join."
-                " Call self.manual_backward(loss), or end the window first, by a manual_backward outside of"
-                " `optimizer.toggle_model(sync_grad=False)`."
-            )
+            raise RuntimeError(PLAIN_BACKWARD)
 
     @override
     @contextmanager
@@ -247,12 +290,12 @@ class FSDPGradSync(GradSync):
         if self.is_last is not None:
             yield
             return
-        with _reduction(self.units, is_last, self._defer, with_unused=True):
-            if self._retain_unsharded:
-                for unit in self.units:
-                    unit.set_reshard_after_forward(False, recurse=False)
-                    # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).
-                    unit.set_reshard_after_backward(False, recurse=False)
+        retained = self.units if self._retain_unsharded else []
+        with torch_internals.flags_restored(retained, torch_internals.RESHARDING):
+            for unit in retained:
+                unit.set_reshard_after_forward(False, recurse=False)
+                # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).
+                unit.set_reshard_after_backward(False, recurse=False)
             self.is_last = is_last
             try:
                 yield
@@ -264,37 +307,88 @@ class FSDPGradSync(GradSync):
         """Reshard what is unsharded, so that nothing stale is used once weights are written.
 
         ``retains``, as a micro-batch starts: use retained parameters again unless the sharded ones were written since.
-        A write past autograd's version counters (``.data``) is not noticed.
         """
         retained, self._retained = self._retained, []
-        taken_back: set[int] = set()
-        for unit, versions in retained:
+        taken_back = []
+        for unit in retained:
             is_shown = torch_internals.show_kept_storage(unit)
-            if retains and is_shown and versions == torch_internals.sharded_versions(unit):
-                taken_back.add(id(unit))
+            if retains and is_shown and self._written.is_current(unit):
+                taken_back.append(unit)
+        self._reshard_others(taken_back)
+
+    def _reshard_others(self, needed: list[FSDPModule]) -> None:
+        """Free what is gathered, except of these units."""
+        still_needed = set(needed)
+        self._gathered.units &= still_needed
         for unit in self.units:
-            if id(unit) not in taken_back:
+            if unit not in still_needed:
                 reshard(unit)
+
+    def compare_gathers(self, device: torch.device) -> None:
+        """Compare which units the ranks gather, until a window ends."""
+        if self._group is not None:
+            self._first_gathers = AgreedGathers(self._model, self.units, self._group, device)
+
+    def _stop_comparing(self) -> None:
+        if self._first_gathers is not None:
+            self._first_gathers.patches.restore()
+            self._first_gathers = None
+
+    @override
+    def take_order(self) -> int:
+        order, self._order = self._order, 0
+        return order
+
+    @override
+    def toggled(self) -> None:
+        needed = [unit for unit in self.units if torch_internals.is_unsharded(unit)]  # by a backward that is to come
+        for unit in needed:
+            torch_internals.show_trainable(unit)
+        for unit in self._retained:
+            torch_internals.show_kept_storage(unit)
+        self._retained = []
+        self._reshard_others(needed)
+
+    @override
+    def stepped(self) -> None:
+        if self._is_manual:  # else the next step begins by releasing them
+            self.release()
 
     @override
     @contextmanager
     def backward(self, loss: Tensor, trained: Set[nn.Parameter], counts: bool = True) -> Iterator[None]:
         """See the base class; after it, the module shows its sharded parameters. Raises if it has bypassed FSDP2."""
         self.watch()
-        if trained and (self.is_last or self._defer is not True):
+        if self._first_gathers is not None:
+            self._first_gathers.before_backward()
+        if self._order == 0 or not self._retain_unsharded:  # later forwards of a window use what the first has gathered
+            for group in dict.fromkeys(torch_internals.forward_order(self._roots)):
+                self._order = (self._order * 31 + self._number_of[group]) % _ORDERS
+        deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
+        self._reduce(Reductions.ALL if self.is_last else deferred[self._defer])
+        if self.is_last:
+            _accumulate_in_one_dtype(self.units)
+        if trained and self._reductions is not Reductions.NONE:
             for group in self._groups:
                 torch_internals.zero_missing_gradients(group, trained)
-        self._in_backward, self._counts = True, counts
+        self._in_backward = True
+        self._counts = counts
         yield
         self._in_backward = False
         if self._bypassed:
             raise RuntimeError(
                 f"{', '.join(self._bypassed[:3])}: {len(self._bypassed)} parameters that FSDP2 shards got a gradient"
                 " that it does not reduce, since training_step uses them outside of their unit's forward, as a penalty"
-                f" on weights does (`p.full_tensor()`). {PENALTY_ON_WEIGHTS}"
+                f" on weights does (`p.full_tensor()`). {PENALTY_ON_WEIGHTS} For a method that differentiates by"
+                " module.parameters(), as adjoint methods do, pass auto_wrap_policy=set(): the model is then one unit,"
+                " which under automatic optimization is gathered during all of training_step."
             )
         for root in self._roots if self.is_last else ():
             torch_internals.reduce_deferred_gradients(root)
+        self._reduce(Reductions.BY_FSDP2 if self.is_last else Reductions.NONE)
+        self._gathered.units.clear()
+        if self.is_last:
+            self._stop_comparing()
         for unit in self.units:
             if not torch_internals.is_unsharded(unit):
                 continue
@@ -304,7 +398,18 @@ class FSDPGradSync(GradSync):
                 unit.reshard()
             else:
                 torch_internals.reshard_keeping_storage(unit)
-                self._retained.append((unit, torch_internals.sharded_versions(unit)))
+                self._retained.append(unit)
+
+    def _reduce(self, reductions: Reductions) -> None:
+        """Let backwards from now on reduce as ``reductions`` says."""
+        if reductions is self._reductions:
+            return
+        scatters, reduces_all, sends_unused = reductions.value
+        for unit in self.units:
+            unit.set_requires_gradient_sync(scatters, recurse=False)
+            unit.set_requires_all_reduce(reduces_all, recurse=False)
+            unit.set_reduce_scatter_unused_params(sends_unused, recurse=False)
+        self._reductions = reductions
 
     @override
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
@@ -329,24 +434,36 @@ class FSDPGradSync(GradSync):
                     " a part. Pass True or False."
                 )
             torch_internals.clear_unreduced_gradients(group, owned)
+        if wanted is None:
+            self._reduce(Reductions.BY_FSDP2)
+
+    @override
+    def counts(self, tensors: Iterable[Tensor]) -> list[int]:
+        return self._written.counts.of(tensors)
 
     @override
     def close(self) -> None:
-        """Reshard the model and remove the hooks."""
+        """Reshard the model, remove the hooks, and let FSDP2 reduce as before."""
         self.release()
+        self._stop_comparing()
+        self._restored.close()
+        self._written.close()
         super().close()
 
     @override
     def recover(self) -> None:
         """After an exception in a forward or backward: make the model usable again, and drop deferred gradients."""
         self._in_backward, self._bypassed = False, []
+        self._order = 0
+        self._stop_comparing()
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
         gradients = [(param.sharded_param, param.sharded_param.grad) for g in self._groups for param in g.fsdp_params]
-        for unit in self.units:
-            torch_internals.forget_background_gather(unit)
-        for root in self._roots:
-            root.reset_iter_state()
-        self.release()
+        with self._written.recovering():
+            for unit in self.units:
+                torch_internals.forget_background_gather(unit)
+            for root in self._roots:
+                root.reset_iter_state()
+            self.release()
         for parameter, gradient in gradients:
             parameter.grad = gradient
         self.discard()

@@ -335,3 +335,26 @@ def test_a_tracked_loader_says_what_it_is() -> None:
     tracked.count = len
     assert not hasattr(loader, "count")
     assert type(copy.copy(tracked)) is DataLoader
+
+
+class StopsByItself(LabelledModule):
+    """Draws from an iterator of its own, which ends on rank 1 first."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if dist.get_rank() == 1 and batch_idx == 2:
+            next(iter(()))
+        return self(batch)
+
+
+def _stop_by_itself(options: dict[str, Any]) -> None:
+    make_trainer(AutomodelStrategy(**options)).fit(StopsByItself(), _loader((4, 4), False))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}])
+def test_stop_iteration_of_a_step(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Lightning would take it for the end of the data on one rank, and the others would wait for it."""
+    with pytest.raises(RankError) as raised:
+        pool2.run(_stop_by_itself, options)
+    assert "training_step raised StopIteration" in raised.value.failures[1]
+    assert 0 in raised.value.failures

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import Outcome, full_weights, weight_error
+from tests.trainer.exactness import Outcome, full_weights, relative_error, weight_error
 from tests.trainer.plain import fill
 from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, make_trainer
 
@@ -41,13 +41,18 @@ def contrast(features: Tensor, scale: Tensor) -> Tensor:
 
 
 class Contrastive(LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, own_gradients: bool = False) -> None:
         super().__init__()
         self.model = Towers()
+        self.own_gradients = own_gradients
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        features = self.all_gather(self.model(batch), sync_grads=True).flatten(0, 1)
-        return contrast(features, self.model.scale)
+        features = self.model(batch)
+        if self.own_gradients:
+            gathered = list(self.all_gather(features.detach()))
+            gathered[self.global_rank] = features
+            return contrast(torch.cat(gathered), self.model.scale)
+        return contrast(self.all_gather(features, sync_grads=True).flatten(0, 1), self.model.scale)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.5)
@@ -75,3 +80,20 @@ def test_gathered_features_give_the_gradients_of_one_batch(pool2: RankPool, opti
         optimizer.step()
     for weights in pool2.run(_train, options):
         assert weight_error(Outcome(weights, None), Outcome(full_weights(module), None)) <= TOLERANCE
+
+
+def _step(own_gradients: bool) -> dict[str, Tensor]:
+    """What one step changes."""
+    module = Contrastive(own_gradients)
+    before = full_weights(module)
+    data = DataLoader(list(batches()[:1, dist.get_rank()]), batch_size=None)
+    make_trainer(AutomodelStrategy(count="samples")).fit(module, data)
+    return {name: weight - before[name] for name, weight in full_weights(module).items()}
+
+
+def test_features_of_other_ranks_without_gradients_divide_them(pool2: RankPool) -> None:
+    """By the number of ranks, as the page has it."""
+    exact, _ = pool2.run(_step, False)
+    divided, _ = pool2.run(_step, True)
+    for name in ("model.image.weight", "model.text.weight"):
+        assert relative_error(2 * divided[name], exact[name]) <= TOLERANCE

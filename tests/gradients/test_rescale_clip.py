@@ -164,6 +164,12 @@ def test_gradient_factor(denominator: float, divisor: int, factor: float) -> Non
     assert gradient_factor(torch.tensor(denominator, dtype=torch.float64), divisor).item() == factor
 
 
+@pytest.mark.parametrize("denominator", [-8.0, math.nan, math.inf, -math.inf])
+def test_what_is_no_sum_of_counts_gives_no_gradient(denominator: float) -> None:
+    """Rather than one of the wrong sign, or zeros that nobody notices."""
+    assert gradient_factor(torch.tensor(denominator, dtype=torch.float64), 2).isnan()
+
+
 @pytest.mark.parametrize("foreach", [True, False])
 @pytest.mark.parametrize("largest", [3e19, 1e30, 1e38, 3e38])
 def test_large_finite_gradients_are_clipped_not_zeroed(largest: float, foreach: bool) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_automodel import reduce_loss
+from lightning_automodel.gradients.rescale_clip import gradient_factor
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples, sums_of
 
 CPU = torch.device("cpu")
@@ -158,6 +159,7 @@ def _count_told(source: str, count: Any) -> Any:
         (torch.tensor([1, 2]), "a tensor of shape (2,), torch.int64"),
         (torch.tensor([]), "a tensor of shape (0,), torch.float32"),
         (torch.tensor(True), "a tensor of shape (), torch.bool"),
+        (torch.tensor(1j), "a tensor of shape (), torch.complex64"),
     ],
 )
 def test_counts_of_a_wrong_type(source: str, count: Any, shown: str) -> None:
@@ -169,11 +171,12 @@ def test_counts_of_a_wrong_type(source: str, count: Any, shown: str) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("in_tensor", [False, True])
 @pytest.mark.parametrize("count", [-1, -2.5, math.inf, math.nan])
-def test_counts_out_of_range(source: str, count: float) -> None:
-    """The message says the value and who told it."""
+def test_counts_out_of_range(source: str, count: float, in_tensor: bool) -> None:
+    """The message says the value and who told it; of a tensor too, unless the host would have to wait for it."""
     with pytest.raises(ValueError, match="negative") as raised:
-        _count_told(source, count)
+        _count_told(source, torch.tensor(count) if in_tensor else count)
     assert str(raised.value) == f"{source} must be finite and not negative, got {count}."
 
 
@@ -217,6 +220,26 @@ def _window(additions: list[tuple[float, Any]]) -> Tensor:
 def test_window_adds_up(additions: list[tuple[float, Any]], totals: list[float]) -> None:
     """Counts told as numbers and as tensors mix; a mean over nothing, NaN, adds nothing but its micro-batch."""
     assert _window(additions).tolist() == totals
+
+
+@pytest.mark.parametrize("count", [-1, -0.5, math.nan, -math.inf])
+def test_a_wrong_count_that_nobody_has_read_is_not_lost_in_a_sum(count: float) -> None:
+    """On an accelerator; whatever else its window counts."""
+    totals = _window([(1.0, torch.tensor(count)), (1.0, 5)])
+    assert totals[0].isnan()
+    assert TokenWeighting().report(totals).loss.isnan()
+    assert gradient_factor(totals[0], 2).isnan()
+
+
+def test_no_tokens_may_be_negative_zero() -> None:
+    """As a sum of class weights may be that are all zero."""
+    assert _count_told(SOURCES[0], torch.tensor(-0.0)) == 0
+    assert _window([(1.0, torch.tensor(-0.0)), (1.0, 5)])[0] == 5
+
+
+def test_counts_ahead_are_read_and_checked() -> None:
+    with pytest.raises(ValueError, match="must be finite and not negative, got -2"):
+        TokenWeighting(count_label_tokens=lambda batch: torch.tensor(-2)).count_on_host(BATCH)
 
 
 def test_window_keeps_a_nan_that_has_tokens() -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,35 +29,44 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
 from lightning_automodel import AutomodelStrategy
-from tests.projects import projects
+from tests.projects import newer_projects, projects
 from tests.trainer.exactness import full_weights
 
 OURS: dict[str, dict[str, Any]] = {"replicated": {"data_parallel": "ddp"}, "sharded": {}}
 WAYS = ("one process", "Lightning's ddp", *OURS)
 
 
-def sgd(module: LightningModule) -> torch.optim.Optimizer:
-    """In place of `configure_optimizers`."""
-    return torch.optim.SGD(module.parameters(), 0.02, momentum=0.9)
-
-
 class Recorder(Callback):
-    """Trains with SGD, and keeps weights at both ends of a fit and whether validation ran."""
+    """Trains with SGD, and keeps weights at both ends of a fit and whether validation ran.
+
+    Attributes:
+        keeps_optimizer: Whether the project's own optimizer trains.
+        learning_rate: Of SGD.
+    """
 
     def __init__(self) -> None:
         self.before: dict[str, Tensor] = {}
         self.after: dict[str, Tensor] = {}
         self.num_validations = 0
+        self.keeps_optimizer = False
+        self.learning_rate = 0.02
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        type(pl_module).configure_optimizers = sgd
+        if not self.keeps_optimizer:
+            type(pl_module).configure_optimizers = lambda module: self._sgd(module)
         self.before = {name: weight.detach().clone() for name, weight in pl_module.named_parameters()}
+
+    def _sgd(self, module: LightningModule) -> torch.optim.Optimizer:
+        return torch.optim.SGD(module.parameters(), self.learning_rate, momentum=0.9)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.num_validations += 1
         self.after = full_weights(pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.after = full_weights(pl_module)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.after = full_weights(pl_module)
 
 
@@ -143,7 +153,9 @@ def train(project: Project, way: str, directory: Path) -> tuple[Recorder, list[s
 
     last = str(directory / "last.ckpt")
     if way == WAYS[0]:
-        return run(4), []
+        # A project that gathers by itself must not find the other rank, which does the same.
+        with mock.patch.object(dist, "is_initialized", return_value=False):
+            return run(4), []
     done = ["trains", "validates", "saves"]
     if project.__name__ in projects.WITHOUT_RESUMING:
         fitted = run(4)
@@ -164,12 +176,13 @@ def main(name: str, directory: Path) -> None:
     torch.set_num_threads(1)
     results: dict[str, dict[str, Any]] = {}
     recorders: dict[str, Recorder] = {}
+    project = getattr(projects, name, None) or getattr(newer_projects, name)
     for way in WAYS:
         result = results[way] = {}
         try:
             # Only rank 0 needs one process' weights, but all ranks go on together.
             own = directory / (f"{way}{rank}" if way == WAYS[0] else way)
-            recorders[way], result["does"] = train(getattr(projects, name), way, own)
+            recorders[way], result["does"] = train(project, way, own)
             wanted = recorders[WAYS[1] if name in projects.AS_DDP and way in OURS else WAYS[0]]
             moved = distance(wanted.after, recorders[WAYS[0]].before)
             assert moved > 0, "nothing was trained"

@@ -22,9 +22,9 @@ WITHOUT_RESUMING = {"darts", "gluonts"}
 """Projects whose own `fit` takes no checkpoint of the Trainer's to resume from. gluonts does, but a resumed run of ours
 draws what the stopped one would have drawn, and Lightning's does not."""
 
-AS_DDP = {"gluonts", "rl4co"}
+AS_DDP = {"anomalib_ganomaly", "gluonts", "rl4co"}
 """Projects that Lightning's ddp is the measure of: they draw random numbers as they train, one process others;
-rl4co's baseline is the mean of each rank's batch."""
+rl4co's baseline is the mean of each rank's batch, and batch normalization one of each rank's."""
 
 EQUAL_BATCHES = {"per_token_loss": False}
 

@@ -17,6 +17,7 @@ import torch
 from tests.rank_pool import RankPool
 from tests.search.cases import KNOWN, Case
 from tests.search.harness import Search, judge
+from tests.search.kinds import KINDS
 
 
 def main() -> int:
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument("--case", type=int, help="run this number alone")
     parser.add_argument("--dict", nargs="+", default=[], help="run these cases alone")
     parser.add_argument("--without", nargs="*", default=[], choices=KNOWN, help="traits to leave out")
+    parser.add_argument("--kinds", nargs="*", default=[], choices=KINDS, help="user code that every case has")
     parser.add_argument("--stop", action="store_true", help="stop at the first finding")
     parser.add_argument("--no-shrink", action="store_true", help="do not look for a smaller case")
     arguments = parser.parse_args()
@@ -38,7 +40,7 @@ def main() -> int:
     def pool(num_ranks: int) -> RankPool:
         return pools.setdefault(num_ranks, RankPool(num_ranks))
 
-    search = Search(pool, arguments.seed, frozenset(arguments.without))
+    search = Search(pool, arguments.seed, frozenset(arguments.without), tuple(arguments.kinds))
     try:
         if arguments.dict:
             return sum(_run(Case(**ast.literal_eval(each)), pool) for each in arguments.dict)
@@ -59,7 +61,7 @@ def _search(search: Search, arguments: argparse.Namespace) -> int:
     numbers = range(arguments.first, arguments.first + arguments.cases)
     if arguments.case is not None:
         numbers = range(arguments.case, arguments.case + 1)
-    print(f"seed {arguments.seed}, without {arguments.without}", flush=True)
+    print(f"seed {arguments.seed}, without {arguments.without}, kinds {arguments.kinds}", flush=True)
     began, num_cases, num_found = time.monotonic(), 0, 0
     for number in numbers:
         if time.monotonic() - began > arguments.seconds:

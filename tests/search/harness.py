@@ -12,9 +12,12 @@ from typing import Any
 
 import lightning_automodel
 from tests.rank_pool import RankError, RankPool
-from tests.search.cases import Case, draw_case, has, made_valid
+from tests.search.cases import Case, has
+from tests.search.drawing import draw_case
+from tests.search.kinds import DOCUMENTED, KIND_REFUSALS, KIND_WARNED
 from tests.search.ranks import in_folder, train
 from tests.search.reference import Outcome, Reference
+from tests.search.rules import made_valid
 from tests.trainer.exactness import relative_error
 
 TOLERANCE = 1e-12
@@ -42,6 +45,7 @@ REFUSALS: dict[str, Callable[[Case], Any]] = {
     ),
     # Lightning's own.
     r"Skipping the `training_step` by returning None in distributed": lambda c: c.skip,
+    **KIND_REFUSALS,
 }
 """Messages of errors that a case may end in, and which cases may."""
 
@@ -49,6 +53,7 @@ WARNED: dict[str, Callable[[Case], Any]] = {
     r"Lightning zeroes gradients before it validates": lambda c: (
         "validate" in c.callbacks and c.manual in ("add", "window", "unclosed", "gan_window")
     ),
+    **KIND_WARNED,
 }
 """Warnings beside which weights may differ, and in which cases."""
 
@@ -68,7 +73,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a case: "exact", or the pattern of a refusal, or a finding."""
+    """What came of a case: "exact", the pattern of a message, what is documented, or a finding."""
 
     what: str
     finding: Finding | None = None
@@ -99,6 +104,9 @@ def judge(pool: RankPool, case: Case, run: Callable[[Case, str], Outcome] = trai
             for pattern, applies in WARNED.items():
                 if applies(case) and any(re.search(pattern, message) for message in outcome.warnings):
                     return Verdict(pattern)
+            for reason, applies in DOCUMENTED.items():
+                if applies(case):
+                    return Verdict(reason)
             return Verdict("", Finding("differs", f"rank {rank}: {wrong}"))
     return Verdict("exact")
 
@@ -120,6 +128,14 @@ def differences(
         yield f"{len(outcome.norms)} norms instead of {len(expected.norms)}"
     elif any(relative_error(a, b) > 10 * tolerance for a, b in zip(outcome.norms, expected.norms, strict=True)):
         yield f"norms {outcome.norms} instead of {expected.norms}"
+    # A rank without data has padding batches, whose gradients nobody asks for.
+    if not case.more_batches:
+        own = expected.foreign[rank][-len(outcome.foreign) :] if outcome.foreign else []  # since it was resumed
+        if len(own) != len(outcome.foreign) or (own == [] and expected.foreign[rank] and not case.stops):
+            yield f"{len(outcome.foreign)} foreign gradients instead of {len(expected.foreign[rank])}"
+        errors = [relative_error(a, b) for a, b in zip(outcome.foreign, own, strict=False)]
+        if max(errors, default=0.0) > 10 * tolerance:
+            yield f"foreign gradients {max(errors):.1e}"
     if case.manual is None and not case.stops:
         yield from _differences_of_report(case, outcome, expected)
 
@@ -151,7 +167,7 @@ def _judge_failure(case: Case, error: RankError) -> Verdict:
     causes = [(place, line) for place, line in messages if not line.startswith("RankFailedError")]
     for _, line in causes or messages:
         for pattern, applies in REFUSALS.items():
-            if re.search(pattern, line) and applies(case):
+            if re.search(pattern, line, re.DOTALL) and applies(case):
                 return Verdict(pattern)
     for place, line in messages:
         if not place.startswith(PACKAGE):
@@ -179,18 +195,20 @@ class Search:
         pools: By number of ranks.
         seed: Of all cases.
         without: Names of `KNOWN` to leave out.
+        kinds: Names of `KINDS` that every case has.
     """
 
     pools: Callable[[int], RankPool]
     seed: int
     without: frozenset[str] = frozenset()
+    kinds: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.tally: Counter[str] = Counter()
 
     def judge(self, number: int) -> tuple[Case, Verdict]:
         """The case of a number and what came of it."""
-        case = draw_case(self.seed, number, self.without)
+        case = draw_case(self.seed, number, self.without, self.kinds)
         verdict = judge(self.pools(case.num_ranks), case)
         self.tally[verdict.what or "finding"] += 1
         return case, verdict

@@ -1,4 +1,4 @@
-"""The module that the search trains, its data and its losses: plain torch, alike on ranks and in one process.
+"""The module that the search trains, and its optimizers: plain torch, the same on ranks and in one process.
 
 Shapes: b rows, s positions, d width, v vocabulary.
 """
@@ -6,49 +6,16 @@ Shapes: b rows, s positions, d width, v vocabulary.
 from __future__ import annotations
 
 import copy
-import functools
-import random
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.search import user_code
+from tests.search.block import Block, plain
 from tests.search.cases import Case
-
-VOCABULARY, WIDTH = 7, 5  # odd, so that shards on two ranks are uneven
-IGNORED = -100
-
-
-class Block(nn.Module):
-    """A residual block that mixes each position with the mean of those before it; counts its forwards."""
-
-    def __init__(self, output: str, counter: str | None) -> None:
-        super().__init__()
-        self.output, self.counts = output, counter is not None
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        if counter is not None:
-            self.register_buffer("num_forwards", torch.zeros(()), persistent=counter == "persistent")
-
-    def forward(self, hidden: Any) -> Any:
-        if not isinstance(hidden, Tensor):
-            hidden = hidden["hidden"] if isinstance(hidden, dict) else hidden[0]
-        positions = torch.arange(1, hidden.shape[1] + 1).view(1, -1, 1)
-        new = hidden + torch.tanh(self.linear(hidden + hidden.cumsum(dim=1) / positions))  # [b, s, d]
-        if self.counts:
-            new = new * (1 + 0.05 * self.num_forwards)
-            if self.training:
-                self.num_forwards += 1
-        return {"tensor": new, "tuple": (new, None), "dict": {"hidden": new, "name": "block"}}[self.output]
-
-
-def plain(hidden: Any) -> Tensor:
-    """The tensor that a block has returned."""
-    if isinstance(hidden, Tensor):
-        return hidden
-    return hidden["hidden"] if isinstance(hidden, dict) else hidden[0]
+from tests.search.data import VOCABULARY, WIDTH
 
 
 class Net(nn.Module):
@@ -62,8 +29,11 @@ class Net(nn.Module):
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.case = case
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        made = [Block(case.output, case.counter) for _ in range(4)]
+        self.writes = True  # one process writes once for all ranks
+        max_norm = 0.8 if "max_norm" in case.writes else None
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, max_norm=max_norm)
+        clamps = "clamp@block" in case.writes
+        made = [Block(case.output, case.counter, clamps) for _ in range(4)]
         container = case.container
         if container == "list":
             self.blocks: Any = nn.ModuleList(made[:2])
@@ -96,6 +66,7 @@ class Net(nn.Module):
             self.sometimes = nn.Linear(WIDTH, WIDTH)
         if "empty" in parts:
             self.empty = nn.Parameter(torch.ones(0, WIDTH))
+        user_code.attach(case, self)
         generator = torch.Generator().manual_seed(case.seed)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -113,13 +84,21 @@ class Net(nn.Module):
                 parameter.requires_grad_(parameter.requires_grad and not name.endswith("bias"))
         self.double()
 
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """[b, s, v] logits, or [b, v] of rows, and the [b, s, d] hidden states."""
+    def forward(self, ids: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[b, s, v] logits, or [b, v] of rows, and the [b, s, d] hidden states.
+
+        A [b, s, d] shift is added to the embeddings.
+        """
         case, parts = self.case, self.case.parts
+        if self.training and self.writes:
+            user_code.write(case, "forward", self)
         hidden: Any = self.embedding(ids)
+        if shift is not None:
+            hidden = hidden + shift
         if "vector" in parts:
             hidden = hidden * (1 + self.vector)
         hidden = plain(self._through_blocks(hidden))
+        hidden = user_code.altered(case, self, hidden)
         if "sometimes" in parts and int(ids.sum()) % 2:
             hidden = hidden + 0.3 * self.sometimes(hidden)
         if "gate" in parts:
@@ -170,110 +149,6 @@ class Critic(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.linear(hidden).squeeze(-1)  # [b, s]
-
-
-CLASS_WEIGHTS = torch.linspace(0.3, 2.0, VOCABULARY, dtype=torch.float64)
-
-
-# --- Data -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Pair:
-    """A batch that is an object."""
-
-    ids: Tensor
-    labels: Tensor
-
-
-@functools.lru_cache(maxsize=4)
-def data(case: Case) -> list[list[tuple[Tensor, Tensor]]]:
-    """[b, s] ids and [b, s] or [b] labels of an epoch, by rank and then by batch."""
-    rng = random.Random(case.seed)
-    empty_rank, empty_window = rng.randrange(case.num_ranks), rng.randrange(2)
-    made = []
-    for rank in range(case.num_ranks):
-        made.append([])
-        for index in range(case.num_batches_of(rank)):
-            generator = torch.Generator().manual_seed(rng.randrange(2**31))
-            # Ranks must call backward equally often: each batch has two chunks.
-            shape = (rng.randint(2 if case.manual == "chunks" else 1, 3), rng.randint(2, 5))
-            ids = torch.randint(VOCABULARY, shape, generator=generator)
-            labels = torch.randint(VOCABULARY, shape if case.task == "tokens" else shape[:1], generator=generator)
-            if case.task == "tokens":
-                ignored = torch.rand(shape, generator=generator) < rng.random()
-                ignored[0, -1] = False
-                labels[ignored] = IGNORED
-            if (
-                (case.gap == "rank" and rank == empty_rank)
-                or (case.gap == "window" and index // case.accumulates(0) == empty_window)
-                or (case.gap == "micro_batches" and rng.random() < 0.4)
-            ):
-                labels[:] = IGNORED
-            made[-1].append((ids, labels))
-    return made
-
-
-def packed(case: Case, ids: Tensor, labels: Tensor) -> Any:
-    """The batch as the case wants it."""
-    key = "targets" if case.tell == "key" else "labels"
-    return {
-        "dict": lambda: {"ids": ids, key: labels},
-        "tuple": lambda: (ids, labels),
-        "list": lambda: [ids, labels],
-        "nested": lambda: {"inputs": {"ids": ids}, "outputs": [labels]},
-        "beside": lambda: {"weight": torch.tensor(2.0), "ids": ids, key: labels, "name": "x", "index": 3},
-        "object": lambda: Pair(ids, labels),
-    }[case.batch]()
-
-
-def unpacked(case: Case, batch: Any) -> tuple[Tensor, Tensor]:
-    """Ids and labels of a batch."""
-    if case.batch in ("tuple", "list"):
-        return batch[0], batch[1]
-    if case.batch == "nested":
-        return batch["inputs"]["ids"], batch["outputs"][0]
-    if case.batch == "object":
-        return batch.ids, batch.labels
-    return batch["ids"], batch["targets" if case.tell == "key" else "labels"]
-
-
-# --- Losses -----------------------------------------------------------------------------------------------------------
-
-
-def used(case: Case, labels: Tensor) -> Tensor:
-    """The labels at positions that the loss looks at."""
-    return labels[:, case.label_shift :] if case.task == "tokens" else labels
-
-
-def count(case: Case, labels: Tensor) -> Any:
-    """What the loss sums over: label tokens, or the class weights of these."""
-    labels = used(case, labels)
-    if case.weighted:
-        return CLASS_WEIGHTS[labels[labels != IGNORED]].sum()
-    return (labels != IGNORED).sum()
-
-
-def cross_entropy(case: Case, logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
-    """Sum or mean of the token losses."""
-    labels = used(case, labels)
-    if case.task == "tokens":
-        logits = logits[:, : logits.shape[1] - case.label_shift]
-    weight = CLASS_WEIGHTS if case.weighted else None
-    return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1), weight=weight, reduction=reduction)
-
-
-def token_loss(case: Case, net: Any, ids: Tensor, labels: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
-    """[] the loss of a batch, and [b, s, d] the hidden states behind it."""
-    logits, hidden = net(ids)
-    if case.forwards == 2:
-        logits = logits - 0.5 * net(ids.flip(1))[0]
-    return cross_entropy(case, logits, labels, reduction), hidden
-
-
-def aux_loss(hidden: Tensor) -> Tensor:
-    """A loss that is no mean over label tokens."""
-    return 0.1 * hidden.square().mean()
 
 
 # --- What a user's hooks do -------------------------------------------------------------------------------------------

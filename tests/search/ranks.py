@@ -27,36 +27,22 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_automodel import AutomodelStrategy
 from tests.resume.resuming import Recorder
+from tests.search.block import first_block
 from tests.search.cases import Case
+from tests.search.data import aux_loss, count, cross_entropy, data, packed, unpacked
 from tests.search.net import (
     Critic,
     Net,
-    aux_loss,
-    count,
-    cross_entropy,
-    data,
     edit_after_backward,
     edit_before_step,
     make_optimizers,
     make_schedule,
-    packed,
     part_to_thaw,
-    token_loss,
     trains,
-    unpacked,
     weight_penalty,
 )
-from tests.search.reference import (
-    CLIP_NORM,
-    CLIP_VALUE,
-    EMA_DECAY,
-    SWA_LR,
-    Outcome,
-    critic_loss,
-    first_block,
-    full,
-    norm,
-)
+from tests.search.reference import CLIP_NORM, CLIP_VALUE, EMA_DECAY, SWA_LR, Outcome, critic_loss, norm
+from tests.search.user_code import changed, edit_rows, foreign_gradients, full, token_loss, write
 from tests.trainer.exactness import SILENT, full_weights
 
 
@@ -70,6 +56,7 @@ class Searched(LightningModule):
         self.critic = Critic(case.seed) if case.manual in ("gan", "gan_window") else None
         self.automatic_optimization = case.manual is None
         self.norms: list[float] = []
+        self.foreign: list[float] = []
         self.num_batches = 0
         if case.thaw:
             part_to_thaw(self.net).requires_grad_(False)
@@ -81,10 +68,14 @@ class Searched(LightningModule):
         if batch_idx in case.skip:
             return None
         ids, labels = unpacked(case, batch)
+        self._look("before_forward", ids, labels)
+        write(case, "step", self.net)
         if case.manual is not None:
             self._manual(ids, labels, batch_idx)
             return None
         loss, hidden = token_loss(case, self.net, ids, labels, case.loss_reduction)
+        write(case, "after_forward", self.net)
+        self._look("after_forward", ids, labels)
         if case.penalty is not None:
             weight = first_block(self.net).linear.weight
             scale = count(case, labels) if case.loss_reduction == "sum" else 1.0
@@ -92,18 +83,42 @@ class Searched(LightningModule):
         aux = aux_loss(hidden) if case.aux else None
         returned = {} if aux is None or case.tell == "equal" else {"aux_loss": aux}
         loss = loss if aux is None else loss + aux
+        if case.over_ranks:
+            loss = self.all_gather(loss, sync_grads=True).mean()
         if case.tell.startswith("returned"):
             returned["num_label_tokens"] = self._count(labels)
         return {"loss": loss, **returned} if returned else loss
 
     def _count(self, labels: Tensor) -> Any:
         counted = count(self.case, labels)
+        if self.case.negative and self.global_rank == 1:
+            counted = -counted
         return counted if self.case.tell == "returned_tensor" else counted.item()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        token_loss(self.case, self.net, *unpacked(self.case, batch), "mean")
+        ids, labels = unpacked(self.case, batch)
+        cross_entropy(self.case, self.net(ids)[0], labels, "mean")
+        if not self.trainer.sanity_checking:
+            self._look("validation", ids, labels)
+
+    def _look(self, where: str, *batch: Tensor) -> None:
+        """Compute a gradient beside training; in hooks, of the first batch."""
+        batch = batch or data(self.case)[self.global_rank][0]
+        self.foreign += foreign_gradients(self.case, where, self.net, *batch)
+
+    def setup(self, stage: str) -> None:
+        changed(self.case, "setup", self.net)
+
+    def configure_model(self) -> None:
+        changed(self.case, "configure_model", self.net)
+
+    def on_train_start(self) -> None:
+        if new := changed(self.case, "train_start", self.net):
+            found = self.optimizers()
+            (found[0] if isinstance(found, list) else found).add_param_group({"params": new})
 
     def configure_optimizers(self) -> Any:
+        changed(self.case, "configure_optimizers", self.net)
         made = make_optimizers(self.case, self.net, self.critic)
         if self.case.schedule is None:
             return made
@@ -131,14 +146,19 @@ class Searched(LightningModule):
             with torch.no_grad():
                 for parameter, weight in zip(self.parameters(), backup, strict=True):
                     parameter.copy_(weight)
+        write(self.case, "batch_end", self.net)
+        self._look("batch_end")
 
     def on_after_backward(self) -> None:
+        self._look("after_backward")
         edit_after_backward(self.case.hooks, self)
         if "norm_after_backward" in self.case.hooks and any(p.grad is not None for p in self.parameters()):
             self.norms.append(norm(self))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._look("before_step")
         edit_before_step(self.case.hooks, self)
+        edit_rows(self.case, self.net)
         if "norm_before_step" in self.case.hooks:
             self.norms.append(norm(self))
 
@@ -225,6 +245,9 @@ class Searched(LightningModule):
         return token_loss(self.case, self.net, ids, labels, self.case.loss_reduction)[0]
 
     def _backward(self, loss: Tensor, labels: Tensor, told: bool = False) -> None:
+        if self.case.over_ranks:
+            loss = self.all_gather(loss, sync_grads=True).mean()
+        write(self.case, "after_forward", self.net)
         given = self.case.tell.startswith("returned") or (told and self.case.tell != "equal")
         self.manual_backward(loss, **({"num_label_tokens": self._count(labels)} if given else {}))
 
@@ -343,7 +366,8 @@ def train(case: Case, folder: str) -> Outcome:
     if report is not None and case.manual is None:
         last = (float(report.num_label_tokens), int(report.num_micro_batches), float(report.loss))
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    return Outcome(full_weights(module), buffers, module.norms, last, [str(each.message) for each in caught])
+    told = [str(each.message) for each in caught]
+    return Outcome(full_weights(module), buffers, module.norms, last, module.foreign, told)
 
 
 def _fit(case: Case, folder: Path, number: int, stop: int | None, path: Path | None) -> tuple[Searched, Trainer]:

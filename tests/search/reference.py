@@ -12,31 +12,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
+from tests.search.block import first_block
 from tests.search.cases import Case
+from tests.search.data import aux_loss, count, critic_loss, cross_entropy, data
 from tests.search.net import (
-    IGNORED,
-    Block,
     Critic,
     Net,
-    aux_loss,
-    count,
-    cross_entropy,
-    data,
     edit_after_backward,
     edit_before_step,
     make_optimizers,
     make_schedule,
     part_to_thaw,
-    token_loss,
     trains,
-    used,
     weight_penalty,
     with_gradients,
 )
+from tests.search.user_code import changed, edit_rows, foreign_gradients, full, token_loss, write
 
 CLIP_NORM, CLIP_VALUE = 0.05, 0.01
 EMA_DECAY, SWA_LR = 0.8, 0.03
@@ -51,6 +45,7 @@ class Outcome:
         buffers: By name, of each rank in the reference, of its own on a rank.
         norms: Gradient norms that hooks have seen.
         last: Label tokens, micro-batches and loss of the last window under automatic optimization.
+        foreign: Norms of gradients computed beside training, of each rank in the reference, its own on a rank.
         warnings: Messages, on a rank.
     """
 
@@ -58,6 +53,7 @@ class Outcome:
     buffers: Any
     norms: list[float]
     last: tuple[float, int, float] | None
+    foreign: Any = ()
     warnings: list[str] = field(default_factory=list)
 
 
@@ -70,21 +66,6 @@ class Players(nn.Module):
         self.critic = Critic(case.seed) if case.manual in ("gan", "gan_window") else None
         if case.thaw:
             part_to_thaw(self.net).requires_grad_(False)
-
-
-def critic_loss(case: Case, critic: nn.Module, hidden: Tensor, labels: Tensor, sign: float, reduction: str) -> Tensor:
-    """[] how well a critic knows the hidden states at positions that count."""
-    scores = critic(hidden)
-    labels = used(case, labels)
-    scores = scores[:, : labels.shape[1]] if case.task == "tokens" else scores.mean(dim=1)
-    counted = labels != IGNORED
-    summed = (F.softplus(sign * scores) * counted).sum()
-    return summed / counted.sum().clamp(min=1) if reduction == "mean" else summed
-
-
-def first_block(module: nn.Module) -> Block:
-    """The block whose weight is penalised."""
-    return next(each for each in module.modules() if isinstance(each, Block))
 
 
 class Reference:
@@ -106,11 +87,17 @@ class Reference:
         self.aside: dict[nn.Parameter, Tensor] = {}
         if self.finetunes:
             net.embedding.requires_grad_(False)
+        self.is_mean = case.tell == "equal" or case.over_ranks  # each micro-batch weighs the same
+        for where in ("setup", "configure_model", "configure_optimizers"):
+            changed(case, where, net)
         self.optimizers = make_optimizers(case, net, self.module.critic)
+        if new := changed(case, "train_start", net):
+            self.optimizers[0].add_param_group({"params": new})
         self.schedule = make_schedule(self.optimizers[0]) if case.schedule else None
         self.base_lrs = [group["lr"] for group in self.optimizers[0].param_groups]
         self.buffers = [self._own_buffers() for _ in range(case.num_ranks)]
         self.norms: list[float] = []
+        self.foreign: list[list[float]] = [[] for _ in range(case.num_ranks)]
         self.num_steps = self.num_batches = 0
         self.last: tuple[float, int, float] | None = None
         ema = "ema" in case.callbacks
@@ -146,6 +133,12 @@ class Reference:
                     self.module.zero_grad()  # as Lightning before it validates, to None whatever the user does
                 if "ema" in case.callbacks and self.num_steps > steps_before:
                     self.averaged.update_parameters(self.module)
+                write(case, "batch_end", self.module.net)
+                self._look("batch_end")
+                if "validate" in case.callbacks:
+                    self.module.eval()
+                    self._look("validation")
+                    self.module.train()
             else:
                 if self.schedule is not None and case.schedule == "epoch":
                     self.schedule.step()
@@ -155,7 +148,8 @@ class Reference:
         if "ema" in case.callbacks and not self.num_steps:
             averaged = None
         named = (self.module if averaged is None else averaged).named_parameters()
-        return Outcome({name: p.detach().clone() for name, p in named}, self.buffers, self.norms, self.last)
+        weights = {name: p.detach().clone() for name, p in named}
+        return Outcome(weights, self.buffers, self.norms, self.last, self.foreign)
 
     def _is_done(self) -> bool:
         return self.num_steps >= self.given.get("max_steps", float("inf"))
@@ -176,11 +170,24 @@ class Reference:
             if index < len(batches):
                 yield rank, *batches[index]
 
+    def _look(self, where: str, index: int | None = None) -> None:
+        """Compute gradients beside training, in a step (of the batch of this index) or in a hook."""
+        if index is None:
+            batches = [(rank, *batches[0]) for rank, batches in enumerate(data(self.case))]
+        else:
+            batches = list(self._of_ranks(index))
+        for rank, ids, labels in batches:
+            with self._buffers_of(rank):
+                self.foreign[rank] += foreign_gradients(self.case, where, self.module.net, ids, labels)
+
     def _batch(self, epoch: int, index: int) -> None:
         case = self.case
         if case.thaw:
             part_to_thaw(self.module.net).requires_grad_(trains(case, epoch, index))
         self.num_batches += 1
+        if index not in case.skip:
+            self._look("before_forward", index)
+            write(case, "step", self.module.net)
         if case.manual is not None:
             self._manual(index)
             return
@@ -216,19 +223,24 @@ class Reference:
         case, net = self.case, self.module.net
         micro_batches = [labels for each in window for _, _, labels in self._of_ranks(each)]
         total = sum(float(count(case, labels)) for labels in micro_batches)
-        denominator = len(micro_batches) if case.tell == "equal" else (total or 1.0)
+        denominator = len(micro_batches) if self.is_mean else (total or 1.0)
         objective = torch.zeros((), dtype=torch.float64)
         for rank, ids, labels in self._of_ranks(index):
             with self._buffers_of(rank):
-                summed, hidden = token_loss(case, net, ids, labels, "mean" if case.tell == "equal" else "sum")
-            weight = 1.0 if case.tell == "equal" else float(count(case, labels))
+                summed, hidden = token_loss(case, net, ids, labels, "mean" if self.is_mean else "sum")
+            net.writes = False
+            weight = 1.0 if self.is_mean else float(count(case, labels))
             if case.penalty is not None:
                 summed = summed + weight * weight_penalty(first_block(net).linear.weight)
             if case.aux:
                 summed = summed + aux_loss(hidden) * (denominator / len(micro_batches))
             objective = objective + summed / denominator
+        net.writes = True
+        write(case, "after_forward", net)
+        self._look("after_forward", index)
         if objective.requires_grad:
             objective.backward()
+        self._look("after_backward")
         loss = sum_of = objective.item()
         if self.last is not None and window[0] != index:
             sum_of = self.last[2] + loss
@@ -247,7 +259,9 @@ class Reference:
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         case = self.case
+        self._look("before_step")
         edit_before_step(case.hooks, self.module)
+        edit_rows(case, self.module.net)
         if "norm_before_step" in case.hooks:
             self.norms.append(norm(self.module))
         if case.manual is None:
@@ -315,9 +329,9 @@ class Reference:
     ) -> None:
         case, net, critic = self.case, self.module.net, self.module.critic
         micro_batches = [labels for each in window for _, _, labels in self._of_ranks(each)]
-        reduction = "mean" if case.tell == "equal" else "sum"
+        reduction = "mean" if self.is_mean else "sum"
         total = sum(float(count(case, labels)) for labels in micro_batches) or 1.0
-        denominator = len(micro_batches) if case.tell == "equal" else total
+        denominator = len(micro_batches) if self.is_mean else total
         objective = torch.zeros((), dtype=torch.float64)
         for rank, ids, labels in self._of_ranks(index):
             with self._buffers_of(rank):
@@ -330,7 +344,10 @@ class Reference:
                     else:
                         part = cross_entropy(case, logits, labels, reduction)
                         part = part + 0.1 * critic_loss(case, critic, hidden, labels, -1.0, reduction)
+            net.writes = False
             objective = objective + scale * part / denominator
+        net.writes = True
+        write(case, "after_forward", net)
         own = [
             p
             for p in self.module.parameters()
@@ -341,6 +358,7 @@ class Reference:
             if parameter in self.aside:
                 parameter.grad = self.aside.pop(parameter)
         objective.backward(inputs=own)
+        self._look("after_backward")
         if ends:
             self._after_backward()
         else:
@@ -371,11 +389,6 @@ class _Swapped:
 
     def __exit__(self, *_: Any) -> None:
         self.buffers[self.rank] = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-
-
-def full(tensor: Tensor) -> Tensor:
-    """A sharded tensor in full, which every rank must ask for."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def norm(module: nn.Module) -> float:

@@ -12,7 +12,8 @@ import pytest
 
 from lightning_automodel.gradients import rescale_clip, windows
 from tests.rank_pool import RankPool
-from tests.search.cases import VALUES, Case, draw_case
+from tests.search.cases import Case
+from tests.search.drawing import VALUES, draw_case
 from tests.search.harness import TOLERANCE, judge
 from tests.search.ranks import train
 from tests.search.reference import Outcome

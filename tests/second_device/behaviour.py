@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_automodel.gradients.rescale_clip import gradient_factor
+from lightning_automodel.gradients.token_loss import TokenWeighting, sums_of
 from lightning_automodel.sharding.activation_checkpointing import OffloadedActivations
 from tests.second_device import device
 
@@ -184,3 +186,15 @@ def activations_leave_and_come_back() -> None:
     assert not waits
     assert all(map(torch.equal, found, expected))
     assert kept <= 3 * start.nbytes + 1024
+
+
+def negative_counts_do_not_get_lost() -> None:
+    """Though nobody reads them: beside counts that are right, gradients of their window are NaN."""
+    told = torch.tensor(-3, device=HERE), torch.tensor(8, device=HERE)
+    loss = torch.ones((), device=HERE)
+    with device.recorded_waits() as waits:
+        counts = [TokenWeighting().count(None, {"num_label_tokens": count}) for count in told]
+        totals = torch.stack([sums_of(loss, count) for count in counts]).sum(0)
+        factor = gradient_factor(totals[0], 2)
+    assert not waits
+    assert factor.isnan()

@@ -22,6 +22,7 @@ NAMES = [
     "sizes_and_storages_follow",
     "random_numbers_are_its_own",
     "activations_leave_and_come_back",
+    "negative_counts_do_not_get_lost",
 ]
 SHARES = 8
 

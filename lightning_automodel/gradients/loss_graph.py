@@ -1,0 +1,154 @@
+"""What the autograd graph of a loss tells about how it was averaged. Read in the first micro-batches of a run alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_automodel import lightning_internals, torch_internals
+
+Kind = Literal["labels", "class weights", "probabilities", "cross-entropies", "numbers", "all ranks", "metric"]
+
+_UNCHANGED = ("ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze")
+"""Functions whose output has the elements of their first input."""
+_COLLECTIVES = ("AllGather", "AllReduce", "c10d_functional")
+"""In the names of the functions of ``torch.distributed.nn``, which ``all_gather(..., sync_grads=True)`` calls too, and
+of its functional collectives."""
+_MEAN = 1
+"""How torch numbers ``reduction="mean"``."""
+_MAX_NODES = 1000
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """A part of a loss: a sum, and the number that it is divided by.
+
+    Attributes:
+        kind: A mean cross-entropy of ``labels``, by their ``class weights`` or of ``probabilities``; a sum of
+            ``cross-entropies`` or of other ``numbers``; a loss that is taken from ``all ranks``; a ``metric`` that
+            synchronises in each step.
+        divisor: The product of all divisors between the loss and the sum.
+    """
+
+    kind: Kind
+    divisor: float
+
+
+@dataclass(frozen=True)
+class _Edge:
+    """A node of the graph, and what the loss divides its output by."""
+
+    node: Any
+    divisor: float
+
+
+def loss_terms(loss: Tensor, module: nn.Module) -> list[LossTerm]:
+    """The terms that ``loss`` [] is a weighted sum of, as far as they are known, the best known first.
+
+    Reads the device.
+    """
+    metrics = synchronised_metrics(module)
+    found = [_term(edge, metrics) for edge in _linear_inputs(loss)]
+    return sorted((term for term in found if term is not None), key=lambda term: term.kind == "numbers")
+
+
+def synchronised_metrics(module: nn.Module) -> list[Any]:
+    """The nodes of what the metrics of ``module`` with ``dist_sync_on_step=True`` returned last.
+
+    Their gradient is that of this rank's part of the value.
+    """
+    synchronised = [each for each in module.modules() if isinstance(each, Metric) and each.dist_sync_on_step]
+    values = [lightning_internals.value_of_last_call(metric) for metric in synchronised]
+    return [value.grad_fn for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
+
+
+def _linear_inputs(loss: Tensor) -> Iterator[_Edge]:
+    """All nodes that the loss depends on linearly, from its own on. What is behind others is not looked at."""
+    pending = [_Edge(loss.grad_fn, 1.0)]
+    seen = set()
+    for _ in range(_MAX_NODES):
+        if not pending:
+            return
+        edge = pending.pop()
+        if edge.node is None or edge in seen:
+            continue
+        seen.add(edge)
+        yield edge
+        pending.extend(_inputs(edge))
+
+
+def _inputs(edge: _Edge) -> list[_Edge]:
+    """The inputs of a node that is linear in them, with the product of the divisors on the way."""
+    node, divisor = edge.node, edge.divisor
+    name = _name(node)
+    inputs = [each for each, _ in node.next_functions]
+    if node.name() == "MeanBackward0":  # of all elements
+        return [_Edge(inputs[0], divisor * torch_internals.saved(node, "self_sym_numel"))]
+    if name == "Div":
+        by = _constant(node, "other", inputs[1:])
+        return [] if by is None else [_Edge(inputs[0], divisor * by)]
+    if name == "Mul":
+        # A factor is no divisor: that of a mixture of two losses changes with each batch.
+        is_scaled = any(_constant(node, *each) is not None for each in (("other", inputs[1:]), ("self", inputs[:1])))
+        return [_Edge(each, divisor) for each in inputs] if is_scaled else []
+    if name in ("Add", "Sub", "Neg", "Sum", "Stack", "Cat", "DDPSink") or name.startswith(_UNCHANGED):
+        return [_Edge(each, divisor) for each in inputs]
+    return []
+
+
+def _name(node: Any) -> str:
+    """The name of a node's function: ``Mean`` for ``MeanBackward0``. None has an empty one."""
+    return "" if node is None else str(node.name()).rsplit("Backward", 1)[0].lstrip("_")
+
+
+def _constant(node: Any, name: str, inputs: list[Any]) -> float | None:
+    """What one side of a product or quotient is, if it is a number that needs no gradient. Reads the device."""
+    if any(each is not None for each in inputs):
+        return None
+    value = torch_internals.saved(node, name)
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+        return None
+    try:
+        return None if value is None else float(value)
+    except RuntimeError:
+        return None  # under a dispatch mode, torch cannot read the tensor that it has made of a Python number
+
+
+def _term(edge: _Edge, metrics: list[Any]) -> LossTerm | None:
+    node, divisor = edge.node, edge.divisor
+    name = _name(node)
+    if any(node is metric for metric in metrics):
+        return LossTerm("metric", divisor)
+    if any(each in name for each in _COLLECTIVES):
+        return LossTerm("all ranks", divisor)
+    if name in ("NllLoss", "NllLoss2D"):
+        if torch_internals.saved(node, "reduction") != _MEAN:
+            return LossTerm("cross-entropies", divisor)
+        weight: Kind = "labels" if torch_internals.saved(node, "weight") is None else "class weights"
+        return LossTerm(weight, divisor * float(torch_internals.saved(node, "total_weight")))
+    if name == "Div" and (rows := _rows_of_probabilities(node)) is not None:
+        return LossTerm("probabilities", divisor * rows)
+    if node.name() == "SumBackward0" and _name(_without_factors(node)) not in ("NllLoss", "NllLoss2D", "LogSoftmax"):
+        return LossTerm("numbers", divisor)
+    return None
+
+
+def _rows_of_probabilities(node: Any) -> float | None:
+    """What the cross-entropy of probabilities divides by, if ``node`` is its last function."""
+    rows = _constant(node, "other", [each for each, _ in node.next_functions[1:]])
+    negative = node.next_functions[0][0]
+    if _name(negative) != "Neg":
+        return None
+    total = negative.next_functions[0][0]
+    return rows if _name(total) == "Sum" and _name(_without_factors(total)) == "LogSoftmax" else None
+
+
+def _without_factors(total: Any) -> Any:
+    """The node whose outputs ``total`` adds up, perhaps multiplied by probabilities, weights or a mask."""
+    node = total.next_functions[0][0]
+    while _name(node) == "Mul":
+        first, second = (each for each, _ in node.next_functions)
+        node = second if first is None else first
+    return node

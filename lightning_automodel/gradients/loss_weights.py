@@ -1,0 +1,148 @@
+"""Whether losses divide by what is counted: the first micro-batches of a run tell."""
+
+import math
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from lightning_automodel.gradients.loss_graph import Kind, LossTerm, loss_terms
+from lightning_automodel.gradients.token_loss import Count, TokenWeighting
+
+_LOOKS = 4
+_ROUNDING = 1e-4
+"""Relative difference between numbers that are the same: torch adds class weights up in float32."""
+
+_GIVE = "Give what the loss divides by as num_label_tokens"
+_SEVERAL = (
+    " If parts of the loss divide by different numbers, no single count is right: see 'Losses with two denominators' in"
+    " docs/recipes.md."
+)
+_OF_SUMS = (
+    f"{_GIVE}. If it is a number of all ranks, as the num_boxes of DETR, pass per_token_loss=False instead.{_SEVERAL}"
+)
+_REMEDIES: dict[Kind, str] = {
+    "labels": (
+        f"{_GIVE}, or say what to count by label_key=, ignore_index=, label_shift= or count_label_tokens=.{_SEVERAL}"
+    ),
+    "class weights": (
+        "It divides by the class weights of its labels: give weight[labels].sum() as num_label_tokens, or by"
+        " count_label_tokens=."
+    ),
+    "probabilities": (
+        "Its targets are probabilities, and there torch divides by the rows, with class weights as well: count rows"
+        " (count='samples' where each sample is one)."
+    ),
+    "cross-entropies": _OF_SUMS,
+    "numbers": _OF_SUMS,
+}
+_OF_PLAIN_SUMS = "It is a sum: pass loss_reduction='sum', or divide it by the label tokens."
+_OF_MEANS = "loss_reduction='sum' expects a sum: leave it out where the loss is a mean."
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What the loss of one micro-batch divides by, and what was counted for it."""
+
+    terms: list[LossTerm]
+    count: float
+
+
+class FirstLooks:
+    """Looks at the losses of the first four micro-batches of a run, which reads the device."""
+
+    def __init__(self) -> None:
+        self._left = _LOOKS
+        self._first: dict[tuple[Kind, ...], _Look] = {}  # of losses with these terms
+
+    def advice(
+        self, module: nn.Module, weighting: TokenWeighting, loss: Tensor, count: Count, accumulate: int
+    ) -> str | None:
+        """What to tell of a loss [] that does not divide by what is counted, once; None if nothing.
+
+        Of one micro-batch a constant factor might be meant. Between two it shows that one of them weighs too much.
+        ``accumulate`` is what Lightning has divided the loss by.
+        """
+        if not (self._left and weighting.per_token_loss):
+            return None
+        self._left -= 1
+        number = float(count)
+        terms = [replace(term, divisor=term.divisor / accumulate) for term in loss_terms(loss, module)]
+        if not all(0 < each < math.inf for each in (number, *(term.divisor for term in terms))):
+            return None
+        look = _Look(terms, number)
+        first = self._first.setdefault(tuple(term.kind for term in terms), look)
+        for earlier, term in zip(first.terms, look.terms, strict=True):
+            found = _Comparison(module, weighting, term.kind, (earlier.divisor, term.divisor), (first.count, number))
+            if (text := found.of_all_ranks() or found.of_one_rank()) is not None:
+                self._left = 0
+                return text
+        return None
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Two micro-batches: what a term of their losses divides by, and what was counted for them."""
+
+    module: nn.Module
+    weighting: TokenWeighting
+    kind: Kind
+    divisors: tuple[float, float]
+    counts: tuple[float, float]
+
+    def of_one_rank(self) -> str | None:
+        """What to tell of a sum, if the quotient of its divisor and the count is not the same in both."""
+        if self.kind not in _REMEDIES or self._is_fair():
+            return None
+        if self.weighting.loss_reduction == "sum":
+            remedy = _OF_MEANS
+        elif self.divisors == (1, 1):
+            remedy = _OF_PLAIN_SUMS
+        else:
+            remedy = _REMEDIES[self.kind]
+        return (
+            f"The loss of {self._name} holds a sum of {'numbers' if self.kind == 'numbers' else 'cross-entropies'} that"
+            f" is divided by {self.divisors[0]:g} in one micro-batch and by {self.divisors[1]:g} in another, where"
+            f" {self.counts[0]:g} and {self.counts[1]:g} {self.weighting.unit}s are counted: gradients are not those of"
+            f" one batch. {remedy}"
+        )
+
+    def _is_fair(self) -> bool:
+        """Whether what is summed weighs the same in both micro-batches, or is meant to weigh otherwise."""
+        is_constant = math.isclose(*self.divisors, rel_tol=_ROUNDING)
+        if is_constant and self.kind == "numbers":
+            return True  # as a penalty on weights, which is no mean
+        if self.weighting.loss_reduction == "sum":
+            return is_constant
+        first, second = (divisor / count for divisor, count in zip(self.divisors, self.counts, strict=True))
+        if math.isclose(first, second, rel_tol=_ROUNDING):
+            return True
+        # Images weigh the same, whatever their pixels, if those of a batch have one size.
+        is_whole = first == round(first) > 0 and second == round(second) > 0
+        return is_whole and not is_constant and self.kind != "class weights"
+
+    def of_all_ranks(self) -> str | None:
+        """What to tell of a loss of all ranks, if it weighs the same in both, and the counts differ."""
+        weighs_the_same = math.isclose(*self.divisors, rel_tol=_ROUNDING)
+        counts_the_same = math.isclose(*self.counts, rel_tol=_ROUNDING)
+        if self.weighting.loss_reduction == "sum" or counts_the_same or not weighs_the_same:
+            return None
+        unit = self.weighting.unit
+        if self.kind == "metric":
+            return (
+                f"The loss of {self._name} holds a metric with dist_sync_on_step=True, which has averaged over all"
+                f" ranks: weighed by {unit}s on top, gradients are not those of one batch. Pass per_token_loss=False,"
+                " and multiply the metric by the number of ranks, since its gradient is that of this rank's part alone."
+                " Or leave dist_sync_on_step out, and return this rank's mean and its count."
+            )
+        if self.kind == "all ranks":
+            return (
+                f"The loss of {self._name} is gathered from all ranks, with gradients, and each rank's weighs the same,"
+                f" however many {unit}s it has: gradients are not those of one batch. Return this rank's loss, which"
+                f" the strategy weighs by its {unit}s (self.log(..., sync_dist=True) shows the mean over ranks). If"
+                " each rank and each micro-batch shall weigh the same, pass per_token_loss=False."
+            )
+        return None
+
+    @property
+    def _name(self) -> str:
+        return type(self.module).__name__

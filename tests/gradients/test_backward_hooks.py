@@ -1,0 +1,175 @@
+"""Backward hooks see the gradient of a sum over tokens: they are named, with what makes those that are not linear exact.
+
+The reference is one process with all rows of a window in one batch, whose hook sees the gradient of the mean.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from tests.gradients.test_foreign_gradients import ACCUMULATE, NUM_BATCHES, Net, batch_of
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Outcome, full_weights, weight_error
+from tests.trainer.runs import TOLERANCE, by_default, make_trainer
+
+NAMED = "1 modules or parameters have backward hooks (module net.blocks.1)."
+Rule = Callable[[Tensor], Tensor]
+
+
+def clipped(gradient: Tensor) -> Tensor:
+    """[b, d] with each row's norm at most 0.02, which changes about half of them."""
+    norms = gradient.norm(dim=1, keepdim=True)
+    return gradient * (0.02 / norms).clamp(max=1.0)
+
+
+def normalised(gradient: Tensor) -> Tensor:
+    """[b, d] with each row's norm 0.01."""
+    return 0.01 * gradient / gradient.norm(dim=1, keepdim=True)
+
+
+def halved(gradient: Tensor) -> Tensor:
+    return 0.5 * gradient
+
+
+RULES: dict[str, Rule] = {rule.__name__: rule for rule in (clipped, normalised, halved)}
+
+
+class InFunction(torch.autograd.Function):
+    """The same inside of an autograd function."""
+
+    @staticmethod
+    def forward(ctx: Any, rule: Rule, hidden: Tensor) -> Tensor:
+        ctx.rule = rule
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, ctx.rule(gradient)
+
+
+def attach(net: Net, rule: Rule, how: str) -> None:
+    """Change the gradients that reach the second block."""
+    block = net.blocks[1]
+    if how == "module hook":
+        block.register_full_backward_hook(lambda module, before, after: (rule(before[0]),))
+    elif how == "tensor hook":
+        block.register_forward_pre_hook(lambda module, args: args[0].register_hook(rule) and None)
+    else:
+        block.register_forward_pre_hook(lambda module, args: (InFunction.apply(rule, args[0]),))
+
+
+class Hooked(LightningModule):
+    def __init__(self, rule: Rule, how: str) -> None:
+        super().__init__()
+        self.net = Net()
+        attach(self.net, rule, how)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader([batch_of(dist.get_rank(), index) for index in range(NUM_BATCHES)], batch_size=None)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "kept": {"reshard_during_accumulation": False},
+    "resharded": {"reshard_during_accumulation": True},
+    "undeferred": {"defer_fsdp_grad_sync": False},
+    "ddp": {"data_parallel": "ddp"},
+}
+
+
+def _fit(rule: str, how: str, options: dict[str, Any], follows: bool) -> tuple[dict[str, Tensor], list[str]]:
+    """`follows`: do what the message says."""
+    divisor = dist.get_world_size()
+    function = RULES[rule]
+    if follows:
+        options = {**options, "count_window_ahead": True}
+        module = Hooked(lambda gradient: divisor * function(gradient / divisor), how)
+    else:
+        module = Hooked(function, how)
+    trainer = make_trainer(AutomodelStrategy(count="samples", **options), accumulate_grad_batches=ACCUMULATE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module)
+    return full_weights(module.net), [str(w.message) for w in caught if "have backward hooks" in str(w.message)]
+
+
+def plainly(rule: str, how: str) -> Outcome:
+    net = Net()
+    attach(net, RULES[rule], how)
+    optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    for start in range(0, NUM_BATCHES, ACCUMULATE):
+        batches = [batch_of(rank, index) for rank in range(2) for index in range(start, start + ACCUMULATE)]
+        inputs, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        optimizer.zero_grad()
+        F.cross_entropy(net(inputs), labels).backward()
+        optimizer.step()
+    return Outcome(full_weights(net), None)
+
+
+CASES = {
+    f"{rule}, {how}, {layout}": (rule, how, options)
+    for rule in RULES
+    for how in ("module hook", "tensor hook", "function")
+    for layout, options in LAYOUTS.items()
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "case",
+    by_default(CASES, "clipped, module hook, kept", "normalised, function, kept", "clipped, module hook, ddp"),
+)
+def test_what_the_message_says_is_exact(pool2: RankPool, case: tuple[str, str, dict[str, Any]]) -> None:
+    rule, how, options = case
+    for weights, said in pool2.run(_fit, rule, how, options, True):
+        assert weight_error(Outcome(weights, None), plainly(rule, how)) <= TOLERANCE
+        assert len(said) <= 1
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("options", by_default(LAYOUTS, "kept", "ddp"))
+def test_module_hooks_are_named(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Once, on rank 0, with the option that helps; a hook that is linear is right as it is."""
+    expected = plainly("halved", "module hook")
+    (weights, said), (_, said_on_1) = pool2.run(_fit, "halved", "module hook", options, False)
+    assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+    assert said_on_1 == []
+    assert len(said) == 1
+    assert said[0].startswith(NAMED)
+    assert "count_window_ahead=True" in said[0]
+    assert "2 * f(g / 2)" in said[0]
+
+
+class ParameterHook(Hooked):
+    def __init__(self) -> None:
+        super().__init__(halved, "tensor hook")
+        self.net.head.weight.register_hook(halved)
+
+
+def _fit_parameter_hook() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(AutomodelStrategy(count="samples", data_parallel="ddp")).fit(ParameterHook())
+    return [str(w.message) for w in caught if "have backward hooks" in str(w.message)]
+
+
+def test_parameter_hooks_are_named_under_ddp(pool2: RankPool) -> None:
+    """FSDP2 refuses them."""
+    (said,), _ = pool2.run(_fit_parameter_hook)
+    assert said.startswith("1 modules or parameters have backward hooks (parameter net.head.weight).")

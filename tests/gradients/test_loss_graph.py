@@ -1,0 +1,382 @@
+"""What a loss divides by, read from its graph: told where the count says something else, and nowhere else."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as across
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
+from torchmetrics import Metric
+
+from lightning_automodel import AutomodelStrategy
+from lightning_automodel.advice import Advice
+from lightning_automodel.gradients.loss_graph import LossTerm, loss_terms
+from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import full_weights, relative_error
+from tests.trainer.plain import fill
+from tests.trainer.runs import TOLERANCE, make_trainer
+
+CLASSES, WIDTH = 3, 4
+WEIGHT = torch.tensor([0.5, 1.0, 4.0], dtype=torch.float64)
+LABELS = torch.tensor([0, 2, -100, 1])
+SOFT = torch.tensor([[0.2, 0.3, 0.5], [1, 0, 0], [0, 0.5, 0.5], [0.1, 0.9, 0]], dtype=torch.float64)
+NONE = nn.Identity()
+
+
+def logits() -> Tensor:
+    return torch.linspace(-1, 1, 4 * CLASSES, dtype=torch.float64).view(4, CLASSES).requires_grad_()
+
+
+def cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
+    return F.cross_entropy(logits(), *args, **kwargs)
+
+
+TERMS: dict[str, tuple[Callable[[], Tensor], list[LossTerm]]] = {
+    "labels": (lambda: cross_entropy(LABELS), [LossTerm("labels", 3)]),
+    "class weights": (lambda: cross_entropy(LABELS, weight=WEIGHT), [LossTerm("class weights", 5.5)]),
+    "smoothed": (
+        lambda: cross_entropy(LABELS, label_smoothing=0.1),
+        [LossTerm("labels", 3), LossTerm("numbers", 3)],
+    ),
+    "probabilities": (lambda: cross_entropy(SOFT), [LossTerm("probabilities", 4)]),
+    "weighted probabilities": (lambda: cross_entropy(SOFT, weight=WEIGHT), [LossTerm("probabilities", 4)]),
+    "smoothed probabilities": (lambda: cross_entropy(SOFT, label_smoothing=0.1), [LossTerm("probabilities", 4)]),
+    "mixed": (
+        lambda: 0.3 * cross_entropy(LABELS) + 0.7 * cross_entropy(LABELS.flip(0)),
+        [LossTerm("labels", 3), LossTerm("labels", 3)],
+    ),
+    "in float32": (lambda: cross_entropy(LABELS).float(), [LossTerm("labels", 3)]),
+    "an image": (
+        lambda: F.cross_entropy(logits().T[None, :, :, None], LABELS[None, :, None]),
+        [LossTerm("labels", 3)],
+    ),
+    "a sum": (lambda: cross_entropy(LABELS, reduction="sum"), [LossTerm("cross-entropies", 1)]),
+    "a sum over a number": (lambda: cross_entropy(LABELS, reduction="sum") / 7, [LossTerm("cross-entropies", 7)]),
+    "a sum over a tensor": (
+        lambda: cross_entropy(LABELS, reduction="sum") / torch.tensor(7),
+        [LossTerm("cross-entropies", 7)],
+    ),
+    "a mean by hand": (lambda: cross_entropy(LABELS, reduction="none").mean(), [LossTerm("cross-entropies", 4)]),
+    "a mean of two": (
+        lambda: torch.stack([cross_entropy(LABELS), cross_entropy(LABELS[:4])]).mean(),
+        [LossTerm("labels", 6), LossTerm("labels", 6)],
+    ),
+    "beside another": (lambda: cross_entropy(LABELS) + logits().square().mean(), [LossTerm("labels", 3)]),
+    "weighed by a parameter": (lambda: torch.ones((), requires_grad=True) * cross_entropy(LABELS), []),
+    "not linear": (lambda: cross_entropy(LABELS).square(), []),
+    "a mean of others": (lambda: logits().square().mean(), []),
+    "a sum of others": (lambda: logits().square().sum() / 5, [LossTerm("numbers", 5)]),
+    "a mean of means": (lambda: logits().square().mean(-1).mean(), []),
+    "a mean of sums": (lambda: logits().square().sum(-1).mean(), []),
+    "a mean of sums of cross-entropies": (
+        lambda: cross_entropy(LABELS, reduction="none").view(2, 2).sum(-1).mean(),
+        [LossTerm("cross-entropies", 2)],
+    ),
+    "a masked sum": (lambda: (logits().square() * SOFT).sum() / SOFT.sum(), [LossTerm("numbers", 4)]),
+}
+
+
+def test_a_dispatch_mode_does_not_disturb() -> None:
+    """In it torch cannot read the tensors that it has made of Python numbers."""
+    with FlopCounterMode(display=False):
+        assert loss_terms(cross_entropy(LABELS) / 7, NONE) == []
+        assert loss_terms(cross_entropy(LABELS), NONE) == [LossTerm("labels", 3)]
+
+
+@pytest.mark.parametrize(("loss", "terms"), TERMS.values(), ids=TERMS)
+def test_what_a_loss_divides_by(loss: Callable[[], Tensor], terms: list[LossTerm]) -> None:
+    """Of a release of torch that names its functions otherwise, nothing would be known."""
+    assert loss_terms(loss(), NONE) == terms
+
+
+# --- Two micro-batches tell -------------------------------------------------------------------------------------------
+
+
+def ce(labels: Tensor, **kwargs: Any) -> Tensor:
+    return F.cross_entropy(torch.ones(len(labels), CLASSES, requires_grad=True) * 1.0, labels, **kwargs)
+
+
+def squares(labels: Tensor) -> Tensor:
+    return torch.ones(len(labels), requires_grad=True).square()
+
+
+ONE, OTHER = torch.tensor([0, 2, 2, 1]), torch.tensor([1, 0, -100])
+Case = tuple[dict[str, Any], Callable[[Tensor], Tensor], Callable[[Tensor], float], str | None]
+SAID: dict[str, Case] = {
+    "right": ({}, ce, lambda y: (y >= 0).sum(), None),
+    "pixels as images": ({}, lambda y: ce(y.abs() % 3), lambda y: len(y) / 7, None),
+    "images of several sizes": ({}, lambda y: ce(y.abs().repeat(len(y)) % 3), len, None),
+    "one sample each": ({}, ce, lambda y: 1, None),
+    "class weights": ({}, lambda y: ce(y, weight=WEIGHT.float()), lambda y: WEIGHT[y[y >= 0]].sum(), None),
+    "class weights as samples": ({}, lambda y: ce(y, weight=WEIGHT.float()), len, "weight[labels].sum()"),
+    "smoothed class weights as samples": (
+        {},
+        lambda y: ce(y, weight=WEIGHT.float(), label_smoothing=0.1),
+        len,
+        "weight[labels].sum()",
+    ),
+    "ignored labels as samples": ({}, ce, len, "ignore_index="),
+    "probabilities": ({}, lambda y: ce(SOFT[: len(y)].float(), weight=WEIGHT.float()), len, None),
+    "probabilities by class weights": (
+        {},
+        lambda y: ce(SOFT[: len(y)].float(), weight=WEIGHT.float()),
+        lambda y: (SOFT[: len(y)] @ WEIGHT).sum(),
+        "count rows (count='samples' where each sample is one)",
+    ),
+    "a mixture": ({}, lambda y: len(y) / 9 * ce(y) + (1 - len(y) / 9) * ce(y.flip(0)), lambda y: (y >= 0).sum(), None),
+    "a sum as a mean": ({}, lambda y: ce(y, reduction="sum"), lambda y: (y >= 0).sum(), "pass loss_reduction='sum'"),
+    "a sum": ({"loss_reduction": "sum"}, lambda y: ce(y, reduction="sum"), lambda y: (y >= 0).sum(), None),
+    "a mean as a sum": ({"loss_reduction": "sum"}, ce, lambda y: (y >= 0).sum(), "leave it out where"),
+    "not counted": ({"per_token_loss": False}, ce, lambda y: 1, None),
+    "two divisors": ({}, lambda y: ce(y) + ce(y.abs() % 3), len, "no single count is right"),
+    "all ranks' count": (
+        {},
+        lambda y: ce(y, reduction="sum") / 8,
+        lambda y: (y >= 0).sum(),
+        "divided by 8 in one micro-batch and by 8 in another, where 4 and 2 label tokens are counted",
+    ),
+    "boxes of all ranks": ({}, lambda y: squares(y).sum() / (len(y) + 2), len, "as the num_boxes of DETR"),
+    "boxes of this rank": ({}, lambda y: squares(y).sum() / torch.tensor(len(y)), len, None),
+    "a penalty beside": ({}, lambda y: ce(y) + squares(y).sum() / 2, lambda y: (y >= 0).sum(), None),
+    "graphs and atoms": (
+        {},
+        lambda y: squares(y).sum() / len(y) + squares(y).sum() / (y >= 0).sum(),
+        len,
+        "no single count is right",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "loss", "count", "said"), SAID.values(), ids=SAID)
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_count_that_contradicts_the_loss_is_told(
+    options: dict[str, Any],
+    loss: Callable[[Tensor], Tensor],
+    count: Callable[[Tensor], float],
+    said: str | None,
+    accumulate: int,
+    as_tensor: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once, and in words of what the loss does."""
+    told: list[str] = []
+    advice, module = Advice(), LightningModule()
+    monkeypatch.setattr(advice, "say_once", told.append)
+    for labels in (ONE, OTHER, OTHER, ONE, OTHER):
+        number = torch.as_tensor(count(labels)) if as_tensor else float(count(labels))
+        advice.about_loss(module, TokenWeighting(**options), loss(labels) / accumulate, number, accumulate)
+    assert len(told) == (said is not None)
+    if said is not None:
+        assert said in told[0]
+
+
+def test_only_the_first_micro_batches_are_looked_at() -> None:
+    """The host would wait for an accelerator."""
+    advice, module = Advice(), LightningModule()
+    weighting = TokenWeighting(count_label_tokens=count_samples)
+    for _ in range(4):
+        advice.about_loss(module, weighting, ce(ONE, weight=WEIGHT.float()), 4, 1)
+    unread = torch.empty((), device="meta")
+    advice.about_loss(module, weighting, unread, unread, 1)
+
+
+# --- Soft labels with class weights -----------------------------------------------------------------------------------
+
+
+class Soft(LightningModule):
+    """Divides by rows, as torch does, and counts them or the class weights of its probabilities."""
+
+    def __init__(self, counts_weights: bool) -> None:
+        super().__init__()
+        self.counts_weights = counts_weights
+        self.model, self.loss = nn.Linear(WIDTH, CLASSES).double(), nn.CrossEntropyLoss(weight=WEIGHT.clone())
+        fill(self.model)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        images, numbers = batch
+        soft = (numbers[:, None] * torch.arange(CLASSES)).softmax(-1)
+        count = (soft @ WEIGHT).sum() if self.counts_weights else len(soft)
+        return {"loss": self.loss(self.model(images), soft), "num_label_tokens": count}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _train_softly(counts_weights: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    return _fitted(Soft(counts_weights), options)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_class_weights_are_no_count_of_soft_labels(pool2: RankPool, engine: str) -> None:
+    """Which is told; with rows, weights are those of one batch."""
+    module = Soft(False)
+    optimizer = module.configure_optimizers()
+    for batches in zip(data(0), data(1), strict=True):
+        optimizer.zero_grad()
+        whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+        module.training_step(whole, 0)["loss"].backward()
+        optimizer.step()
+    expected = full_weights(module)
+    (weights, told), _ = pool2.run(_train_softly, True, {"data_parallel": engine})
+    assert error(weights, expected) > 1e-2
+    assert len(told) == 1
+    assert "Its targets are probabilities" in told[0]
+    for weights, told in pool2.run(_train_softly, False, {"data_parallel": engine}):
+        assert error(weights, expected) < TOLERANCE
+        assert not told
+
+
+# --- Losses of all ranks ----------------------------------------------------------------------------------------------
+
+ROWS = [[5, 2, 3, 4], [1, 4, 2, 6]]
+"""Samples of each micro-batch, by rank."""
+
+
+def data(rank: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [
+        (
+            torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64),
+            torch.randn(rows, generator=generator, dtype=torch.float64),
+        )
+        for rows in ROWS[rank]
+    ]
+
+
+class Mean(Metric):
+    """The mean of numbers, in float64."""
+
+    is_differentiable, higher_is_better, full_state_update = True, None, False
+
+    def __init__(self, dist_sync_on_step: bool) -> None:
+        super().__init__(dist_sync_on_step=dist_sync_on_step)
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("count", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, values: Tensor) -> None:
+        self.total += values.sum()
+        self.count += len(values)
+
+    def compute(self) -> Tensor:
+        return self.total / self.count
+
+
+class Gathering(LightningModule):
+    """Averages its loss over the ranks in one of several ways."""
+
+    def __init__(self, way: str, is_manual: bool = False) -> None:
+        super().__init__()
+        self.way, self.automatic_optimization = way, not is_manual
+        self.model = nn.Linear(WIDTH, 1).double()
+        self.synchronised = Mean(dist_sync_on_step=way in ("metric", "logged metric"))
+        fill(self.model)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        errors = (self.model(batch[0]).squeeze(-1) - batch[1]).square()
+        own, ranks = errors.mean(), dist.get_world_size()
+        match self.way:
+            case "all_gather":
+                return self.all_gather(own, sync_grads=True).mean()
+            case "all_reduce":
+                return across.all_reduce(own) / ranks
+            case "metric":
+                return self.synchronised(errors) * ranks
+            case "logged metric":
+                self.log("error", self.synchronised(errors.detach()))
+                return own
+            case "exact":
+                parts = self.all_gather(torch.stack([errors.sum(), errors.new_tensor(len(errors))]), sync_grads=True)
+                return parts[:, 0].sum() / parts[:, 1].sum()
+            case "features":
+                return self.all_gather(errors.sum(), sync_grads=True).std() + own
+        raise AssertionError(self.way)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _train(way: str, is_manual: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    return _fitted(Gathering(way, is_manual), {"count": "samples", **options})
+
+
+def _fitted(module: LightningModule, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    """Weights, and what was told of the loss."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(AutomodelStrategy(**options))
+        trainer.fit(module, DataLoader(data(dist.get_rank()), batch_size=None))
+    texts = [str(each.message) for each in caught]
+    return full_weights(module), [text for text in texts if text.startswith("The loss of ")]
+
+
+def plainly(weights_alike: bool) -> dict[str, Tensor]:
+    """Weights of one process, by the mean of the ranks' means or by that of all samples."""
+    module = Gathering("all_gather")
+    optimizer = module.configure_optimizers()
+    for batches in zip(data(0), data(1), strict=True):
+        errors = [(module.model(x).squeeze(-1) - y).square() for x, y in batches]
+        loss = torch.stack([each.mean() for each in errors]).mean() if weights_alike else torch.cat(errors).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return full_weights(module)
+
+
+def error(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max(relative_error(weights[name], expected[name]) for name in expected)
+
+
+ENGINES = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("is_manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("way", ["all_gather", "all_reduce", "metric"])
+def test_a_loss_of_all_ranks_is_told(pool2: RankPool, way: str, engine: str, is_manual: bool) -> None:
+    """And with the option that the text names, gradients are those of the mean that the loss is."""
+    (weights, told), _ = pool2.run(_train, way, is_manual, ENGINES[engine])
+    assert len(told) == 1
+    assert "per_token_loss=False" in told[0]
+    assert error(weights, plainly(weights_alike=False)) > 1e-3
+    options = {**ENGINES[engine], "count": None, "per_token_loss": False}
+    for weights, told in pool2.run(_train, way, is_manual, options):
+        assert error(weights, plainly(weights_alike=way != "metric")) < TOLERANCE
+        assert not told
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_loss_that_divides_by_the_samples_of_all_ranks_is_right(pool2: RankPool, engine: str) -> None:
+    for weights, told in pool2.run(_train, "exact", False, ENGINES[engine]):
+        assert error(weights, plainly(weights_alike=False)) < TOLERANCE
+        assert not told
+
+
+@pytest.mark.parametrize("way", ["features", "logged metric"])
+def test_what_is_gathered_otherwise_is_not_told(pool2: RankPool, way: str) -> None:
+    """Statistics of all ranks that the loss is not linear in, and metrics that are logged alone."""
+    (_, told), _ = pool2.run(_train, way, False, {})
+    assert not told

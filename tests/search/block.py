@@ -1,0 +1,45 @@
+"""The block that the search's module repeats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.search.data import WIDTH
+
+
+class Block(nn.Module):
+    """A residual block that mixes each position with the mean of those before it; counts its forwards."""
+
+    def __init__(self, output: str, counter: str | None, clamps: bool = False) -> None:
+        super().__init__()
+        self.output, self.counts, self.clamps = output, counter is not None, clamps
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        if counter is not None:
+            self.register_buffer("num_forwards", torch.zeros(()), persistent=counter == "persistent")
+
+    def forward(self, hidden: Any) -> Any:
+        hidden = plain(hidden)
+        if self.clamps and self.training:
+            self.linear.weight.data.clamp_(-0.4, 0.4)
+        positions = torch.arange(1, hidden.shape[1] + 1).view(1, -1, 1)
+        new = hidden + torch.tanh(self.linear(hidden + hidden.cumsum(dim=1) / positions))  # [b, s, d]
+        if self.counts:
+            new = new * (1 + 0.05 * self.num_forwards)
+            if self.training:
+                self.num_forwards += 1
+        return {"tensor": new, "tuple": (new, None), "dict": {"hidden": new, "name": "block"}}[self.output]
+
+
+def plain(hidden: Any) -> Tensor:
+    """The tensor that a block has returned."""
+    if isinstance(hidden, Tensor):
+        return hidden
+    return hidden["hidden"] if isinstance(hidden, dict) else hidden[0]
+
+
+def first_block(module: nn.Module) -> Block:
+    """The block whose weight is penalised, hooked, or followed by a teacher."""
+    return next(each for each in module.modules() if isinstance(each, Block))

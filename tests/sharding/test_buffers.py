@@ -1,0 +1,178 @@
+"""Running statistics: each rank's own within a window, rank 0's at its start, in evaluation and in checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback, WeightAveraging
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.runs import make_trainer
+
+WIDTH, STEPS = 3, 6
+
+
+class Normalised(LightningModule):
+    """Notes its running mean at the start and the end of each training step, and in each validation step."""
+
+    def __init__(self, is_manual: bool, accumulate: int) -> None:
+        super().__init__()
+        self.automatic_optimization = not is_manual
+        self.accumulate = accumulate
+        self.model = nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)).double()
+        self.seen: dict[str, list[Tensor]] = {"start": [], "end": [], "validation": [], "saved": []}
+
+    def note(self, when: str) -> None:
+        self.seen[when].append(self.model[0].running_mean.detach().clone())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.note("start")
+        loss = self.model(batch).square().mean()
+        self.note("end")
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        is_last = (batch_idx + 1) % self.accumulate == 0
+        with optimizer.toggle_model(sync_grad=is_last):
+            self.manual_backward(loss)
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+        return None
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.note("validation")
+        self.model(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Saves(Callback):
+    """Saves in the middle of a window, after the second micro-batch of three."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            trainer.save_checkpoint(self.path)
+            module.note("saved")
+
+
+def _train(is_manual: bool, options: dict[str, Any], folder: Path) -> dict[str, list[Tensor]]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    data = DataLoader(torch.randn(4 * STEPS, WIDTH, generator=generator, dtype=torch.float64), batch_size=4)
+    module = Normalised(is_manual, 3)
+    trainer = make_trainer(
+        AutomodelStrategy(count="samples", **options),
+        accumulate_grad_batches=1 if is_manual else 3,
+        val_check_interval=5,
+        limit_val_batches=1,
+        callbacks=[Saves(folder / "saved"), WeightAveraging(use_buffers=True)],
+    )
+    trainer.fit(module, data, data)
+    return module.seen
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("is_manual", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_evaluate_and_save_one_model(pool2: RankPool, layout: str, is_manual: bool, tmp_path: Path) -> None:
+    """In the middle of a window too, as docs/layouts.md has it; an average of weights is what validation sees."""
+    first, second = pool2.run(_train, is_manual, LAYOUTS[layout], tmp_path)
+    for when in ("validation", "saved"):
+        assert first[when]
+        for one, other in zip(first[when], second[when], strict=True):
+            assert torch.equal(one, other), when
+    equal = [torch.equal(one, other) for one, other in zip(first["start"], second["start"], strict=True)]
+    assert equal[0]
+    assert equal[3]  # a window has three micro-batches
+    assert not any(torch.equal(one, other) for one, other in zip(first["end"], second["end"], strict=True))
+
+
+@pytest.mark.parametrize("is_manual", [True, False])
+def test_whoever_switches_broadcasts_off_gets_none(pool2: RankPool, is_manual: bool, tmp_path: Path) -> None:
+    options = {"data_parallel": "ddp", "ddp_kwargs": {"broadcast_buffers": False}}
+    first, second = pool2.run(_train, is_manual, options, tmp_path)
+    for when in ("validation", "saved"):
+        assert not any(torch.equal(one, other) for one, other in zip(first[when], second[when], strict=True))
+
+
+class Collects(Normalised):
+    """Keeps rows of each batch, more of them on each further rank, or less."""
+
+    def __init__(self, persistent: bool, sign: int) -> None:
+        super().__init__(is_manual=True, accumulate=1)
+        self.register_buffer("bank", torch.zeros(0, WIDTH), persistent)
+        self.sign = sign
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        rows = 2 + self.sign * dist.get_rank()
+        self.bank = torch.cat([self.bank, batch[:rows].float()])
+
+
+def _collect(persistent: bool, sign: int, options: dict[str, Any]) -> str | torch.Size:
+    data = DataLoader(torch.ones(8, WIDTH, dtype=torch.float64), batch_size=4)
+    module = Collects(persistent, sign)
+    trainer = make_trainer(AutomodelStrategy(count="samples", **options))
+    try:
+        trainer.fit(module, data, data)
+    except ValueError as error:
+        return str(error)
+    return module.bank.shape
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_buffer_of_another_shape_on_each_rank(pool2: RankPool, layout: str, sign: int) -> None:
+    """A cache outside of the state dict is each rank's own."""
+    shapes = pool2.run(_collect, False, sign, LAYOUTS[layout])
+    assert shapes == [torch.Size([4, WIDTH]), torch.Size([4 + 2 * sign, WIDTH])]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_buffer_of_another_shape_on_each_rank_is_not_saved(pool2: RankPool, layout: str) -> None:
+    """Gloo would copy a part of rank 0's over it."""
+    for message in pool2.run(_collect, True, 1, LAYOUTS[layout]):
+        assert message.startswith("The buffer 'bank' of Collects is [4, 3] of torch.float32, [6, 3] of torch.float32")
+
+
+class Late(Collects):
+    """Its statistic is None until the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__(persistent=True, sign=0)
+        self.register_buffer("largest", None)
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        self.largest = batch.amax() + dist.get_rank()
+        self.bank = None if batch_idx else self.bank
+
+
+def _note_late(options: dict[str, Any]) -> Tensor:
+    data = DataLoader(torch.ones(8, WIDTH, dtype=torch.float64), batch_size=4)
+    module = Late()
+    make_trainer(AutomodelStrategy(count="samples", **options)).fit(module, data, data)
+    return module.largest
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_buffers_may_come_and_go(pool2: RankPool, layout: str) -> None:
+    """One that was None when the module was built is made equal too."""
+    first, second = pool2.run(_note_late, LAYOUTS[layout])
+    assert first == second == 1

@@ -1,0 +1,268 @@
+"""Modules that are no ordinary FSDP2 units: used by some ranks alone, written in TorchScript, or changing their input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import LEARNING_RATE, Outcome, full_weights, weight_error
+from tests.trainer.runs import TOLERANCE, by_default, make_trainer
+
+WIDTH = 6
+NUM_BATCHES = 4
+
+
+def rows(rank: int, index: int) -> Tensor:
+    """[b, d], b from 2 to 6 differs by rank and index."""
+    generator = torch.Generator().manual_seed(100 * rank + index)
+    return torch.randn(2 + 3 * rank + index % 2, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def fill(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(3)
+    model.double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+class Dropping(nn.Module):
+    """Skips one of its layers, another one on each rank; `skips` has the layer by the number of rows."""
+
+    def __init__(self, skips: dict[int, int], starts_at: int = 0) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.skips, self.starts_at, self.calls = skips, starts_at, 0
+
+    def losses(self, inputs: Tensor) -> Tensor:
+        skipped = self.skips.get(len(inputs)) if self.calls >= self.starts_at else None
+        self.calls += 1
+        inputs = self.stem(inputs)
+        for index, layer in enumerate(self.layers):
+            if index != skipped:
+                inputs = inputs + layer(inputs)
+        return inputs.square().sum(1)
+
+
+class Tails(nn.Module):
+    """Words of rank 0 need other tails of an adaptive softmax than those of rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 12, [3, 6], div_value=2.0)
+
+    def losses(self, inputs: Tensor) -> Tensor:
+        first = {2: 0, 3: 3}.get(len(inputs), 6)
+        return -self.head(torch.tanh(self.stem(inputs)), first + torch.arange(len(inputs)) % 3).output
+
+
+class Scripted(nn.Module):
+    """Blocks and a head in TorchScript, beside a layer of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)]
+        self.blocks = nn.ModuleList(torch.jit.script(fill(block)) for block in blocks)
+        self.head = torch.jit.script(fill(nn.Linear(WIDTH, WIDTH)))
+
+    def losses(self, inputs: Tensor) -> Tensor:
+        inputs = self.stem(inputs)
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.head(inputs).square().sum(1)
+
+
+class PreActivation(nn.Module):
+    """Each block begins by changing its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+        )
+
+    def losses(self, inputs: Tensor) -> Tensor:
+        return self.blocks(self.stem(inputs)).square().sum(1)
+
+
+class Solve(torch.autograd.Function):
+    """An explicit step of an ordinary differential equation, with the adjoint method's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, function: nn.Module, state: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.function, ctx.parameters = function, parameters
+        ctx.save_for_backward(state)
+        with torch.no_grad():
+            return state + 0.1 * function(state)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        with torch.enable_grad():
+            state = ctx.saved_tensors[0].detach().requires_grad_()
+            moved = state + 0.1 * ctx.function(state)
+            return None, *torch.autograd.grad(
+                moved, (state, *ctx.parameters), gradient, allow_unused=True
+            )
+
+
+class Adjoint(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.function = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def losses(self, inputs: Tensor) -> Tensor:
+        return Solve.apply(self.function, self.stem(inputs), *self.function.parameters()).square().sum(1)
+
+
+class FirstOrderMAML(nn.Module):
+    """Losses after one step on each batch, whose own derivative is not differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def losses(self, inputs: Tensor) -> Tensor:
+        parameters = dict(self.net.named_parameters())
+        gradients = torch.autograd.grad(self.net(inputs).square().mean(), tuple(parameters.values()))
+        moved = {name: p - 0.1 * g for (name, p), g in zip(parameters.items(), gradients, strict=True)}
+        return torch.func.functional_call(self.net, moved, (inputs,)).square().sum(1)
+
+
+SAME_NUMBER = {2: 0, 3: 1, 5: 1, 6: 2}
+ANOTHER_NUMBER = {2: 0, 3: 1, 6: 2}
+MODELS: dict[str, Any] = {
+    "same number": lambda: Dropping(SAME_NUMBER),
+    "another number": lambda: Dropping(ANOTHER_NUMBER),
+    "later": lambda: Dropping(SAME_NUMBER, starts_at=2),
+    "Tails": Tails,
+    "Scripted": Scripted,
+    "PreActivation": PreActivation,
+    "Adjoint": Adjoint,
+    "FirstOrderMAML": FirstOrderMAML,
+}
+DROPPED = "Ranks use different FSDP units in the same forward: rank"
+MESSAGES = {
+    "same number": DROPPED,
+    "another number": DROPPED,
+    "later": "Ranks have used different FSDP units in the forwards of one accumulation window",
+    "PreActivation": "An FSDP unit changes its input in place",
+    "Adjoint": "got a gradient that it does not reduce",
+    "FirstOrderMAML": "A gradient was asked for that the loss does not depend on",
+}
+"""What is said of those that are refused with the default units."""
+
+
+class Module(LightningModule):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.model = fill(MODELS[name]())
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model.losses(batch.clone()).mean()
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader([rows(dist.get_rank(), index) for index in range(NUM_BATCHES)], batch_size=None)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
+
+
+class ByHand(Module):
+    """A root of its own for each child, each of whose windows is one batch."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
+            self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+REMEDY: dict[str, Any] = {"auto_wrap_policy": set()}
+LAYOUTS: dict[str, tuple[type[Module], dict[str, Any]]] = {
+    "kept": (Module, {"reshard_during_accumulation": False}),
+    "resharded": (Module, {"reshard_during_accumulation": True}),
+    "by hand": (ByHand, {}),
+    "remedy": (Module, REMEDY),
+    "remedy, resharded": (Module, {**REMEDY, "reshard_during_accumulation": True}),
+    "ddp": (Module, {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}}),
+}
+
+
+def _fit(name: str, layout: str) -> dict[str, Tensor] | str:
+    make, options = LAYOUTS[layout]
+    module = make(name)
+    accumulate = 2 if module.automatic_optimization else 1
+    try:
+        make_trainer(AutomodelStrategy(count="samples", **options), accumulate_grad_batches=accumulate).fit(module)
+    except RuntimeError as error:
+        return str(error)
+    return full_weights(module.model)
+
+
+CASES = {f"{name}, {layout}": (name, layout) for name in MODELS for layout in LAYOUTS}
+del CASES["later, by hand"]  # every call counts there
+DEFAULT = (
+    "same number, kept",
+    "another number, resharded",
+    "later, kept",
+    "same number, remedy",
+    "Tails, kept",
+    "Scripted, kept",
+    "Scripted, by hand",
+    "PreActivation, kept",
+    "PreActivation, remedy",
+    "Adjoint, kept",
+    "Adjoint, remedy, resharded",
+    "FirstOrderMAML, kept",
+    "FirstOrderMAML, remedy",
+)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("case", by_default(CASES, *DEFAULT))
+def test_units_out_of_the_ordinary(pool2: RankPool, case: tuple[str, str]) -> None:
+    """Right, or refused on every rank with a remedy that is right."""
+    name, layout = case
+    model = fill(MODELS[name]())
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    calls = 0
+    for window in ((0, 1), (2, 3)):
+        optimizer.zero_grad()
+        losses = []
+        for index in window:
+            for rank in range(2):
+                model.calls = calls
+                losses.append(model.losses(rows(rank, index)))
+            calls += 1
+        torch.cat(losses).mean().backward()
+        optimizer.step()
+    expected = Outcome(full_weights(model), None)
+    is_refused = name in MESSAGES and layout in ("kept", "resharded", "by hand")
+    for found in pool2.run(_fit, name, layout):
+        if is_refused:
+            assert isinstance(found, str)
+            assert MESSAGES[name] in found
+            assert "auto_wrap_policy=set()" in found
+        else:
+            assert not isinstance(found, str), found
+            assert weight_error(Outcome(found, None), expected) <= TOLERANCE

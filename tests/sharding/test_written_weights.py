@@ -1,0 +1,115 @@
+"""What user code writes to weights is never lost, as in one process, whether they are gathered at that time or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.rank_pool import RankPool
+from tests.sharding.writers import PLACES, UPDATES, Block, fit, fit_plainly
+from tests.trainer.exactness import Outcome, weight_error
+from tests.trainer.runs import STRATEGIES, TOLERANCE
+
+CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
+    **{f"teacher-{update}-{place}": ("Teaches", (update, place)) for update in UPDATES for place in PLACES},
+    "teacher-averaged-by-torch": ("AveragesByTorch", ()),
+    **{
+        f"normalised-{how}": ("Normalises", (how,))
+        for how in ("swav", "in place", "data", "unit", "vector", "reset", "between")
+    },
+    "normalised-in-forward": ("InForward", ()),
+    **{f"clamped-{place}": ("Clamps", (place,)) for place in ("start", "end", "batch_start", "batch_end")},
+    "reads": ("Normalises", ("read",)),
+    **{f"wgan-{place}": ("WassersteinGAN", (place,)) for place in ("start", "forward", "step")},
+}
+
+
+ENGINES = {
+    **STRATEGIES,
+    "whole": {"auto_wrap_policy": set()},
+    "hybrid": {"data_parallel_replicate_size": 2},
+    "hybrid resharded": {"data_parallel_replicate_size": 2, "reshard_during_accumulation": True},
+    "offloaded": {"cpu_offload": True, "reshard_during_accumulation": False},
+    "recomputed": {"activation_checkpointing": {Block}, "reshard_during_accumulation": True},
+    "no prefetch": {"prefetch": 0, "reshard_during_accumulation": True},
+}
+ALWAYS = (  # one for each way of writing, and for each state in which weights are written
+    ("kept", "teacher-lightly_update_momentum-start"),
+    ("kept", "teacher-hard_update-start"),
+    ("kept", "teacher-timm_ema-batch_end"),
+    ("kept", "teacher-foreach_mul_add-start"),
+    ("kept", "clamped-batch_end"),
+    ("kept", "normalised-in-forward"),
+    ("resharded", "teacher-dino_update_momentum-middle"),
+    ("resharded", "teacher-byol_update_momentum-end"),
+    ("resharded", "normalised-swav"),
+    ("resharded", "normalised-vector"),
+    ("undeferred", "wgan-step"),
+    ("undeferred", "wgan-start"),
+    ("whole", "teacher-dino_update_momentum-middle"),
+    ("recomputed", "normalised-in-forward"),
+    ("offloaded", "clamped-start"),
+)
+BETWEEN_FORWARDS = [case for case in CASES if case.endswith("middle")]
+
+
+def _combinations() -> list[Any]:
+    found = []
+    for engine in ENGINES:
+        keeps = engine not in ("resharded", "ddp", "whole", "no prefetch", "recomputed", "hybrid resharded")
+        for case in CASES:
+            if case in BETWEEN_FORWARDS and keeps:
+                continue  # refused, see below
+            marks = [] if (engine, case) in ALWAYS else [pytest.mark.sweep]
+            found.append(pytest.param(engine, case, marks=marks, id=f"{engine}-{case}"))
+    return found
+
+
+def _error(pool: RankPool, options: dict[str, Any], case: str, **kwargs: Any) -> float:
+    name, args = CASES[case]
+    if case.startswith("wgan") and "data_parallel" in options:
+        options = {**options, "ddp_kwargs": {"find_unused_parameters": True}}
+    expected = Outcome(fit_plainly(name, args, **kwargs), None)
+    kwargs.pop("num_ranks", None)
+    return max(weight_error(Outcome(w, None), expected) for w in pool.run(fit, options, name, args, **kwargs))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("engine", "case"), _combinations())
+def test_written_weights(request: pytest.FixtureRequest, engine: str, case: str) -> None:
+    """The weights of student and teacher are those of one process."""
+    num_ranks = 4 if engine.startswith("hybrid") else 2
+    pool = request.getfixturevalue(f"pool{num_ranks}")
+    assert _error(pool, ENGINES[engine], case, num_ranks=num_ranks) <= TOLERANCE
+
+
+def _refusal(options: dict[str, Any], case: str, precision: str) -> str:
+    name, args = CASES[case]
+    try:
+        fit(options, name, args, precision=precision)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize("case", ["teacher-dino_update_momentum-middle"])
+def test_averages_between_forwards(pool2: RankPool, case: str) -> None:
+    """The student is gathered, and the teacher not yet."""
+    for message in pool2.run(_refusal, STRATEGIES["kept"], case, "64-true"):
+        assert "An average of weights (a momentum teacher): update it in on_train_batch_start" in message
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("case", ["normalised-swav", "clamped-start", "teacher-dino_update_momentum-start"])
+def test_half_precision(pool2: RankPool, case: str) -> None:
+    """What is written to a copy in bfloat16 would be rounded."""
+    for message in pool2.run(_refusal, STRATEGIES["kept"], case, "bf16-mixed"):
+        assert "where FSDP2 has gathered it in torch.bfloat16, which rounds what is written" in message
+
+
+def test_half_precision_between_steps(pool2: RankPool) -> None:
+    """The recipe: shards are written in their own dtype. A step that only reads `.data` is not refused either."""
+    for case in ("clamped-batch_start", "reads"):
+        for message in pool2.run(_refusal, STRATEGIES["kept"], case, "bf16-mixed"):
+            assert message == "nothing was refused"

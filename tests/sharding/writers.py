@@ -1,0 +1,382 @@
+"""What users write to weights while they train, run by the strategy on ranks and by one plain process.
+
+A module's hooks and `training_step` are the same code in both. Its batch holds the rows of all ranks in one process,
+and a loss is a mean over rows.
+
+Shapes: n rows, d width.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from tests.trainer.exactness import full_weights
+from tests.trainer.runs import make_trainer
+
+WIDTH = 5  # odd, so that shards on two ranks are uneven
+NUM_BATCHES, ACCUMULATE = 6, 2
+MOMENTUM = 0.9
+
+
+class Block(nn.Module):
+    """A residual block, which becomes a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.tanh(self.linear(hidden))
+
+
+class Net(nn.Module):
+    """Two blocks, which become units, and a head, which is left to the root."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, features: Tensor) -> Tensor:
+        for block in self.blocks:
+            features = block(features)
+        return self.head(features)  # [n, 3]
+
+
+class Writer(LightningModule):
+    """A student, and a teacher that starts elsewhere; subclasses write weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = Net(1), Net(2).requires_grad_(False)
+        self.double()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.step(batch, batch_idx)
+        return {"loss": loss, "num_label_tokens": len(batch)}
+
+    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """A mean over rows."""
+        return self.distance(batch)
+
+    def distance(self, batch: Tensor) -> Tensor:
+        """How far the student is from the teacher."""
+        with torch.no_grad():
+            target = self.teacher(batch.flip(1))
+        return F.mse_loss(self.student(batch), target, reduction="sum") / len(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.student.parameters(), lr=0.1, momentum=0.9)
+
+
+# --- Teachers ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def lightly_update_momentum(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
+    """As lightly.models.utils.update_momentum."""
+    for ema, current in zip(model_ema.parameters(), model.parameters(), strict=True):
+        ema.data = ema.data * m + current.data * (1.0 - m)
+
+
+def dino_update_momentum(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
+    """As in DINO's train_one_epoch."""
+    with torch.no_grad():
+        for param_q, param_k in zip(model.parameters(), model_ema.parameters(), strict=True):
+            param_k.data.mul_(m).add_((1 - m) * param_q.detach().data)
+
+
+def byol_update_momentum(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
+    """As in MoCo v3 and in bolts' BYOL callback."""
+    for s, t in zip(model.parameters(), model_ema.parameters(), strict=True):
+        t.data = t.data * m + s.data * (1.0 - m)
+
+
+@torch.no_grad()
+def polyak(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
+    """As in reinforcement learning."""
+    for s, t in zip(model.parameters(), model_ema.parameters(), strict=True):
+        t.copy_(m * t + (1 - m) * s)
+
+
+@torch.no_grad()
+def timm_ema(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
+    """As timm.utils.ModelEmaV3.apply_update_."""
+    ema, current = [], []
+    for ema_v, model_v in zip(model_ema.state_dict().values(), model.state_dict().values(), strict=True):
+        ema.append(ema_v)
+        current.append(model_v)
+    torch._foreach_lerp_(ema, current, weight=1.0 - m)
+
+
+@torch.no_grad()
+def foreach_mul_add(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
+    """As torchvision's and ultralytics' averages, over lists."""
+    ema, current = list(model_ema.parameters()), [p.detach() for p in model.parameters()]
+    torch._foreach_mul_(ema, m)
+    torch._foreach_add_(ema, current, alpha=1 - m)
+
+
+def hard_update(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
+    """As deep Q-learning's target network."""
+    model_ema.load_state_dict(model.state_dict())
+
+
+UPDATES = {
+    update.__name__: update
+    for update in (
+        lightly_update_momentum,
+        dino_update_momentum,
+        byol_update_momentum,
+        polyak,
+        timm_ema,
+        foreach_mul_add,
+        hard_update,
+    )
+}
+PLACES = ("start", "end", "batch_start", "batch_end", "before_zero_grad", "middle")
+
+
+class Teaches(Writer):
+    """Moves the teacher towards the student, at some place."""
+
+    def __init__(self, update: str, place: str) -> None:
+        super().__init__()
+        self.update, self.place = UPDATES[update], place
+
+    def move(self, place: str) -> None:
+        """Move it here, if this is the place."""
+        if place == self.place:
+            self.update(self.student, self.teacher)
+
+    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.move("start")
+        predicted = self.student(batch)
+        self.move("middle")
+        with torch.no_grad():
+            target = self.teacher(batch.flip(1))
+        self.move("end")
+        return F.mse_loss(predicted, target, reduction="sum") / len(batch)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.move("batch_start")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.move("batch_end")
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.move("before_zero_grad")
+
+
+class AveragesByTorch(Writer):
+    """Keeps `torch.optim.swa_utils.AveragedModel` as its teacher, updated after each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = AveragedModel(Net(2).double(), multi_avg_fn=get_ema_multi_avg_fn(MOMENTUM))
+        self.teacher.requires_grad_(False)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.teacher.update_parameters(self.student)
+
+
+# --- What is written to the trained weights themselves --------------------------------------------------------------
+
+
+class Normalises(Writer):
+    """Normalises rows of its head, as SwAV does with its prototypes."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        head = self.student.head
+        if self.how == "swav":
+            with torch.no_grad():
+                w = head.weight.data.clone()
+                w = F.normalize(w, dim=1, p=2)
+                head.weight.copy_(w)
+        elif self.how == "in place":
+            with torch.no_grad():
+                head.weight.div_(torch.norm(head.weight, dim=1, keepdim=True))
+        elif self.how == "data":
+            head.weight.data = F.normalize(head.weight.data, dim=1)
+        elif self.how == "unit":
+            for block in self.student.blocks:
+                block.linear.weight.data = F.normalize(block.linear.weight.data, dim=1)
+        elif self.how == "vector":
+            with torch.no_grad():
+                nn.utils.vector_to_parameters(torch.linspace(-1, 1, 18, dtype=torch.float64), head.parameters())
+        elif self.how == "reset" and batch_idx % 2:
+            nn.init.constant_(head.weight, 0.25)
+            nn.init.zeros_(head.bias)
+        elif self.how == "read":
+            self.norms = [p.data.norm() for p in self.student.head.parameters()]
+        elif self.how == "between":
+            loss = self.distance(batch)
+            head.weight.data.mul_(0.9)
+            return loss
+        return self.distance(batch)
+
+
+class NormalisesInForward(Block):
+    """Writes its weight in its own forward, as a cosine classifier does."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.linear.weight.data = F.normalize(self.linear.weight.data, dim=1)
+        return super().forward(hidden)
+
+
+class InForward(Writer):
+    def __init__(self) -> None:
+        super().__init__()
+        for net in (self.student, self.teacher):
+            for index, block in enumerate(net.blocks):
+                written = NormalisesInForward()
+                written.load_state_dict(block.state_dict())
+                net.blocks[index] = written
+        self.teacher.requires_grad_(False)
+        self.double()
+
+
+class Clamps(Writer):
+    """Clamps all weights, as a Wasserstein GAN's critic, in automatic optimization."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+
+    def clamp(self, place: str) -> None:
+        """Clamp them here, if this is the place."""
+        if place == self.place:
+            for p in self.student.parameters():
+                p.data.clamp_(-0.3, 0.3)
+
+    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.clamp("start")
+        loss = self.distance(batch)
+        self.clamp("end")
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.clamp("batch_start")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.clamp("batch_end")
+
+
+class WassersteinGAN(Writer):
+    """Manual optimization: the critic is clamped before or after its step, and is used once more in the same step."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.place = place
+        self.teacher.requires_grad_(True)
+
+    def clamp(self, place: str) -> None:
+        """Clamp the critic here, if this is the place."""
+        if place == self.place:
+            for p in self.teacher.parameters():
+                p.data.clamp_(-0.3, 0.3)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        generator, critic = self.optimizers()
+        self.clamp("start")
+        real = F.pad(batch[:, :3], (0, 2))
+        fake = F.pad(self.student(batch), (0, 2))
+        loss = (self.teacher(fake.detach()).sum() - self.teacher(real).sum()) / len(batch)
+        self.clamp("forward")
+        critic.zero_grad()
+        self.manual_backward(loss, num_label_tokens=len(batch))
+        critic.step()
+        self.clamp("step")
+        generator.zero_grad()
+        self.manual_backward(-self.teacher(fake).sum() / len(batch), num_label_tokens=len(batch))
+        generator.step()
+
+    def configure_optimizers(self) -> Any:
+        nets = (self.student, self.teacher)
+        return [torch.optim.SGD(net.parameters(), lr=0.05) for net in nets]
+
+
+# --- Running them -----------------------------------------------------------------------------------------------------
+
+MODULES = {
+    "Teaches": Teaches,
+    "AveragesByTorch": AveragesByTorch,
+    "Normalises": Normalises,
+    "InForward": InForward,
+    "Clamps": Clamps,
+    "WassersteinGAN": WassersteinGAN,
+}
+
+
+def rows(rank: int, step: int) -> Tensor:
+    """[n, d] rows of one rank; n differs."""
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(1 + (rank + 2 * step) % 4, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def fit(
+    options: dict[str, Any],
+    name: str,
+    args: Iterable[Any],
+    accumulate: int = ACCUMULATE,
+    precision: str = "64-true",
+) -> dict[str, Tensor]:
+    """Runs on every rank."""
+    module = MODULES[name](*args)
+    batches = [rows(dist.get_rank(), step) for step in range(NUM_BATCHES)]
+    if precision != "64-true":
+        module.float()
+        batches = [batch.float() for batch in batches]
+    accumulation = {"accumulate_grad_batches": accumulate} if module.automatic_optimization else {}
+    trainer = make_trainer(AutomodelStrategy(**options), precision=precision, **accumulation)
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    return full_weights(module)
+
+
+def fit_plainly(name: str, args: Iterable[Any], num_ranks: int = 2, accumulate: int = ACCUMULATE) -> dict[str, Tensor]:
+    """The same in one process, whose batches hold the rows of all ranks."""
+    module = copy.deepcopy(MODULES[name](*args))
+    batches = [torch.cat([rows(rank, step) for rank in range(num_ranks)]) for step in range(NUM_BATCHES)]
+    optimizers = module.configure_optimizers()
+    if not module.automatic_optimization:
+        module.__dict__["optimizers"] = lambda: optimizers
+        module.__dict__["manual_backward"] = lambda loss, **kwargs: loss.backward()
+        for index, batch in enumerate(batches):
+            module.training_step(batch, index)
+        return full_weights(module)
+    for start in range(0, NUM_BATCHES, accumulate):
+        window = batches[start : start + accumulate]
+        num_rows = sum(map(len, window))
+        for index, batch in enumerate(window, start):
+            module.on_train_batch_start(batch, index)
+            loss = module.training_step(batch, index)["loss"]
+            if index == start:
+                module.on_before_zero_grad(optimizers)
+                optimizers.zero_grad()
+            (loss * len(batch) / num_rows).backward()
+            if index == start + len(window) - 1:
+                module.on_before_optimizer_step(optimizers)
+                optimizers.step()
+            module.on_train_batch_end(SimpleNamespace(), batch, index)
+    return full_weights(module)
