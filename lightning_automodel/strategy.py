@@ -344,6 +344,7 @@ class AutomodelStrategy(ParallelStrategy):
             self._setup_block.enter_context(self.first_rank_per_node())
         if name == "run-stage" and self._run is not None:
             meta_init.check_initialized(self._module, self.root_device)
+            self._checkpoints.loading_ended()
 
     def _end_setup_block(self, exception: BaseException | None = None) -> None:
         self._setup_block.__exit__(type(exception) if exception is not None else None, exception, None)
@@ -380,7 +381,7 @@ class AutomodelStrategy(ParallelStrategy):
         if (note := self._checkpoints.choose_form(self.checkpoint_io, self.world_size)) is not None:
             self._advice.say_once(note)
         self._checkpoints.patch_callbacks(trainer, self._patches)
-        self._checkpoints.forget_loaded()
+        self._checkpoints.forget_failed()
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
         if fitting and (layer_sync := lightning_internals.layer_sync(self)) is not None:

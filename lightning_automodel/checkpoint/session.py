@@ -2,7 +2,7 @@
 
 import concurrent.futures
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -258,7 +258,8 @@ class RunCheckpoints:
                 if type(io) is TorchCheckpointIO:
                     loaded = load_file(self._path, weights_only, reads_content=is_first_on_node)
                 else:
-                    loaded = io.load_checkpoint(self._path, weights_only=weights_only)
+                    # A copy: what the plugin returned may be its own.
+                    loaded = dict(io.load_checkpoint(self._path, weights_only=weights_only))
         if len(moments := set(collectives.gather_objects((loaded.get("epoch"), loaded.get("global_step"))))) > 1:
             raise CheckpointError(
                 f"{what}: ranks have read different checkpoints there (epoch and step"
@@ -268,8 +269,12 @@ class RunCheckpoints:
         self._loaded = loaded
         return loaded
 
-    def forget_loaded(self) -> None:
-        """Empty the checkpoint that an earlier run may have failed to load: Lightning would load it in the next."""
+    def loading_ended(self) -> None:
+        """Lightning has restored what :meth:`open` returned, and drops it."""
+        self._loaded = {}
+
+    def forget_failed(self) -> None:
+        """Empty the checkpoint that an earlier run failed to restore: Lightning would restore it in the next."""
         self._loaded.clear()
 
     def fill(
@@ -286,7 +291,7 @@ class RunCheckpoints:
             return
         saved: state_dict.Saved | None = None
         with on_every_rank(f"Cannot load {self._path}"):
-            if not isinstance(checkpoint.get(state_dict.MODEL), dict):
+            if not isinstance(checkpoint.get(state_dict.MODEL), Mapping):
                 raise CheckpointError("on_load_checkpoint has left no dict in checkpoint['state_dict']")
             if self._opened is not None:
                 saved = EditedDirectory(self._opened, checkpoint[state_dict.MODEL])

@@ -97,13 +97,15 @@ class _Entry:
 def _entries_with_modules(tree: dict[str, Any], module: nn.Module) -> Iterator[_Entry]:
     modules = {id(each) for each in module.modules()}
     for place, holder, key, value in _leaves(tree, "checkpoint"):
-        stream = io.BytesIO()
-        packing = _Packing(stream, modules)
+        survey = _Packing(_Nowhere(), modules)  # most entries hold no modules, and some are large
         try:
-            packing.dump(value)
+            survey.dump(value)
         except Exception as error:  # objects can raise anything
             raise CheckpointError(f"{place} cannot be pickled: {error}") from error
-        if packing.has_modules:
+        if survey.has_modules:
+            stream = io.BytesIO()
+            packing = _Packing(stream, modules)
+            packing.dump(value)
             yield _Entry(place, holder, key, stream.getvalue(), packing.tensors)
 
 
@@ -142,10 +144,18 @@ def _names_of_shards(entries: list[_Entry], module: nn.Module) -> list[str]:
     return list(found)
 
 
+class _Nowhere(io.RawIOBase):
+    """A file that keeps nothing."""
+
+    @override
+    def write(self, content: Any) -> int:
+        return len(content)
+
+
 class _Packing(pickle.Pickler):
     """Pickles a value, with tensors by number, and the model's modules as plain ones of the user's classes."""
 
-    def __init__(self, stream: io.BytesIO, modules: Collection[int]) -> None:
+    def __init__(self, stream: io.BytesIO | _Nowhere, modules: Collection[int]) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
         self.has_modules = False
