@@ -28,7 +28,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
-from lightning_automodel import AutomodelStrategy
+from lightning_automodel import AutomodelStrategy, ExactnessCheck
 from tests.projects import newer_projects, projects
 from tests.trainer.exactness import full_weights
 
@@ -80,6 +80,7 @@ class Run:
         max_epochs: At which to stop.
         ckpt_path: To resume from, or to load.
         loads: Whether to load and validate alone.
+        check: Compares the first steps with one process, from within.
     """
 
     way: str
@@ -88,6 +89,7 @@ class Run:
     ckpt_path: str | None = None
     loads: bool = False
     recorder: Recorder = field(default_factory=Recorder)
+    check: ExactnessCheck | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -103,16 +105,20 @@ class Run:
             return AutomodelStrategy(**OURS[self.way], **options)
         return "auto" if self.way == "one process" else "ddp"
 
+    def callbacks(self, saving: type[ModelCheckpoint]) -> list[Callback]:
+        """The Trainer's; some projects know checkpoints of their own class alone."""
+        saves = saving(self.directory, filename="epoch{epoch}", save_last=True, save_top_k=-1)
+        return [self.recorder, saves, *([] if self.check is None else [self.check])]
+
     def options(self, strategy: Any, **others: Any) -> dict[str, Any]:
         """Keywords of a Trainer."""
-        saving = ModelCheckpoint(self.directory, filename="epoch{epoch}", save_last=True, save_top_k=-1)
         return {
             "strategy": strategy,
             "accelerator": "cpu",
             "devices": self.num_ranks,
             "max_epochs": self.max_epochs,
             "default_root_dir": self.directory,
-            "callbacks": [self.recorder, saving],
+            "callbacks": self.callbacks(ModelCheckpoint),
             "enable_checkpointing": True,
             "logger": False,
             "enable_progress_bar": False,
@@ -140,8 +146,8 @@ def distance(weights: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     return float(torch.stack([(weights[name] - other).double().norm() for name, other in others.items()]).norm())
 
 
-def train(project: Project, way: str, directory: Path) -> tuple[Recorder, list[str]]:
-    """The last fit's recorder, and what a project does: fit, validate, resume, load."""
+def train(project: Project, way: str, directory: Path, check: ExactnessCheck) -> tuple[Recorder, list[str]]:
+    """The last fit's recorder, and what a project does: fit, validate, resume, load. The first fit is checked."""
     shutil.rmtree(directory, ignore_errors=True)
     dist.barrier()
 
@@ -155,12 +161,12 @@ def train(project: Project, way: str, directory: Path) -> tuple[Recorder, list[s
     if way == WAYS[0]:
         # A project that gathers by itself must not find the other rank, which does the same.
         with mock.patch.object(dist, "is_initialized", return_value=False):
-            return run(4), []
+            return run(4, check=check), []
     done = ["trains", "validates", "saves"]
     if project.__name__ in projects.WITHOUT_RESUMING:
-        fitted = run(4)
+        fitted = run(4, check=check)
     else:
-        run(2)
+        run(2, check=check)
         fitted = run(4, ckpt_path=last)
         done.append("resumes")
     assert fitted.num_validations > 0, "never validated"
@@ -179,10 +185,11 @@ def main(name: str, directory: Path) -> None:
     project = getattr(projects, name, None) or getattr(newer_projects, name)
     for way in WAYS:
         result = results[way] = {}
+        check = ExactnessCheck()
         try:
             # Only rank 0 needs one process' weights, but all ranks go on together.
             own = directory / (f"{way}{rank}" if way == WAYS[0] else way)
-            recorders[way], result["does"] = train(project, way, own)
+            recorders[way], result["does"] = train(project, way, own, check)
             wanted = recorders[WAYS[1] if name in projects.AS_DDP and way in OURS else WAYS[0]]
             moved = distance(wanted.after, recorders[WAYS[0]].before)
             assert moved > 0, "nothing was trained"
@@ -190,6 +197,7 @@ def main(name: str, directory: Path) -> None:
         except BaseException:
             result["failure"] = traceback.format_exc()
             traceback.print_exc()
+        result["verdict"], result["report"] = check.verdict, check.report
     if rank == 0:
         (directory / "results.json").write_text(json.dumps(results))
 

@@ -55,8 +55,7 @@ def _fit_images(run: Run, module: Any, strategy: Any) -> None:
         for image, label, mask in zip(images, is_damaged, masks, strict=True)
     ]
     loaders = [DataLoader(items, run.batch_size, collate_fn=ImageBatch.collate) for _ in range(2)]
-    saving = ModelCheckpoint(run.directory, filename="epoch{epoch}", save_last=True, save_top_k=-1)
-    engine = Engine(**run.options(strategy, callbacks=[run.recorder, saving]))
+    engine = Engine(**run.options(strategy, callbacks=run.callbacks(ModelCheckpoint)))
     if run.loads:
         engine.validate(module, dataloaders=loaders[1], ckpt_path=run.ckpt_path)
     else:

@@ -89,6 +89,7 @@ def judge(pool: RankPool, case: Case, run: Callable[[Case, str], Outcome] = trai
     except RankError as error:
         return _judge_failure(case, error)
     expected = Reference(case).run()
+    messages = [message for outcome in outcomes for message in outcome.warnings]
     for rank, outcome in enumerate(outcomes):
         wrong = "; ".join(differences(case, outcome, expected, rank))
         if wrong and not any(differences(case, outcome, expected, rank, ROUNDING)):
@@ -102,7 +103,7 @@ def judge(pool: RankPool, case: Case, run: Callable[[Case, str], Outcome] = trai
             wrong = "; ".join(differences(case, outcome, expected, rank, max(TOLERANCE, 10 * apart)))
         if wrong:
             for pattern, applies in WARNED.items():
-                if applies(case) and any(re.search(pattern, message) for message in outcome.warnings):
+                if applies(case) and any(re.search(pattern, message) for message in messages):
                     return Verdict(pattern)
             for reason, applies in DOCUMENTED.items():
                 if applies(case):

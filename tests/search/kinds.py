@@ -193,6 +193,9 @@ KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
     r"have gradient hooks .* which it never calls": lambda c: c.backward and c.backward.startswith("parameter_hook"),
     r"parameters that the module got after it was distributed": lambda c: c.changed and c.changed.startswith("append"),
     r"were replaced after the module was distributed": lambda c: c.changed and c.changed.startswith("replace"),
+    r"A slice of a sharded parameter or gradient was written in place": lambda c: c.rows in ("slice", "one"),
+    r"A sharded parameter met a plain tensor.*A mask of a gradient": lambda c: c.rows in ("fill", "mask"),
+    r"A sharded parameter met a plain tensor.*An average of weights": lambda c: any("_" in each for each in c.writes),
     r"must be finite and not negative, got -": lambda c: c.negative,
 }
 """Messages of errors that name the kind, and which cases may end in them."""
