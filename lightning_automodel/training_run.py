@@ -187,7 +187,7 @@ class TrainingRun:
             zero = self.module.on_validation_model_zero_grad
             self.patches.set(self.module, "on_validation_model_zero_grad", lambda: self._zero_before_validation(zero))
         checks.check_hooks(self.module, self._options.count_window_ahead)
-        trainer = self.module.trainer
+        trainer: Any = self.module.trainer
         may_accumulate = trainer.accumulate_grad_batches > 1 or any(
             isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks
         )

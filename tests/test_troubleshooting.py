@@ -29,6 +29,8 @@ NOT_MESSAGES = {
     "auto: an estimated … MiB … … of the free memory (…) of … rank": "in describe()",
     "got mixed torch.Tensor and DTensor": "torch's own message, which ours explains",
     "out of bounds for storage of size 0": "torch's own message, which ours explains",
+    "RegisterPostBackwardFunction is a view and is being modified inplace": "torch's own message, which ours explains",
+    "appears to not have been used in the graph": "torch's own message, which ours explains",
     "You're resuming from a checkpoint that ended before the epoch ended": "Lightning's own warning, which is filtered",
     "one rank gathers nothing": "in describe()",
     "auto: 1 on CPU, where FSDP2 by itself waits for each all-gather": "in describe()",
