@@ -50,6 +50,7 @@ NOT_MESSAGES = {
     "(DDP does not say which)": "of `DistributedDataParallel did not reduce all gradients`",
     "… MiB on this rank": "in describe()",
     "shared between FSDP roots": "in describe()",
+    "in a TorchScript module": "in describe()",
     "outside of every FSDP root": "in describe()",
     "did not receive grad for rank \\d+: (\\d[\\d ]*)": "torch's own message, which ours quotes",
     "groups of parameters of optimizer …": "of `it holds … …, and this run has …`",
