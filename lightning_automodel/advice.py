@@ -79,8 +79,8 @@ class Advice:
             )
         else:
             self.say_once(
-                f"{found} They see the gradient of the sum of losses of a micro-batch, which is divided by the counts of"
-                f" the window after the last backward. {linear} For any other, as one that clips or normalises, pass"
+                f"{found} They see the gradient of a micro-batch's sum of losses, which is divided by the counts of the"
+                f" window after the last backward. {linear} For any other, as one that clips or normalises, pass"
                 f" count_window_ahead=True, and let it compute {divisor} * f(g / {divisor}) for its f(g): trainer"
                 ".strategy.describe()['gradient_divisor'] has this number."
             )

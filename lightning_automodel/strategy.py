@@ -86,8 +86,9 @@ class AutomodelStrategy(ParallelStrategy):
             and ``"tokens"`` count label tokens, in one of the other ways.
         defer_fsdp_grad_sync: When FSDP2 reduces gradients. True: once per window. False: after each micro-batch, which
             takes less memory. ``"all_reduce"``: with replicas, reduce-scatter each time and all-reduce once.
-        reshard_during_accumulation: False keeps parameters gathered for a whole window. ``"auto"``: if an estimate says
-            that they fit; ``describe()`` has it.
+        reshard_during_accumulation: False keeps parameters gathered for a whole window; under manual optimization from
+            a forward to the end of a backward, or to a step. ``"auto"``: if an estimate says that they fit, and never
+            under manual optimization; ``describe()`` has it.
         auto_wrap_policy: Classes whose outermost instances become FSDP units, or a predicate on modules. None: the
             outermost repeated blocks.
         reshard_after_forward: Whether FSDP units free their parameters between forward and backward, if they do not

@@ -114,7 +114,9 @@ def gathered_parameters(model: nn.Module) -> list[Tensor]:
 
 def initialise_fsdp_root(root: FSDPModule) -> None:
     """Run FSDP2's lazy initialisation now: its errors come, and it settles ``post_forward_mesh_info`` of the root."""
-    root._get_fsdp_state()._lazy_init()
+    state = root._get_fsdp_state()
+    state._lazy_init()
+    release_probe.check("torch", state._comm_ctx, "post_forward_order")  # what the lazy initialisation makes
 
 
 def detach_forward_hooks(root: FSDPModule) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -573,7 +575,6 @@ def _probe_fsdp2(state: Any) -> None:
     check = partial(release_probe.check, "torch")
     check(state, "_fsdp_param_groups", "_lazy_init", "_state_ctx", "_comm_ctx")
     check(state._state_ctx, "iter_forward_root", writable=True)
-    check(state._comm_ctx, "post_forward_order")
     check(state, "_pre_forward", "_post_forward", "_pre_forward_hook_handle", "_post_forward_hook_handle")
     for group in state._fsdp_param_groups[:1]:
         check(group, "fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "device", "post_backward")

@@ -18,7 +18,7 @@ from lightning_automodel.sharding.units import class_name
 
 _FREED = (
     "A backward needed parameters that FSDP2 had freed. It gathers those of a unit again when a gradient reaches what"
-    " the unit has returned. A second derivative (torch.autograd.grad(..., create_graph=True)) comes another way, and so"
+    " the unit has returned. A second derivative (torch.autograd.grad(..., create_graph=True)) comes another way, as"
     " does a loss on tensors that a unit has stored instead of returning them. Pass reshard_during_accumulation=False,"
     " which keeps parameters gathered until the backward has ended, or data_parallel='ddp'."
 )

@@ -236,8 +236,9 @@ class FSDPGradSync(GradSync):
         These are prefetched units that the forward did not use, and, if no gradients are computed, those of the root.
         """
         drop_unused(units)
-        if not torch.is_grad_enabled() and cast(FSDPModule, root) not in self._gathered.units:
-            cast(FSDPModule, root).reshard()
+        unit = cast(FSDPModule, root)
+        if not torch.is_grad_enabled() and unit not in self._gathered.units:
+            unit.reshard()
 
     def gather_once(self) -> None:
         """Gather the units that have never been. A collective, if there are any; only the first call looks for them.

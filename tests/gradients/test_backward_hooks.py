@@ -1,4 +1,4 @@
-"""Backward hooks see the gradient of a sum over tokens: they are named, with what makes those that are not linear exact.
+"""Backward hooks see the gradient of a sum over tokens. They are named, with what makes nonlinear ones exact.
 
 The reference is one process with all rows of a window in one batch, whose hook sees the gradient of the mean.
 """
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy

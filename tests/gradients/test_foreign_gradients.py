@@ -118,7 +118,11 @@ def of_parameters(net: Net, batch: Batch) -> Tensor:
 Foreign = Callable[[Net, Batch], Tensor]
 GRADIENTS: dict[str, Foreign] = {f.__name__: f for f in (of_inputs, into_inputs, of_features, twice, of_parameters)}
 EVERYWHERE = tuple(GRADIENTS)
-OUTSIDE = ("of_inputs", "into_inputs", "twice")  # through the forward of the net: outside of a step nothing else gathers
+OUTSIDE = (
+    "of_inputs",
+    "into_inputs",
+    "twice",
+)  # through the forward of the net: outside of a step nothing else gathers
 
 
 # --- Where they are computed ------------------------------------------------------------------------------------------

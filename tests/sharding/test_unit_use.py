@@ -1,4 +1,4 @@
-"""Modules that are no ordinary FSDP2 units: used by some ranks alone, written in TorchScript, or changing their input."""
+"""Modules that are no ordinary FSDP2 units: used by some ranks alone, in TorchScript, or changing their input."""
 
 from __future__ import annotations
 
@@ -90,9 +90,7 @@ class PreActivation(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.Sequential(
-            *(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
-        )
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
 
     def losses(self, inputs: Tensor) -> Tensor:
         return self.blocks(self.stem(inputs)).square().sum(1)
@@ -113,9 +111,7 @@ class Solve(torch.autograd.Function):
         with torch.enable_grad():
             state = ctx.saved_tensors[0].detach().requires_grad_()
             moved = state + 0.1 * ctx.function(state)
-            return None, *torch.autograd.grad(
-                moved, (state, *ctx.parameters), gradient, allow_unused=True
-            )
+            return None, *torch.autograd.grad(moved, (state, *ctx.parameters), gradient, allow_unused=True)
 
 
 class Adjoint(nn.Module):
