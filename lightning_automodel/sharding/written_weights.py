@@ -71,7 +71,7 @@ class _WatchedGroup:
         return self._group.fsdp_params
 
     def _of_shards(self) -> list[int]:
-        return self._counts.of([param.sharded_param for param in self._params])
+        return torch_internals.versions([param.sharded_param for param in self._params])
 
     def _of_copies(self) -> list[int]:
         return self._counts.of([param.unsharded_param for param in self._params])

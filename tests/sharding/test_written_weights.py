@@ -19,6 +19,7 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
         for how in ("swav", "in place", "data", "unit", "vector", "reset", "between")
     },
     "normalised-in-forward": ("InForward", ()),
+    "looks-on-one-rank": ("LooksOnOneRank", ()),
     **{f"clamped-{place}": ("Clamps", (place,)) for place in ("start", "end", "batch_start", "batch_end")},
     "reads": ("Normalises", ("read",)),
     **{f"wgan-{place}": ("WassersteinGAN", (place,)) for place in ("start", "forward", "step")},
@@ -41,6 +42,7 @@ ALWAYS = (  # one for each way of writing, and for each state in which weights a
     ("kept", "teacher-foreach_mul_add-start"),
     ("kept", "clamped-batch_end"),
     ("kept", "normalised-in-forward"),
+    ("kept", "looks-on-one-rank"),
     ("resharded", "teacher-dino_update_momentum-middle"),
     ("resharded", "teacher-byol_update_momentum-end"),
     ("resharded", "normalised-swav"),

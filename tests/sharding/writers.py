@@ -256,6 +256,14 @@ class InForward(Writer):
         self.double()
 
 
+class LooksOnOneRank(Writer):
+    """Looks at weights through `.data` on the first rank alone, as loggers do."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            self.norms = [p.data.norm() for p in self.parameters()]
+
+
 class Clamps(Writer):
     """Clamps all weights, as a Wasserstein GAN's critic, in automatic optimization."""
 
@@ -324,6 +332,7 @@ MODULES = {
     "AveragesByTorch": AveragesByTorch,
     "Normalises": Normalises,
     "InForward": InForward,
+    "LooksOnOneRank": LooksOnOneRank,
     "Clamps": Clamps,
     "WassersteinGAN": WassersteinGAN,
 }
