@@ -18,6 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
@@ -184,6 +186,16 @@ class Teaches(Writer):
         self.move("before_zero_grad")
 
 
+class TeachesInParallel(Teaches):
+    """The same with blocks that are split over tensor-parallel ranks, where these are several."""
+
+    def configure_model(self) -> None:
+        if dist.is_initialized() and self.device_mesh["tensor_parallel"].size() > 1:
+            plan = {"blocks.*.linear": ColwiseParallel(output_layouts=Replicate())}
+            for net in (self.student, self.teacher):
+                parallelize_module(net, self.device_mesh["tensor_parallel"], plan)
+
+
 class AveragesByTorch(Writer):
     """Keeps `torch.optim.swa_utils.AveragedModel` as its teacher, updated after each micro-batch."""
 
@@ -329,6 +341,7 @@ class WassersteinGAN(Writer):
 
 MODULES = {
     "Teaches": Teaches,
+    "TeachesInParallel": TeachesInParallel,
     "AveragesByTorch": AveragesByTorch,
     "Normalises": Normalises,
     "InForward": InForward,
@@ -353,7 +366,8 @@ def fit(
 ) -> dict[str, Tensor]:
     """Runs on every rank."""
     module = MODULES[name](*args)
-    batches = [rows(dist.get_rank(), step) for step in range(NUM_BATCHES)]
+    rank = dist.get_rank() // options.get("tensor_parallel_size", 1)
+    batches = [rows(rank, step) for step in range(NUM_BATCHES)]
     if precision != "64-true":
         module.float()
         batches = [batch.float() for batch in batches]
