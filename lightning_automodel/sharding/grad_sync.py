@@ -185,7 +185,7 @@ class FSDPGradSync(GradSync):
         self.units = torch_internals.fsdp_units(model)
         self._roots = fsdp_roots(model)
         self._groups = [group for unit in self.units for group in torch_internals.param_groups(unit)]
-        self._written = WrittenWeights(self.units)
+        self._written = WrittenWeights(model)
         self._retained: list[FSDPModule] = []
         self.is_last: bool | None = None
         self._in_backward = False

@@ -45,8 +45,9 @@ class ShardsAsWhole:
         def cut(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled() and tensor.requires_grad:
                 return slicing(tensor, *args, **kwargs)
-            if name == "__getitem__" and _is_sharded(tensor) and _chooses(args[0]):
-                return tensor.full_tensor()[_whole(args[0])]
+            if name == "__getitem__" and _chooses(args[0]):  # then plain tensors give a copy too
+                is_sharded = _is_sharded(tensor)
+                return tensor.full_tensor()[_whole(args[0])] if is_sharded else slicing(tensor, *args)
             found = slicing(tensor, *args, **kwargs)
             watch = partial(self._watch, tensor)
             return tuple(map(watch, found)) if isinstance(found, (tuple, list)) else watch(found)
@@ -56,7 +57,7 @@ class ShardsAsWhole:
     def _watch(self, tensor: DTensor, part: Any) -> Any:
         """A slice whose writes are counted by itself, if it should share the memory of ``tensor`` and does not."""
         # Activations of tensor-parallel layers are sliced too.
-        if not (isinstance(part, DTensor) and part._is_view()) or tensor.shape not in self._shapes:
+        if not (isinstance(part, DTensor)) or tensor.shape not in self._shapes:
             return part
         memory = torch_internals.local_tensor(tensor).untyped_storage().data_ptr()
         if torch_internals.local_tensor(part).untyped_storage().data_ptr() == memory:
@@ -99,10 +100,10 @@ def _is_sharded(tensor: DTensor) -> bool:
 
 
 def _chooses(index: Any) -> bool:
-    """Whether an index chooses rows by a plain tensor or a list, which torch does not take for a DTensor."""
+    """Whether an index chooses rows by a tensor or a list."""
     if isinstance(index, tuple):
         return any(map(_chooses, index))
-    return isinstance(index, list) or (isinstance(index, Tensor) and not isinstance(index, DTensor))
+    return isinstance(index, (Tensor, list))
 
 
 def _refusing_parts(read: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_automodel import torch_internals
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.torch_internals import versions
 
@@ -24,10 +25,12 @@ class WriteCounts:
     """Counts writes to tensors, as long as ``patches`` of torch's attributes last.
 
     Writes to shards count by their version counters, also through ``.data``, alike on all ranks. Of whole tensors that
-    a backward may need, which ``.data`` is used to hide from autograd, reading ``.data`` counts as a write.
+    a backward may need, which ``.data`` is used to hide from autograd, reading ``.data`` counts as a write. ``move``
+    gives a DTensor other memory, with its values.
     """
 
-    def __init__(self, patches: PatchStack) -> None:
+    def __init__(self, move: Callable[[DTensor, Tensor], None], patches: PatchStack) -> None:
+        self._move = move
         self._handed_out: dict[int, int] = {}  # how often, by the id of the tensor
         data = property(self._get_data, self._set_data)
         patches.set(nn.Parameter, "data", data)
@@ -52,16 +55,19 @@ class WriteCounts:
         return DATA.__get__(tensor)
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
-        """Write into shards and counted tensors, whose memory FSDP2 gathers; another tensor gets new memory."""
-        key = id(tensor)
+        """Give ``tensor`` the values, and leave its old memory to whoever swaps weights (``a.data, b.data = ...``)."""
+        if id(tensor) in self._handed_out:
+            self._handed_out[id(tensor)] += 1
+            value = value.detach().clone()  # FSDP2 frees the memory of what it has gathered
         is_alike = (tensor.shape, tensor.dtype, tensor.device) == (value.shape, value.dtype, value.device)
-        if not is_alike or (key not in self._handed_out and not isinstance(tensor, DTensor)):
+        if not isinstance(tensor, DTensor) or not is_alike:
             DATA.__set__(tensor, value)
             return
-        if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
+        if not isinstance(value, DTensor):
             value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-        with torch.no_grad():
-            self._get_data(tensor).copy_(value)
+        elif value.placements != tensor.placements:
+            value = value.redistribute(placements=tensor.placements)
+        self._move(tensor, torch_internals.local_tensor(value).clone())
 
 
 def _counting(foreach: Callable[..., None]) -> Callable[..., None]:

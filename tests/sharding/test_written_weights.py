@@ -41,6 +41,8 @@ ALWAYS = (  # one for each way of writing, and for each state in which weights a
     ("kept", "teacher-timm_ema-batch_end"),
     ("kept", "teacher-foreach_mul_add-start"),
     ("kept", "clamped-batch_end"),
+    ("kept", "teacher-swap-start"),
+    ("resharded", "teacher-swap-batch_end"),
     ("kept", "normalised-in-forward"),
     ("kept", "looks-on-one-rank"),
     ("resharded", "teacher-dino_update_momentum-middle"),
@@ -59,6 +61,8 @@ BETWEEN_FORWARDS = [case for case in CASES if case.endswith("middle")]
 # There the backward computes with what was written since the forward, in one process too.
 WRITTEN_BETWEEN = ("clamped-end", "wgan-forward")
 
+SWAPPED_BETWEEN = [f"teacher-swap-{place}" for place in ("middle", "end", "before_zero_grad")]
+
 
 def _combinations() -> list[Any]:
     found = []
@@ -69,6 +73,8 @@ def _combinations() -> list[Any]:
                 continue  # refused, see below
             if engine == "recomputed" and case in WRITTEN_BETWEEN:
                 continue
+            if case in SWAPPED_BETWEEN and not keeps and engine not in ("ddp", "whole"):
+                continue  # refused, see below
             marks = [] if (engine, case) in ALWAYS else [pytest.mark.sweep]
             found.append(pytest.param(engine, case, marks=marks, id=f"{engine}-{case}"))
     return found
@@ -116,6 +122,13 @@ def test_averages_between_forwards(pool2: RankPool, case: str) -> None:
     """The student is gathered, and the teacher not yet."""
     for message in pool2.run(_refusal, STRATEGIES["kept"], case, "64-true"):
         assert "An average of weights (a momentum teacher): update it in on_train_batch_start" in message
+
+
+@pytest.mark.parametrize("case", SWAPPED_BETWEEN)
+def test_values_for_a_backward(pool2: RankPool, case: str) -> None:
+    """A resharded unit is gathered anew for its backward, which needs the values of the forward."""
+    for message in pool2.run(_refusal, STRATEGIES["resharded"], case, "64-true"):
+        assert "got other values (p.data = values) between a forward and its backward" in message
 
 
 @pytest.mark.every_case

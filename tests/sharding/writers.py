@@ -140,6 +140,14 @@ def hard_update(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> 
     model_ema.load_state_dict(model.state_dict())
 
 
+def swap(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
+    """Weights change places, as for a validation with averages."""
+    for s, t in zip(model.parameters(), model_ema.parameters(), strict=True):
+        kept = s.data
+        s.data = t.data
+        t.data = kept
+
+
 UPDATES = {
     update.__name__: update
     for update in (
@@ -150,6 +158,7 @@ UPDATES = {
         timm_ema,
         foreach_mul_add,
         hard_update,
+        swap,
     )
 }
 PLACES = ("start", "end", "batch_start", "batch_end", "before_zero_grad", "middle")
