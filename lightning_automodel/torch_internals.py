@@ -200,19 +200,20 @@ def watch_gathers(
     group: FSDPParamGroup,
     starting: Callable[[], None],
     finished: Callable[[], bool],
-    freeing: Callable[[], None],
+    freeing: Callable[[bool], None],
     patches: PatchStack,
 ) -> None:
     """Call back around each all-gather of a ``group`` of ``unit``, for which FSDP2 has no hooks.
 
     ``starting`` before it starts. ``finished`` once parameters are unsharded: False repeats it, which is a collective.
-    ``freeing`` before unsharded parameters are freed, or hidden behind the sharded ones.
+    ``freeing`` before unsharded parameters are freed, or hidden behind the sharded ones, with whether the unit's root
+    runs at the moment.
 
     While the unit's root runs, state dicts have what modules show: FSDP2 would reshard what the step still needs.
     """
     state = unit._get_fsdp_state()
     unshard, wait, reshard = group.unshard, group.wait_for_unshard, group.reshard
-    to_sharded, to_smaller_mesh = group._to_sharded, group._to_sharded_post_forward
+    to_sharded, to_smaller_mesh = group._to_sharded, group.fsdp_params[0].to_sharded_post_forward
     is_resharding = False
 
     def watched_unshard(*args: Any, **kwargs: Any) -> None:
@@ -239,19 +240,21 @@ def watch_gathers(
             is_resharding = False
 
     def watched_to_sharded() -> None:
-        if is_resharding or state._state_ctx.iter_forward_root is None:
-            freeing_before(to_sharded)
+        is_in_forward = state._state_ctx.iter_forward_root is not None
+        if is_resharding or not is_in_forward:
+            if group.is_unsharded:
+                freeing(is_in_forward)
+            to_sharded()
 
-    def freeing_before(hide: Callable[[], None]) -> None:
-        if group.is_unsharded:
-            freeing()
-        hide()
+    def watched_to_smaller_mesh() -> None:
+        freeing(True)
+        to_smaller_mesh()
 
     patches.set(group, "unshard", watched_unshard)
     patches.set(group, "wait_for_unshard", watched_wait)
     patches.set(group, "reshard", watched_reshard)
     patches.set(group, "_to_sharded", watched_to_sharded)
-    patches.set(group, "_to_sharded_post_forward", partial(freeing_before, to_smaller_mesh))
+    patches.set(group.fsdp_params[0], "to_sharded_post_forward", watched_to_smaller_mesh)
     for param in group.fsdp_params:
         patches.set(param, "reset_sharded_param", partial(_reset_if_sharded, group, param.reset_sharded_param))
 
@@ -270,11 +273,6 @@ def own_slice(param: FSDPParam) -> Tensor:
     start = getattr(param.mesh_info, "shard_mesh_rank", 0) * param.padded_sharded_param_size[dim]
     length = shard.size(dim) if shard.numel() > 0 else 0
     return whole.narrow(dim, min(start, whole.size(dim)), length)
-
-
-def parameter_name(param: FSDPParam) -> str:
-    """The name of a parameter within its FSDP root."""
-    return without_wrappers(param._param_fqn or param._module_info.param_name)
 
 
 def forward_order(roots: Iterable[FSDPModule]) -> list[FSDPParamGroup]:
@@ -469,6 +467,14 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
+@torch.no_grad()
+def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
+    """Give a DTensor other memory for this rank's part, and count that as a write."""
+    tensor._local_tensor = local
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version([tensor])
+
+
 def reshard_keeping_storage(unit: FSDPModule) -> None:
     """Reshard ``unit`` without freeing the memory of its unsharded parameters."""
     if hasattr(unit, "set_keep_unsharded_storage"):
@@ -582,13 +588,13 @@ def _probe_fsdp2(state: Any) -> None:
             check(group.mesh_info, "replicate_mesh_size")
         check(group, "is_sharded", "is_unsharded", "_to_unsharded")
         check(group, "unshard", "wait_for_unshard", "reshard", writable=True)
-        check(group, "_to_sharded", "_to_sharded_post_forward", writable=True)
+        check(group, "_to_sharded", writable=True)
         check(group, "_partial_reduce_output", "_all_gather_result", *REDUCTIONS, *RESHARDING, writable=True)
         for param in group.fsdp_params[:1]:
             check(param, "sharded_param", "unsharded_param", "all_gather_outputs", "mesh_info")
             check(param, "mp_policy", "free_unsharded_param")
-            check(param, "fsdp_placement", "padded_sharded_param_size", "_param_fqn", "_module_info")
-            check(param, "reset_sharded_param", writable=True)
+            check(param, "fsdp_placement", "padded_sharded_param_size")
+            check(param, "reset_sharded_param", "to_sharded_post_forward", writable=True)
             check(type(param), "orig_dtype", "param_dtype", "reduce_dtype")  # assigned by the lazy initialisation
             if ACCUMULATES_IN_LEAF:
                 check(param, "unsharded_grad_dtype")
@@ -613,6 +619,7 @@ def _probe() -> None:
     check(nn.MultiheadAttention, RESET_PARAMETERS)
     check(torch.autograd.graph, BACKWARD)
     check(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks", "_version")
+    check(DTensor, "_local_tensor")
 
 
 _probe()

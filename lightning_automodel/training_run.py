@@ -110,7 +110,7 @@ class TrainingRun:
         tensor_parallel.synchronize_metrics(module, self._mesh, self.patches)
         self.patches.set(module, "log", update_wrapper(partial(log_full, module.log), module.log))
         if self._options.is_sharded:
-            ShardsAsWhole(self.patches)
+            ShardsAsWhole(module, self.patches)
             finetuning.finetune_by_identity(module, self.patches)
 
     def _make_training(self, fitting: bool, host_group: dist.ProcessGroup) -> None:

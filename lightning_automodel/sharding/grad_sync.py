@@ -206,7 +206,7 @@ class FSDPGradSync(GradSync):
         self._number_of = {group: number for number, group in enumerate(self._groups, start=1)}
         self._order = 0  # of the groups whose forwards have run in the window
         self._first_gathers: AgreedGathers | None = None
-        self._written = WrittenWeights(self.units)
+        self._written = WrittenWeights(model)
         self._retained: list[FSDPModule] = []
         self.is_last: bool | None = None
         self._in_backward = False

@@ -5,19 +5,23 @@ norm, ``float(p.grad.norm())``, it gives each rank its own part.
 """
 
 import functools
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_automodel import torch_internals
 from lightning_automodel.patching import PatchStack
+from lightning_automodel.sharding.write_counts import DATA
+from lightning_automodel.torch_internals import versions
 
 _SLICING = ("__getitem__", "select", "narrow", "chunk", "split", "diagonal")
+_NUM_KEPT = 100  # slices of an optimizer step
 _READING = ("item", "tolist", "__float__", "__int__", "__bool__")
 
 
@@ -27,8 +31,9 @@ class ShardsAsWhole:
     Code that indexes runs on all ranks: if a tensor must be gathered for it, that is a collective on its mesh.
     """
 
-    def __init__(self, patches: PatchStack) -> None:
-        self._copies: list[tuple[Tensor, int]] = []
+    def __init__(self, module: nn.Module, patches: PatchStack) -> None:
+        self._shapes = {parameter.shape for parameter in module.parameters()}
+        self._copies: deque[tuple[Tensor, int]] = deque(maxlen=_NUM_KEPT)
         for name in _SLICING:
             patches.set(DTensor, name, self._watched(name, getattr(DTensor, name)))
         for name in _READING:
@@ -40,8 +45,9 @@ class ShardsAsWhole:
         def cut(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled() and tensor.requires_grad:
                 return slicing(tensor, *args, **kwargs)
-            if name == "__getitem__" and _is_sharded(tensor) and _chooses(args[0]):
-                return tensor.full_tensor()[_whole(args[0])]
+            if name == "__getitem__" and _chooses(args[0]):  # then plain tensors give a copy too
+                is_sharded = _is_sharded(tensor)
+                return tensor.full_tensor()[_whole(args[0])] if is_sharded else slicing(tensor, *args)
             found = slicing(tensor, *args, **kwargs)
             watch = partial(self._watch, tensor)
             return tuple(map(watch, found)) if isinstance(found, (tuple, list)) else watch(found)
@@ -50,13 +56,14 @@ class ShardsAsWhole:
 
     def _watch(self, tensor: DTensor, part: Any) -> Any:
         """A slice whose writes are counted by itself, if it should share the memory of ``tensor`` and does not."""
-        if not (isinstance(part, DTensor) and part._is_view()) or part.is_inference():
+        # Activations of tensor-parallel layers are sliced too.
+        if not (isinstance(part, DTensor)) or tensor.shape not in self._shapes:
             return part
         memory = torch_internals.local_tensor(tensor).untyped_storage().data_ptr()
         if torch_internals.local_tensor(part).untyped_storage().data_ptr() == memory:
             return part
-        part = part.data
-        self._copies.append((part, part._version))
+        part = DATA.__get__(part)  # with a version counter of its own
+        self._copies.append((part, *versions([part])))
         return part
 
     def _assigning(self, assign: Callable[..., None]) -> Callable[..., None]:
@@ -65,7 +72,8 @@ class ShardsAsWhole:
                 assign(tensor, index, value)
                 return
             # `g[2:4] *= 2` changes a slice, and assigns it.
-            self._copies = [entry for entry in self._copies if entry[0] is not value]
+            kept = [entry for entry in self._copies if entry[0] is not value]
+            self._copies = deque(kept, maxlen=_NUM_KEPT)
             with torch.no_grad():
                 whole = tensor.full_tensor()
                 whole[_whole(index)] = _whole(value)
@@ -75,8 +83,8 @@ class ShardsAsWhole:
         return set_item
 
     def _check(self, *_: Any) -> None:
-        copies, self._copies = self._copies, []
-        if any(part._version != version for part, version in copies):
+        copies, self._copies = self._copies, deque(maxlen=_NUM_KEPT)
+        if any(version != before for version, (_, before) in zip(versions(p for p, _ in copies), copies, strict=True)):
             raise RuntimeError(
                 "A slice of a sharded parameter or gradient was written in place, and the write was lost, since the"
                 " slice is a copy. Assign it, as p.grad[rows] = 0 or p.grad[rows] *= 0.5, which writes into the shards"
@@ -92,10 +100,10 @@ def _is_sharded(tensor: DTensor) -> bool:
 
 
 def _chooses(index: Any) -> bool:
-    """Whether an index chooses rows by a plain tensor or a list, which torch does not take for a DTensor."""
+    """Whether an index chooses rows by a tensor or a list."""
     if isinstance(index, tuple):
         return any(map(_chooses, index))
-    return isinstance(index, list) or (isinstance(index, Tensor) and not isinstance(index, DTensor))
+    return isinstance(index, (Tensor, list))
 
 
 def _refusing_parts(read: Callable[..., Any]) -> Callable[..., Any]:

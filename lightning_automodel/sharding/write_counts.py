@@ -13,21 +13,24 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_automodel import torch_internals
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.torch_internals import versions
 
-_DATA: Any = torch.Tensor.data  # the descriptor
+DATA: Any = torch.Tensor.data
+"""The descriptor of an attribute that is patched here."""
 
 
 class WriteCounts:
-    """Counts how often tensors may have been written, from the first time that it is asked for each of them.
+    """Counts writes to tensors, as long as ``patches`` of torch's attributes last.
 
-    Reading ``.data`` counts as a write, since what is written through it cannot be seen. Code runs alike on all ranks,
-    so that counts change alike on all of them, where values may not. Patches attributes of torch as long as
-    ``patches`` last.
+    Writes to shards count by their version counters, also through ``.data``, alike on all ranks. Of whole tensors that
+    a backward may need, which ``.data`` is used to hide from autograd, reading ``.data`` counts as a write. ``move``
+    gives a DTensor other memory, with its values.
     """
 
-    def __init__(self, patches: PatchStack) -> None:
+    def __init__(self, move: Callable[[DTensor, Tensor], None], patches: PatchStack) -> None:
+        self._move = move
         self._handed_out: dict[int, int] = {}  # how often, by the id of the tensor
         data = property(self._get_data, self._set_data)
         patches.set(nn.Parameter, "data", data)
@@ -37,7 +40,7 @@ class WriteCounts:
                 patches.set(torch, name, _counting(getattr(torch, name)))
 
     def of(self, tensors: Iterable[Tensor]) -> list[int]:
-        """A number for each tensor, which differs from an earlier one if the tensor may have been written since."""
+        """A number for each whole tensor, which differs from an earlier one if it may have been written since."""
         known, tensors = self._handed_out, list(tensors)
         handed_out = [known.setdefault(id(tensor), 0) for tensor in tensors]
         return [version + count for version, count in zip(versions(tensors), handed_out, strict=True)]
@@ -46,20 +49,25 @@ class WriteCounts:
         key = id(tensor)
         if key in self._handed_out:
             self._handed_out[key] += 1
-        return _DATA.__get__(tensor)
+        elif isinstance(tensor, DTensor):
+            # Unlike `.data` it shares the version counter. No backward needs a shard, so that none will complain.
+            return tensor.detach()
+        return DATA.__get__(tensor)
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
-        """Write into a counted tensor, whose memory FSDP2 gathers from or into; another one gets new memory."""
-        key = id(tensor)
+        """Give ``tensor`` the values, and leave its old memory to whoever swaps weights (``a.data, b.data = ...``)."""
+        if id(tensor) in self._handed_out:
+            self._handed_out[id(tensor)] += 1
+            value = value.detach().clone()  # FSDP2 frees the memory of what it has gathered
         is_alike = (tensor.shape, tensor.dtype, tensor.device) == (value.shape, value.dtype, value.device)
-        if key not in self._handed_out or not is_alike:
-            _DATA.__set__(tensor, value)
+        if not isinstance(tensor, DTensor) or not is_alike:
+            DATA.__set__(tensor, value)
             return
-        self._handed_out[key] += 1
-        if isinstance(tensor, DTensor) and not isinstance(value, DTensor):
+        if not isinstance(value, DTensor):
             value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-        with torch.no_grad():
-            _DATA.__get__(tensor).copy_(value)
+        elif value.placements != tensor.placements:
+            value = value.redistribute(placements=tensor.placements)
+        self._move(tensor, torch_internals.local_tensor(value).clone())
 
 
 def _counting(foreach: Callable[..., None]) -> Callable[..., None]:

@@ -4,17 +4,18 @@ A module's parameters are then copies, which FSDP2 frees. What was written to th
 that: each rank holds its own slice of every copy, so nothing is communicated. Ranks must write alike, as under DDP.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lightning_automodel import torch_internals
 from lightning_automodel.patching import PatchStack
-from lightning_automodel.sharding.write_counts import WriteCounts
-from lightning_automodel.torch_internals import FSDPParam, FSDPParamGroup
+from lightning_automodel.sharding.write_counts import DATA, WriteCounts
+from lightning_automodel.torch_internals import FSDPParam, FSDPParamGroup, without_wrappers
 
 IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones"
 """Where weights are written without being gathered."""
@@ -23,14 +24,26 @@ IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.paramete
 class WrittenWeights:
     """Watches the FSDP2 units of a model for writes to their parameters, gathered or sharded."""
 
-    def __init__(self, units: Sequence[FSDPModule]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._patches = PatchStack()
-        self.counts = WriteCounts(self._patches)
+        self.counts = WriteCounts(self._move, self._patches)
         self.is_recovering = False
+        self._names = {id(shard): without_wrappers(name) for name, shard in model.named_parameters()}
         self._groups: dict[int, list[_WatchedGroup]] = {}
-        for unit in units:
+        for unit in torch_internals.fsdp_units(model):
             groups = torch_internals.param_groups(unit)
             self._groups[id(unit)] = [_WatchedGroup(unit, group, self, self.counts, self._patches) for group in groups]
+
+    def name(self, shard: Tensor) -> str:
+        """The name of a parameter in the model."""
+        return self._names.get(id(shard), "A parameter")
+
+    def _move(self, shard: DTensor, local: Tensor) -> None:
+        for groups in self._groups.values():
+            for group in groups:
+                if group.moves(shard, local):
+                    return
+        torch_internals.set_local_tensor(shard, local)
 
     def is_current(self, unit: FSDPModule) -> bool:
         """Whether no shard of ``unit`` was written since it was gathered; the same on all ranks."""
@@ -64,6 +77,8 @@ class _WatchedGroup:
         self._group, self._weights, self._counts = group, weights, counts
         self._shard_counts = self._of_shards()
         self._copy_counts: list[int] = []
+        self._awaits_backward = False  # which gathers again
+        self._memory: list[Tensor] = []  # that FSDP2 gathers into, of each copy
         torch_internals.watch_gathers(unit, group, self._start, self._finish, self._free, patches)
 
     @property
@@ -71,38 +86,80 @@ class _WatchedGroup:
         return self._group.fsdp_params
 
     def _of_shards(self) -> list[int]:
-        return self._counts.of([param.sharded_param for param in self._params])
+        return torch_internals.versions([param.sharded_param for param in self._params])
 
     def _of_copies(self) -> list[int]:
         return self._counts.of([param.unsharded_param for param in self._params])
 
+    def moves(self, shard: DTensor, local: Tensor) -> bool:
+        """Give ``shard`` other memory, with its values; False if it is none of the group."""
+        param = next((param for param in self._params if param.sharded_param is shard), None)
+        if param is None:
+            return False
+        if self._awaits_backward and shard.requires_grad:
+            raise RuntimeError(
+                f"{self._weights.name(shard)} got other values (p.data = values) between a forward and its backward,"
+                f" which would compute with the new ones. Write them {IN_HOOKS}."
+            )
+        if self._group.is_unsharded:
+            torch_internals.local_tensor(shard).copy_(local)
+            torch.autograd.graph.increment_version([shard])
+        else:
+            torch_internals.set_local_tensor(shard, local)
+            param.reset_sharded_param()  # FSDP2 gathers from it
+        return True
+
     def is_current(self) -> bool:
+        """Whether no shard was written since it was gathered."""
         return self._shard_counts == self._of_shards()
 
     def _start(self) -> None:
         """Before an all-gather starts, maybe ahead of the forward that needs it."""
+        self._awaits_backward = False
         self._shard_counts = self._of_shards()
 
     def _finish(self) -> bool:
         """After an all-gather; False if it must be repeated, since a shard was written after it had started."""
         self._copy_counts = self._of_copies()
+        if not self._memory:
+            self._memory = [_memory(param.unsharded_param) for param in self._params]
         return self.is_current()
 
-    def _free(self) -> None:
+    def _free(self, is_in_forward: bool) -> None:
         """Before the copies are freed or hidden."""
+        self._awaits_backward = is_in_forward and torch.is_grad_enabled()
         counts = self._of_copies()
         if counts == self._copy_counts or self._weights.is_recovering:
             return
-        before = zip(self._params, self._copy_counts, counts, self._shard_counts, self._of_shards(), strict=True)
-        for param, copy_before, copy_now, shard_before, shard_now in before:
-            if copy_now != copy_before:
-                _write_back(param, shard_is_written=shard_now != shard_before)
-        self._copy_counts = counts
+        shards_before, shards_now = self._shard_counts, self._of_shards()
+        for index, param in enumerate(self._params):
+            if counts[index] != self._copy_counts[index]:
+                _return_to_memory(param.unsharded_param, self._memory[index])
+                name = self._weights.name(param.sharded_param)
+                _write_back(param, name, shard_is_written=shards_before[index] != shards_now[index])
+        self._copy_counts = self._of_copies()
         self._shard_counts = self._of_shards()
 
 
+def _memory(copied: Tensor) -> Tensor:
+    """The memory of a gathered copy on this rank, with a version counter of its own."""
+    return DATA.__get__(torch_internals.local_tensor(copied))
+
+
+def _return_to_memory(copied: Tensor, memory: Tensor) -> None:
+    """Move a copy, which ``.data = values`` has given other memory, back to where FSDP2 gathers it."""
+    now = _memory(copied)
+    if now.data_ptr() == memory.data_ptr():
+        return
+    memory.copy_(now)
+    if isinstance(copied, DTensor):
+        torch_internals.set_local_tensor(copied, memory)
+    else:
+        DATA.__set__(copied, memory)
+
+
 @torch.no_grad()
-def _write_back(param: FSDPParam, shard_is_written: bool) -> None:
+def _write_back(param: FSDPParam, name: str, shard_is_written: bool) -> None:
     """Copy this rank's slice of a gathered copy into the shard, both written since the last look. Not a collective.
 
     Raises RuntimeError if the copy has another dtype, in which small changes are rounded away, or if both differ.
@@ -112,11 +169,10 @@ def _write_back(param: FSDPParam, shard_is_written: bool) -> None:
         shard.copy_(copied)
         torch.autograd.graph.increment_version([param.sharded_param])
     elif not torch.equal(copied.to(shard.device), shard.to(copied.dtype)):  # if `.data` was only read, they are equal
-        raise RuntimeError(_refusal(param, shard, copied))
+        raise RuntimeError(_refusal(name, shard, copied))
 
 
-def _refusal(param: FSDPParam, shard: Tensor, copied: Tensor) -> str:
-    name = torch_internals.parameter_name(param)
+def _refusal(name: str, shard: Tensor, copied: Tensor) -> str:
     if copied.dtype == shard.dtype:
         return (
             f"{name} was written twice while it was gathered: as module.parameters() has it within a step, and as a"

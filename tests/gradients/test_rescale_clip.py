@@ -97,6 +97,19 @@ def test_nothing_to_clip(model: Any) -> None:
     assert clip_gradients(model, 1.0).item() == 0.0
 
 
+@pytest.mark.parametrize("foreach", [True, False])
+def test_complex_gradients(foreach: bool) -> None:
+    """As torch clips them: the square of an element is that of its absolute value."""
+    ours, theirs = _parameters(torch.complex128), _parameters(torch.complex128)
+    for parameter in (*ours[:1], *theirs[:1]):
+        parameter.grad *= 1 + 2j
+    norm = clip_gradients(ours, 0.5, foreach)
+    torch.testing.assert_close(norm.double(), nn.utils.clip_grad_norm_(theirs, 0.5), rtol=1e-6, atol=0)
+    torch.testing.assert_close(_gradients(ours), _gradients(theirs), rtol=1e-12, atol=0)
+    with pytest.raises(ValueError, match="Complex gradients cannot be clipped by value"):
+        clip_gradient_values(ours, 0.5)
+
+
 def test_zero_gradients_stay_zero() -> None:
     """Nothing is divided by a zero norm."""
     parameters = _parameters(scale=0.0)

@@ -19,6 +19,7 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
         for how in ("swav", "in place", "data", "unit", "vector", "reset", "between")
     },
     "normalised-in-forward": ("InForward", ()),
+    "looks-on-one-rank": ("LooksOnOneRank", ()),
     **{f"clamped-{place}": ("Clamps", (place,)) for place in ("start", "end", "batch_start", "batch_end")},
     "reads": ("Normalises", ("read",)),
     **{f"wgan-{place}": ("WassersteinGAN", (place,)) for place in ("start", "forward", "step")},
@@ -40,7 +41,10 @@ ALWAYS = (  # one for each way of writing, and for each state in which weights a
     ("kept", "teacher-timm_ema-batch_end"),
     ("kept", "teacher-foreach_mul_add-start"),
     ("kept", "clamped-batch_end"),
+    ("kept", "teacher-swap-start"),
+    ("resharded", "teacher-swap-batch_end"),
     ("kept", "normalised-in-forward"),
+    ("kept", "looks-on-one-rank"),
     ("resharded", "teacher-dino_update_momentum-middle"),
     ("resharded", "teacher-byol_update_momentum-end"),
     ("resharded", "normalised-swav"),
@@ -54,12 +58,22 @@ ALWAYS = (  # one for each way of writing, and for each state in which weights a
 BETWEEN_FORWARDS = [case for case in CASES if case.endswith("middle")]
 
 
+# There the backward computes with what was written since the forward, in one process too.
+WRITTEN_BETWEEN = ("clamped-end", "wgan-forward")
+
+SWAPPED_BETWEEN = [f"teacher-swap-{place}" for place in ("middle", "end", "before_zero_grad")]
+
+
 def _combinations() -> list[Any]:
     found = []
     for engine in ENGINES:
         keeps = engine not in ("resharded", "ddp", "whole", "no prefetch", "recomputed", "hybrid resharded")
         for case in CASES:
             if case in BETWEEN_FORWARDS and keeps:
+                continue  # refused, see below
+            if engine == "recomputed" and case in WRITTEN_BETWEEN:
+                continue
+            if case in SWAPPED_BETWEEN and not keeps and engine not in ("ddp", "whole"):
                 continue  # refused, see below
             marks = [] if (engine, case) in ALWAYS else [pytest.mark.sweep]
             found.append(pytest.param(engine, case, marks=marks, id=f"{engine}-{case}"))
@@ -84,6 +98,16 @@ def test_written_weights(request: pytest.FixtureRequest, engine: str, case: str)
     assert _error(pool, ENGINES[engine], case, num_ranks=num_ranks) <= TOLERANCE
 
 
+@pytest.mark.parametrize("update", UPDATES)
+def test_tensor_parallel_layers(pool4: RankPool, update: str) -> None:
+    """Gathered copies are DTensors there."""
+    args = (update, "start")
+    expected = Outcome(fit_plainly("TeachesInParallel", args), None)
+    options = {"tensor_parallel_size": 2, "reshard_during_accumulation": False}
+    for weights in pool4.run(fit, options, "TeachesInParallel", args):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+
+
 def _refusal(options: dict[str, Any], case: str, precision: str) -> str:
     name, args = CASES[case]
     try:
@@ -98,6 +122,13 @@ def test_averages_between_forwards(pool2: RankPool, case: str) -> None:
     """The student is gathered, and the teacher not yet."""
     for message in pool2.run(_refusal, STRATEGIES["kept"], case, "64-true"):
         assert "An average of weights (a momentum teacher): update it in on_train_batch_start" in message
+
+
+@pytest.mark.parametrize("case", SWAPPED_BETWEEN)
+def test_values_for_a_backward(pool2: RankPool, case: str) -> None:
+    """A resharded unit is gathered anew for its backward, which needs the values of the forward."""
+    for message in pool2.run(_refusal, STRATEGIES["resharded"], case, "64-true"):
+        assert "got other values (p.data = values) between a forward and its backward" in message
 
 
 @pytest.mark.every_case

@@ -18,6 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
@@ -138,6 +140,14 @@ def hard_update(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> 
     model_ema.load_state_dict(model.state_dict())
 
 
+def swap(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
+    """Weights change places, as for a validation with averages."""
+    for s, t in zip(model.parameters(), model_ema.parameters(), strict=True):
+        kept = s.data
+        s.data = t.data
+        t.data = kept
+
+
 UPDATES = {
     update.__name__: update
     for update in (
@@ -148,6 +158,7 @@ UPDATES = {
         timm_ema,
         foreach_mul_add,
         hard_update,
+        swap,
     )
 }
 PLACES = ("start", "end", "batch_start", "batch_end", "before_zero_grad", "middle")
@@ -182,6 +193,16 @@ class Teaches(Writer):
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.move("before_zero_grad")
+
+
+class TeachesInParallel(Teaches):
+    """The same with blocks that are split over tensor-parallel ranks, where these are several."""
+
+    def configure_model(self) -> None:
+        if dist.is_initialized() and self.device_mesh["tensor_parallel"].size() > 1:
+            plan = {"blocks.*.linear": ColwiseParallel(output_layouts=Replicate())}
+            for net in (self.student, self.teacher):
+                parallelize_module(net, self.device_mesh["tensor_parallel"], plan)
 
 
 class AveragesByTorch(Writer):
@@ -256,6 +277,14 @@ class InForward(Writer):
         self.double()
 
 
+class LooksOnOneRank(Writer):
+    """Looks at weights through `.data` on the first rank alone, as loggers do."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            self.norms = [p.data.norm() for p in self.parameters()]
+
+
 class Clamps(Writer):
     """Clamps all weights, as a Wasserstein GAN's critic, in automatic optimization."""
 
@@ -321,9 +350,11 @@ class WassersteinGAN(Writer):
 
 MODULES = {
     "Teaches": Teaches,
+    "TeachesInParallel": TeachesInParallel,
     "AveragesByTorch": AveragesByTorch,
     "Normalises": Normalises,
     "InForward": InForward,
+    "LooksOnOneRank": LooksOnOneRank,
     "Clamps": Clamps,
     "WassersteinGAN": WassersteinGAN,
 }
@@ -344,7 +375,8 @@ def fit(
 ) -> dict[str, Tensor]:
     """Runs on every rank."""
     module = MODULES[name](*args)
-    batches = [rows(dist.get_rank(), step) for step in range(NUM_BATCHES)]
+    rank = dist.get_rank() // options.get("tensor_parallel_size", 1)
+    batches = [rows(rank, step) for step in range(NUM_BATCHES)]
     if precision != "64-true":
         module.float()
         batches = [batch.float() for batch in batches]
