@@ -133,7 +133,7 @@ class Rolls(Saves):
 def test_weights_loaded_within_a_fit(tmp_path: Path) -> None:
     """What is saved later resumes where the fit is, not where that checkpoint would."""
     _said(Rolls(tmp_path, {2, 5}))
-    state = torch.load(tmp_path / "5.ckpt" / "meta.pt", weights_only=True)["lightning_automodel"]
+    state = torch.load(tmp_path / "5.ckpt", weights_only=True)["lightning_automodel"]
     assert state["ranks"][0]["batches"] == 6
 
 
@@ -149,7 +149,7 @@ def test_saved_before_a_resumed_fit_starts(tmp_path: Path) -> None:
     _said(Saves(tmp_path, {2}))
     _said(SavesEarly(tmp_path, set()), ckpt_path=tmp_path / "2.ckpt")
     first, second = (
-        torch.load(tmp_path / name / "meta.pt", weights_only=True)["lightning_automodel"]
+        torch.load(tmp_path / name, weights_only=True)["lightning_automodel"]
         for name in ("2.ckpt", "early.ckpt")
     )
     assert str(first) == str(second)
