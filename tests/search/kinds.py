@@ -152,7 +152,8 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
         {"manual": "each"},
     ),
     # Padding batches pass through the step as well, on ranks that have no data.
-    (lambda c: _teaches(c), {"more_batches": 0}),
+    # A resumed window begins anew, with what its first micro-batches have written before.
+    (lambda c: _teaches(c), {"more_batches": 0, "stops": ()}),
     # One process raises: the first forward has saved what the second one writes.
     (lambda c: "normalize@forward" in c.writes, {"forwards": 1, "foreign": _without_places("after_forward")}),
     (lambda c: "max_norm" in c.writes, {"parts": _dropped("parts", "tied")}),
