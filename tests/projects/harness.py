@@ -100,10 +100,18 @@ class Run:
         return projects.NUM_SAMPLES // self.num_ranks
 
     def strategy(self, **options: Any) -> Any:
-        """What a user passes as Trainer(strategy=...), with what this project needs of ours."""
+        """What a user passes as Trainer(strategy=...), with what this project needs of ours.
+
+        ``find_unused_parameters=True`` is meant for all that replicate.
+        """
+        finds_unused = options.pop("find_unused_parameters", False)
         if self.way in OURS:
+            if finds_unused and self.way == "replicated":
+                options["ddp_kwargs"] = {"find_unused_parameters": True}
             return AutomodelStrategy(**OURS[self.way], **options)
-        return "auto" if self.way == "one process" else "ddp"
+        if self.way == "one process":
+            return "auto"
+        return "ddp_find_unused_parameters_true" if finds_unused else "ddp"
 
     def callbacks(self, saving: type[ModelCheckpoint]) -> list[Callback]:
         """The Trainer's; some projects know checkpoints of their own class alone."""

@@ -38,7 +38,7 @@ def anomalib_ganomaly(run: Run) -> None:
         pre_processor=Ganomaly.configure_pre_processor(image_size=(32, 32)),
         visualizer=False,
     )
-    _fit_images(run, module, run.strategy(**EQUAL_BATCHES))
+    _fit_images(run, module, run.strategy(**EQUAL_BATCHES, find_unused_parameters=True))
 
 
 def _fit_images(run: Run, module: Any, strategy: Any) -> None:
@@ -55,7 +55,9 @@ def _fit_images(run: Run, module: Any, strategy: Any) -> None:
         for image, label, mask in zip(images, is_damaged, masks, strict=True)
     ]
     loaders = [DataLoader(items, run.batch_size, collate_fn=ImageBatch.collate) for _ in range(2)]
-    engine = Engine(**run.options(strategy, callbacks=run.callbacks(ModelCheckpoint)))
+    options = run.options(strategy, callbacks=run.callbacks(ModelCheckpoint))
+    # It numbers folders of its own in there, and ranks would meet.
+    engine = Engine(**{**options, "default_root_dir": f"{run.directory}-{torch.distributed.get_rank()}"})
     if run.loads:
         engine.validate(module, dataloaders=loaders[1], ckpt_path=run.ckpt_path)
     else:

@@ -104,6 +104,8 @@ _SEVERAL_LOSSES = (*_GANS, "two_losses", "chunks")
 RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
     (lambda c: c.soft, {"task": "rows", "gap": None, "tell": lambda c: "callable" if c.tell == "key" else c.tell}),
     (lambda c: c.soft and c.manual in _GANS, {"manual": "each"}),
+    # Labels of floats are counted by their elements, as in a regression.
+    (lambda c: c.soft and c.tell == "labels" and c.loss_reduction == "sum", {"tell": "callable"}),
     (
         lambda c: c.negative,
         {
@@ -152,7 +154,8 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
         {"manual": "each"},
     ),
     # Padding batches pass through the step as well, on ranks that have no data.
-    (lambda c: _teaches(c), {"more_batches": 0}),
+    # A resumed window begins anew, with what its first micro-batches have written before.
+    (lambda c: _teaches(c), {"more_batches": 0, "stops": ()}),
     # One process raises: the first forward has saved what the second one writes.
     (lambda c: "normalize@forward" in c.writes, {"forwards": 1, "foreign": _without_places("after_forward")}),
     (lambda c: "max_norm" in c.writes, {"parts": _dropped("parts", "tied")}),
@@ -187,6 +190,9 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
 KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
     r"A backward needed parameters that FSDP2 had freed.*create_graph.*reshard_during_accumulation=False": lambda c: (
         c.inner == "penalty"
+    ),
+    r"A gradient was asked for that the loss does not depend on": lambda c: (
+        c.inner or any(each.startswith(("head@", "parameters@")) for each in c.foreign)
     ),
     r"embeddings with max_norm, whose forward shortens the rows": lambda c: "max_norm" in c.writes,
     r"was used past the module, so that its gradient would be lost": lambda c: c.alias,
