@@ -67,7 +67,7 @@ class MicroBatches:
             try:
                 output = step(*args, **kwargs)
             except StopIteration as error:
-                if dist.get_world_size() == 1:
+                if self._draws_its_batches or dist.get_world_size() == 1:  # there it is the end of the data
                     raise
                 raise RuntimeError(
                     "training_step raised StopIteration. Lightning takes it for the end of the data and ends the epoch"

@@ -116,7 +116,8 @@ def initialise_fsdp_root(root: FSDPModule) -> None:
     """Run FSDP2's lazy initialisation now: its errors come, and it settles ``post_forward_mesh_info`` of the root."""
     state = root._get_fsdp_state()
     state._lazy_init()
-    release_probe.check("torch", state._comm_ctx, "post_forward_order")  # what the lazy initialisation makes
+    for group in state._fsdp_param_groups[:1]:
+        release_probe.check("torch", group.comm_ctx, "post_forward_order")  # what the lazy initialisation makes
 
 
 def detach_forward_hooks(root: FSDPModule) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -275,9 +276,10 @@ def own_slice(param: FSDPParam) -> Tensor:
     return whole.narrow(dim, min(start, whole.size(dim)), length)
 
 
-def forward_order(roots: Iterable[FSDPModule]) -> list[FSDPParamGroup]:
-    """The groups whose forwards have run since the last backward, in their order."""
-    return [group for root in roots for group in root._get_fsdp_state()._comm_ctx.post_forward_order]
+def forward_order(groups: Iterable[FSDPParamGroup]) -> list[FSDPParamGroup]:
+    """Those of ``groups`` whose forwards have run since the last backward, each once, in their order."""
+    shared_by_a_root = dict.fromkeys(group.comm_ctx for group in groups)
+    return list(dict.fromkeys(group for context in shared_by_a_root for group in context.post_forward_order))
 
 
 def unsharded_numel(param: FSDPParam) -> int:
@@ -502,6 +504,11 @@ def show_kept_storage(unit: FSDPModule) -> bool:
     return True
 
 
+def is_view(tensor: Tensor) -> bool:
+    """Whether autograd treats ``tensor`` as a view, so that an in-place change replaces what computed it."""
+    return tensor._is_view()
+
+
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """Autograd's version counters: every in-place write but through ``.data`` counts."""
     tensors = list(tensors)
@@ -579,11 +586,20 @@ _probed_states: set[type] = set()
 def _probe_fsdp2(state: Any) -> None:
     """Check, on the first FSDP2 unit of this process, the attributes that the functions above read and write."""
     check = partial(release_probe.check, "torch")
-    check(state, "_fsdp_param_groups", "_lazy_init", "_state_ctx", "_comm_ctx")
+    check(state, "_fsdp_param_groups", "_lazy_init", "_state_ctx")
     check(state._state_ctx, "iter_forward_root", writable=True)
     check(state, "_pre_forward", "_post_forward", "_pre_forward_hook_handle", "_post_forward_hook_handle")
     for group in state._fsdp_param_groups[:1]:
-        check(group, "fsdp_params", "modules", "mesh_info", "gradient_divide_factor", "device", "post_backward")
+        check(
+            group,
+            "fsdp_params",
+            "modules",
+            "mesh_info",
+            "gradient_divide_factor",
+            "device",
+            "post_backward",
+            "comm_ctx",
+        )
         if group.mesh_info.mesh.ndim > 1:
             check(group.mesh_info, "replicate_mesh_size")
         check(group, "is_sharded", "is_unsharded", "_to_unsharded")
@@ -618,7 +634,7 @@ def _probe() -> None:
     check(nn.Module(), "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_load_state_dict_pre_hooks", _LOAD)
     check(nn.MultiheadAttention, RESET_PARAMETERS)
     check(torch.autograd.graph, BACKWARD)
-    check(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks", "_version")
+    check(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_is_view")
     check(DTensor, "_local_tensor")
 
 

@@ -103,7 +103,7 @@ def _modules_within(unit: nn.Module) -> Iterator[nn.Module]:
 def _hides_tensors(output: Any) -> bool:
     """Whether FSDP2 may not find, or lose, tensors in what a forward has returned."""
     if isinstance(output, Tensor):
-        return output.requires_grad and output._is_view()
+        return output.requires_grad and torch_internals.is_view(output)
     if isinstance(output, Mapping):
         return any(map(_hides_tensors, output.values()))
     if isinstance(output, list | tuple):

@@ -367,7 +367,7 @@ class FSDPGradSync(GradSync):
         if self._first_gathers is not None:
             self._first_gathers.before_backward()
         if self._order == 0 or not self._retain_unsharded:  # later forwards of a window use what the first has gathered
-            for group in dict.fromkeys(torch_internals.forward_order(self._roots)):
+            for group in torch_internals.forward_order(self._groups):
                 self._order = (self._order * 31 + self._number_of[group]) % _ORDERS
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self._reduce(Reductions.ALL if self.is_last else deferred[self._defer])

@@ -149,8 +149,7 @@ def test_saved_before_a_resumed_fit_starts(tmp_path: Path) -> None:
     _said(Saves(tmp_path, {2}))
     _said(SavesEarly(tmp_path, set()), ckpt_path=tmp_path / "2.ckpt")
     first, second = (
-        torch.load(tmp_path / name, weights_only=True)["lightning_automodel"]
-        for name in ("2.ckpt", "early.ckpt")
+        torch.load(tmp_path / name, weights_only=True)["lightning_automodel"] for name in ("2.ckpt", "early.ckpt")
     )
     assert str(first) == str(second)
 
