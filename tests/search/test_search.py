@@ -51,7 +51,7 @@ FOUND = {
     "layer_that_comes_late": Case(num_batches=1, changed="append@configure_optimizers"),
     "parameter_that_is_replaced": Case(num_batches=1, changed="replace@train_start"),
     "negative_count": Case(tell="returned_tensor", negative=True),
-    "loss_of_all_ranks": Case(num_batches=3, over_ranks=True),
+    "loss_of_all_ranks": Case(num_batches=4, accumulation=(2,), over_ranks=True),
     "rows_of_a_gradient": Case(num_batches=1, rows="assign"),
     "hook_that_is_not_linear": Case(num_batches=1, backward="full_hook_squash"),
 }
