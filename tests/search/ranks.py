@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    Callback,
-    EarlyStopping,
-    EMAWeightAveraging,
-    GradientAccumulationScheduler,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-)
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -28,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_automodel import AutomodelStrategy
 from tests.resume.resuming import Recorder
 from tests.search.block import first_block
+from tests.search.callbacks import Stops, make_callbacks
 from tests.search.cases import Case
 from tests.search.data import aux_loss, count, cross_entropy, data, packed, unpacked
 from tests.search.net import (
@@ -41,7 +32,7 @@ from tests.search.net import (
     trains,
     weight_penalty,
 )
-from tests.search.reference import CLIP_NORM, CLIP_VALUE, EMA_DECAY, SWA_LR, Outcome, critic_loss, norm
+from tests.search.reference import CLIP_NORM, CLIP_VALUE, Outcome, critic_loss, norm
 from tests.search.user_code import changed, edit_rows, foreign_gradients, full, token_loss, write
 from tests.trainer.exactness import SILENT, full_weights
 
@@ -265,39 +256,6 @@ class Searched(LightningModule):
         optimizer.step()
 
 
-class Finetuning(BaseFinetuning):
-    """Unfreezes the embedding after an epoch."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.net.embedding)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net.embedding, optimizer)
-
-
-class SavesEachBatch(Callback):
-    """Saves after every micro-batch."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        trainer.save_checkpoint(self.folder / "each.ckpt")
-
-
-class Stops(Callback):
-    """Saves and stops after a micro-batch of the whole fit."""
-
-    def __init__(self, after: int, path: Path) -> None:
-        self.after, self.path = after, path
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch * pl_module.case.num_batches + batch_idx + 1 == self.after:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
-
-
 class Stream(IterableDataset):
     """Batches without a length."""
 
@@ -306,23 +264,6 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
-
-
-def make_callbacks(case: Case, folder: Path) -> list[Callback]:
-    """What the Trainer is given."""
-    made: dict[str, Callable[[], Callback]] = {
-        "checkpoint": lambda: ModelCheckpoint(folder / "steps", every_n_train_steps=1, save_top_k=1),
-        "save_in_mid_window": lambda: SavesEachBatch(folder),
-        "ema": lambda: EMAWeightAveraging(decay=EMA_DECAY),
-        "swa": lambda: StochasticWeightAveraging(swa_lrs=SWA_LR, swa_epoch_start=2, annealing_epochs=2),
-        "monitor": LearningRateMonitor,
-        "early": lambda: EarlyStopping("constant", patience=1, check_on_train_epoch_end=True),
-        "finetuning": Finetuning,
-    }
-    callbacks = [made[name]() for name in case.callbacks if name in made]
-    if len(case.accumulation) > 1:
-        callbacks.append(GradientAccumulationScheduler(dict(enumerate(case.accumulation))))
-    return callbacks
 
 
 def make_strategy(case: Case) -> AutomodelStrategy:

@@ -42,6 +42,18 @@ FOUND = {
         strategy=(("uneven_inputs", "pad"), ("ddp_kwargs", (("find_unused_parameters", True),))),
     ),
     "average_of_a_module_with_two_names": Case(container="reused", callbacks=("ema", "save_in_mid_window")),
+    "gradient_beside_training": Case(num_batches=2, accumulation=(2,), foreign=("input@before_forward",)),
+    "gradient_between_micro_batches": Case(num_batches=2, accumulation=(2,), foreign=("input@batch_end",)),
+    "adversarial_loss": Case(num_batches=2, accumulation=(2,), inner="virtual"),
+    "weights_written_in_the_forward": Case(num_batches=2, writes=("normalize@forward",)),
+    "teacher_in_the_root": Case(parts=("teacher",), num_batches=2, writes=("teacher_mul@forward",)),
+    "parameter_in_a_dict": Case(num_batches=1, alias="dict@root"),
+    "layer_that_comes_late": Case(num_batches=1, changed="append@configure_optimizers"),
+    "parameter_that_is_replaced": Case(num_batches=1, changed="replace@train_start"),
+    "negative_count": Case(tell="returned_tensor", negative=True),
+    "loss_of_all_ranks": Case(num_batches=4, accumulation=(2,), over_ranks=True),
+    "rows_of_a_gradient": Case(num_batches=1, rows="assign"),
+    "hook_that_is_not_linear": Case(num_batches=1, backward="full_hook_squash"),
 }
 """What the search has found, and is mended."""
 
