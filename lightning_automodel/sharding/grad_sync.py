@@ -213,7 +213,6 @@ class FSDPGradSync(GradSync):
         self._restored = ExitStack()
         self._restored.enter_context(torch_internals.flags_restored(self.units, torch_internals.REDUCTIONS))
         self._reductions = Reductions.BY_FSDP2
-        self._is_manual = is_manual
         if is_manual and retain_unsharded:
             # Lightning does not say when the forwards of a window begin: they keep what they gather.
             self._restored.enter_context(torch_internals.flags_restored(self.units, torch_internals.RESHARDING))
@@ -356,7 +355,8 @@ class FSDPGradSync(GradSync):
 
     @override
     def stepped(self) -> None:
-        if self._is_manual:  # else the next step begins by releasing them
+        is_stale = any(map(torch_internals.is_unsharded, self.units))
+        if is_stale and not self._in_backward:  # a hook may step within a backward, which needs the old ones
             self.release()
 
     @override

@@ -404,5 +404,40 @@ def test_a_plain_backward_in_mid_window(
     pool = pool4 if "data_parallel_replicate_size" in options else pool2
     for message in pool.run(_using, "by_plain_backward", by_hand, options, ACCUMULATE):
         assert isinstance(message, str)
-        assert message.startswith("A plain loss.backward() in the middle of an accumulation window")
+        assert "A plain loss.backward() in the middle of an accumulation window" in message
         assert "torch.autograd.grad(loss, inputs)" in message
+
+
+class LooksAround(Trains):
+    """Runs a forward before each step that no backward follows, and another one after it."""
+
+    def __init__(self) -> None:
+        super().__init__("of_inputs", "nowhere")
+        self.computed = 1
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.batch = batch
+        return self.loss(batch)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.net(self.batch[0])
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        self.seen.append(float(self.net(batch_of(0, 7)[0]).detach().sum()))
+
+
+def _look_around(options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    module = LooksAround()
+    weights = fit(module, options, 1)
+    return module.seen, weights
+
+
+@pytest.mark.parametrize("options", by_default(LAYOUTS, "kept"))
+def test_a_forward_after_the_step_sees_its_weights(pool2: RankPool, pool4: RankPool, options: dict[str, Any]) -> None:
+    """What a forward before the step has gathered is older than the step."""
+    pool = pool4 if "data_parallel_replicate_size" in options else pool2
+    for seen, weights in pool.run(_look_around, options):
+        net = Net()
+        net.load_state_dict(weights)
+        assert seen[-1] == pytest.approx(float(net(batch_of(0, 7)[0]).detach().sum()), rel=TOLERANCE)
