@@ -20,6 +20,7 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
     },
     "normalised-in-forward": ("InForward", ()),
     "looks-on-one-rank": ("LooksOnOneRank", ()),
+    "freezes": ("Freezes", ()),
     **{f"clamped-{place}": ("Clamps", (place,)) for place in ("start", "end", "batch_start", "batch_end")},
     "reads": ("Normalises", ("read",)),
     **{f"wgan-{place}": ("WassersteinGAN", (place,)) for place in ("start", "forward", "step")},
@@ -45,6 +46,8 @@ ALWAYS = (  # one for each way of writing, and for each state in which weights a
     ("resharded", "teacher-swap-batch_end"),
     ("kept", "normalised-in-forward"),
     ("kept", "looks-on-one-rank"),
+    ("kept", "freezes"),
+    ("resharded", "freezes"),
     ("resharded", "teacher-dino_update_momentum-middle"),
     ("resharded", "teacher-byol_update_momentum-end"),
     ("resharded", "normalised-swav"),
@@ -82,7 +85,7 @@ def _combinations() -> list[Any]:
 
 def _error(pool: RankPool, options: dict[str, Any], case: str, **kwargs: Any) -> float:
     name, args = CASES[case]
-    if case.startswith("wgan") and "data_parallel" in options:
+    if case.startswith(("wgan", "freezes")) and "data_parallel" in options:
         options = {**options, "ddp_kwargs": {"find_unused_parameters": True}}
     expected = Outcome(fit_plainly(name, args, **kwargs), None)
     kwargs.pop("num_ranks", None)

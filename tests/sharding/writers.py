@@ -277,6 +277,15 @@ class InForward(Writer):
         self.double()
 
 
+class Freezes(Writer):
+    """Freezes a layer of the root in its step, and unfreezes it again."""
+
+    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx in (2, 4):
+            self.student.head.requires_grad_(batch_idx == 4)
+        return self.distance(batch)
+
+
 class LooksOnOneRank(Writer):
     """Looks at weights through `.data` on the first rank alone, as loggers do."""
 
@@ -354,6 +363,7 @@ MODULES = {
     "AveragesByTorch": AveragesByTorch,
     "Normalises": Normalises,
     "InForward": InForward,
+    "Freezes": Freezes,
     "LooksOnOneRank": LooksOnOneRank,
     "Clamps": Clamps,
     "WassersteinGAN": WassersteinGAN,
