@@ -57,7 +57,7 @@ class ShardsAsWhole:
     def _watch(self, tensor: DTensor, part: Any) -> Any:
         """A slice whose writes are counted by itself, if it should share the memory of ``tensor`` and does not."""
         # Activations of tensor-parallel layers are sliced too.
-        if not (isinstance(part, DTensor)) or tensor.shape not in self._shapes:
+        if not isinstance(part, DTensor) or tensor.shape not in self._shapes:
             return part
         memory = torch_internals.local_tensor(tensor).untyped_storage().data_ptr()
         if torch_internals.local_tensor(part).untyped_storage().data_ptr() == memory:
@@ -111,7 +111,8 @@ def _refusing_parts(read: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(read)
     def read_whole(tensor: DTensor) -> Any:
-        if any(placement.is_partial() for placement in tensor.placements):
+        sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+        if any(size > 1 and placement.is_partial() for size, placement in sizes):
             raise RuntimeError(
                 "The number of a sharded parameter or gradient was read, such as float(p.grad.norm()), and each rank"
                 " would get that of its own part. Gather it first, on all ranks: p.grad.norm().full_tensor()."
