@@ -509,8 +509,7 @@ class AutomodelStrategy(ParallelStrategy):
         run = self._required_run
         with ExitStack() as step:
             run_closure = partial(run.run_closure, closure, optimizer, step)
-            with checks.explained_errors():  # of on_before_optimizer_step
-                output = super().optimizer_step(optimizer, run_closure, model, **kwargs)
+            output = super().optimizer_step(optimizer, run_closure, model, **kwargs)
         run.windows.stepped(optimizer)  # a gradient scaler may have skipped the step
         if self._resume is not None:
             self._resume.stepped()
@@ -718,6 +717,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        checks.explain(exception)
         self._end_setup_block(exception)
         if isinstance(exception, lightning_internals.SIGTERMException) and self._supervisor.requeues:
             lightning_internals.save_and_requeue(self._module.trainer)

@@ -21,6 +21,8 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "normalised-in-forward": ("InForward", ()),
     "looks-on-one-rank": ("LooksOnOneRank", ()),
     "freezes": ("Freezes", ()),
+    "averaged-into-buffers": ("AveragesIntoBuffers", ("recipe",)),
+    "averages-shards-into-buffers": ("AveragesIntoBuffers", ("shards",)),
     **{f"clamped-{place}": ("Clamps", (place,)) for place in ("start", "end", "batch_start", "batch_end")},
     "reads": ("Normalises", ("read",)),
     **{f"wgan-{place}": ("WassersteinGAN", (place,)) for place in ("start", "forward", "step")},
@@ -47,6 +49,7 @@ ALWAYS = (  # one for each way of writing, and for each state in which weights a
     ("kept", "normalised-in-forward"),
     ("kept", "looks-on-one-rank"),
     ("kept", "freezes"),
+    ("kept", "averaged-into-buffers"),
     ("resharded", "freezes"),
     ("resharded", "teacher-dino_update_momentum-middle"),
     ("resharded", "teacher-byol_update_momentum-end"),
@@ -72,7 +75,7 @@ def _combinations() -> list[Any]:
     for engine in ENGINES:
         keeps = engine not in ("resharded", "ddp", "whole", "no prefetch", "recomputed", "hybrid resharded")
         for case in CASES:
-            if case in BETWEEN_FORWARDS and keeps:
+            if (case in BETWEEN_FORWARDS and keeps) or case == "averages-shards-into-buffers":
                 continue  # refused, see below
             if engine == "recomputed" and case in WRITTEN_BETWEEN:
                 continue
@@ -120,9 +123,10 @@ def _refusal(options: dict[str, Any], case: str, precision: str) -> str:
     return "nothing was refused"
 
 
-@pytest.mark.parametrize("case", ["teacher-dino_update_momentum-middle"])
-def test_averages_between_forwards(pool2: RankPool, case: str) -> None:
-    """The student is gathered, and the teacher not yet."""
+@pytest.mark.every_case
+@pytest.mark.parametrize("case", ["teacher-dino_update_momentum-middle", "averages-shards-into-buffers"])
+def test_averages_of_shards_and_others(pool2: RankPool, case: str) -> None:
+    """The student is gathered, and the teacher not yet; or a hook meets shards."""
     for message in pool2.run(_refusal, STRATEGIES["kept"], case, "64-true"):
         assert "An average of weights (a momentum teacher): update it in on_train_batch_start" in message
 
