@@ -619,7 +619,8 @@ class AutomodelStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self._checkpoints.names_parameters:
             return super().lightning_module_state_dict()
-        return self._as_saved(model_state(self._module))
+        with nullcontext() if self._run is None else self._run.engine.sync.saving():
+            return self._as_saved(model_state(self._module))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

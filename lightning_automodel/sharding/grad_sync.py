@@ -157,6 +157,10 @@ class GradSync:
     def recover(self) -> None:
         """Drop the state of an interrupted micro-batch."""
 
+    def saving(self) -> AbstractContextManager[None]:
+        """Context in which the model's state dict is what a checkpoint holds."""
+        return nullcontext()
+
     def counts(self, tensors: Iterable[Tensor]) -> list[int]:
         """Numbers that differ from earlier ones if the tensors may have been written since."""
         return torch_internals.versions(tensors)
@@ -334,6 +338,10 @@ class FSDPGradSync(GradSync):
                     " a part. Pass True or False."
                 )
             torch_internals.clear_unreduced_gradients(group, owned)
+
+    @override
+    def saving(self) -> AbstractContextManager[None]:
+        return self._written.saving()
 
     @override
     def counts(self, tensors: Iterable[Tensor]) -> list[int]:

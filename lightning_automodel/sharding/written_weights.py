@@ -27,7 +27,7 @@ class WrittenWeights:
     def __init__(self, model: nn.Module) -> None:
         self._patches = PatchStack()
         self.counts = WriteCounts(self._move, self._patches)
-        self.is_recovering = False
+        self.is_recovering = self.is_saving = False
         self._names = {id(shard): without_wrappers(name) for name, shard in model.named_parameters()}
         self._groups: dict[int, list[_WatchedGroup]] = {}
         self._group_of: dict[int, _WatchedGroup] = {}  # by the id of the shard
@@ -59,6 +59,15 @@ class WrittenWeights:
         finally:
             self.is_recovering = False
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Context in which state dicts have shards, also within a step, which then cannot go on."""
+        self.is_saving = True
+        try:
+            yield
+        finally:
+            self.is_saving = False
+
     def close(self) -> None:
         """Stop watching."""
         self._patches.restore()
@@ -81,7 +90,9 @@ class _WatchedGroup:
         self._awaits_backward = False  # which gathers again
         self._trains: list[bool] = []  # the copies, when they were gathered
         self._memory: list[Tensor] = []  # that FSDP2 gathers into, of each copy
-        torch_internals.watch_gathers(unit, group, self._start, self._finish, self._free, patches)
+        torch_internals.watch_gathers(
+            unit, group, self._start, self._finish, self._free, lambda: weights.is_saving, patches
+        )
 
     @property
     def _params(self) -> list[FSDPParam]:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
+from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.sharding.writers import PLACES, UPDATES, Block, fit, fit_plainly
+from tests.sharding.writers import PLACES, UPDATES, Block, Writer, fit, fit_plainly, rows
 from tests.trainer.exactness import Outcome, weight_error
-from tests.trainer.runs import STRATEGIES, TOLERANCE
+from tests.trainer.runs import STRATEGIES, TOLERANCE, make_trainer
 
 CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
     **{f"teacher-{update}-{place}": ("Teaches", (update, place)) for update in UPDATES for place in PLACES},
@@ -129,6 +134,29 @@ def test_averages_of_shards_and_others(pool2: RankPool, case: str) -> None:
     """The student is gathered, and the teacher not yet; or a hook meets shards."""
     for message in pool2.run(_refusal, STRATEGIES["kept"], case, "64-true"):
         assert "An average of weights (a momentum teacher): update it in on_train_batch_start" in message
+
+
+class SavesInStep(Writer):
+    """Takes the state dict of a checkpoint at the end of its step, and that of a module."""
+
+    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.distance(batch)
+        shown = self.student.head.state_dict()["weight"]
+        saved = self.trainer.strategy.lightning_module_state_dict()["student.head.weight"]
+        self.kinds = [type(shown), type(saved)]
+        return loss
+
+
+def _kinds_in_step() -> list[type]:
+    module = SavesInStep()
+    batches = [rows(dist.get_rank(), step) for step in range(2)]
+    make_trainer(AutomodelStrategy(), max_steps=1).fit(module, DataLoader(batches, batch_size=None))
+    return module.kinds
+
+
+def test_checkpoints_in_a_step_hold_shards(pool2: RankPool) -> None:
+    """While a module's own state dict has what its step computes with."""
+    assert pool2.run(_kinds_in_step) == [[Tensor, DTensor]] * 2
 
 
 @pytest.mark.parametrize("case", SWAPPED_BETWEEN)
