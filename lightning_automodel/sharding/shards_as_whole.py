@@ -22,7 +22,7 @@ from lightning_automodel.torch_internals import versions
 
 _SLICING = ("__getitem__", "select", "narrow", "chunk", "split", "diagonal")
 _NUM_KEPT = 100  # slices of an optimizer step
-_READING = ("item", "tolist", "__float__", "__int__", "__bool__")
+_READING = ("item", "tolist", "__float__", "__int__", "__bool__", "__len__")
 
 
 class ShardsAsWhole:
@@ -112,7 +112,9 @@ def _refusing_parts(read: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(read)
     def read_whole(tensor: DTensor) -> Any:
         sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-        if any(size > 1 and placement.is_partial() for size, placement in sizes):
+        is_part = any(size > 1 and placement.is_partial() for size, placement in sizes)
+        # torch.tensor([norm]) asks a number for its length, as Lightning's grad_norm() does.
+        if is_part and (tensor.ndim == 0 or read.__name__ != "__len__"):
             raise RuntimeError(
                 "The number of a sharded parameter or gradient was read, such as float(p.grad.norm()), and each rank"
                 " would get that of its own part. Gather it first, on all ranks: p.grad.norm().full_tensor()."
