@@ -519,8 +519,7 @@ class AutomodelStrategy(ParallelStrategy):
         run = self._required_run
         with ExitStack() as step:
             run_closure = partial(run.run_closure, closure, optimizer, step)
-            with checks.explained_errors(self._options.is_sharded):  # of on_before_optimizer_step
-                output = super().optimizer_step(optimizer, run_closure, model, **kwargs)
+            output = super().optimizer_step(optimizer, run_closure, model, **kwargs)
         run.windows.stepped(optimizer)  # a gradient scaler may have skipped the step
         if self._resume is not None:
             self._resume.stepped()
@@ -630,7 +629,8 @@ class AutomodelStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self._checkpoints.names_parameters:
             return super().lightning_module_state_dict()
-        return self._as_saved(model_state(self._module))
+        with nullcontext() if self._run is None else self._run.engine.sync.saving():
+            return self._as_saved(model_state(self._module))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -729,6 +729,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        checks.explain(exception)
         self._end_setup_block(exception)
         if isinstance(exception, lightning_internals.SIGTERMException) and self._supervisor.requeues:
             lightning_internals.save_and_requeue(self._module.trainer)

@@ -202,6 +202,7 @@ def watch_gathers(
     starting: Callable[[], None],
     finished: Callable[[], bool],
     freeing: Callable[[bool], None],
+    is_saving: Callable[[], bool],
     patches: PatchStack,
 ) -> None:
     """Call back around each all-gather of a ``group`` of ``unit``, for which FSDP2 has no hooks.
@@ -210,7 +211,8 @@ def watch_gathers(
     ``freeing`` before unsharded parameters are freed, or hidden behind the sharded ones, with whether the unit's root
     runs at the moment.
 
-    While the unit's root runs, state dicts have what modules show: FSDP2 would reshard what the step still needs.
+    While the unit's root runs, state dicts have what modules show, unless ``is_saving``: FSDP2 would reshard what the
+    step still needs.
     """
     state = unit._get_fsdp_state()
     unshard, wait, reshard = group.unshard, group.wait_for_unshard, group.reshard
@@ -242,7 +244,7 @@ def watch_gathers(
 
     def watched_to_sharded() -> None:
         is_in_forward = state._state_ctx.iter_forward_root is not None
-        if is_resharding or not is_in_forward:
+        if is_resharding or not is_in_forward or is_saving():
             if group.is_unsharded:
                 freeing(is_in_forward)
             to_sharded()

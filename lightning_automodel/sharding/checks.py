@@ -27,7 +27,8 @@ _MEETS_SHARDS = (
     " that uses them outside of that, or calls only modules in the unit, sees shards. Call the unit itself"
     " (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of what is called. An"
     " average of weights (a momentum teacher): update it in on_train_batch_start or on_train_batch_end, where all are"
-    " shards, or pass auto_wrap_policy=set(), which gathers the whole model for each step. A mask of a gradient: assign"
+    " shards, or pass auto_wrap_policy=set(), which gathers the whole model for each step; into a plain tensor average"
+    " p.full_tensor(). A mask of a gradient: assign"
     " p.grad[mask] = 0, or shard it, distribute_tensor(mask, p.device_mesh, p.placements, src_data_rank=None). For a"
     f" penalty on weights, use weight_decay. {PENALTY_ON_WEIGHTS}"
 )
@@ -66,6 +67,12 @@ def explained_errors(is_sharded: bool) -> Iterator[None]:
             if is_sharded and symptom in str(error):
                 raise RuntimeError(explanation) from error
         raise
+
+
+def explain(exception: BaseException) -> None:
+    """Add the explanation of a torch error to it, which came in some hook."""
+    if isinstance(exception, RuntimeError) and _MIXED in str(exception):
+        exception.args = (f"{_MEETS_SHARDS} (torch: {exception})",)
 
 
 def check_ahead(module: pl.LightningModule) -> None:

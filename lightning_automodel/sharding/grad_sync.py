@@ -166,6 +166,10 @@ class GradSync:
     def recover(self) -> None:
         """Drop the state of an interrupted micro-batch."""
 
+    def saving(self) -> AbstractContextManager[None]:
+        """Context in which the model's state dict is what a checkpoint holds."""
+        return nullcontext()
+
     def counts(self, tensors: Iterable[Tensor]) -> list[int]:
         """Numbers that differ from earlier ones if the tensors may have been written since."""
         return torch_internals.versions(tensors)
@@ -441,6 +445,10 @@ class FSDPGradSync(GradSync):
             torch_internals.clear_unreduced_gradients(group, owned)
         if wanted is None:
             self._reduce(Reductions.BY_FSDP2)
+
+    @override
+    def saving(self) -> AbstractContextManager[None]:
+        return self._written.saving()
 
     @override
     def counts(self, tensors: Iterable[Tensor]) -> list[int]:

@@ -22,7 +22,7 @@ from lightning_automodel.torch_internals import versions
 
 _SLICING = ("__getitem__", "select", "narrow", "chunk", "split", "diagonal")
 _NUM_KEPT = 100  # slices of an optimizer step
-_READING = ("item", "tolist", "__float__", "__int__", "__bool__")
+_READING = ("item", "tolist", "__float__", "__int__", "__bool__", "__len__")
 
 
 class ShardsAsWhole:
@@ -57,7 +57,7 @@ class ShardsAsWhole:
     def _watch(self, tensor: DTensor, part: Any) -> Any:
         """A slice whose writes are counted by itself, if it should share the memory of ``tensor`` and does not."""
         # Activations of tensor-parallel layers are sliced too.
-        if not (isinstance(part, DTensor)) or tensor.shape not in self._shapes:
+        if not isinstance(part, DTensor) or tensor.shape not in self._shapes:
             return part
         memory = torch_internals.local_tensor(tensor).untyped_storage().data_ptr()
         if torch_internals.local_tensor(part).untyped_storage().data_ptr() == memory:
@@ -111,7 +111,10 @@ def _refusing_parts(read: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(read)
     def read_whole(tensor: DTensor) -> Any:
-        if any(placement.is_partial() for placement in tensor.placements):
+        sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+        is_part = any(size > 1 and placement.is_partial() for size, placement in sizes)
+        # torch.tensor([norm]) asks a number for its length, as Lightning's grad_norm() does.
+        if is_part and (tensor.ndim == 0 or read.__name__ != "__len__"):
             raise RuntimeError(
                 "The number of a sharded parameter or gradient was read, such as float(p.grad.norm()), and each rank"
                 " would get that of its own part. Gather it first, on all ranks: p.grad.norm().full_tensor()."

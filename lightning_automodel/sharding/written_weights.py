@@ -27,23 +27,24 @@ class WrittenWeights:
     def __init__(self, model: nn.Module) -> None:
         self._patches = PatchStack()
         self.counts = WriteCounts(self._move, self._patches)
-        self.is_recovering = False
+        self.is_recovering = self.is_saving = False
         self._names = {id(shard): without_wrappers(name) for name, shard in model.named_parameters()}
         self._groups: dict[int, list[_WatchedGroup]] = {}
+        self._group_of: dict[int, _WatchedGroup] = {}  # by the id of the shard
         for unit in torch_internals.fsdp_units(model):
             groups = torch_internals.param_groups(unit)
             self._groups[id(unit)] = [_WatchedGroup(unit, group, self, self.counts, self._patches) for group in groups]
+            for watched, group in zip(self._groups[id(unit)], groups, strict=True):
+                self._group_of.update({id(param.sharded_param): watched for param in group.fsdp_params})
 
     def name(self, shard: Tensor) -> str:
         """The name of a parameter in the model."""
         return self._names.get(id(shard), "A parameter")
 
     def _move(self, shard: DTensor, local: Tensor) -> None:
-        for groups in self._groups.values():
-            for group in groups:
-                if group.moves(shard, local):
-                    return
-        torch_internals.set_local_tensor(shard, local)
+        group = self._group_of.get(id(shard))
+        if group is None or not group.moves(shard, local):
+            torch_internals.set_local_tensor(shard, local)
 
     def is_current(self, unit: FSDPModule) -> bool:
         """Whether no shard of ``unit`` was written since it was gathered; the same on all ranks."""
@@ -57,6 +58,15 @@ class WrittenWeights:
             yield
         finally:
             self.is_recovering = False
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Context in which state dicts have shards, also within a step, which then cannot go on."""
+        self.is_saving = True
+        try:
+            yield
+        finally:
+            self.is_saving = False
 
     def close(self) -> None:
         """Stop watching."""
@@ -78,8 +88,11 @@ class _WatchedGroup:
         self._shard_counts = self._of_shards()
         self._copy_counts: list[int] = []
         self._awaits_backward = False  # which gathers again
+        self._trains: list[bool] = []  # the copies, when they were gathered
         self._memory: list[Tensor] = []  # that FSDP2 gathers into, of each copy
-        torch_internals.watch_gathers(unit, group, self._start, self._finish, self._free, patches)
+        torch_internals.watch_gathers(
+            unit, group, self._start, self._finish, self._free, lambda: weights.is_saving, patches
+        )
 
     @property
     def _params(self) -> list[FSDPParam]:
@@ -121,6 +134,7 @@ class _WatchedGroup:
     def _finish(self) -> bool:
         """After an all-gather; False if it must be repeated, since a shard was written after it had started."""
         self._copy_counts = self._of_copies()
+        self._trains = [param.unsharded_param.requires_grad for param in self._params]
         if not self._memory:
             self._memory = [_memory(param.unsharded_param) for param in self._params]
         return self.is_current()
@@ -128,17 +142,31 @@ class _WatchedGroup:
     def _free(self, is_in_forward: bool) -> None:
         """Before the copies are freed or hidden."""
         self._awaits_backward = is_in_forward and torch.is_grad_enabled()
+        trains = [param.unsharded_param.requires_grad for param in self._params]
+        if trains != self._trains:
+            self._freeze_alike(trains)
         counts = self._of_copies()
-        if counts == self._copy_counts or self._weights.is_recovering:
+        if counts == self._copy_counts:
             return
         shards_before, shards_now = self._shard_counts, self._of_shards()
         for index, param in enumerate(self._params):
-            if counts[index] != self._copy_counts[index]:
-                _return_to_memory(param.unsharded_param, self._memory[index])
-                name = self._weights.name(param.sharded_param)
-                _write_back(param, name, shard_is_written=shards_before[index] != shards_now[index])
+            if counts[index] == self._copy_counts[index]:
+                continue
+            if self._weights.is_recovering:
+                _set_memory(param.unsharded_param, self._memory[index])
+                continue
+            _return_to_memory(param.unsharded_param, self._memory[index])
+            name = self._weights.name(param.sharded_param)
+            _write_back(param, name, shard_is_written=shards_before[index] != shards_now[index])
         self._copy_counts = self._of_copies()
         self._shard_counts = self._of_shards()
+
+    def _freeze_alike(self, trains: list[bool]) -> None:
+        """Freeze or unfreeze shards like their copies, unless somebody has set the shards' own flags since."""
+        for param, before, now in zip(self._params, self._trains, trains, strict=True):
+            if now != before and param.sharded_param.requires_grad == before:
+                param.sharded_param.requires_grad_(now)
+        self._trains = trains
 
 
 def _memory(copied: Tensor) -> Tensor:
@@ -149,9 +177,12 @@ def _memory(copied: Tensor) -> Tensor:
 def _return_to_memory(copied: Tensor, memory: Tensor) -> None:
     """Move a copy, which ``.data = values`` has given other memory, back to where FSDP2 gathers it."""
     now = _memory(copied)
-    if now.data_ptr() == memory.data_ptr():
-        return
-    memory.copy_(now)
+    if now.data_ptr() != memory.data_ptr():
+        memory.copy_(now)
+        _set_memory(copied, memory)
+
+
+def _set_memory(copied: Tensor, memory: Tensor) -> None:
     if isinstance(copied, DTensor):
         torch_internals.set_local_tensor(copied, memory)
     else:

@@ -101,6 +101,16 @@ def _fit_indexing(options: dict[str, Any], what: str) -> dict[str, Tensor]:
     return fit(options, "Indexes", (what,))
 
 
+def _norm_of_one_rank() -> float:
+    weights = fit({}, "Indexes", ("norm", False))
+    return weight_error(Outcome(weights, None), Outcome(fit_plainly("Indexes", ("norm", False), num_ranks=1), None))
+
+
+def test_numbers_on_one_rank(pool1: RankPool) -> None:
+    """There nothing is a part."""
+    assert max(pool1.run(_norm_of_one_rank)) <= TOLERANCE
+
+
 def _refusal(what: str) -> str:
     try:
         fit(STRATEGIES["kept"], "Indexes", (what, False))

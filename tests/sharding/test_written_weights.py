@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
+from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.sharding.writers import PLACES, UPDATES, Block, fit, fit_plainly
+from tests.sharding.writers import PLACES, UPDATES, Block, Writer, fit, fit_plainly, rows
 from tests.trainer.exactness import Outcome, weight_error
-from tests.trainer.runs import STRATEGIES, TOLERANCE
+from tests.trainer.runs import STRATEGIES, TOLERANCE, make_trainer
 
 CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
     **{f"teacher-{update}-{place}": ("Teaches", (update, place)) for update in UPDATES for place in PLACES},
@@ -20,6 +25,9 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
     },
     "normalised-in-forward": ("InForward", ()),
     "looks-on-one-rank": ("LooksOnOneRank", ()),
+    "freezes": ("Freezes", ()),
+    "averaged-into-buffers": ("AveragesIntoBuffers", ("recipe",)),
+    "averages-shards-into-buffers": ("AveragesIntoBuffers", ("shards",)),
     **{f"clamped-{place}": ("Clamps", (place,)) for place in ("start", "end", "batch_start", "batch_end")},
     "reads": ("Normalises", ("read",)),
     **{f"wgan-{place}": ("WassersteinGAN", (place,)) for place in ("start", "forward", "step")},
@@ -45,6 +53,9 @@ ALWAYS = (  # one for each way of writing, and for each state in which weights a
     ("resharded", "teacher-swap-batch_end"),
     ("kept", "normalised-in-forward"),
     ("kept", "looks-on-one-rank"),
+    ("kept", "freezes"),
+    ("kept", "averaged-into-buffers"),
+    ("resharded", "freezes"),
     ("resharded", "teacher-dino_update_momentum-middle"),
     ("resharded", "teacher-byol_update_momentum-end"),
     ("resharded", "normalised-swav"),
@@ -69,7 +80,7 @@ def _combinations() -> list[Any]:
     for engine in ENGINES:
         keeps = engine not in ("resharded", "ddp", "whole", "no prefetch", "recomputed", "hybrid resharded")
         for case in CASES:
-            if case in BETWEEN_FORWARDS and keeps:
+            if (case in BETWEEN_FORWARDS and keeps) or case == "averages-shards-into-buffers":
                 continue  # refused, see below
             if engine == "recomputed" and case in WRITTEN_BETWEEN:
                 continue
@@ -82,7 +93,7 @@ def _combinations() -> list[Any]:
 
 def _error(pool: RankPool, options: dict[str, Any], case: str, **kwargs: Any) -> float:
     name, args = CASES[case]
-    if case.startswith("wgan") and "data_parallel" in options:
+    if case.startswith(("wgan", "freezes")) and "data_parallel" in options:
         options = {**options, "ddp_kwargs": {"find_unused_parameters": True}}
     expected = Outcome(fit_plainly(name, args, **kwargs), None)
     kwargs.pop("num_ranks", None)
@@ -117,11 +128,35 @@ def _refusal(options: dict[str, Any], case: str, precision: str) -> str:
     return "nothing was refused"
 
 
-@pytest.mark.parametrize("case", ["teacher-dino_update_momentum-middle"])
-def test_averages_between_forwards(pool2: RankPool, case: str) -> None:
-    """The student is gathered, and the teacher not yet."""
+@pytest.mark.every_case
+@pytest.mark.parametrize("case", ["teacher-dino_update_momentum-middle", "averages-shards-into-buffers"])
+def test_averages_of_shards_and_others(pool2: RankPool, case: str) -> None:
+    """The student is gathered, and the teacher not yet; or a hook meets shards."""
     for message in pool2.run(_refusal, STRATEGIES["kept"], case, "64-true"):
         assert "An average of weights (a momentum teacher): update it in on_train_batch_start" in message
+
+
+class SavesInStep(Writer):
+    """Takes the state dict of a checkpoint at the end of its step, and that of a module."""
+
+    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.distance(batch)
+        shown = self.student.head.state_dict()["weight"]
+        saved = self.trainer.strategy.lightning_module_state_dict()["student.head.weight"]
+        self.kinds = [type(shown), type(saved)]
+        return loss
+
+
+def _kinds_in_step() -> list[type]:
+    module = SavesInStep()
+    batches = [rows(dist.get_rank(), step) for step in range(2)]
+    make_trainer(AutomodelStrategy(), max_steps=1).fit(module, DataLoader(batches, batch_size=None))
+    return module.kinds
+
+
+def test_checkpoints_in_a_step_hold_shards(pool2: RankPool) -> None:
+    """While a module's own state dict has what its step computes with."""
+    assert pool2.run(_kinds_in_step) == [[Tensor, DTensor]] * 2
 
 
 @pytest.mark.parametrize("case", SWAPPED_BETWEEN)

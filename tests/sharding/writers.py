@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
@@ -277,6 +277,34 @@ class InForward(Writer):
         self.double()
 
 
+class AveragesIntoBuffers(Writer):
+    """Keeps means of weights in plain buffers, as stochastic weight averaging of Gaussians does."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        for index, parameter in enumerate(self.student.parameters()):
+            self.register_buffer(f"mean_{index}", parameter.detach().clone().double())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for index, parameter in enumerate(self.student.parameters()):
+            mean, weight = self.get_buffer(f"mean_{index}"), parameter.data
+            if self.how == "recipe" and isinstance(parameter, DTensor):
+                weight = parameter.full_tensor().detach()
+            mean.mul_(0.5).add_(weight, alpha=0.5)
+        with torch.no_grad():  # where the test looks
+            self.teacher.head.weight[:, 0] = self.mean_0[:3, 0]
+
+
+class Freezes(Writer):
+    """Freezes a layer of the root in its step, and unfreezes it again."""
+
+    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx in (2, 4):
+            self.student.head.requires_grad_(batch_idx == 4)
+        return self.distance(batch)
+
+
 class LooksOnOneRank(Writer):
     """Looks at weights through `.data` on the first rank alone, as loggers do."""
 
@@ -354,6 +382,8 @@ MODULES = {
     "AveragesByTorch": AveragesByTorch,
     "Normalises": Normalises,
     "InForward": InForward,
+    "AveragesIntoBuffers": AveragesIntoBuffers,
+    "Freezes": Freezes,
     "LooksOnOneRank": LooksOnOneRank,
     "Clamps": Clamps,
     "WassersteinGAN": WassersteinGAN,

@@ -321,4 +321,4 @@ def test_norm_of_gradients(pool2: RankPool) -> None:
     for _, norms in pool2.run(_norms, "ddp", True):
         assert norms["grad_2.0_norm_total"] == pytest.approx(total.item())
     for message in pool2.run(_norms, "fsdp2", True):
-        assert "data is not allocated" in message
+        assert message.startswith("The number of a sharded parameter or gradient was read")
