@@ -305,10 +305,6 @@ class FSDPGradSync(GradSync):
                 yield
             finally:
                 self.is_last = None
-        # A hook after the backward may have run a forward, whose gathered parameters the optimizer would make stale.
-        for unit in self.units:
-            if torch_internals.is_unsharded(unit):
-                reshard(unit)
 
     @override
     def release(self, retains: bool = False) -> None:
