@@ -138,7 +138,8 @@ class MicroBatches:
         self.advice.about_half_precision(loss, count)
         if self._step.aux_loss is None:
             self.advice.about_loss(module, self.weighting, loss, count, accumulate)
-        if self.windows.last_step is None:
+        is_first_window = self.windows.last_step is None
+        if is_first_window:
             self.advice.about_backward_hooks(module, self.windows.divisor, self.ahead is not None)
         reported, objective = self._objective(loss, count, accumulate, window.ahead)
         if self.windows.scaling.scaler is None and plugin_loss is not loss:
@@ -158,6 +159,8 @@ class MicroBatches:
             plugin.backward(scaled, module, optimizer, *args, **kwargs)
             if not is_filler:
                 window.add(reported, count)
+        if is_first_window and self.windows.last_step is not None:
+            self.advice.about_first_window(self.windows.last_step)
         if module.automatic_optimization:
             self.inputs.end_padding()
         return plugin.post_backward(loss, module)

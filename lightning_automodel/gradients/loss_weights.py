@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from lightning_automodel.gradients.loss_graph import Kind, LossTerm, loss_terms
-from lightning_automodel.gradients.token_loss import Count, TokenWeighting
+from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting
 
 _LOOKS = 4
 _ROUNDING = 1e-4
@@ -53,6 +53,7 @@ class FirstLooks:
     def __init__(self) -> None:
         self._left = _LOOKS
         self._first: dict[tuple[Kind, ...], _Look] = {}  # of losses with these terms
+        self._over_ranks: _Comparison | None = None  # a term that is taken from all ranks, of this rank's losses
 
     def advice(
         self, module: nn.Module, weighting: TokenWeighting, loss: Tensor, count: Count, accumulate: int
@@ -73,10 +74,23 @@ class FirstLooks:
         first = self._first.setdefault(tuple(term.kind for term in terms), look)
         for earlier, term in zip(first.terms, look.terms, strict=True):
             found = _Comparison(module, weighting, (earlier, term), (first.count, number))
+            if term.kind in ("all ranks", "metric"):
+                self._over_ranks = found
             if (text := found.of_all_ranks() or found.of_one_rank()) is not None:
                 self._left = 0
                 return text
         return None
+
+    def advice_after(self, window: StepReport) -> str | None:
+        """What to tell of a loss of all ranks, if this rank counts as much in each micro-batch, and others do not.
+
+        ``window`` is the report on the first window, which is read.
+        """
+        if self._over_ranks is None:
+            return None
+        own, _ = self._over_ranks.counts
+        mean = float(window.num_label_tokens) / float(window.num_micro_batches)
+        return replace(self._over_ranks, counts=(own, mean)).of_all_ranks()
 
 
 @dataclass(frozen=True)

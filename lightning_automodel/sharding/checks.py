@@ -43,18 +43,22 @@ _NOT_IN_GRAPH = (
     " auto_wrap_policy=set(), which makes one unit of the model: under automatic optimization its parameters are"
     " gathered during all of training_step. Or pass data_parallel='ddp'."
 )
-_MIXED = "got mixed torch.Tensor and DTensor"
-_MARKED_INPUT = "RegisterPostBackwardFunction is a view and is being modified inplace"
-_UNUSED = "appears to not have been used in the graph"
-_FREED_SYMPTOMS = ("out of bounds for storage of size 0", "but its data is not allocated yet")
-
-
 _EXPLANATIONS = {
-    _MIXED: _MEETS_SHARDS,
-    _MARKED_INPUT: _CHANGES_INPUT,
-    _UNUSED: _NOT_IN_GRAPH,
-    **dict.fromkeys(_FREED_SYMPTOMS, _FREED),
+    "got mixed torch.Tensor and DTensor": _MEETS_SHARDS,
+    "in-place operations that require placement changes": _MEETS_SHARDS,
+    "RegisterPostBackwardFunction is a view and is being modified inplace": _CHANGES_INPUT,
+    "appears to not have been used in the graph": _NOT_IN_GRAPH,
+    "out of bounds for storage of size 0": _FREED,
+    "but its data is not allocated yet": _FREED,
 }
+"""What a part of torch's text means where the model is sharded."""
+
+
+def _explanation(error: BaseException) -> str | None:
+    """What to say in place of a text of torch, if its cause is that the model is sharded."""
+    if not isinstance(error, RuntimeError):
+        return None
+    return next((text for symptom, text in _EXPLANATIONS.items() if symptom in str(error)), None)
 
 
 @contextmanager
@@ -63,16 +67,17 @@ def explained_errors(is_sharded: bool) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        for symptom, explanation in _EXPLANATIONS.items():
-            if is_sharded and symptom in str(error):
-                raise RuntimeError(explanation) from error
+        explanation = _explanation(error)
+        if is_sharded and explanation is not None:
+            raise RuntimeError(explanation) from error
         raise
 
 
-def explain(exception: BaseException) -> None:
-    """Add the explanation of a torch error to it, which came in some hook."""
-    if isinstance(exception, RuntimeError) and _MIXED in str(exception):
-        exception.args = (f"{_MEETS_SHARDS} (torch: {exception})",)
+def explain(error: BaseException) -> None:
+    """As :func:`explained_errors`, for an error of a sharded run that has come in a hook: its text is changed."""
+    explanation = _explanation(error)
+    if explanation is not None:
+        error.args = (f"{explanation} (torch: {error})",)
 
 
 def check_ahead(module: pl.LightningModule) -> None:
