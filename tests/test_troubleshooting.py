@@ -20,7 +20,7 @@ VALUE = "…"
 NOT_MESSAGES = {
     "checkpoint/__main__.py": "what the command's --help prints",
     "plan/__main__.py": "what the command prints",
-    "report_page.py": "texts of the report",
+    "callbacks/report_page.py": "texts of the report",
     "AutomodelStrategy: …; trainer.strategy.describe() has the details.": "what rank 0 says where all is well",
     "… FSDP units beside the root": "a part of that line",
     "… ranks have joined at … (backend …).": "a log line where all is well",

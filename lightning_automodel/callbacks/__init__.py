@@ -1,0 +1,7 @@
+"""Callbacks for users; they work under other strategies too, and know more under ``AutomodelStrategy``."""
+
+from lightning_automodel.callbacks.evaluation_loss import EvaluationLoss
+from lightning_automodel.callbacks.step_monitor import StepMonitor
+from lightning_automodel.callbacks.training_report import TrainingReport
+
+__all__ = ["EvaluationLoss", "StepMonitor", "TrainingReport"]
