@@ -320,6 +320,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
+def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+    """Hooks that ``tensor.register_hook`` has registered, which copies of the tensor lack."""
+    return list((tensor._backward_hooks or {}).values())
+
+
 def reshard_keeping_storage(unit: FSDPModule) -> None:
     """Reshard ``unit`` without freeing the memory of its unsharded parameters."""
     if hasattr(unit, "set_keep_unsharded_storage"):

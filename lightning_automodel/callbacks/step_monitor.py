@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,6 +17,7 @@ from typing_extensions import override
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.callbacks.running_strategy import automodel
+from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients.token_loss import StepReport
 
@@ -243,8 +243,7 @@ class _FlopMeter:
         """Begin a micro-batch."""
         if not self.is_on:
             return
-        shapes: list[torch.Size] = []
-        apply_to_collection(batch, Tensor, lambda tensor: shapes.append(tensor.shape))
+        shapes = [tensor.shape for tensor in tensors_in(batch)]
         # Frozen parameters make a backward cheaper, so their number is part of the key.
         self._key = (*shapes, sum(parameter.requires_grad for parameter in module.parameters()))
         if self._key not in self._known:

@@ -1,0 +1,134 @@
+"""A copy of a LightningModule that one process can train on: whole, on its own, and without what cannot be copied."""
+
+import copy
+from types import CellType, FunctionType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class ReplayError(RuntimeError):
+    """Why one process cannot repeat what a run has computed."""
+
+
+def copy_module(module: pl.LightningModule, trainer: pl.Trainer) -> pl.LightningModule:
+    """A deep copy of ``module``, which is not sharded yet, that shares the Trainer. Draws no random numbers.
+
+    An attribute that cannot be copied (a lock, a generator, a connection) is not shared either: using it would change
+    the run. A :class:`_NotCopied` stands in its place.
+    """
+    shared = _shared(module, trainer)
+    copies = dict(shared)
+    try:
+        copied = copy.deepcopy(module, copies)
+    except Exception:
+        copies = {**shared, **_placeholders(module, shared)}
+        copied = copy.deepcopy(module, copies)
+    # A wrapper of the method, as torch.compile's, would call the original module.
+    for name in ("training_step", "forward"):
+        method = vars(copied).get(name)
+        if method is not None and getattr(method, "__self__", None) is not copied:
+            del vars(copied)[name]
+    for each in copied.modules():
+        for holder in (each.__dict__, *(value for value in vars(each).values() if isinstance(value, dict))):
+            for key in list(holder):
+                holder[key] = _rebound(holder[key], copies)
+    return copied
+
+
+def generators_of(module: nn.Module) -> list[torch.Generator]:
+    """Random generators that modules keep as attributes, in the order of the modules."""
+    return [value for _, value in _attributes(module, torch.Generator)]
+
+
+def numbers_of(module: nn.Module) -> dict[tuple[str, str], int | float]:
+    """Counters and the like that modules keep as attributes, by module and name."""
+    return dict(_attributes(module, (int, float)))
+
+
+def tensors_of(module: nn.Module) -> dict[tuple[str, str], torch.Tensor | None]:
+    """Buffers, and tensors without a gradient that modules keep as attributes, by module and name."""
+    found: dict[tuple[str, str], torch.Tensor | None] = {
+        (owner, name): buffer
+        for owner, each in module.named_modules()
+        for name, buffer in each.named_buffers(recurse=False, remove_duplicate=False)
+    }
+    found.update((key, value) for key, value in _attributes(module, torch.Tensor) if not value.requires_grad)
+    return found
+
+
+def set_attributes(module: nn.Module, values: dict[tuple[str, str], Any]) -> None:
+    """Set attributes, or buffers, by module and name; those that the module lacks are left out."""
+    owners = dict(module.named_modules())
+    for (owner, name), value in values.items():
+        if owner not in owners:
+            continue
+        each = owners[owner]
+        if name in each._buffers:
+            each._buffers[name] = value
+        elif name in vars(each):
+            vars(each)[name] = value
+
+
+def _rebound(value: Any, copies: dict[int, Any]) -> Any:
+    """A function whose variables are the copies of what it has closed over, which ``deepcopy`` leaves as it is."""
+    cells = value.__closure__ or () if isinstance(value, FunctionType) else ()
+    try:
+        closed_over = [cell.cell_contents for cell in cells]
+    except ValueError:  # a variable without a value yet
+        return value
+    if not any(id(each) in copies for each in closed_over):
+        return value
+    closure = tuple(CellType(copies.get(id(each), each)) for each in closed_over)
+    rebound = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, closure)
+    rebound.__kwdefaults__ = value.__kwdefaults__
+    return rebound
+
+
+def _attributes(module: nn.Module, kind: Any) -> list[tuple[tuple[str, str], Any]]:
+    return [
+        ((owner, name), value)
+        for owner, each in module.named_modules()
+        for name, value in vars(each).items()
+        if isinstance(value, kind) and not name.startswith("_") and name != "training"
+    ]
+
+
+def _shared(module: nn.Module, trainer: pl.Trainer) -> dict[int, Any]:
+    """What the copy has in common with the module, as the memo of ``copy.deepcopy``."""
+    values = [value for each in module.modules() for value in vars(each).values()]
+    groups = [value for value in values if isinstance(value, (DeviceMesh, dist.ProcessGroup))]
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    return {id(each): each for each in (trainer, datamodule, *groups) if each is not None}
+
+
+def _placeholders(module: nn.Module, shared: dict[int, Any]) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    for owner, each in module.named_modules():
+        for name, value in vars(each).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            try:
+                copy.deepcopy(value, dict(shared))
+            except Exception:
+                found[id(value)] = _NotCopied(f"{owner}.{name}".lstrip("."))
+    return found
+
+
+class _NotCopied:
+    """Stands for an attribute that could not be copied; using it ends the replay."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ReplayError(f"training_step uses self.{self._name}, which cannot be copied")
+
+    def __getattr__(self, name: str) -> Any:
+        return self._refuse()
+
+    __call__ = __iter__ = __next__ = __enter__ = __exit__ = __getitem__ = __len__ = _refuse
