@@ -170,7 +170,7 @@ class ExactnessCheck(Callback):
             refusal = self._start_replay(trainer, pl_module)
         refusal = collectives.broadcast_object(refusal, 0)
         if refusal is not None:
-            self._say(trainer, results.NOT_CHECKED, [f"{refusal}."])
+            self._say(trainer, results.NOT_CHECKED, f"ExactnessCheck: NOT CHECKED. {_sentence(refusal)}")
             return
         self._is_active = True
         self._recorder = Recorder(trainer, pl_module, self._patches)
@@ -264,6 +264,10 @@ class ExactnessCheck(Callback):
         is_finite = all(gradient is None or bool(torch.isfinite(gradient).all()) for gradient in gradients.values())
         peers = _by_data_rank([window for window in windows if window is not None])
         own = [each[0] for each in peers]
+        try:
+            replay.begin_step(recorder.trainable, recorder.training)
+        except ReplayError as reason:
+            problems = [str(reason)]
         if problems:
             step.problem = problems[0]
         elif not is_finite and getattr(trainer.precision_plugin, "scaler", None) is not None:
@@ -275,7 +279,6 @@ class ExactnessCheck(Callback):
         if step.problem or self._skips:
             return
         try:
-            replay.begin_step(recorder.trainable, recorder.training)
             shares = self._shares(own, peers)
             if self._count is None:
                 self._check_count(trainer, own, weights)
@@ -402,26 +405,29 @@ class ExactnessCheck(Callback):
 
     def _finish(self, trainer: pl.Trainer) -> None:
         self._stop()
-        told: tuple[str, list[str]] | None = None
+        told: tuple[str, str] | None = None
         if trainer.is_global_zero:
-            lines = ["There was no optimizer step."]
-            if self.results:
-                lines = results.report_of(self.results, self._count, self._weighting.unit, self._is_ours)
-            told = results.verdict_of(self.results, self._count), lines
-        verdict, lines = collectives.broadcast_object(told, 0)
-        self._say(trainer, verdict, lines)
-        if self._raises and verdict == results.WRONG:
+            verdict = results.verdict_of(self.results, self._count)
+            told = verdict, self._report(trainer, verdict)
+        self._say(trainer, *collectives.broadcast_object(told, 0))
+        if self._raises and self.verdict == results.WRONG:
             raise RuntimeError(self.report)
 
-    def _say(self, trainer: pl.Trainer, verdict: str, lines: list[str]) -> None:
-        ranks = f"{trainer.world_size} rank{'s' if trainer.world_size > 1 else ''}"
+    def _report(self, trainer: pl.Trainer, verdict: str) -> str:
         head = f"ExactnessCheck: {verdict.upper()}"
-        if self.results:
-            head += f", {len(self.results)} optimizer step{'s' if len(self.results) > 1 else ''} on {ranks}"
-        self.verdict, self.report = verdict, "\n  ".join([f"{head}.", *lines])
+        if not self.results:
+            return f"{head}. There was no optimizer step."
+        if verdict == results.EXACT and self._count is not None and self._count.verdict == results.NOT_CHECKED:
+            head += " for the count given"
+        steps, ranks = _number(len(self.results), "optimizer step"), _number(trainer.world_size, "rank")
+        lines = results.report_of(self.results, self._count, self._weighting.unit, self._is_ours)
+        return "\n  ".join([f"{head} in {steps} on {ranks}.", *lines])
+
+    def _say(self, trainer: pl.Trainer, verdict: str, report: str) -> None:
+        self.verdict, self.report = verdict, report
         if trainer.is_global_zero:
-            has_bar = trainer.progress_bar_callback is not None
-            print(f"\n{self.report}" if has_bar else self.report, flush=True)
+            # A progress bar has not ended its line.
+            print(report if trainer.progress_bar_callback is None else f"\n{report}", flush=True)
 
 
 def _refusal(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
@@ -494,6 +500,14 @@ def _by_data_rank(windows: list[Window]) -> list[list[Window]]:
     for window in windows:
         peers.setdefault(window.data_rank, []).append(window)
     return [peers[rank] for rank in sorted(peers)]
+
+
+def _number(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _described(error: Exception) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
 from lightning_automodel.callbacks.exactness.recording import MicroBatch, Window
-from lightning_automodel.callbacks.exactness.replay import Replay, loss_of
+from lightning_automodel.callbacks.exactness.replay import Replay
 from lightning_automodel.callbacks.exactness.results import EXACT, NOT_CHECKED, WRONG, CountResult, percent
 from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
@@ -75,7 +75,7 @@ class CountCheck:
                 tried.append((window, record, record.arguments[0], parts))
         if not tried and len(records) > 1:
             parts = [records[0][1].arguments[0], records[1][1].arguments[0]]
-            joined = _joined(parts, self._weighting.label_key, self._weighting.ignore_index)
+            joined = self._join(parts)
             tried = [(*records[0], joined, parts)] if joined is not None else []
         return sorted(tried, key=lambda each: -self._contrast(each[3]))
 
@@ -98,13 +98,15 @@ class CountCheck:
             if fit.is_of_means:
                 return CountResult(
                     NOT_CHECKED,
-                    "no single count is right, as the loss has parts that are divided by different numbers"
-                    f" ({percent(fit.left)} of its gradient): the gradients are those of one batch for the count given",
+                    "no single count is right, as the loss has terms that are divided by different numbers, or by"
+                    f" statistics of the batch ({percent(fit.left)} of the gradient of a batch is no sum of those of"
+                    " its parts)",
+                    is_decisive=True,
                 )
             return CountResult(
                 NOT_CHECKED,
                 f"not checked, as a row's loss depends on the other rows of its batch ({percent(fit.left)} of its"
-                " gradient): the gradients are those of one batch for the count given",
+                " gradient), so that the verdict is for the count given",
             )
         tolerance = max(_AGREES, 20 * fit.noise)
         where = "" if fit.mode == _AS_TRAINED else f" {fit.mode}"
@@ -178,8 +180,8 @@ class CountCheck:
         def gradient(batch: Any, seed: int | None = None) -> tuple[Tensor, float]:
             replay.set_tensors(window, dtype)
             output = replay.call(record, batch, dtype, seed)
-            loss, count = loss_of(output), float(self._weighting.count(batch, output))
-            return replay.sampled_gradient(loss, sample), count
+            loss, _ = replay.losses_of(output, self._weighting)
+            return replay.sampled_gradient(loss, sample), float(self._weighting.count(batch, output))
 
         whole, _ = gradient(batch)
         found = [gradient(part) for part in parts]
@@ -198,11 +200,18 @@ class CountCheck:
             fit.is_random = (
                 "training_step draws random numbers, so that the parts of a batch cannot be compared with all of it"
             )
-        doubled = _joined([batch, batch], self._weighting.label_key, self._weighting.ignore_index)
-        if left > max(_FITS, 10 * fit.noise) and doubled is not None:
+        if left > max(_FITS, 10 * fit.noise):
             with suppress(Exception):
-                fit.is_of_means = not _are_apart(gradient(doubled)[0], whole)
+                fit.is_of_means = not _are_apart(gradient(self._doubled(parts))[0], whole)
         return fit
+
+    def _doubled(self, parts: list[Any]) -> Any:
+        """Every row twice, in another order, which a mean over rows does not see, nor a quotient of such means."""
+        second, first = (self._join([part, part]) for part in parts)
+        return self._join([first, second])
+
+    def _join(self, parts: list[Any]) -> Any:
+        return _joined(parts, self._weighting.label_key, self._weighting.ignore_index)
 
 
 def _are_apart(first: Tensor, second: Tensor) -> bool:

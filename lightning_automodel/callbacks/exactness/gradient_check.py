@@ -259,7 +259,7 @@ def _weights_in_words(given: Tensor, right: Tensor, residual: float, unit: str) 
         text = f"Every micro-batch weighs {mean}, though they hold {range_of(right)} of the {unit}s."
     else:
         text = f"Every micro-batch weighs {mean}, where {percent(float(right.mean()))} is right."
-    return text if abs(total - 1) < 1e-3 else f"{text} Together they weigh {percent(total)} in place of 100 %."
+    return text if abs(total - 1) < 0.01 else f"{text} Together they weigh {percent(total)} in place of 100 %."
 
 
 def _difference(first: Tensor | None, second: Tensor | None) -> Tensor:

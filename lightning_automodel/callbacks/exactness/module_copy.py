@@ -34,7 +34,8 @@ def copy_module(module: pl.LightningModule, trainer: pl.Trainer) -> pl.Lightning
         if method is not None and getattr(method, "__self__", None) is not copied:
             del vars(copied)[name]
     for each in copied.modules():
-        for holder in (each.__dict__, *(value for value in vars(each).values() if isinstance(value, dict))):
+        holders: list[Any] = [vars(each), *(value for value in vars(each).values() if isinstance(value, dict))]
+        for holder in holders:
             for key in list(holder):
                 holder[key] = _rebound(holder[key], copies)
     return copied

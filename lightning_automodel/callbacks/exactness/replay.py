@@ -98,6 +98,7 @@ class Replay:
         if any(tensor.is_meta for tensor in (*copied.parameters(), *copied.buffers())):
             copied.to_empty(device=self.device)
         copied.to(self.device)
+        copied.trainer = trainer  # which copies lack
         self._plugin = trainer.precision_plugin
         self._plugin.convert_module(copied)
         for name in ("log", "log_dict"):
@@ -109,7 +110,7 @@ class Replay:
         self._takes_index = len(positional) > 1
 
     def begin_step(self, trainable: Modes, training: Modes) -> None:
-        """Take over which parameters train, and which modules are in training mode."""
+        """Take over which parameters train, and which modules are in training mode. ReplayError for others."""
         self._trainable, self._training = trainable, training
         own = {name for name, _ in self.module.named_parameters()}
         if own != set(trainable):
@@ -234,13 +235,18 @@ class Replay:
         with self._computing_in(dtype), self._alone():
             return self.module.training_step(batch, *rest)
 
+    def losses_of(self, output: Any, weighting: TokenWeighting) -> tuple[Tensor, Tensor | None]:
+        """[] the loss that is weighed by the count, and [] an auxiliary one, which every micro-batch has alike."""
+        loss = loss_of(output)
+        aux = None if automodel(self._trainer) is None else weighting.aux_loss(output, is_counted_ahead=True)
+        return (loss, None) if aux is None else (loss - aux, aux)
+
     def _objective(self, output: Any, count: float, shares: Shares) -> Tensor | None:
         """[] what a micro-batch adds to the loss of one batch; None if that is nothing."""
-        weighting, loss = shares.weighting, loss_of(output)
-        aux = weighting.aux_loss(output, is_counted_ahead=True) if automodel(self._trainer) is not None else None
-        part = None
+        weighting, part = shares.weighting, None
+        loss, aux = self.losses_of(output, weighting)
         if count or weighting.loss_reduction == "sum":
-            part = weighting.objective(loss if aux is None else loss - aux, count) / max(shares.denominator, 1e-30)
+            part = weighting.objective(loss, count) / max(shares.denominator, 1e-30)
         if aux is None:
             return part
         aux = aux / len(shares.counts)

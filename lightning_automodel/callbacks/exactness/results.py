@@ -66,18 +66,20 @@ class CountResult:
         verdict: EXACT, WRONG or NOT_CHECKED.
         text: Why.
         remedy: The option that is right, where one is.
+        is_decisive: Whether nothing can be exact without it.
     """
 
     verdict: str
     text: str
     remedy: str = ""
+    is_decisive: bool = False
 
 
 def verdict_of(steps: list[StepResult], count: CountResult | None) -> str:
     """EXACT only if everything was looked at that decides it."""
     if (count is not None and count.verdict == WRONG) or any(_is_wrong(step) for step in steps):
         return WRONG
-    if not steps or any(step.problem for step in steps):
+    if not steps or any(step.problem for step in steps) or (count is not None and count.is_decisive):
         return NOT_CHECKED
     return EXACT
 
@@ -92,7 +94,9 @@ def report_of(steps: list[StepResult], count: CountResult | None, unit: str, is_
     if problems:
         lines.append(f"{len(problems)} of {len(steps)} steps say nothing of the gradients: {problems[0]}.")
     if checked:
-        lines += _of_gradients(checked)
+        gradients, *others = _of_gradients(checked)
+        is_by_count = count is not None and (count.verdict == WRONG or count.is_decisive)
+        lines += [f"{'By this count, gradients' if is_by_count else 'Gradients'} {gradients}", *others]
     lines += _of_weights(steps)
     lines += _of_optimizer(steps)
     if count is not None and count.verdict != WRONG:
@@ -115,7 +119,9 @@ def percent(value: float) -> str:
         return "0 %"
     if abs(value) >= 10:
         return f"{value:.0f} %"
-    return f"{value:.2g} %" if abs(value) >= 1e-3 else f"{float(f'{value:.2g}'):.10f}".rstrip("0") + " %"
+    if abs(value) >= 1e-7:
+        return f"{float(f'{value:.2g}'):.9f}".rstrip("0").rstrip(".") + " %"
+    return f"{value:.1e} %"
 
 
 def range_of(values: Tensor) -> str:
@@ -135,9 +141,9 @@ def _of_gradients(steps: list[StepResult]) -> list[str]:
     wrong = [step for step in steps if step.is_wrong]
     if not wrong:
         off = percent(max(step.gradient_error for step in steps))
-        return [f"Gradients are {off} off those of one batch, which is rounding ({rounding})."]
+        return [f"are {off} off those of one batch, which is rounding ({rounding})."]
     errors = ", ".join(percent(step.gradient_error) for step in steps)
-    lines = [f"Gradients are {errors} off those of one batch (rounding alone: {rounding})."]
+    lines = [f"are {errors} off those of one batch (rounding alone: {rounding})."]
     explanations = [step.explanation for step in wrong if step.explanation]
     if explanations:
         return lines + explanations[:1]
