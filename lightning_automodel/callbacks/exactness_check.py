@@ -1,5 +1,6 @@
 """The callback that replays the first optimizer steps of a training in one process, and says how far off they are."""
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -7,40 +8,29 @@ from functools import wraps
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.callbacks.exactness import results
-from lightning_automodel.callbacks.exactness.count_check import CountCheck
-from lightning_automodel.callbacks.exactness.gradient_check import GradientCheck
-from lightning_automodel.callbacks.exactness.module_copy import ReplayError, copy_module
-from lightning_automodel.callbacks.exactness.optimizer_check import (
-    ClippingCheck,
-    OptimizerCheck,
-    changes_gradients,
-    unwrapped,
-    whole_state,
-)
-from lightning_automodel.callbacks.exactness.recording import Recorder, Window, gathered_on_first, whole_on_host
-from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Shares, random_states_kept
-from lightning_automodel.callbacks.exactness.results import CountResult, StepResult
+from lightning_automodel.callbacks.exactness.comparison import Comparison
+from lightning_automodel.callbacks.exactness.module_copy import copy_module, reason_against, whole_copy
+from lightning_automodel.callbacks.exactness.optimizer_check import unwrapped, whole_states
+from lightning_automodel.callbacks.exactness.recording import Recorder, gathered_on_first, unequal, whole
+from lightning_automodel.callbacks.exactness.replay import Replay
+from lightning_automodel.callbacks.exactness.results import StepResult, described
 from lightning_automodel.callbacks.running_strategy import automodel
 from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 from lightning_automodel.patching import PatchStack
 
 _WAIT = timedelta(hours=2)  # for rank 0's replay
-_BYTES = 12  # on rank 0's host for each parameter: weights, and gradients of the run and of the replay
-_BYTES_IN_FLOAT64 = 16  # on its device: weights and gradients
+_BYTES = 28  # for each parameter: on the host weights and two gradients, on the device weights and gradients in float64
 
 
 class ExactnessCheck(Callback):
@@ -109,15 +99,12 @@ class ExactnessCheck(Callback):
         self.verdict: str | None = None
         self.report = ""
         self.results: list[StepResult] = []
-        self._count: CountResult | None = None
         self._refusal: str | None = None
-        self._is_active = False
         self._copy: pl.LightningModule | None = None
-        self._replay: Replay | None = None
-        self._step: StepResult | None = None
-        self._skips = False
-        self._clipping: ClippingCheck | None = None
-        self._optimizer: OptimizerCheck | None = None
+        self._hooks: dict[str, list[Callable[[Tensor], Tensor | None]]] = {}
+        self._comparison: Comparison | None = None  # on rank 0
+        self._is_active = self._has_gradients = False
+        self._seconds = 0.0
 
     # --- Before training ----------------------------------------------------------------------------------------------
 
@@ -131,14 +118,14 @@ class ExactnessCheck(Callback):
                 "ExactnessCheck checks the counting options of AutomodelStrategy, and takes its own only under other"
                 " strategies: pass them to AutomodelStrategy alone."
             )
-        self._refusal = _refusal(trainer, pl_module)
+        self._refusal = reason_against(trainer, pl_module)
         if self._refusal is None and trainer.is_global_zero:
             self._copy_before_sharding(trainer, pl_module)
 
     def _copy_before_sharding(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Copy the module between its ``configure_model`` and the strategy's ``setup``, which shards it.
 
-        ``configure_model`` may shard it too: a copy is then made before.
+        ``configure_model`` may shard it too: another copy is made before.
         """
         patches, strategy = self._patches, trainer.strategy
         setup, configure_model = strategy.setup, module.configure_model
@@ -154,9 +141,10 @@ class ExactnessCheck(Callback):
         def copy_and_setup(*args: Any, **kwargs: Any) -> None:
             patches.restore()
             try:
-                self._copy = _whole_copy(module, trainer, early)
+                self._copy = whole_copy(module, trainer, early[0] if early else None)
+                self._hooks = {n: torch_internals.tensor_hooks(p) for n, p in module.named_parameters()}
             except Exception as error:
-                self._refusal = f"the module cannot be copied ({_described(error)})"
+                self._refusal = f"the module cannot be copied ({described(error)})"
             setup(*args, **kwargs)
 
         if is_overridden("configure_model", module):
@@ -165,12 +153,13 @@ class ExactnessCheck(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        refusal = self._refusal or _refusal(trainer, pl_module)
-        if refusal is None and trainer.is_global_zero:
-            refusal = self._start_replay(trainer, pl_module)
+        refusal = self._refusal or reason_against(trainer, pl_module)
+        if refusal is None and self._copy is not None:
+            self._comparison, refusal = self._start_comparison(self._copy, trainer, pl_module)
         refusal = collectives.broadcast_object(refusal, 0)
         if refusal is not None:
-            self._say(trainer, results.NOT_CHECKED, f"ExactnessCheck: NOT CHECKED. {_sentence(refusal)}")
+            sentence = f"{refusal[0].upper()}{refusal[1:]}."
+            self._say(trainer, results.NOT_CHECKED, f"ExactnessCheck: NOT CHECKED. {sentence}")
             return
         self._is_active = True
         self._recorder = Recorder(trainer, pl_module, self._patches)
@@ -184,38 +173,20 @@ class ExactnessCheck(Callback):
 
         self._patches.set(trainer.strategy, "optimizer_step", step_and_compare)
 
-    def _start_replay(self, trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-        """Make the replay. Returns why that is not possible."""
-        if self._copy is None:
-            return "the module was not copied before it was sharded"
-        hooks = vars(self._copy).pop(_HOOKS)
+    def _start_comparison(
+        self, copied: pl.LightningModule, trainer: pl.Trainer, module: pl.LightningModule
+    ) -> tuple[Comparison | None, str | None]:
+        """What compares, or why that is not possible."""
         try:
-            self._replay = Replay(self._copy, module, trainer, hooks)
+            replay = Replay(copied, module, trainer, self._hooks)
         except Exception as error:
-            return f"the copy of the module cannot be set up ({_described(error)})"
-        ours = automodel(trainer)
-        self._is_ours = ours is not None
-        self._weighting = self._told if ours is None else _weighting_of(ours.describe())
-        self._has_slices = ours is not None and ours.describe()["options"]["context_parallel_size"] > 1
-        numel = sum(parameter.numel() for parameter in self._copy.parameters())
-        gib = numel * (_BYTES + _BYTES_IN_FLOAT64) / 2**30
+            return None, f"the copy of the module cannot be set up ({described(error)})"
+        gib = sum(parameter.numel() for parameter in copied.parameters()) * _BYTES / 2**30
         rank_zero_info(
             f"ExactnessCheck compares the first {self._num_steps} optimizer steps with one process. On rank 0 this"
-            f" needs about {gib:.2g} GiB, and the activations of one micro-batch in float64."
+            f" needs up to {gib:.2g} GiB, and the activations of one micro-batch in float64."
         )
-        return None
-
-    @property
-    def _required_replay(self) -> Replay:
-        if self._replay is None:
-            raise ReplayError("the replay has ended")
-        return self._replay
-
-    @property
-    def _required_step(self) -> StepResult:
-        if self._step is None:
-            raise ReplayError("there is no open step")
-        return self._step
+        return Comparison(replay, trainer, self._told if self._is_told else None), None
 
     # --- One optimizer step -------------------------------------------------------------------------------------------
 
@@ -225,162 +196,50 @@ class ExactnessCheck(Callback):
     ) -> None:
         if not self._is_active:
             return
-        recorder, step = self._recorder, StepResult()
-        self._step, self._skips = step, False
+        started_at = time.perf_counter()
+        recorder, is_first = self._recorder, trainer.is_global_zero
         parameters = dict(pl_module.named_parameters())
         optimized = {id(each) for group in unwrapped(optimizer).param_groups for each in group["params"]}
-        own = {name for name, each in parameters.items() if id(each) in optimized and each.grad is not None}
+        trained = {n for n, each in parameters.items() if id(each) in optimized and recorder.trainable.get(n)}
+        own = {name for name in trained if parameters[name].grad is not None}
         told = collectives.gather_objects((own, recorder.written(), recorder.replicas()))
-        with_gradient = set.intersection(*(each[0] for each in told))
-        written = set.union(*(each[1] for each in told))
-        step.unequal = _unequal([each[2] for each in told])
-        is_first = trainer.is_global_zero
-        # Each loop is a collective for shards: all ranks go through all parameters in their order.
-        weights = _whole({name: recorder.weights.get(name, each) for name, each in parameters.items()}, is_first)
-        now = _whole({name: each for name, each in parameters.items() if name in written}, is_first)
-        graded = {name: each.grad for name, each in parameters.items() if name in with_gradient}
-        gradients: Gradients = dict(_whole(graded, is_first))
-        self._graded, self._names = list(graded), {id(each): name for name, each in parameters.items()}
+        self._graded = [name for name in parameters if all(name in each[0] for each in told)]
+        written = {name for each in told for name in each[1]}
+        # Each of these is a collective for shards: all ranks go through all parameters in their order.
+        weights = whole({name: recorder.weights.get(name, each) for name, each in parameters.items()}, is_first)
+        now = whole({name: each for name, each in parameters.items() if name in written}, is_first)
+        gradients = whole({name: parameters[name].grad for name in self._graded}, is_first)
         windows = gathered_on_first(recorder.window, trainer.world_size)
-        if windows is not None:
-            missing = [n for n, p in parameters.items() if id(p) in optimized and recorder.trainable.get(n)]
-            gradients = {**dict.fromkeys(missing), **gradients}
-            with torch.enable_grad(), random_states_kept(trainer.strategy.root_device):
-                self._compare_gradients(trainer, windows, gradients, weights, now)
+        if self._comparison is not None and windows is not None:
+            gradients = {**dict.fromkeys(trained), **gradients}
+            differing = unequal([each[2] for each in told])
+            self._comparison.compare_gradients(windows, recorder, gradients, weights, now, differing)
         recorder.clear()
+        self._has_gradients = True
         collectives.named_barrier("ExactnessCheck", _WAIT)
-
-    def _compare_gradients(
-        self,
-        trainer: pl.Trainer,
-        windows: list[Window | None],
-        gradients: Gradients,
-        weights: dict[str, Tensor],
-        now: dict[str, Tensor],
-    ) -> None:
-        """Fill in what is found of this step's gradients, on rank 0."""
-        step, recorder, replay = self._required_step, self._recorder, self._required_replay
-        problems = [window.problem for window in windows if window is not None and window.problem]
-        is_finite = all(gradient is None or bool(torch.isfinite(gradient).all()) for gradient in gradients.values())
-        peers = _by_data_rank([window for window in windows if window is not None])
-        own = [each[0] for each in peers]
-        try:
-            replay.begin_step(recorder.trainable, recorder.training)
-        except ReplayError as reason:
-            problems = [str(reason)]
-        if problems:
-            step.problem = problems[0]
-        elif not is_finite and getattr(trainer.precision_plugin, "scaler", None) is not None:
-            self._skips = True  # the step is not made either
-        elif not is_finite:
-            step.problem = "gradients are not finite"
-        elif not any(record.loss is not None for window in own for record in window.micro_batches):
-            self._skips = True
-        if step.problem or self._skips:
-            return
-        try:
-            shares = self._shares(own, peers)
-            if self._count is None:
-                self._check_count(trainer, own, weights)
-                shares = self._shares(own, peers)
-            if step.problem is None:
-                step.counts = shares.counts
-                self._clipping = ClippingCheck(gradients, replay.sample(set(gradients)))
-                GradientCheck(replay, trainer, own, shares, step).compare(gradients, weights, now)
-        except ReplayError as reason:
-            step.problem = str(reason)
-        except Exception as error:
-            step.problem = f"the replay has raised {_described(error)}"
-        callbacks = changes_gradients(trainer)
-        if step.is_wrong and callbacks and not step.explanation and step.problem is None:
-            step.problem = (
-                f"they are {results.percent(step.gradient_error)} off, which the callback {callbacks[0]} may do on"
-                " purpose: check without it"
-            )
-
-    def _shares(self, windows: list[Window], peers: list[list[Window]]) -> Shares:
-        weighting = self._weighting
-        counts = []
-        for window, same_data in zip(windows, peers, strict=True):
-            for index, record in enumerate(window.micro_batches):
-                told = [each.micro_batches[index].returned_count for each in same_data]
-                # Context-parallel peers return the counts of their slices.
-                returned = sum(told) if None not in told and self._has_slices else told[0]  # type: ignore[arg-type]
-                output = None if returned is None else {"num_label_tokens": returned}
-                counts.append(0.0 if record.loss is None else float(self._count_of(record.arguments[0], output)))
-        denominator = sum(counts) if weighting.per_token_loss else float(sum(count > 0 for count in counts))
-        return Shares(self._weighting, counts, denominator)
-
-    def _count_of(self, batch: Any, output: Any) -> Any:
-        try:
-            return self._weighting.count(batch, output)
-        except (ValueError, TypeError):
-            if self._is_told or self._is_ours:
-                raise
-        # A strategy that does not count; a batch without labels may hold one sample a row.
-        self._weighting = TokenWeighting(count_label_tokens=count_samples)
-        return self._weighting.count(batch, output)
-
-    def _check_count(self, trainer: pl.Trainer, windows: list[Window], weights: dict[str, Tensor]) -> None:
-        """Find out, once, whether what is counted is what the loss is divided by."""
-        if not self._weighting.per_token_loss:
-            self._count = CountResult(results.EXACT, "every micro-batch weighs the same, as told")
-            return
-        check = CountCheck(self._required_replay, windows, weights, self._weighting)
-        try:
-            self._count = check.check()
-        except ReplayError:
-            raise
-        except Exception as error:
-            self._count = CountResult(results.NOT_CHECKED, f"not checked ({_described(error)})")
-        if self._count.verdict != results.WRONG or self._is_told or self._is_ours:
-            return
-        # Nobody has told a count: what was tried first is not the user's mistake.
-        if check.better is not None:
-            self._weighting = check.better
-            self._count = CountResult(results.EXACT, "agrees with the loss")
-        else:
-            self._required_step.problem = (
-                f"the weight of micro-batches is not known, as {self._count.text}: tell ExactnessCheck the count, or"
-                " return it as num_label_tokens"
-            )
-            self._count = None
+        self._seconds += time.perf_counter() - started_at
 
     def _before_stepping(self, optimizer: Any) -> None:
-        """After hooks and clipping: step a copy of the optimizer. A collective."""
-        if self._step is None:
+        """After hooks and clipping. A collective."""
+        if not self._has_gradients:
             return
-        trainer, module = self._recorder.trainer, self._recorder.module
-        parameters, is_first = dict(module.named_parameters()), trainer.is_global_zero
-        gradients: Gradients = dict(_whole({n: parameters[n].grad for n in self._graded}, is_first))
-        weights = _whole(parameters, is_first)
-        states = whole_state(unwrapped(optimizer), self._names, is_first)
-        if states is None or self._skips:
-            return
-        try:
-            if self._clipping is not None:
-                self._clipping.compare(gradients, trainer, self._step)
-            with random_states_kept(trainer.strategy.root_device):
-                self._optimizer = OptimizerCheck(
-                    self._required_replay, unwrapped(optimizer), self._names, weights, gradients, states
-                )
-        except Exception as error:
-            self._step.note = _described(error)
+        is_first = self._recorder.trainer.is_global_zero
+        parameters = dict(self._recorder.module.named_parameters())
+        names = {id(each): name for name, each in parameters.items()}
+        gradients = whole({name: parameters[name].grad for name in self._graded}, is_first)
+        weights = whole(parameters, is_first)
+        states = whole_states(unwrapped(optimizer), names, is_first)
+        if self._comparison is not None:
+            self._comparison.step_copy(unwrapped(optimizer), names, gradients, weights, states)
 
     def _after_stepping(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """After the optimizer's step: compare weights. A collective."""
-        step, self._step = self._step, None
-        if step is None:
+        """After the optimizer's step. A collective."""
+        if not self._has_gradients:
             return
-        after = _whole(dict(module.named_parameters()), trainer.is_global_zero)
-        if self._optimizer is not None:
-            self._optimizer.compare(after, step)
-        self._optimizer = self._clipping = None
-        if trainer.is_global_zero and not self._skips:
-            self.results.append(step)
-            for logger in trainer.loggers:
-                logger.log_metrics(step.numbers(), lightning_internals.logging_step(trainer))
-        if collectives.broadcast_object(len(self.results), 0) >= self._num_steps:
+        self._has_gradients = False
+        after = whole(dict(module.named_parameters()), trainer.is_global_zero)
+        num_compared = 0 if self._comparison is None else self._comparison.compare_weights(after)
+        if collectives.broadcast_object(num_compared, 0) >= self._num_steps:
             self._finish(trainer)
 
     # --- The verdict --------------------------------------------------------------------------------------------------
@@ -399,116 +258,23 @@ class ExactnessCheck(Callback):
         self._stop()
 
     def _stop(self) -> None:
-        self._is_active = False
+        self._is_active = self._has_gradients = False
         self._patches.restore()
-        self._copy = self._replay = None
+        self._copy = self._comparison = None
+        self._hooks = {}
 
     def _finish(self, trainer: pl.Trainer) -> None:
-        self._stop()
         told: tuple[str, str] | None = None
-        if trainer.is_global_zero:
-            verdict = results.verdict_of(self.results, self._count)
-            told = verdict, self._report(trainer, verdict)
+        if self._comparison is not None:
+            self.results = self._comparison.steps
+            told = self._comparison.verdict(self._seconds)
+        self._stop()
         self._say(trainer, *collectives.broadcast_object(told, 0))
         if self._raises and self.verdict == results.WRONG:
             raise RuntimeError(self.report)
-
-    def _report(self, trainer: pl.Trainer, verdict: str) -> str:
-        head = f"ExactnessCheck: {verdict.upper()}"
-        if not self.results:
-            return f"{head}. There was no optimizer step."
-        if verdict == results.EXACT and self._count is not None and self._count.verdict == results.NOT_CHECKED:
-            head += " for the count given"
-        steps, ranks = _number(len(self.results), "optimizer step"), _number(trainer.world_size, "rank")
-        lines = results.report_of(self.results, self._count, self._weighting.unit, self._is_ours)
-        return "\n  ".join([f"{head} in {steps} on {ranks}.", *lines])
 
     def _say(self, trainer: pl.Trainer, verdict: str, report: str) -> None:
         self.verdict, self.report = verdict, report
         if trainer.is_global_zero:
             # A progress bar has not ended its line.
             print(report if trainer.progress_bar_callback is None else f"\n{report}", flush=True)
-
-
-def _refusal(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-    """Why this training cannot be checked; None if nothing is known against it."""
-    strategy = type(trainer.strategy).__name__
-    if not module.automatic_optimization:
-        return "manual optimization steps within training_step, which the replay does not repeat"
-    if isinstance(trainer.strategy, (FSDPStrategy, DeepSpeedStrategy)) or "XLA" in strategy:
-        return f"{strategy} keeps parameters in a form of its own"
-    if lightning_internals.draws_its_batches(module.training_step):
-        return "training_step(dataloader_iter) draws its batches itself"
-    if any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
-        return "SyncBatchNorm takes statistics over the batches of all ranks, which the replay takes one by one"
-    if any(isinstance(unwrapped(each), torch.optim.LBFGS) for each in trainer.strategy.optimizers):
-        return "LBFGS computes gradients several times in a step"
-    return None
-
-
-_HOOKS = "_exactness_parameter_hooks"
-
-
-def _whole_copy(module: pl.LightningModule, trainer: pl.Trainer, early: list[pl.LightningModule]) -> pl.LightningModule:
-    """A copy with whole parameters: of the module as it is, or the one before ``configure_model`` has sharded it."""
-    copied = early[0] if early else None
-    if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        copied = copy_module(module, trainer)
-    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
-    if copied is None or {name: parameter.shape for name, parameter in copied.named_parameters()} != shapes:
-        raise ReplayError("configure_model creates parameters and shards them at once; create them in __init__")
-    hooks = {name: torch_internals.tensor_hooks(parameter) for name, parameter in module.named_parameters()}
-    vars(copied)[_HOOKS] = hooks
-    return copied
-
-
-def _weighting_of(described: dict[str, Any]) -> TokenWeighting:
-    options = described["options"]
-    return TokenWeighting(
-        options["per_token_loss"],
-        options["loss_reduction"],
-        options["label_key"],
-        options["ignore_index"],
-        options["label_shift"],
-        count_samples if options["count"] == "samples" else options["count_label_tokens"],
-    )
-
-
-def _whole(tensors: dict[str, Any], keeps: bool) -> dict[str, Any]:
-    """Tensors whole and on the host, where this rank ``keeps`` them. A collective for those that are sharded."""
-    found = {}
-    for name, tensor in tensors.items():
-        if keeps or isinstance(tensor, DTensor):
-            whole = None if tensor is None else whole_on_host(tensor)
-            if keeps:
-                found[name] = whole
-    return found
-
-
-def _unequal(by_rank: list[dict[tuple[str, tuple[int, ...]], int]]) -> list[str]:
-    """Parameters of which ranks that should hold the same part hold another one."""
-    values: dict[tuple[str, tuple[int, ...]], set[int]] = {}
-    for found in by_rank:
-        for key, value in found.items():
-            values.setdefault(key, set()).add(value)
-    return sorted({name for (name, _), distinct in values.items() if len(distinct) > 1})
-
-
-def _by_data_rank(windows: list[Window]) -> list[list[Window]]:
-    """Windows of ranks that share their data together, in the order of the data."""
-    peers: dict[int, list[Window]] = {}
-    for window in windows:
-        peers.setdefault(window.data_rank, []).append(window)
-    return [peers[rank] for rank in sorted(peers)]
-
-
-def _number(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:300]}"

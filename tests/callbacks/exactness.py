@@ -357,3 +357,68 @@ def bits_of(name: str, checked: bool) -> dict[str, bytes]:
     whole = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in module.named_parameters()}
     found = {name: tensor.detach().numpy().tobytes() for name, tensor in whole.items()}
     return {**found, "random": torch.get_rng_state().numpy().tobytes()}
+
+
+# --- Random trainings -------------------------------------------------------------------------------------------------
+
+
+class Attending(LightningModule):
+    """Layers of random width and kind, and an attention whose key bias has no gradient but rounding."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        draw = random.Random(number)
+        width, depth = draw.choice([5, 16, 33, 64]), draw.choice([1, 3, 8])
+        activation, dropout = draw.choice([nn.Tanh, nn.ReLU, nn.GELU]), draw.choice([0.0, 0.0, 0.2])
+        self.is_residual, self.width = draw.random() < 0.6, width
+        self.rate, self.is_adaptive = draw.choice([1e-3, 1e-2]), draw.random() < 0.5
+        self.embedding, self.head = nn.Embedding(WORDS, width), nn.Linear(width, WORDS)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), activation(), nn.Dropout(dropout))
+            for _ in range(depth)
+        )
+        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
+        scale = draw.choice([0.5, 1.0, 3.0])
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(scale)
+        self.embedding.weight.requires_grad_(draw.random() < 0.8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        states = self.embedding(batch["input_ids"])
+        for layer in self.layers:
+            states = states + layer(states) if self.is_residual else layer(states)
+        scores = self.query(states) @ self.key(states).mT / self.width**0.5
+        logits = self.head(torch.softmax(scores, dim=-1) @ states + states)
+        return F.cross_entropy(
+            logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)), batch["labels"].flatten()
+        )
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        kind = torch.optim.AdamW if self.is_adaptive else torch.optim.SGD
+        return kind([p for p in self.parameters() if p.requires_grad], self.rate)
+
+
+def random_training(number: int, strategy: str, precision: str, equal: bool = False) -> Training:
+    draw = random.Random(-number)
+    accumulate, rows = draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 3])
+    return Training(
+        lambda: Attending(number),
+        lambda rank: sentences(1000 * rank + number, 3 * accumulate, rows, equal),
+        strategy,
+        {"auto_wrap_policy": {Attending}} if strategy == "fsdp2" and draw.random() < 0.3 else {},
+        trainer={
+            "precision": precision,
+            "accumulate_grad_batches": accumulate,
+            "gradient_clip_val": draw.choice([None, None, 0.1, 1.0]),
+        },
+    )
+
+
+def random_verdicts(numbers: list[int], *training: Any) -> list[tuple[int, str | None, str]]:
+    found = []
+    for number in numbers:
+        check, _ = run(random_training(number, *training))
+        found.append((number, check.verdict, check.report))
+    return found

@@ -18,7 +18,7 @@ from lightning_automodel.callbacks.running_strategy import automodel
 # of many. Single parameters may be off by more.
 _FACTOR, _FACTOR_OF_ONE = 4, 4
 _FACTOR_IF_PERTURBED = 8  # more of both, where rounding is known from perturbed weights alone
-_LEAST = 16  # roundings, which are no error even if the replay shows none
+_LEAST, _LEAST_IN_HALF = 16, 2  # roundings, which are no error even if the replay shows none
 _LOSS_TOLERANCE = 64  # roundings
 _HALF = 1e-4  # precisions that round more cannot tell a small error from rounding
 
@@ -41,6 +41,8 @@ class GradientCheck:
         self._records = [record for window in windows for record in window.micro_batches]
         self._precision = str(trainer.precision_plugin.precision)
         self._eps = _rounding_unit(trainer)
+        self._is_half = self._eps > _HALF
+        self._least = self._eps * (_LEAST_IN_HALF if self._is_half else _LEAST)
         options = {} if (ours := automodel(trainer)) is None else ours.describe()["options"]
         # There the losses of the run are those of slices.
         self._compares_losses = options.get("context_parallel_size", 1) == 1
@@ -64,8 +66,9 @@ class GradientCheck:
         direct = _norm(_difference(run[name], found.gradients[name]) for name in run)
         exact, rounded, factor = self._one_batch(found, weights, dtype, sample)
         missing, norm = self._compare(run, exact.gradients, rounded, factor)
-        step.explanation, weights_error, residual = self._explain(run, exact.contributions, sample)
-        if self._eps > _HALF:
+        # Those that round as the run does.
+        step.explanation, weights_error, residual = self._explain(run, found.contributions, sample)
+        if self._is_half:
             self._judge_in_half(missing, direct / norm if norm else 0.0, weights_error, residual, factor)
 
     def _one_batch(
@@ -98,7 +101,7 @@ class GradientCheck:
         self, run: Gradients, exact: Gradients, rounded: Gradients, factor: float
     ) -> tuple[dict[str, float], float]:
         """Fill in errors. Returns the parameters without a gradient that have one in one batch, and the norm of all."""
-        step, least = self._step, _LEAST * self._eps
+        step, least = self._step, self._least
         rows = {
             name: (
                 _norm([_difference(run[name], exact[name])]),
@@ -134,7 +137,7 @@ class GradientCheck:
     ) -> None:
         """Half precision may round as much as an error weighs: call wrong only what rounding does not do."""
         step = self._step
-        limit = factor * step.rounding + _LEAST * self._eps
+        limit = factor * step.rounding + self._least
         if direct < _HALF:  # the replay that rounds alike agrees
             step.is_wrong, step.parameters, step.gradient_error = False, {}, direct
         elif missing:

@@ -7,8 +7,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_automodel import lightning_internals
 
 
 class ReplayError(RuntimeError):
@@ -39,6 +43,37 @@ def copy_module(module: pl.LightningModule, trainer: pl.Trainer) -> pl.Lightning
             for key in list(holder):
                 holder[key] = _rebound(holder[key], copies)
     return copied
+
+
+def whole_copy(module: pl.LightningModule, trainer: pl.Trainer, early: pl.LightningModule | None) -> pl.LightningModule:
+    """A copy with whole parameters, of the module as it is, or ``early``, made before ``configure_model`` sharded it.
+
+    Raises:
+        ReplayError: If neither has all parameters, whole.
+    """
+    copied = early
+    if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        copied = copy_module(module, trainer)
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    if copied is None or {name: parameter.shape for name, parameter in copied.named_parameters()} != shapes:
+        raise ReplayError("configure_model creates parameters and shards them at once; create them in __init__")
+    return copied
+
+
+def reason_against(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
+    """Why this training cannot be replayed; None if nothing is known against it."""
+    strategy, optimizers = type(trainer.strategy).__name__, trainer.strategy.optimizers
+    if not module.automatic_optimization:
+        return "manual optimization steps within training_step, which the replay does not repeat"
+    if isinstance(trainer.strategy, (FSDPStrategy, DeepSpeedStrategy)) or "XLA" in strategy:
+        return f"{strategy} keeps parameters in a form of its own"
+    if lightning_internals.draws_its_batches(module.training_step):
+        return "training_step(dataloader_iter) draws its batches itself"
+    if any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
+        return "SyncBatchNorm takes statistics over the batches of all ranks, which the replay takes one by one"
+    if any(isinstance(getattr(each, "optimizer", each), torch.optim.LBFGS) for each in optimizers):
+        return "LBFGS computes gradients several times in a step"
+    return None
 
 
 def generators_of(module: nn.Module) -> list[torch.Generator]:
@@ -72,7 +107,7 @@ def set_attributes(module: nn.Module, values: dict[tuple[str, str], Any]) -> Non
         if name in each._buffers:
             each._buffers[name] = value
         elif name in vars(each):
-            vars(each)[name] = value
+            each.__dict__[name] = value
 
 
 def _rebound(value: Any, copies: dict[int, Any]) -> Any:

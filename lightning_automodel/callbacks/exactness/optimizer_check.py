@@ -24,7 +24,7 @@ def unwrapped(optimizer: Any) -> Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def whole_state(optimizer: Optimizer, names: Mapping[int, str], keeps: bool) -> dict[str, dict[str, Any]] | None:
+def whole_states(optimizer: Optimizer, names: Mapping[int, str], keeps: bool) -> dict[str, dict[str, Any]]:
     """States by the parameter's name, whole and on the host if this rank ``keeps`` them. A collective for shards."""
     states = {}
     for parameter, state in optimizer.state.items():
@@ -34,7 +34,7 @@ def whole_state(optimizer: Optimizer, names: Mapping[int, str], keeps: bool) -> 
         }
         if keeps and id(parameter) in names:
             states[names[id(parameter)]] = found
-    return states if keeps else None
+    return states
 
 
 class OptimizerCheck:

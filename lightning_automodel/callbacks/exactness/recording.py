@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_automodel import torch_internals
 from lightning_automodel.callbacks.exactness import module_copy
+from lightning_automodel.callbacks.exactness.results import described
 from lightning_automodel.callbacks.running_strategy import automodel
 from lightning_automodel.gradients.token_loss import has_count
 from lightning_automodel.patching import PatchStack
@@ -22,6 +23,8 @@ from lightning_automodel.resume.rng import global_states
 
 Fingerprints = dict[str, tuple[tuple[int, ...], int]]
 """Of this rank's part of each parameter, by name: its shape, and a number that depends on all of its bits."""
+Replicas = dict[tuple[str, tuple[int, ...]], int]
+"""The same numbers, by a parameter's name and the part of it that this rank holds."""
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -96,7 +99,7 @@ class Recorder:
         try:
             arguments = move_data_to_device(copy.deepcopy(args), "cpu")
         except Exception as error:
-            window.problem = f"the batch cannot be copied ({_described(error)})"
+            window.problem = f"the batch cannot be copied ({described(error)})"
             arguments = ()
         window.micro_batches.append(
             MicroBatch(
@@ -142,11 +145,8 @@ class Recorder:
         now = fingerprints(self.module)
         return {name for name, before in self.before.items() if _has_shape(now, name, before) and now[name] != before}
 
-    def replicas(self) -> dict[tuple[str, tuple[int, ...]], int]:
-        """A fingerprint before the window for each parameter, by its name and the part that this rank holds.
-
-        Ranks that hold the same part, as all do without sharding, must have the same fingerprint.
-        """
+    def replicas(self) -> Replicas:
+        """Of the weights before the window. Ranks that hold the same part must have the same number."""
         parameters = dict(self.module.named_parameters())
         return {(n, _part(parameters[n])): value for n, (_, value) in self.before.items() if n in parameters}
 
@@ -185,18 +185,36 @@ def whole_on_host(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", copy=True)
 
 
-def gathered_on_first(window: Window | None, world_size: int) -> list[Window | None] | None:
-    """The windows of all ranks on rank 0, None on the others. A collective over the world."""
+def whole(tensors: Mapping[str, Tensor | None], keeps: bool) -> dict[str, Any]:
+    """Tensors whole and on the host, where this rank ``keeps`` them. A collective for those that are sharded."""
+    found: dict[str, Tensor | None] = {}
+    for name, tensor in tensors.items():
+        if keeps or isinstance(tensor, DTensor):
+            on_host = None if tensor is None else whole_on_host(tensor)
+            if keeps:
+                found[name] = on_host
+    return found
+
+
+def unequal(by_rank: list[Replicas]) -> list[str]:
+    """Parameters of which ranks that should hold the same part hold another one."""
+    values: dict[tuple[str, tuple[int, ...]], set[int]] = {}
+    for found in by_rank:
+        for key, value in found.items():
+            values.setdefault(key, set()).add(value)
+    return sorted({name for (name, _), distinct in values.items() if len(distinct) > 1})
+
+
+def gathered_on_first(window: Window | None, world_size: int) -> list[Window] | None:
+    """The windows of all ranks that have one, on rank 0; None on the others. A collective over the world."""
     if not dist.is_initialized() or world_size == 1:
-        return [window]
+        return [] if window is None else [window]
     try:
         sent = pickle.dumps(window)
     except Exception as error:  # before the collective, which the others have joined
-        sent = pickle.dumps(Window(0, {}, problem=f"the batch cannot be pickled ({_described(error)})"))
+        sent = pickle.dumps(Window(0, {}, problem=f"the batch cannot be pickled ({described(error)})"))
     received: list[Any] | None = [None] * world_size if dist.get_rank() == 0 else None
     dist.gather_object(sent, received, dst=0)
-    return None if received is None else [pickle.loads(each) for each in received]
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:200]}"
+    if received is None:
+        return None
+    return [each for each in map(pickle.loads, received) if each is not None]

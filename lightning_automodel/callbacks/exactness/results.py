@@ -130,6 +130,11 @@ def range_of(values: Tensor) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def described(error: Exception) -> str:
+    """An exception in a few words."""
+    return f"{type(error).__name__}: {str(error)[:300]}"
+
+
 def _is_wrong(step: StepResult) -> bool:
     gradients = step.is_wrong and not step.problem
     clips = step.clipping_error is not None and step.clipping_error > 1e-4
