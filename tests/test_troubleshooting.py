@@ -50,6 +50,9 @@ NOT_MESSAGES = {
     "…, which is not to be converted to …": "in describe()",
     "Using DistributedSampler with the dataloaders": "a warning of Lightning's that is filtered",
     "but its data is not allocated yet": "torch's own message, which ours replaces",
+    "the module cannot be copied (…)": "a part of ExactnessCheck's verdict",
+    "the copy of the module cannot be set up (…)": "a part of ExactnessCheck's verdict",
+    "ExactnessCheck compares the first … optimizer steps with one process": "what rank 0 says where all is well",
     # Parts of messages whose whole is explained.
     "an import (…)": "of `lightning_automodel needs …`",
     "world size … and backend …": "of `give every rank the same WORLD_SIZE and backend`",
