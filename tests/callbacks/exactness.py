@@ -408,7 +408,9 @@ def random_training(number: int, strategy: str, precision: str, equal: bool = Fa
         lambda rank: sentences(1000 * rank + number, 3 * accumulate, rows, equal),
         strategy,
         {"auto_wrap_policy": {Attending}} if strategy == "fsdp2" and draw.random() < 0.3 else {},
+        {"steps": 1},
         trainer={
+            "max_steps": 1,
             "precision": precision,
             "accumulate_grad_batches": accumulate,
             "gradient_clip_val": draw.choice([None, None, 0.1, 1.0]),

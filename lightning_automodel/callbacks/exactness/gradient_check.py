@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import lightning.pytorch as pl
 import torch
@@ -21,6 +22,30 @@ _FACTOR_IF_PERTURBED = 8  # more of both, where rounding is known from perturbed
 _LEAST, _LEAST_IN_HALF = 16, 2  # roundings, which are no error even if the replay shows none
 _LOSS_TOLERANCE = 64  # roundings
 _HALF = 1e-4  # precisions that round more cannot tell a small error from rounding
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A run's gradients as a sum of those of its micro-batches.
+
+    Attributes:
+        given: The weight of each micro-batch in the gradients.
+        right: The weight that it should have.
+        error: The largest relative error of a weight.
+        left: What the fit leaves, relative to the gradients.
+        explained: How much of the difference from one batch other weights explain.
+    """
+
+    given: Tensor
+    right: Tensor
+    error: float
+    left: float
+    explained: float
+
+    @property
+    def explains(self) -> bool:
+        """Whether the gradients are off because micro-batches have other weights."""
+        return self.left < 0.05 and self.explained > 0.9 and self.error > 4 * self.left
 
 
 class GradientCheck:
@@ -64,12 +89,20 @@ class GradientCheck:
             step.problem = unequal_losses + self._why_unequal()
             return
         direct = _norm(_difference(run[name], found.gradients[name]) for name in run)
+        direct /= max(_norm(_difference(each, None) for each in run.values()), 1e-300)
+        contributions = [found.contributions]  # of micro-batches that round as the run's do
+        if self._is_half and direct > _HALF:
+            replay.load(weights, dtype)
+            alike = replay.one_batch(self._windows, self._shares, weights, dtype, sample, alike=True)
+            contributions.append(alike.contributions)
         exact, rounded, factor = self._one_batch(found, weights, dtype, sample)
-        missing, norm = self._compare(run, exact.gradients, rounded, factor)
-        # Those that round as the run does.
-        step.explanation, weights_error, residual = self._explain(run, found.contributions, sample)
+        missing = self._compare(run, exact.gradients, rounded, factor)
+        fit = min((self._fit(run, each, sample) for each in contributions), key=lambda each: each.left)
+        if fit.explains:
+            step.explanation = _weights_in_words(fit, self._shares.weighting.unit)
+            step.weights_given, step.weights_right = fit.given.tolist(), fit.right.tolist()
         if self._is_half:
-            self._judge_in_half(missing, direct / norm if norm else 0.0, weights_error, residual, factor)
+            self._judge_in_half(missing, direct, fit, factor)
 
     def _one_batch(
         self, found: Replayed, weights: dict[str, Tensor], dtype: torch.dtype | None, sample: dict[str, Tensor]
@@ -97,10 +130,8 @@ class GradientCheck:
         other = replay.one_batch(self._windows, self._shares, perturbed, dtype, sample)
         return found, other.gradients, _FACTOR * _FACTOR_IF_PERTURBED
 
-    def _compare(
-        self, run: Gradients, exact: Gradients, rounded: Gradients, factor: float
-    ) -> tuple[dict[str, float], float]:
-        """Fill in errors. Returns the parameters without a gradient that have one in one batch, and the norm of all."""
+    def _compare(self, run: Gradients, exact: Gradients, rounded: Gradients, factor: float) -> dict[str, float]:
+        """Fill in errors. Returns the parameters without a gradient that have one in one batch."""
         step, least = self._step, self._least
         rows = {
             name: (
@@ -130,11 +161,9 @@ class GradientCheck:
                 missing[name] = 1.0
         step.parameters = dict(sorted(step.parameters.items(), key=lambda each: -rows[each[0]][0]))
         step.is_wrong = step.gradient_error > limit or bool(step.parameters)
-        return missing, norm
+        return missing
 
-    def _judge_in_half(
-        self, missing: dict[str, float], direct: float, weights_error: float, residual: float, factor: float
-    ) -> None:
+    def _judge_in_half(self, missing: dict[str, float], direct: float, fit: _Fit, factor: float) -> None:
         """Half precision may round as much as an error weighs: call wrong only what rounding does not do."""
         step = self._step
         limit = factor * step.rounding + self._least
@@ -142,7 +171,7 @@ class GradientCheck:
             step.is_wrong, step.parameters, step.gradient_error = False, {}, direct
         elif missing:
             step.is_wrong, step.parameters = True, missing
-        elif step.explanation and weights_error > 0.02 and (residual < 1e-3 or step.gradient_error > limit):
+        elif fit.explains and fit.error > 0.02 and (fit.left < 1e-3 or step.gradient_error > limit):
             step.is_wrong = True
         elif step.is_wrong:
             step.is_wrong = False
@@ -155,32 +184,20 @@ class GradientCheck:
                 f"rounding in {self._precision} is {percent(step.rounding)} of them: check with precision='32-true'"
             )
 
-    def _explain(
-        self, run: Gradients, contributions: list[Tensor], sample: dict[str, Tensor]
-    ) -> tuple[str, float, float]:
-        """Fit the run's gradients by those of its micro-batches.
-
-        Returns, in words, the weights that this gives them, if it explains the difference; the largest relative error
-        of a weight; and what the fit leaves, relative to the gradients.
-        """
-        step, counts = self._step, self._shares.counts
+    def _fit(self, run: Gradients, contributions: list[Tensor], sample: dict[str, Tensor]) -> _Fit:
+        """Fit the run's gradients by what each micro-batch adds to those of one batch."""
+        counts = self._shares.counts
         used = [index for index, each in enumerate(contributions) if bool(each.any()) and counts[index]]
-        if not used or not self._shares.denominator:
-            return "", math.nan, math.inf
+        if not used:
+            return _Fit(torch.ones(0), torch.ones(0), 0.0, math.inf, 0.0)
         matrix = torch.stack([contributions[index] for index in used], dim=1)
         target = torch.cat([_entries(run[name], positions) for name, positions in sample.items()])
         factors = torch.linalg.lstsq(matrix, target[:, None]).solution[:, 0]  # 1 where the weight is right
-        size = target.norm().clamp_min(1e-300)
-        residual = float((matrix @ factors - target).norm() / size)
+        left = float((matrix @ factors - target).norm() / target.norm().clamp_min(1e-300))
         difference = (target - matrix.sum(dim=1)).norm().clamp_min(1e-300)
         explained = float((matrix @ (factors - 1)).norm() / difference)
-        error = float((factors - 1).abs().max())
-        if residual > 0.05 or explained < 0.9 or error < 4 * residual:
-            return "", error, residual
         right = torch.tensor([counts[index] / self._shares.denominator for index in used], dtype=torch.float64)
-        given = factors * right
-        step.weights_given, step.weights_right = given.tolist(), right.tolist()
-        return _weights_in_words(given, right, residual, self._shares.weighting.unit), error, residual
+        return _Fit(factors * right, right, float((factors - 1).abs().max()), left, explained)
 
     def _written(
         self, written: Mapping[str, Tensor], weights: Mapping[str, Tensor], now: Mapping[str, Tensor]
@@ -254,9 +271,10 @@ def _perturbed(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor
     return (weight.double() * (1 + eps * moves.double())).to(weight.dtype)
 
 
-def _weights_in_words(given: Tensor, right: Tensor, residual: float, unit: str) -> str:
+def _weights_in_words(fit: _Fit, unit: str) -> str:
+    given, right = fit.given, fit.right
     total, mean = float(given.sum()), percent(float(given.mean()))
-    if float(given.max() - given.min()) >= max(1e-3, 2 * residual) * abs(given.mean()):
+    if float(given.max() - given.min()) >= max(1e-3, 2 * fit.left) * abs(given.mean()):
         text = f"Micro-batches weigh {range_of(given)} in them, where {range_of(right)} is right by their {unit}s."
     elif right.max() - right.min() > 1e-3 * right.mean():
         text = f"Every micro-batch weighs {mean}, though they hold {range_of(right)} of the {unit}s."

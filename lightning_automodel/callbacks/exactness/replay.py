@@ -1,6 +1,7 @@
 """Computes the micro-batches of all ranks in this process, on a copy of the module, as parts of one batch."""
 
 import copy
+import math
 import random
 import threading
 import warnings
@@ -36,7 +37,7 @@ from lightning_automodel.callbacks.running_strategy import automodel
 from lightning_automodel.gradients.token_loss import TokenWeighting
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume.rng import global_states, set_global_states
-from lightning_automodel.sharding.precision import FSDP2_PRECISIONS, cast_floating
+from lightning_automodel.sharding.precision import FSDP2_PRECISIONS, HALF, cast_floating
 
 _SAMPLED = 50_000  # entries of a gradient, at most, that micro-batches are told apart by
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -156,30 +157,35 @@ class Replay:
         weights: Mapping[str, Tensor],
         dtype: torch.dtype | None,
         sample: dict[str, Tensor],
+        alike: bool = False,
     ) -> Replayed:
         """Gradients of all micro-batches as one batch, from the loaded weights. ``dtype`` None: as the Trainer.
 
-        ``weights`` has those before the window that steps may write: each rank begins with them.
+        ``weights`` has those before the window that steps may write: each rank begins with them. In half precision the
+        size of a loss decides on rounding: its backward has the factor of ``AutomodelStrategy``, but for a power of
+        two. With ``alike`` it has that of Lightning's strategies; only contributions are right then.
         """
         found = Replayed({}, [], [], {})
         wide: dict[str, Tensor] = {}  # sums of gradients of parameters in half precision
         before, total = fingerprints(self.module), _sampled({}, sample)
         counts = iter(shares.counts)
-        # Gradients of single micro-batches are small for float16.
-        scale = 1024.0 if torch.float16 in (dtype, *(p.dtype for p in self.module.parameters())) else 1.0
+        scale = self._scale(dtype, shares.denominator)
+        if alike:
+            scale = shares.denominator / self._trainer.accumulate_grad_batches
         for window in windows:
             self.set_tensors(window, dtype)
             for record in window.micro_batches:
                 count = next(counts)
+                used_count = float(count > 0) if alike else count
                 output = self.call(record, record.arguments[0], dtype)
                 found.losses.append(None if output is None else float(loss_of(output).detach()))
-                objective = None if output is None else self._objective(output, count, shares)
+                objective = None if output is None else self._objective(output, used_count, shares)
                 if objective is not None:
                     with self._alone():
                         (objective * scale).backward()
                     self._widen(wide)
                 previous, total = total, _sampled(self._totals(wide), sample)
-                found.contributions.append((total - previous) / scale)
+                found.contributions.append((total - previous) * (count / used_count if used_count else 1.0) / scale)
             written = self._take_back(before, weights)
             found.written = written if window is windows[0] else found.written
         gradients = {name: None if g is None else g / scale for name, g in self._totals(wide).items()}
@@ -240,6 +246,16 @@ class Replay:
         loss = loss_of(output)
         aux = None if automodel(self._trainer) is None else weighting.aux_loss(output, is_counted_ahead=True)
         return (loss, None) if aux is None else (loss - aux, aux)
+
+    def _scale(self, dtype: torch.dtype | None, denominator: float) -> float:
+        dtypes = {each.dtype for each in self.module.parameters()} if dtype is None else {dtype}
+        precision = str(self._plugin.precision)
+        is_half = not dtypes.isdisjoint(HALF) or (dtype is None and precision.endswith("-mixed"))
+        if not is_half or not denominator:
+            return 1.0
+        # Gradients of single micro-batches are small for float16.
+        reserve = 1024.0 if torch.float16 in dtypes or precision.startswith("16") else 1.0
+        return reserve * denominator / 2.0 ** round(math.log2(denominator))
 
     def _objective(self, output: Any, count: float, shares: Shares) -> Tensor | None:
         """[] what a micro-batch adds to the loss of one batch; None if that is nothing."""
