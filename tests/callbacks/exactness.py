@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -116,7 +117,9 @@ class Training:
 def make_strategy(training: Training) -> Any:
     if training.strategy in ("fsdp2", "ddp"):
         return AutomodelStrategy(data_parallel=training.strategy, **training.options)
-    return {"lightning": "ddp", "one": "auto"}.get(training.strategy, training.strategy)
+    if training.strategy == "sharded by hand":
+        return ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
+    return {"lightning": "ddp", "one": "auto"}[training.strategy]
 
 
 def run(training: Training, checked: bool = True) -> tuple[ExactnessCheck, LightningModule]:

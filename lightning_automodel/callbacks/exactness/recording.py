@@ -159,7 +159,11 @@ def fingerprints(module: nn.Module) -> Fingerprints:
         part = torch.view_as_real(part).reshape(-1) if part.is_complex() else part
         # FSDP2 frees the memory of gathered parameters, not the tensors.
         if part.untyped_storage().size() or not part.numel():
-            parts[name] = (tuple(parameter.shape), part.view(_SAME_SIZE[part.element_size()]).sum(dtype=torch.int64))
+            # While FSDP2 has gathered it, a parameter is no DTensor, and its part is all of it.
+            parts[name] = (
+                tuple(torch_internals.local_tensor(parameter).shape),
+                part.view(_SAME_SIZE[part.element_size()]).sum(dtype=torch.int64),
+            )
     numbers = torch.stack([number.cpu() for _, number in parts.values()]).tolist() if parts else []
     return {name: (shape, number) for (name, (shape, _)), number in zip(parts.items(), numbers, strict=True)}
 
