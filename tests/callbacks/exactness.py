@@ -211,6 +211,16 @@ class ClippingHook(Writer):
         self.net.head.weight.register_hook(lambda gradient: gradient / gradient.norm())
 
 
+class ZeroingRows(Writer):
+    """Zeroes rows of a gradient, or of the shard that it takes for one; the norm that it logs must not matter."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            gradient = self.net.embedding.weight.grad
+            getattr(gradient, "to_local", lambda: gradient)()[:3].zero_()
+            self.log("norm", gradient.norm())
+
+
 class Contrastive(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         features = F.normalize(self.net(batch[0]))
@@ -327,6 +337,8 @@ TRAININGS: dict[str, Training] = {
         lambda: Writer(max_norm=0.5), strategy="lightning", verdict="wrong", says="Ranks hold different weights"
     ),
     "a hook that clips": Training(ClippingHook, strategy="ddp", verdict="wrong", says="off: net.head.weight"),
+    "rows of a shard": Training(ZeroingRows, verdict="wrong", says="on_before_optimizer_step and clipping make"),
+    "rows of a gradient": Training(ZeroingRows, strategy="ddp", trainer={"gradient_clip_val": 0.1}),
     "an optimizer of parts": Training(ByPart, verdict="wrong", says="The optimizer's step is"),
     # What nothing can be said of.
     "manual": Training(Manual, trainer={"accumulate_grad_batches": 1}, verdict="not checked", says="Manual optim"),

@@ -12,7 +12,7 @@ from lightning_automodel.callbacks.exactness import results
 from lightning_automodel.callbacks.exactness.count_check import CountCheck
 from lightning_automodel.callbacks.exactness.gradient_check import GradientCheck
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
-from lightning_automodel.callbacks.exactness.optimizer_check import ClippingCheck, OptimizerCheck, changes_gradients
+from lightning_automodel.callbacks.exactness.optimizer_check import OptimizerCheck, changes_gradients
 from lightning_automodel.callbacks.exactness.recording import Recorder, Window
 from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Shares, random_states_kept
 from lightning_automodel.callbacks.exactness.results import CountResult, StepResult, described
@@ -41,7 +41,7 @@ class Comparison:
         self._count: CountResult | None = None
         self._step = StepResult()
         self._is_skipped = False
-        self._clipping: ClippingCheck | None = None
+        self._gradients: Gradients = {}
         self._optimizer: OptimizerCheck | None = None
 
     # --- Before the step ----------------------------------------------------------------------------------------------
@@ -60,7 +60,8 @@ class Comparison:
         ``weights`` are those before the window, ``now`` those that have changed since, ``unequal`` the names of those
         that differ between ranks.
         """
-        step = self._step = StepResult(unequal=unequal)
+        step, self._gradients = StepResult(unequal=unequal), gradients
+        self._step = step
         peers = _by_data_rank(windows)
         own = [each[0] for each in peers]
         records = [record for window in own for record in window.micro_batches]
@@ -98,7 +99,6 @@ class Comparison:
         weights: dict[str, Tensor],
         now: dict[str, Tensor],
     ) -> None:
-        self._clipping = ClippingCheck(gradients, self._replay.sample(set(gradients)))
         shares = self._shares(peers)
         if self._count is None:
             self._check_count(windows, weights)
@@ -168,10 +168,11 @@ class Comparison:
         if self._is_skipped:
             return
         try:
-            if self._clipping is not None:
-                self._clipping.compare(gradients, self._trainer, self._step)
             with random_states_kept(self._trainer.strategy.root_device):
-                self._optimizer = OptimizerCheck(self._replay, optimizer, names, weights, gradients, states)
+                check = OptimizerCheck(self._replay, optimizer, names, weights, states)
+                check.compare_clipping(self._gradients, gradients, self._trainer, self._step)
+                check.step(gradients)
+            self._optimizer = check
         except Exception as error:
             self._step.note = described(error)
 
@@ -183,7 +184,7 @@ class Comparison:
             self.steps.append(self._step)
             for logger in self._trainer.loggers:
                 logger.log_metrics(self._step.numbers(), lightning_internals.logging_step(self._trainer))
-        self._optimizer = self._clipping = None
+        self._optimizer, self._gradients = None, {}
         return len(self.steps)
 
     # --- The verdict --------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def whole_states(optimizer: Optimizer, names: Mapping[int, str], keeps: bool) ->
 class OptimizerCheck:
     """Steps a copy of the optimizer, on whole tensors, from the run's own weights, gradients and state. On rank 0.
 
-    The weights of ``replay`` are those after its step.
+    The weights of ``replay`` are those after :meth:`step`.
     """
 
     def __init__(
@@ -49,19 +49,45 @@ class OptimizerCheck:
         optimizer: Optimizer,
         names: Mapping[int, str],
         weights: dict[str, Tensor],
-        gradients: Gradients,
         states: dict[str, dict[str, Any]],
     ) -> None:
         self._replay, self._before = replay, weights
         replay.load(weights)
         own = dict(replay.module.named_parameters())
-        copied = _copy(optimizer, names, own)
+        self._optimizer = _copy(optimizer, names, own)
         for name, state in states.items():
-            copied.state[own[name]] = {key: _placed(value, own[name]) for key, value in state.items()}
-        for name, gradient in gradients.items():
-            own[name].grad = None if gradient is None else gradient.to(own[name].device, own[name].dtype)
-        copied.step()
-        replay.module.zero_grad()
+            self._optimizer.state[own[name]] = {key: _placed(value, own[name]) for key, value in state.items()}
+
+    def step(self, gradients: Gradients) -> None:
+        """Step with the run's own gradients, after hooks and clipping."""
+        self._replay.set_gradients(gradients)
+        self._optimizer.step()
+        self._replay.module.zero_grad()
+
+    def compare_clipping(self, before: Gradients, after: Gradients, trainer: pl.Trainer, step: StepResult) -> None:
+        """Compare what the module's ``on_before_optimizer_step`` and the Trainer's clipping have made of gradients.
+
+        Nothing is said if others may have changed them too.
+        """
+        module, limit = self._replay.module, trainer.gradient_clip_val
+        has_hook = is_overridden("on_before_optimizer_step", module)
+        is_own = is_overridden("configure_gradient_clipping", module) or changes_gradients(trainer)
+        if is_own or not (limit or has_hook):
+            return
+        expected = self._replay.before_optimizer_step(before, self._optimizer) if has_hook else before
+        wide = {name: each.double().cpu() for name, each in expected.items() if each is not None}
+        if limit and "value" in str(trainer.gradient_clip_algorithm or "norm").lower():
+            wide = {name: each.clamp(-limit, limit) for name, each in wide.items()}
+        elif limit:
+            norm = math.hypot(*(float(each.norm()) for each in wide.values()))
+            wide = {name: each * min(1.0, limit / (norm + 1e-6)) for name, each in wide.items()}
+        found = {name: each for name, each in after.items() if each is not None}
+        zero = torch.zeros(())
+        off = math.hypot(*(float((found.get(n, zero) - wide.get(n, zero)).norm()) for n in found.keys() | wide.keys()))
+        size = math.hypot(*(float(each.norm()) for each in wide.values()))
+        step.clipping_error = off / size if size else 0.0
+        rounding = max((torch.finfo(each.dtype).eps for each in found.values()), default=0.0)
+        step.clips_wrongly = step.clipping_error > max(1e-4, 4 * rounding)
 
     def compare(self, after: Mapping[str, Tensor], step: StepResult) -> None:
         """Fill in how far the run's weights ``after`` its step are from those of the copy."""
@@ -77,42 +103,6 @@ class OptimizerCheck:
         for name, (off, moved, rounding) in rows.items():
             if off > 1e-3 * moved + 4 * rounding + 1e-6 * all_moved:
                 step.optimizer_parameters[name] = off / moved if moved else math.inf
-
-
-class ClippingCheck:
-    """Compares what clipping by the Trainer leaves with the same on whole gradients, at sampled entries.
-
-    Args:
-        gradients: Before clipping.
-        sample: Positions of entries, by parameter.
-    """
-
-    def __init__(self, gradients: Gradients, sample: dict[str, Tensor]) -> None:
-        self._sample = sample
-        self._entries = self._sampled(gradients)
-        squares = [float(g.double().square().sum()) for g in gradients.values() if g is not None]
-        self._norm = math.sqrt(sum(squares))
-
-    def compare(self, clipped: Gradients, trainer: pl.Trainer, step: StepResult) -> None:
-        """Fill in the error, unless hooks may have changed gradients too."""
-        limit, module = trainer.gradient_clip_val, trainer.lightning_module
-        hooks = ("on_before_optimizer_step", "configure_gradient_clipping")
-        if not limit or any(is_overridden(hook, module) for hook in hooks) or changes_gradients(trainer):
-            return
-        if "value" in str(trainer.gradient_clip_algorithm or "norm").lower():
-            expected = self._entries.clamp(-limit, limit)
-        else:
-            expected = self._entries * min(1.0, limit / (self._norm + 1e-6))
-        size = float(expected.norm())
-        step.clipping_error = float((self._sampled(clipped) - expected).norm()) / size if size else 0.0
-
-    def _sampled(self, gradients: Gradients) -> Tensor:
-        found = [torch.zeros(0, dtype=torch.float64)]
-        for name, positions in self._sample.items():
-            gradient = gradients.get(name)
-            if gradient is not None:
-                found.append(gradient.flatten()[positions].double())
-        return torch.cat(found)
 
 
 def changes_gradients(trainer: pl.Trainer) -> list[str]:

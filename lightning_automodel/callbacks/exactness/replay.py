@@ -21,6 +21,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_automodel import torch_internals
@@ -292,15 +293,29 @@ class Replay:
     def _after_backward(self, gradients: Gradients) -> Gradients:
         """Call the module's ``on_after_backward``, which may change gradients; leave none at the parameters."""
         calls = is_overridden("on_after_backward", self.module)
-        for name, parameter in self.module.named_parameters():
-            gradient = gradients[name]
-            parameter.grad = gradient.to(parameter.dtype) if calls and gradient is not None else None
+        self.module.zero_grad()
         if calls:
+            self.set_gradients(gradients)
             with self._alone():
                 self.module.on_after_backward()
             gradients = {name: parameter.grad for name, parameter in self.module.named_parameters()}
             self.module.zero_grad()
         return gradients
+
+    def set_gradients(self, gradients: Gradients) -> None:
+        """Set the gradients of all parameters, None where there is none."""
+        for name, parameter in self.module.named_parameters():
+            gradient = gradients.get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype, copy=True)
+
+    def before_optimizer_step(self, gradients: Gradients, optimizer: Optimizer) -> Gradients:
+        """What the module's ``on_before_optimizer_step`` makes of gradients."""
+        self.set_gradients(gradients)
+        with self._alone():
+            self.module.on_before_optimizer_step(optimizer)
+        found = {name: parameter.grad for name, parameter in self.module.named_parameters()}
+        self.module.zero_grad()
+        return found
 
     def _computing_in(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
         if dtype is None:
@@ -327,8 +342,9 @@ class _Isolation(TorchDispatchMode):
 
     def __init__(self, run: nn.Module) -> None:
         super().__init__()
-        parameters = (torch_internals.local_tensor(parameter.detach()) for parameter in run.parameters())
-        self._of_run = {each.untyped_storage().data_ptr() for each in parameters} - {0}
+        own = [tensor for each in run.parameters() for tensor in (each, each.grad) if tensor is not None]
+        parts = [torch_internals.local_tensor(tensor.detach()) for tensor in own if not tensor.is_sparse]
+        self._of_run = {part.untyped_storage().data_ptr() for part in parts} - {0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in _COLLECTIVES:

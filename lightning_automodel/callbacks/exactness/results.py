@@ -26,6 +26,7 @@ class StepResult:
         optimizer_error: Distance of the step from that of the same optimizer on whole tensors; None: not checked.
         optimizer_parameters: Errors of single parameters' steps, where they are more than rounding.
         clipping_error: Distance of the clipped gradients from those of one process; None: not checked.
+        clips_wrongly: Whether that is more than rounding.
         is_wrong: Whether the gradients are off by more than rounding.
         problem: Why the gradients say nothing.
         note: Why the optimizer's step says nothing.
@@ -43,6 +44,7 @@ class StepResult:
     optimizer_error: float | None = None
     optimizer_parameters: dict[str, float] = field(default_factory=dict)
     clipping_error: float | None = None
+    clips_wrongly: bool = False
     is_wrong: bool = False
     problem: str | None = None
     note: str = ""
@@ -137,8 +139,7 @@ def described(error: Exception) -> str:
 
 def _is_wrong(step: StepResult) -> bool:
     gradients = step.is_wrong and not step.problem
-    clips = step.clipping_error is not None and step.clipping_error > 1e-4
-    return gradients or clips or bool(step.written or step.unequal or step.optimizer_parameters)
+    return gradients or step.clips_wrongly or bool(step.written or step.unequal or step.optimizer_parameters)
 
 
 def _of_gradients(steps: list[StepResult]) -> list[str]:
@@ -178,9 +179,12 @@ def _of_optimizer(steps: list[StepResult]) -> list[str]:
         )
     elif checked:
         lines.append(f"The optimizer's steps are {percent(max(checked))} off those on whole tensors.")
-    clipping = [step.clipping_error for step in steps if step.clipping_error is not None]
-    if clipping and max(clipping) > 1e-4:
-        lines.append(f"Clipped gradients are {percent(max(clipping))} off those that are clipped in one process.")
+    clipping = [step.clipping_error or 0.0 for step in steps if step.clips_wrongly]
+    if clipping:
+        lines.append(
+            "What on_before_optimizer_step and clipping make of gradients is"
+            f" {percent(max(clipping))} off what they make of whole ones."
+        )
     notes = {step.note for step in steps if step.note}
     return lines + [f"The optimizer's step was not checked: {note}." for note in sorted(notes)]
 
