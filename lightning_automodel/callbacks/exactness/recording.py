@@ -155,7 +155,10 @@ def fingerprints(module: nn.Module) -> Fingerprints:
     """Fingerprints of this rank's parameters, which must be sharded or whole. Reads the device; no collective."""
     parts = {}
     for name, parameter in module.named_parameters():
-        part = torch_internals.local_tensor(parameter.detach()).reshape(-1)
+        part = torch_internals.local_tensor(parameter.detach())
+        if type(part) is not Tensor:  # such as weights that are codes, whose bits are their own
+            continue
+        part = part.reshape(-1)
         part = torch.view_as_real(part).reshape(-1) if part.is_complex() else part
         # FSDP2 frees the memory of gathered parameters, not the tensors.
         if part.untyped_storage().size() or not part.numel():

@@ -198,7 +198,7 @@ class Replay:
         """Undo what steps have written to weights, and return it."""
         now, written = fingerprints(self.module), {}
         for name, parameter in self.module.named_parameters():
-            if now[name] != before[name]:
+            if now.get(name) != before.get(name):
                 written[name] = whole_on_host(parameter)
                 parameter.data.copy_(weights[name])
         return written
@@ -349,9 +349,9 @@ class _Isolation(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in _COLLECTIVES:
             raise ReplayError(f"training_step communicates with other ranks ({func})")
-        plain = [
-            each for each in args if isinstance(each, Tensor) and each.layout == torch.strided and not each.is_meta
-        ]
+        # The copy holds no DTensor: one is the run's.
+        tensors = [torch_internals.local_tensor(each) for each in args if isinstance(each, Tensor)]
+        plain = [each for each in tensors if each.layout == torch.strided and not each.is_meta]
         if any(each.untyped_storage().data_ptr() in self._of_run for each in plain):
             raise ReplayError("training_step uses weights past the attributes of its module, as by a global variable")
         return func(*args, **(kwargs or {}))
