@@ -66,6 +66,11 @@ def fit_with_flops() -> int:
     return len(monitor.history)
 
 
+def test_operations_of_a_dataclass_that_checks_itself(pool1: RankPool) -> None:
+    """StepMonitor looks at the shapes of a batch."""
+    assert pool1.run(fit_with_flops) == [2]
+
+
 def check_peers() -> None:
     check_same_batch(Checked(torch.zeros(2)), dist.group.WORLD, torch.device("cpu"), "tensor-parallel")
 
