@@ -7,7 +7,7 @@ from lightning_automodel.release_probe import importing_private_names
 with importing_private_names():  # first, so that its error is the one for a release that is too old or too new
     from lightning_automodel import lightning_internals, torch_internals  # noqa: F401
 
-from lightning_automodel.callbacks import EvaluationLoss, StepMonitor
+from lightning_automodel.callbacks import EvaluationLoss, ExactnessCheck, StepMonitor, TrainingReport
 from lightning_automodel.context_parallel.attention import context_parallel_attention
 from lightning_automodel.data.eval_shard import dp_eval_sample_shard
 from lightning_automodel.distributed.collectives import barrier_and_log
@@ -24,7 +24,6 @@ from lightning_automodel.distributed.process_group import (
 from lightning_automodel.gradients.chunked_loss import token_loss
 from lightning_automodel.gradients.rescale_clip import clip_gradients, rescale_gradients
 from lightning_automodel.gradients.token_loss import StepReport, reduce_loss
-from lightning_automodel.report import TrainingReport
 from lightning_automodel.sharding.grad_sync import get_sync_ctx
 from lightning_automodel.strategy import AutomodelStrategy
 
@@ -32,6 +31,7 @@ __all__ = [
     "AutomodelStrategy",
     "DistInfo",
     "EvaluationLoss",
+    "ExactnessCheck",
     "FirstRankPerNode",
     "StepMonitor",
     "StepReport",

@@ -91,6 +91,11 @@ def layer_sync(strategy: ParallelStrategy) -> LayerSync | None:
     return strategy._layer_sync
 
 
+def ddp_comm_hook(trainer: Trainer) -> Callable[..., Any] | None:
+    """The communication hook of Lightning's own ``DDPStrategy``; None under other strategies."""
+    return getattr(trainer.strategy, "_ddp_comm_hook", None)
+
+
 def patch_after_closure(plugin: Precision, then: Callable[[Any], None], patches: PatchStack) -> None:
     """Call ``then`` with the optimizer last before it steps, after all hooks and clipping: Lightning has no hook."""
     after_closure = plugin._after_closure

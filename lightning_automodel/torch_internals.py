@@ -479,6 +479,11 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
         torch.autograd.graph.increment_version([tensor])
 
 
+def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+    """Hooks that ``tensor.register_hook`` has registered, which copies of the tensor lack."""
+    return list((tensor._backward_hooks or {}).values())
+
+
 def reshard_keeping_storage(unit: FSDPModule) -> None:
     """Reshard ``unit`` without freeing the memory of its unsharded parameters."""
     if hasattr(unit, "set_keep_unsharded_storage"):

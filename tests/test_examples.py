@@ -144,13 +144,6 @@ def test_main_job_starts_its_ranks(folder: Folder) -> None:
     assert [line.partition(" ")[0] for line in lines if not bar.match(line)][:2] == ["Training", "Loss"]
 
 
-def test_check_your_model(folder: Folder) -> None:
-    """Only this strategy has the weights of one process."""
-    printed = folder.run("check_your_model.py")
-    assert numbers(r"AutomodelStrategy +(\S+) %\n", printed)[0] <= 1e-8
-    assert numbers(r"Lightning DDPStrategy +(\S+) %\n", printed)[0] > 10
-
-
 def test_image_classifier(folder: Folder) -> None:
     """Better than guessing after a few steps, on fonts of which it has seen none."""
     printed = folder.run("classify_images.py", "--epochs", "2", "--copies", "4")

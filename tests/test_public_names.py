@@ -21,6 +21,7 @@ PUBLIC_NAMES = [
     "AutomodelStrategy",
     "DistInfo",
     "EvaluationLoss",
+    "ExactnessCheck",
     "FirstRankPerNode",
     "StepMonitor",
     "StepReport",

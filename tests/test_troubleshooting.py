@@ -17,10 +17,24 @@ TELLS = ("Error", "Exception", "rank_zero_warn", "say_once", "log.warning", "log
 WORDS_OF_PROSE = 4
 """A text of so many words is a message wherever it stands: a helper or a constant may hold what is raised elsewhere."""
 VALUE = "…"
+EXACTNESS = (
+    "comparison",
+    "count_check",
+    "gradient_check",
+    "module_copy",
+    "optimizer_check",
+    "recording",
+    "replay",
+    "results",
+)
 NOT_MESSAGES = {
     "checkpoint/__main__.py": "what the command's --help prints",
     "plan/__main__.py": "what the command prints",
-    "report_page.py": "texts of the report",
+    "callbacks/report_page.py": "texts of the report",
+    **dict.fromkeys(
+        [f"callbacks/exactness/{name}.py" for name in EXACTNESS],
+        "parts of a verdict, which docs/is_my_training_exact.md explains",
+    ),
     "AutomodelStrategy: …; trainer.strategy.describe() has the details.": "what rank 0 says where all is well",
     "… FSDP units beside the root": "a part of that line",
     "… ranks have joined at … (backend …).": "a log line where all is well",
@@ -38,6 +52,9 @@ NOT_MESSAGES = {
     "…, which is not to be converted to …": "in describe()",
     "Using DistributedSampler with the dataloaders": "a warning of Lightning's that is filtered",
     "but its data is not allocated yet": "torch's own message, which ours replaces",
+    "the module cannot be copied (…)": "a part of ExactnessCheck's verdict",
+    "the copy of the module cannot be set up (…)": "a part of ExactnessCheck's verdict",
+    "ExactnessCheck compares the first … optimizer steps with one process": "what rank 0 says where all is well",
     # Parts of messages whose whole is explained.
     "an import (…)": "of `lightning_automodel needs …`",
     "world size … and backend …": "of `give every rank the same WORLD_SIZE and backend`",

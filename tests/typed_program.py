@@ -22,6 +22,7 @@ from lightning_automodel import (
     AutomodelStrategy,
     DistInfo,
     EvaluationLoss,
+    ExactnessCheck,
     FirstRankPerNode,
     StepMonitor,
     StepReport,
@@ -114,7 +115,11 @@ def lightning_program(directory: Path, devices: int) -> float:
         logger=False,
         enable_progress_bar=False,
         default_root_dir=directory,
-        callbacks=[StepMonitor(every_n_steps=1), EvaluationLoss(perplexity="{stage}_perplexity")],
+        callbacks=[
+            StepMonitor(every_n_steps=1),
+            EvaluationLoss(perplexity="{stage}_perplexity"),
+            ExactnessCheck(steps=1),
+        ],
     )
     trainer.fit(Model(), DataLoader(Sequences(), batch_size=2), DataLoader(Sequences(), batch_size=2))
     report: StepReport | None = strategy.last_step

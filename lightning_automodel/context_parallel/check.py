@@ -20,6 +20,7 @@ from lightning_automodel import torch_internals
 from lightning_automodel.context_parallel import attention
 from lightning_automodel.context_parallel.attention import Slices
 from lightning_automodel.data.padding import ModuleState
+from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.apply import call_as_step
@@ -107,7 +108,7 @@ class FirstStepCheck:
 
     def _covers(self, arguments: Any) -> bool:
         """Whether a module was called with slices, and with no other tensor that has the length of a sequence."""
-        tensors = _tensors(arguments)
+        tensors = list(tensors_in(arguments))
         others = [tensor for tensor in tensors if not self._is_slice(tensor)]
         lengths = {self._shape[-1], self._shape[-1] * self._slices.num_ranks, self._slices.length, self._length}
         return len(others) < len(tensors) and not any(lengths.intersection(tensor.shape[1:]) for tensor in others)
@@ -158,7 +159,7 @@ class FirstStepCheck:
 
         def note(each: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             # Copies, as operations in place may follow.
-            floating = [tensor for tensor in _tensors(output) if tensor.is_floating_point()]
+            floating = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
             found.extend((each, torch_internals.local_tensor(tensor).clone()) for tensor in floating)
 
         with self._without_effect(module), attention.computing_on(slices), _hooked(module, note):
@@ -187,12 +188,6 @@ class FirstStepCheck:
             yield
             after = [generator.get_rng_state() for generator in generators]
             self._draws |= not all(map(torch.equal, before, after))
-
-
-def _tensors(collection: Any) -> list[Tensor]:
-    tensors: list[Tensor] = []
-    apply_to_collection(collection, Tensor, tensors.append, allow_frozen=True)
-    return tensors
 
 
 def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:

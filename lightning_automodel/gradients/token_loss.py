@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.distributed.collectives import wide_dtype
 
 Count = int | float | Tensor
@@ -249,8 +249,7 @@ def count_samples(batch: Any) -> int:
 
     Scalars, and tensors [1, ...] of two or more dimensions, may stand beside the rest. 1 if there is nothing else.
     """
-    tensors: list[Tensor] = []
-    apply_to_collection(batch, Tensor, tensors.append, allow_frozen=True)
+    tensors = list(tensors_in(batch))
     sizes = [tensor.size(0) for tensor in tensors if tensor.ndim and (tensor.ndim == 1 or tensor.size(0) != 1)]
     if len(set(sizes)) > 1 or not tensors:
         found = f"first dimensions of {', '.join(map(str, dict.fromkeys(sizes)))}" if tensors else "no tensors"

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -20,6 +19,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_automodel import torch_internals
+from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.distributed.mesh import TENSOR, RunMesh
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.units import class_name, is_sharded, outermost
@@ -137,16 +137,12 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device,
     ones, which are not compared.
     """
     checksum = 0
-
-    def add(tensor: Tensor) -> None:
-        nonlocal checksum
+    for tensor in tensors_in(batch):
         if tensor.layout == torch.strided and not tensor.is_nested:
             plain = tensor.detach().cpu().resolve_conj().resolve_neg()
             # A copy: a tensor of one element is contiguous with any stride, and could not be viewed as bytes.
             data = plain.new_empty(plain.shape).copy_(plain).reshape(-1).view(torch.uint8).numpy()
             checksum = zlib.crc32(data.tobytes(), zlib.crc32(str(tuple(tensor.shape)).encode(), checksum))
-
-    apply_to_collection(batch, Tensor, add, allow_frozen=True)
     smallest, largest = (torch.tensor(checksum, device=device) for _ in range(2))
     dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)

@@ -12,9 +12,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_automodel import report_page
 from lightning_automodel.advice import summary
-from lightning_automodel.callbacks import StepMonitor
+from lightning_automodel.callbacks import report_page
+from lightning_automodel.callbacks.step_monitor import StepMonitor
 from lightning_automodel.strategy import AutomodelStrategy
 
 

@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_automodel import AutomodelStrategy, StepMonitor
+from tests.callbacks.test_evaluation_loss import Evaluated, count_labels
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import SILENT, Batch, TinyDecoder, micro_batches
 from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, make_trainer, mean_loss
-from tests.trainer.test_evaluation_loss import Evaluated, count_labels
 from tests.trainer.test_lightning_callbacks import Recorder
 
 COUNTS = (8, 5)  # batches of each rank; the rest are fillers

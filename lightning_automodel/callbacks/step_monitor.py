@@ -1,130 +1,25 @@
-"""Callbacks for users: the evaluation loss, and what each optimizer step does and costs."""
+"""The callback that logs what each optimizer step does and costs."""
 
 import math
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
-from torchmetrics import Metric
-from torchmetrics.metric import CompositionalMetric
 from typing_extensions import override
 
 from lightning_automodel import lightning_internals
+from lightning_automodel.callbacks.running_strategy import automodel
+from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.distributed import collectives
-from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, has_count
-from lightning_automodel.strategy import AutomodelStrategy
-
-
-class _TokenMean(Metric):
-    """A sum of losses over its denominator. Tensor-parallel peers multiply both, so the ratio stays right.
-
-    TorchMetrics 1.9's own ``MeanMetric`` sums in float32 (moving to a device undoes ``set_dtype``), and reads each
-    batch on the host to drop a NaN.
-    """
-
-    full_state_update = False
-    sums: Tensor
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.add_state("sums", torch.zeros(2, dtype=collectives.wide_dtype(device)), dist_reduce_fx="sum")
-        self.to(device)
-
-    @override
-    def update(self, sums: Tensor) -> None:
-        self.sums = self.sums + sums
-
-    @override
-    def compute(self) -> Tensor:
-        return self.sums[0] / self.sums[1]
-
-
-class EvaluationLoss(Callback):
-    """Logs the mean loss per label token of validation and test: over all ranks, each token once.
-
-    It is the value that one process gets over the whole set. (``self.log("val_loss", loss, sync_dist=True)`` logs a
-    mean of batch means.) ``validation_step`` and ``test_step`` return what ``training_step`` returns, and count in the
-    same ways. Under strategies other than ``AutomodelStrategy`` they return ``{"loss": mean, "num_label_tokens": n}``.
-
-    ``ModelCheckpoint`` and ``EarlyStopping`` can monitor the value. With several loaders each has its own value, whose
-    name ends in ``/dataloader_idx_0`` and so on. A set without any label token gives NaN.
-
-    The end of a loader is a collective over all ranks, by TorchMetrics: two numbers per rank, and each rank must have a
-    batch of each loader. If a rank has failed, the others raise under ``AutomodelStrategy``; under other strategies
-    they wait until the timeout of the process group.
-
-    Args:
-        name: Name of the logged value; ``{stage}`` in it becomes ``val`` or ``test``.
-        perplexity: Name of ``exp(loss)``, if the loss is cross-entropy in nats. None: it is not logged.
-
-    Raises:
-        ValueError: In the first batch, if a step returns no loss, or its label tokens cannot be counted.
-
-    Examples:
-        >>> callbacks = [EvaluationLoss(perplexity="{stage}_perplexity")]  # val_loss, val_perplexity, test_loss, ...
-    """
-
-    def __init__(self, name: str = "{stage}_loss", perplexity: str | None = None) -> None:
-        self._name, self._perplexity = name, perplexity
-        self._means: defaultdict[int | None, _TokenMean] = defaultdict()
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._means = defaultdict(partial(_TokenMean, trainer.strategy.root_device))
-
-    @override
-    def on_validation_batch_end(  # Lightning names a loader only where there are several
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int | None = None,
-    ) -> None:
-        step = "test_step" if trainer.testing else "validation_step"
-        strategy = _automodel(trainer)
-        if strategy is None and not has_count(outputs):
-            raise ValueError(
-                f"EvaluationLoss found no 'num_label_tokens' in what {step} returned, and"
-                f" {type(trainer.strategy).__name__} does not count them (AutomodelStrategy does). Return {{'loss':"
-                " mean, 'num_label_tokens': n}."
-            )
-        sums = (TokenWeighting() if strategy is None else strategy).evaluated(batch, outputs, step)
-        self._means[dataloader_idx].update(sums)
-        if dataloader_idx is not None:
-            self._log(trainer, pl_module, dataloader_idx)
-
-    @override
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # With a single loader only here, so that a rank without any batch joins the collective.
-        if set(self._means) <= {None}:
-            self._means[None].update(torch.zeros(2, device=trainer.strategy.root_device))
-            self._log(trainer, pl_module, None)
-
-    on_test_start = on_validation_start
-    on_test_batch_end = on_validation_batch_end
-    on_test_epoch_end = on_validation_epoch_end
-
-    def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: int | None) -> None:
-        """Log the mean, which Lightning computes at the end of the loader, with the loader's index in its name."""
-        mean = self._means[loader]
-        metrics: dict[str, Metric] = {self._name: mean}
-        if self._perplexity is not None:
-            metrics[self._perplexity] = CompositionalMetric(torch.exp, mean, None)
-        for name, metric in metrics.items():
-            name = name.replace("{stage}", "test" if trainer.testing else "val")
-            pl_module.log(name, metric, prog_bar=True, metric_attribute=type(self).__name__)
+from lightning_automodel.gradients.token_loss import StepReport
 
 
 class StepMonitor(Callback):
@@ -185,7 +80,7 @@ class StepMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy = _automodel(trainer)
+        strategy = automodel(trainer)
         self._counts_label_tokens = strategy is not None and strategy.describe()["options"]["per_token_loss"]
         self._logged_step = trainer.global_step
         self._phase, self._entered_at = "data", time.perf_counter()
@@ -195,7 +90,7 @@ class StepMonitor(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        strategy = _automodel(trainer)
+        strategy = automodel(trainer)
         self._drawn = strategy.seconds_drawing if strategy is not None else 0.0
         self._enter("forward")
         self._flops.start(pl_module, batch)
@@ -218,7 +113,7 @@ class StepMonitor(Callback):
         self._steps += 1
         rate = optimizer.param_groups[0]["lr"]
         self._learning_rate = rate.clone() if isinstance(rate, Tensor) else rate  # before a scheduler changes it
-        strategy = _automodel(trainer)
+        strategy = automodel(trainer)
         report = None if strategy is None else strategy.last_step
         # Unless another optimizer has stepped on the same windows.
         if report is not None and report.num_label_tokens is not self._counted:
@@ -229,7 +124,7 @@ class StepMonitor(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        strategy = _automodel(trainer)
+        strategy = automodel(trainer)
         if strategy is not None:  # batches drawn ahead since this batch's first hook are a wait for data
             drawn = strategy.seconds_drawing - self._drawn
             self._seconds["data"] += drawn
@@ -348,8 +243,7 @@ class _FlopMeter:
         """Begin a micro-batch."""
         if not self.is_on:
             return
-        shapes: list[torch.Size] = []
-        apply_to_collection(batch, Tensor, lambda tensor: shapes.append(tensor.shape))
+        shapes = [tensor.shape for tensor in tensors_in(batch)]
         # Frozen parameters make a backward cheaper, so their number is part of the key.
         self._key = (*shapes, sum(parameter.requires_grad for parameter in module.parameters()))
         if self._key not in self._known:
@@ -364,7 +258,3 @@ class _FlopMeter:
             if is_whole:
                 self._known[self._key] = counter.get_total_flops()
         return self._known.get(self._key, 0)
-
-
-def _automodel(trainer: pl.Trainer) -> AutomodelStrategy | None:
-    return trainer.strategy if isinstance(trainer.strategy, AutomodelStrategy) else None

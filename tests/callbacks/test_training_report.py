@@ -16,7 +16,8 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy, EvaluationLoss, StepMonitor, TrainingReport, report, report_page
+from lightning_automodel import AutomodelStrategy, EvaluationLoss, StepMonitor, TrainingReport
+from lightning_automodel.callbacks import report_page, training_report
 from tests.browser import CHROMIUM, opened_browser
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import SILENT, Batch, micro_batches
@@ -154,7 +155,7 @@ def test_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """StepMonitor as the fit starts, plotly already before."""
     with pytest.raises(ValueError, match=r"the Trainer has none: pass callbacks=\[StepMonitor\(\), TrainingReport\(\)"):
         single_process(tmp_path, callbacks=[TrainingReport()]).fit(LabelledModule(), DataLoader([0]))
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    monkeypatch.setattr(training_report, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'lightning-automodel\[report\]'"):
         TrainingReport()
 

@@ -1,0 +1,8 @@
+"""Callbacks for users; they work under other strategies too, and know more under ``AutomodelStrategy``."""
+
+from lightning_automodel.callbacks.evaluation_loss import EvaluationLoss
+from lightning_automodel.callbacks.exactness_check import ExactnessCheck
+from lightning_automodel.callbacks.step_monitor import StepMonitor
+from lightning_automodel.callbacks.training_report import TrainingReport
+
+__all__ = ["EvaluationLoss", "ExactnessCheck", "StepMonitor", "TrainingReport"]

@@ -1,0 +1,1 @@
+"""What the callback ExactnessCheck records, replays, compares and says."""

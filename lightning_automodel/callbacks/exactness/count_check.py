@@ -1,0 +1,309 @@
+"""Whether the loss of a batch is the mean over what is counted, found out without trusting the count."""
+
+import dataclasses
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_automodel.callbacks.exactness.module_copy import ReplayError
+from lightning_automodel.callbacks.exactness.recording import MicroBatch, Window
+from lightning_automodel.callbacks.exactness.replay import Replay
+from lightning_automodel.callbacks.exactness.results import EXACT, NOT_CHECKED, WRONG, CountResult, percent
+from lightning_automodel.data.tensors import tensors_in
+from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
+
+_TRIED = 3  # batches, at most
+_PARALLEL = 1e-3  # smallest singular value of normalised gradients: below it, either part could have either weight
+_FITS = 1e-5
+_AGREES = 1e-4
+_AS_TRAINED, _WITHOUT_NOISE, _EVALUATING = "as trained", "without dropout and statistics of batches", "in evaluation"
+_NOISY = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+
+
+@dataclass
+class _Fit:
+    """The gradient of a batch as a sum of those of its parts: their weights, and what is left, relative to it."""
+
+    factors: list[float]
+    counts: list[float]
+    left: float
+    noise: float  # of the precision that it was computed in
+    mode: str
+    is_random: str = ""  # why it says nothing
+    is_of_means: bool = False  # doubling the batch changes nothing
+
+
+class CountCheck:
+    """Splits batches by rows, or joins two of one row, and fits the gradient of the whole by those of the parts.
+
+    Args:
+        replay: Of the run.
+        windows: Of all data-parallel ranks.
+        weights: Those before the window.
+        weighting: How the run counts.
+    """
+
+    def __init__(
+        self, replay: Replay, windows: list[Window], weights: Mapping[str, Tensor], weighting: TokenWeighting
+    ) -> None:
+        self._replay, self._windows, self._weights, self._weighting = replay, windows, weights, weighting
+        self.better: TokenWeighting | None = None  # than `weighting`, where that is wrong
+
+    def check(self) -> CountResult:
+        """Check the most telling batches, at most three."""
+        tried = self._splits()
+        if not tried:
+            return CountResult(NOT_CHECKED, "not checked, as no micro-batch has two rows that can be told apart")
+        found = []
+        for window, record, batch, parts in tried[:_TRIED]:
+            found.append(self._check_one(window, record, batch, parts))
+            if found[-1].verdict == WRONG:
+                break
+        return min(found, key=lambda each: (WRONG, EXACT, NOT_CHECKED).index(each.verdict))
+
+    def _splits(self) -> list[tuple[Window, MicroBatch, Any, list[Any]]]:
+        """Batches with two parts of each, those first whose parts differ most in their counts."""
+        records = [(window, record) for window in self._windows for record in window.micro_batches]
+        tried = []
+        for window, record in records:
+            parts = _split(record.arguments[0])
+            if parts is not None:
+                tried.append((window, record, record.arguments[0], parts))
+        if not tried and len(records) > 1:
+            parts = [records[0][1].arguments[0], records[1][1].arguments[0]]
+            joined = self._join(parts)
+            tried = [(*records[0], joined, parts)] if joined is not None else []
+        return sorted(tried, key=lambda each: -self._contrast(each[3]))
+
+    def _contrast(self, parts: list[Any]) -> float:
+        try:
+            counts = [float(self._weighting.count_labels(part[self._weighting.label_key])) for part in parts]
+        except Exception:
+            counts = [float(_num_rows(part)) for part in parts]
+        if not all(counts):
+            return -1.0
+        return abs(counts[0] / sum(counts) - 0.5) + 1e-3 * sum(map(_num_rows, parts))
+
+    def _check_one(self, window: Window, record: MicroBatch, batch: Any, parts: list[Any]) -> CountResult:
+        fit, failure = self._best_fit(window, record, batch, parts)
+        if fit is None:
+            return CountResult(NOT_CHECKED, f"not checked ({failure})")
+        if fit.is_random:
+            return CountResult(NOT_CHECKED, f"not checked, as {fit.is_random}")
+        if fit.left > max(_FITS, 10 * fit.noise):
+            if fit.is_of_means:
+                return CountResult(
+                    NOT_CHECKED,
+                    "no single count is right, as the loss has terms that are divided by different numbers, or by"
+                    f" statistics of the batch ({percent(fit.left)} of the gradient of a batch is no sum of those of"
+                    " its parts)",
+                    is_decisive=True,
+                )
+            return CountResult(
+                NOT_CHECKED,
+                f"not checked, as a row's loss depends on the other rows of its batch ({percent(fit.left)} of its"
+                " gradient), so that the verdict is for the count given",
+            )
+        tolerance = max(_AGREES, 20 * fit.noise)
+        where = "" if fit.mode == _AS_TRAINED else f" {fit.mode}"
+        if _are_close(fit.factors, self._factors(self._weighting, fit.counts), tolerance):
+            return CountResult(EXACT, f"agrees with the loss{where}")
+        if any(abs(factor) < 1e-6 for factor in fit.factors):
+            return CountResult(NOT_CHECKED, "not checked, as a part of a batch has no weight in its loss")
+        if _has_shared_values(batch):
+            return CountResult(NOT_CHECKED, "not checked, as a batch holds values that do not belong to single rows")
+        remedy = self._remedy(parts, fit.factors, tolerance)
+        told = f"two parts of a batch weigh {_ratio(fit.factors)} in its loss, and {_ratio(fit.counts)} by their count"
+        return CountResult(WRONG, told + where, remedy)
+
+    def _remedy(self, parts: list[Any], factors: list[float], tolerance: float) -> str:
+        """The option that is right, which ``better`` has; empty if none is known."""
+        own = self._weighting
+        plain = replace(own, loss_reduction="mean", count_label_tokens=None, label_shift=0)
+        candidates = {
+            "loss_reduction='sum', as the loss is a sum": replace(own, loss_reduction="sum"),
+            "count='samples', as the loss is a mean over rows": replace(plain, count_label_tokens=count_samples),
+            "label_shift=0": plain,
+            "label_shift=1": replace(plain, label_shift=1),
+        }
+        for option, weighting in candidates.items():
+            with suppress(Exception):
+                counts = [float(weighting.count(part)) for part in parts]
+                if _are_close(factors, self._factors(weighting, counts), tolerance):
+                    self.better = weighting
+                    return option
+        return "num_label_tokens, returned from training_step: the number that the loss is divided by"
+
+    @staticmethod
+    def _factors(weighting: TokenWeighting, counts: list[float]) -> list[float]:
+        if weighting.loss_reduction == "sum":
+            return [1.0] * len(counts)
+        total = sum(counts)
+        return [count / total for count in counts] if total else [0.0] * len(counts)
+
+    # --- Fitting ------------------------------------------------------------------------------------------------------
+
+    def _best_fit(self, window: Window, record: MicroBatch, batch: Any, parts: list[Any]) -> tuple[_Fit | None, str]:
+        """The fit in the mode nearest to training in which a row's loss does not depend on others, or the best."""
+        best, failure = None, "the gradients of two parts of a batch are parallel"
+        for mode in (_AS_TRAINED, _WITHOUT_NOISE, _EVALUATING):
+            for dtype in (torch.float64, None):
+                try:
+                    fit = self._fit(window, record, batch, parts, mode, dtype)
+                except ReplayError:
+                    raise
+                except Exception as error:  # such as code that has another dtype written down
+                    failure = f"{type(error).__name__}: {str(error)[:120]}"
+                    continue
+                if fit is not None:
+                    if best is None or (bool(fit.is_random), fit.left) < (bool(best.is_random), best.left):
+                        best = fit
+                    break
+            if best is not None and not best.is_random and best.left < max(_FITS, 10 * best.noise):
+                break
+        return best, failure
+
+    def _fit(
+        self, window: Window, record: MicroBatch, batch: Any, parts: list[Any], mode: str, dtype: torch.dtype | None
+    ) -> _Fit | None:
+        replay = self._replay
+        replay.load(self._weights, dtype)
+        for each in replay.module.modules():
+            if mode == _EVALUATING or (mode == _WITHOUT_NOISE and isinstance(each, _NOISY)):
+                each.training = False
+        sample = replay.sample({name for name, p in replay.module.named_parameters() if p.requires_grad})
+
+        def gradient(batch: Any, seed: int | None = None) -> tuple[Tensor, float]:
+            replay.set_tensors(window, dtype)
+            output = replay.call(record, batch, dtype, seed)
+            loss, _ = replay.losses_of(output, self._weighting)
+            return replay.sampled_gradient(loss, sample), float(self._weighting.count(batch, output))
+
+        whole, _ = gradient(batch)
+        found = [gradient(part) for part in parts]
+        columns = torch.stack([each for each, _ in found], dim=1)
+        if not (torch.isfinite(whole).all() and torch.isfinite(columns).all() and bool(whole.any())):
+            return None
+        spread = torch.linalg.svdvals(columns / columns.norm(dim=0).clamp_min(1e-300))
+        if spread[-1] < _PARALLEL * spread[0]:
+            return None
+        factors = torch.linalg.lstsq(columns, whole[:, None]).solution[:, 0]
+        left = float((columns @ factors - whole).norm() / whole.norm())
+        fit = _Fit(factors.tolist(), [count for _, count in found], left, 0.0 if dtype else 1e-6, mode)
+        if _are_apart(gradient(batch)[0], whole):
+            fit.is_random = "training_step is not repeatable"
+        elif _are_apart(gradient(batch, seed=1)[0], whole):
+            fit.is_random = (
+                "training_step draws random numbers, so that the parts of a batch cannot be compared with all of it"
+            )
+        if left > max(_FITS, 10 * fit.noise):
+            with suppress(Exception):
+                fit.is_of_means = not _are_apart(gradient(self._doubled(parts))[0], whole)
+        return fit
+
+    def _doubled(self, parts: list[Any]) -> Any:
+        """Every row twice, in another order, which a mean over rows does not see, nor a quotient of such means."""
+        second, first = (self._join([part, part]) for part in parts)
+        return self._join([first, second])
+
+    def _join(self, parts: list[Any]) -> Any:
+        return _joined(parts, self._weighting.label_key, self._weighting.ignore_index)
+
+
+def _are_apart(first: Tensor, second: Tensor) -> bool:
+    return bool((first - second).norm() > 1e-6 * second.norm())
+
+
+def _are_close(first: list[float], second: list[float], tolerance: float) -> bool:
+    return max(abs(one - other) for one, other in zip(first, second, strict=True)) < tolerance
+
+
+def _ratio(values: list[float]) -> str:
+    first, second = values
+    return f"1 : {second / first:.3g}" if first else f"{first:.3g} : {second:.3g}"
+
+
+# --- Parts of batches -------------------------------------------------------------------------------------------------
+
+
+def _num_rows(batch: Any) -> int:
+    sizes = [tensor.size(0) for tensor in tensors_in(batch) if tensor.ndim]
+    return max(set(sizes), key=sizes.count) if sizes else 1
+
+
+def _has_shared_values(batch: Any) -> bool:
+    """Whether a batch holds tensors, or numbers, that are not one for each row: its parts have them too."""
+    rows = _num_rows(batch)
+    numbers = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    has_numbers = any(isinstance(each, (int, float)) and not isinstance(each, bool) for each in numbers)
+    return has_numbers or any(not tensor.ndim or tensor.size(0) != rows for tensor in tensors_in(batch))
+
+
+def _split(batch: Any) -> list[Any] | None:
+    """Two parts of a batch, of unequal size if possible; None if it has no two rows."""
+    try:
+        rows = count_samples(batch)
+    except ValueError:
+        return None
+    if rows < 2:
+        return None
+    at = max(1, rows // 3)
+    return [_rows_of(batch, slice(0, at), rows), _rows_of(batch, slice(at, rows), rows)]
+
+
+def _rows_of(value: Any, part: slice, rows: int) -> Any:
+    def inner(each: Any) -> Any:
+        return _rows_of(each, part, rows)
+
+    if isinstance(value, Tensor):
+        return value[part] if value.ndim and value.size(0) == rows else value
+    if hasattr(value, "keys"):
+        entries = {key: inner(value[key]) for key in value.keys()}  # noqa: SIM118 (not all are mappings)
+        try:
+            return type(value)(entries)
+        except Exception:
+            return entries
+    if isinstance(value, (list, tuple)):
+        holds_rows = len(value) == rows and all(not isinstance(each, Tensor) or not each.ndim for each in value)
+        items = value[part] if holds_rows else [inner(each) for each in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{each.name: inner(getattr(value, each.name)) for each in dataclasses.fields(value)})
+    return value
+
+
+def _joined(parts: list[Any], label_key: str, ignored: int) -> Any:
+    """Two batches in one, padded at the ends of rows; None if that is not possible."""
+    first, second = parts
+    if isinstance(first, (list, tuple)):
+        first, second = ({str(index): each for index, each in enumerate(part)} for part in parts)
+        joined = _joined([first, second], label_key, ignored) if first.keys() == second.keys() else None
+        return None if joined is None else type(parts[0])(joined.values())
+    if isinstance(first, Tensor):
+        joined = _joined([{"": first}, {"": second}], label_key, ignored)
+        return None if joined is None else joined[""]
+    if not (hasattr(first, "keys") and set(first.keys()) == set(second.keys())):
+        return None
+    entries: dict[Any, Any] = {}
+    for key in first.keys():  # noqa: SIM118
+        one, other = first[key], second[key]
+        if isinstance(one, Tensor) and isinstance(other, Tensor) and one.ndim == other.ndim and one.ndim:
+            sizes = [max(pair) for pair in zip(one.shape[1:], other.shape[1:], strict=True)]
+            fill = ignored if key == label_key else 0
+            entries[key] = torch.cat([_padded(one, sizes, fill), _padded(other, sizes, fill)])
+        elif isinstance(one, list) and isinstance(other, list):
+            entries[key] = one + other
+        elif isinstance(one, (str, bool, type(None))) and one == other:
+            entries[key] = one
+        else:
+            return None
+    return entries
+
+
+def _padded(rows: Tensor, sizes: list[int], fill: int) -> Tensor:
+    amounts = [size - have for size, have in zip(sizes, rows.shape[1:], strict=True)]
+    return nn.functional.pad(rows, [each for amount in reversed(amounts) for each in (0, amount)], value=fill)

@@ -1,0 +1,302 @@
+"""Whether a run's gradients are those of one batch, and if not, why."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from lightning_automodel import lightning_internals
+from lightning_automodel.callbacks.exactness.module_copy import ReplayError
+from lightning_automodel.callbacks.exactness.recording import Window
+from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Replayed, Shares, loss_of
+from lightning_automodel.callbacks.exactness.results import StepResult, percent, range_of
+from lightning_automodel.callbacks.running_strategy import automodel
+
+# Gradients may be off by this many times the rounding that the replay shows: it is that of one order of summation out
+# of many. Single parameters may be off by more.
+_FACTOR, _FACTOR_OF_ONE = 4, 4
+_FACTOR_IF_PERTURBED = 8  # more of both, where rounding is known from perturbed weights alone
+_LEAST, _LEAST_IN_HALF = 16, 2  # roundings, which are no error even if the replay shows none
+_LOSS_TOLERANCE = 64  # roundings
+_HALF = 1e-4  # precisions that round more cannot tell a small error from rounding
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A run's gradients as a sum of those of its micro-batches.
+
+    Attributes:
+        given: The weight of each micro-batch in the gradients.
+        right: The weight that it should have.
+        error: The largest relative error of a weight.
+        left: What the fit leaves, relative to the gradients.
+        explained: How much of the difference from one batch other weights explain.
+    """
+
+    given: Tensor
+    right: Tensor
+    error: float
+    left: float
+    explained: float
+
+    @property
+    def explains(self) -> bool:
+        """Whether the gradients are off because micro-batches have other weights."""
+        return self.left < 0.05 and self.explained > 0.9 and self.error > 4 * self.left
+
+
+class GradientCheck:
+    """Compares the gradients of one step, on rank 0.
+
+    Args:
+        replay: Of the run.
+        trainer: Of the run.
+        windows: Of all data-parallel ranks.
+        shares: The count of each micro-batch.
+        step: Where results are written.
+    """
+
+    def __init__(
+        self, replay: Replay, trainer: pl.Trainer, windows: list[Window], shares: Shares, step: StepResult
+    ) -> None:
+        self._replay, self._windows, self._shares, self._step = replay, windows, shares, step
+        self._records = [record for window in windows for record in window.micro_batches]
+        self._precision = str(trainer.precision_plugin.precision)
+        self._eps = _rounding_unit(trainer)
+        self._is_half = self._eps > _HALF
+        self._least = self._eps * (_LEAST_IN_HALF if self._is_half else _LEAST)
+        options = {} if (ours := automodel(trainer)) is None else ours.describe()["options"]
+        # There the losses of the run are those of slices.
+        self._compares_losses = options.get("context_parallel_size", 1) == 1
+
+    def compare(self, run: Gradients, weights: dict[str, Tensor], now: Mapping[str, Tensor]) -> None:
+        """Compare gradients ``run`` with those of one batch.
+
+        ``weights`` are those before the window, which are dropped on the way; ``now`` those that have changed since.
+        """
+        step, replay = self._step, self._replay
+        sample = replay.sample(set(run))
+        dtype = replay.sharded_dtype
+        replay.load(weights, dtype)
+        found = replay.one_batch(self._windows, self._shares, weights, dtype, sample)
+        found.gradients = {name: None if g is None else g.cpu() for name, g in found.gradients.items()}
+        step.written = self._written(found.written, weights, now)
+        unequal_losses = self._unequal_losses(found)
+        if unequal_losses and not (step.written or step.unequal):
+            step.problem = unequal_losses + self._why_unequal()
+            return
+        direct = _norm(_difference(run[name], found.gradients[name]) for name in run)
+        direct /= max(_norm(_difference(each, None) for each in run.values()), 1e-300)
+        contributions = [found.contributions]  # of micro-batches that round as the run's do
+        if self._is_half and direct > _HALF:
+            replay.load(weights, dtype)
+            alike = replay.one_batch(self._windows, self._shares, weights, dtype, sample, alike=True)
+            contributions.append(alike.contributions)
+        exact, rounded, factor = self._one_batch(found, weights, dtype, sample)
+        missing = self._compare(run, exact.gradients, rounded, factor)
+        fit = min((self._fit(run, each, sample) for each in contributions), key=lambda each: each.left)
+        if fit.explains:
+            step.explanation = _weights_in_words(fit, self._shares.weighting.unit)
+            step.weights_given, step.weights_right = fit.given.tolist(), fit.right.tolist()
+        if self._is_half:
+            self._judge_in_half(missing, direct, fit, factor)
+
+    def _one_batch(
+        self, found: Replayed, weights: dict[str, Tensor], dtype: torch.dtype | None, sample: dict[str, Tensor]
+    ) -> tuple[Replayed, Gradients, float]:
+        """The gradients to compare with, the same with rounding, and how many times that rounding is no error."""
+        replay = self._replay
+        dtypes = {name: weight.dtype for name, weight in weights.items()}
+        if self._precision != "64-true":
+            replay.load(weights, torch.float64)
+            # In float64 little else fits beside it.
+            for name in weights.keys() - found.written.keys():
+                del weights[name]
+            try:
+                exact = replay.one_batch(self._windows, self._shares, weights, torch.float64, sample)
+                if all(map(self._agree, found.losses, exact.losses)):
+                    return exact, found.gradients, _FACTOR
+            except ReplayError:
+                raise
+            except Exception:
+                pass  # some code has another dtype written down
+            weights = {n: weights.get(n, p.detach().cpu()).to(dtypes[n]) for n, p in replay.module.named_parameters()}
+        generator = torch.Generator().manual_seed(0)
+        perturbed = {name: _perturbed(weight, self._eps, generator) for name, weight in weights.items()}
+        replay.load(perturbed)
+        other = replay.one_batch(self._windows, self._shares, perturbed, dtype, sample)
+        return found, other.gradients, _FACTOR * _FACTOR_IF_PERTURBED
+
+    def _compare(self, run: Gradients, exact: Gradients, rounded: Gradients, factor: float) -> dict[str, float]:
+        """Fill in errors. Returns the parameters without a gradient that have one in one batch."""
+        step, least = self._step, self._least
+        rows = {
+            name: (
+                _norm([_difference(run[name], exact[name])]),
+                _norm([_difference(rounded[name], exact[name])]),
+                _norm([_difference(exact[name], None)]),
+                math.sqrt(_difference(exact[name], None).numel()),
+            )
+            for name in run
+        }
+        off, rounding, norm, size = (
+            math.sqrt(sum(value**2 for value in column)) for column in zip(*rows.values(), strict=True)
+        )
+        if not norm:
+            step.gradient_error, step.rounding = 0.0 if not off else math.inf, 0.0
+        else:
+            step.gradient_error, step.rounding = off / norm, rounding / norm
+        limit = factor * step.rounding + least
+        missing = {}
+        for name, (own_off, own_rounding, own_norm, own_size) in rows.items():
+            # Its own rounding, and its share of all rounding: what is zero but for rounding is no error.
+            most = _FACTOR_OF_ONE * factor * own_rounding + least * own_norm + limit * norm * own_size / max(size, 1)
+            if own_off > most:
+                step.parameters[name] = own_off / own_norm if own_norm else math.inf
+            is_zero = not bool(_difference(run[name], None).any())
+            if is_zero and own_norm > 10 * own_rounding and own_norm > 1e-3 * norm:
+                missing[name] = 1.0
+        step.parameters = dict(sorted(step.parameters.items(), key=lambda each: -rows[each[0]][0]))
+        step.is_wrong = step.gradient_error > limit or bool(step.parameters)
+        return missing
+
+    def _judge_in_half(self, missing: dict[str, float], direct: float, fit: _Fit, factor: float) -> None:
+        """Half precision may round as much as an error weighs: call wrong only what rounding does not do."""
+        step = self._step
+        limit = factor * step.rounding + self._least
+        if direct < _HALF:  # the replay that rounds alike agrees
+            step.is_wrong, step.parameters, step.gradient_error = False, {}, direct
+        elif missing:
+            step.is_wrong, step.parameters = True, missing
+        elif fit.explains and fit.error > 0.02 and (fit.left < 1e-3 or step.gradient_error > limit):
+            step.is_wrong = True
+        elif step.is_wrong:
+            step.is_wrong = False
+            step.problem = (
+                f"they are {percent(step.gradient_error)} off, which {self._precision} may do by rounding (here"
+                f" {percent(step.rounding)}): check with precision='32-true'"
+            )
+        elif step.rounding > 0.1:
+            step.problem = (
+                f"rounding in {self._precision} is {percent(step.rounding)} of them: check with precision='32-true'"
+            )
+
+    def _fit(self, run: Gradients, contributions: list[Tensor], sample: dict[str, Tensor]) -> _Fit:
+        """Fit the run's gradients by what each micro-batch adds to those of one batch."""
+        counts = self._shares.counts
+        used = [index for index, each in enumerate(contributions) if bool(each.any()) and counts[index]]
+        if not used:
+            return _Fit(torch.ones(0), torch.ones(0), 0.0, math.inf, 0.0)
+        matrix = torch.stack([contributions[index] for index in used], dim=1)
+        target = torch.cat([_entries(run[name], positions) for name, positions in sample.items()])
+        factors = torch.linalg.lstsq(matrix, target[:, None]).solution[:, 0]  # 1 where the weight is right
+        left = float((matrix @ factors - target).norm() / target.norm().clamp_min(1e-300))
+        difference = (target - matrix.sum(dim=1)).norm().clamp_min(1e-300)
+        explained = float((matrix @ (factors - 1)).norm() / difference)
+        right = torch.tensor([counts[index] / self._shares.denominator for index in used], dtype=torch.float64)
+        return _Fit(factors * right, right, float((factors - 1).abs().max()), left, explained)
+
+    def _written(
+        self, written: Mapping[str, Tensor], weights: Mapping[str, Tensor], now: Mapping[str, Tensor]
+    ) -> dict[str, float]:
+        """Weights that the window has written otherwise than rank 0's steps do alone, with the difference."""
+        found = {}
+        for name in written.keys() | now.keys():
+            before, replayed = weights[name].double(), written.get(name, weights[name]).double()
+            off = float((now.get(name, weights[name]).double() - replayed).norm())
+            moved, size = float((replayed - before).norm()), float(replayed.norm())
+            is_lost = name not in now and moved > 4 * self._eps * size
+            if is_lost or (off > _LOSS_TOLERANCE * self._eps * size and off > 1e-3 * moved):
+                found[name] = off / max(size, 1e-300)
+        return found
+
+    def _unequal_losses(self, found: Replayed) -> str:
+        if not self._compares_losses:
+            return ""
+        pairs = [(record, loss) for record, loss in zip(self._records, found.losses, strict=True)]
+        unequal = [(record, loss) for record, loss in pairs if not self._agree(record.loss, loss)]
+        if not unequal:
+            return ""
+        record, loss = unequal[0]
+        return (
+            f"{len(unequal)} of {len(pairs)} losses are others in the replay, as {record.loss:.6g} in the run and"
+            f" {loss:.6g} in the replay: "
+        )
+
+    def _why_unequal(self) -> str:
+        replay, window = self._replay, next(window for window in self._windows if window.micro_batches)
+        record, losses = window.micro_batches[0], set()
+        for _ in range(2):
+            replay.set_tensors(window, replay.sharded_dtype)
+            output = replay.call(record, record.arguments[0], replay.sharded_dtype)
+            losses.add(None if output is None else float(loss_of(output).detach()))
+        if len(losses) > 1:
+            return (
+                "training_step is not repeatable, as it draws from something other than the global generators of torch,"
+                " numpy and Python"
+            )
+        return "training_step depends on the rank, or on something other than weights, buffers and attributes"
+
+    def _agree(self, first: float | None, second: float | None) -> bool:
+        if first is None or second is None:
+            return True
+        if math.isnan(first) and math.isnan(second):
+            return True
+        return abs(first - second) <= _LOSS_TOLERANCE * self._eps * max(abs(first), abs(second), 1e-3)
+
+
+def _rounding_unit(trainer: pl.Trainer) -> float:
+    """The relative size of a rounding in the run's precision."""
+    precision = str(trainer.precision_plugin.precision)
+    dtype = torch.float64 if precision.startswith("64") else torch.float32
+    ours = automodel(trainer)
+    options = {} if ours is None else ours.describe()["options"]
+    # These communicate in half precision.
+    hooks = (lightning_internals.ddp_comm_hook(trainer), options.get("ddp_comm_hook"), options.get("mp_policy"))
+    if "bf16" in precision or any(hook is not None for hook in hooks):
+        dtype = torch.bfloat16
+    elif precision.startswith("16"):
+        dtype = torch.float16
+    return torch.finfo(dtype).eps
+
+
+def _perturbed(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor:
+    """``weight`` with each entry moved by at most one rounding."""
+    if not weight.is_floating_point():
+        return weight
+    moves = torch.randint(-1, 2, weight.shape, generator=generator)
+    return (weight.double() * (1 + eps * moves.double())).to(weight.dtype)
+
+
+def _weights_in_words(fit: _Fit, unit: str) -> str:
+    given, right = fit.given, fit.right
+    total, mean = float(given.sum()), percent(float(given.mean()))
+    if float(given.max() - given.min()) >= max(1e-3, 2 * fit.left) * abs(given.mean()):
+        text = f"Micro-batches weigh {range_of(given)} in them, where {range_of(right)} is right by their {unit}s."
+    elif right.max() - right.min() > 1e-3 * right.mean():
+        text = f"Every micro-batch weighs {mean}, though they hold {range_of(right)} of the {unit}s."
+    else:
+        text = f"Every micro-batch weighs {mean}, where {percent(float(right.mean()))} is right."
+    return text if abs(total - 1) < 0.01 else f"{text} Together they weigh {percent(total)} in place of 100 %."
+
+
+def _difference(first: Tensor | None, second: Tensor | None) -> Tensor:
+    """In float64 on the host. A missing gradient is zero."""
+    if first is None:
+        return torch.zeros(()) if second is None else second.double().cpu()
+    first = first.double().cpu()
+    return first if second is None else first - second.double().cpu()
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
+
+
+def _entries(gradient: Tensor | None, positions: Tensor) -> Tensor:
+    """[k] entries, in float64."""
+    if gradient is None:
+        return torch.zeros(len(positions), dtype=torch.float64)
+    return gradient.flatten()[positions].double()

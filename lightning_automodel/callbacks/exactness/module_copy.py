@@ -1,0 +1,170 @@
+"""A copy of a LightningModule that one process can train on: whole, on its own, and without what cannot be copied."""
+
+import copy
+from types import CellType, FunctionType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_automodel import lightning_internals
+
+
+class ReplayError(RuntimeError):
+    """Why one process cannot repeat what a run has computed."""
+
+
+def copy_module(module: pl.LightningModule, trainer: pl.Trainer) -> pl.LightningModule:
+    """A deep copy of ``module``, which is not sharded yet, that shares the Trainer. Draws no random numbers.
+
+    An attribute that cannot be copied (a lock, a generator, a connection) is not shared either: using it would change
+    the run. A :class:`_NotCopied` stands in its place.
+    """
+    shared = _shared(module, trainer)
+    copies = dict(shared)
+    try:
+        copied = copy.deepcopy(module, copies)
+    except Exception:
+        copies = {**shared, **_placeholders(module, shared)}
+        copied = copy.deepcopy(module, copies)
+    # A wrapper of the method, as torch.compile's, would call the original module.
+    for name in ("training_step", "forward"):
+        method = vars(copied).get(name)
+        if method is not None and getattr(method, "__self__", None) is not copied:
+            del vars(copied)[name]
+    for each in copied.modules():
+        holders: list[Any] = [vars(each), *(value for value in vars(each).values() if isinstance(value, dict))]
+        for holder in holders:
+            for key in list(holder):
+                holder[key] = _rebound(holder[key], copies)
+    return copied
+
+
+def whole_copy(module: pl.LightningModule, trainer: pl.Trainer, early: pl.LightningModule | None) -> pl.LightningModule:
+    """A copy with whole parameters, of the module as it is, or ``early``, made before ``configure_model`` sharded it.
+
+    Raises:
+        ReplayError: If neither has all parameters, whole.
+    """
+    copied = early
+    if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        copied = copy_module(module, trainer)
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    if copied is None or {name: parameter.shape for name, parameter in copied.named_parameters()} != shapes:
+        raise ReplayError("configure_model creates parameters and shards them at once; create them in __init__")
+    return copied
+
+
+def reason_against(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
+    """Why this training cannot be replayed; None if nothing is known against it."""
+    strategy, optimizers = type(trainer.strategy).__name__, trainer.strategy.optimizers
+    if not module.automatic_optimization:
+        return "manual optimization steps within training_step, which the replay does not repeat"
+    if isinstance(trainer.strategy, (FSDPStrategy, DeepSpeedStrategy)) or "XLA" in strategy:
+        return f"{strategy} keeps parameters in a form of its own"
+    if lightning_internals.draws_its_batches(module.training_step):
+        return "training_step(dataloader_iter) draws its batches itself"
+    if any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
+        return "SyncBatchNorm takes statistics over the batches of all ranks, which the replay takes one by one"
+    if any(isinstance(getattr(each, "optimizer", each), torch.optim.LBFGS) for each in optimizers):
+        return "LBFGS computes gradients several times in a step"
+    return None
+
+
+def generators_of(module: nn.Module) -> list[torch.Generator]:
+    """Random generators that modules keep as attributes, in the order of the modules."""
+    return [value for _, value in _attributes(module, torch.Generator)]
+
+
+def numbers_of(module: nn.Module) -> dict[tuple[str, str], int | float]:
+    """Counters and the like that modules keep as attributes, by module and name."""
+    return dict(_attributes(module, (int, float)))
+
+
+def tensors_of(module: nn.Module) -> dict[tuple[str, str], torch.Tensor | None]:
+    """Buffers, and tensors without a gradient that modules keep as attributes, by module and name."""
+    found: dict[tuple[str, str], torch.Tensor | None] = {
+        (owner, name): buffer
+        for owner, each in module.named_modules()
+        for name, buffer in each.named_buffers(recurse=False, remove_duplicate=False)
+    }
+    found.update((key, value) for key, value in _attributes(module, torch.Tensor) if not value.requires_grad)
+    return found
+
+
+def set_attributes(module: nn.Module, values: dict[tuple[str, str], Any]) -> None:
+    """Set attributes, or buffers, by module and name; those that the module lacks are left out."""
+    owners = dict(module.named_modules())
+    for (owner, name), value in values.items():
+        if owner not in owners:
+            continue
+        each = owners[owner]
+        if name in each._buffers:
+            each._buffers[name] = value
+        elif name in vars(each):
+            each.__dict__[name] = value
+
+
+def _rebound(value: Any, copies: dict[int, Any]) -> Any:
+    """A function whose variables are the copies of what it has closed over, which ``deepcopy`` leaves as it is."""
+    cells = value.__closure__ or () if isinstance(value, FunctionType) else ()
+    try:
+        closed_over = [cell.cell_contents for cell in cells]
+    except ValueError:  # a variable without a value yet
+        return value
+    if not any(id(each) in copies for each in closed_over):
+        return value
+    closure = tuple(CellType(copies.get(id(each), each)) for each in closed_over)
+    rebound = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, closure)
+    rebound.__kwdefaults__ = value.__kwdefaults__
+    return rebound
+
+
+def _attributes(module: nn.Module, kind: Any) -> list[tuple[tuple[str, str], Any]]:
+    return [
+        ((owner, name), value)
+        for owner, each in module.named_modules()
+        for name, value in vars(each).items()
+        if isinstance(value, kind) and not name.startswith("_") and name != "training"
+    ]
+
+
+def _shared(module: nn.Module, trainer: pl.Trainer) -> dict[int, Any]:
+    """What the copy has in common with the module, as the memo of ``copy.deepcopy``."""
+    values = [value for each in module.modules() for value in vars(each).values()]
+    groups = [value for value in values if isinstance(value, (DeviceMesh, dist.ProcessGroup))]
+    datamodule = trainer.datamodule  # type: ignore[attr-defined]
+    return {id(each): each for each in (trainer, datamodule, *groups) if each is not None}
+
+
+def _placeholders(module: nn.Module, shared: dict[int, Any]) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    for owner, each in module.named_modules():
+        for name, value in vars(each).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            try:
+                copy.deepcopy(value, dict(shared))
+            except Exception:
+                found[id(value)] = _NotCopied(f"{owner}.{name}".lstrip("."))
+    return found
+
+
+class _NotCopied:
+    """Stands for an attribute that could not be copied; using it ends the replay."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ReplayError(f"training_step uses self.{self._name}, which cannot be copied")
+
+    def __getattr__(self, name: str) -> Any:
+        return self._refuse()
+
+    __call__ = __iter__ = __next__ = __enter__ = __exit__ = __getitem__ = __len__ = _refuse

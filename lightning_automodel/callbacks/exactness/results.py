@@ -1,0 +1,199 @@
+"""What the check finds in each step, and the words in which it says so."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+EXACT, WRONG, NOT_CHECKED = "exact", "wrong", "not checked"
+_NAMED = 4  # parameters, at most
+
+
+@dataclass
+class StepResult:
+    """What was found in one optimizer step. Errors are relative 2-norms: 0.01 is one percent.
+
+    Attributes:
+        gradient_error: Distance of the gradients from those of one batch.
+        rounding: The same for gradients that differ by rounding alone.
+        parameters: Errors of single parameters, where they are more than rounding.
+        weights_given: The weight of each micro-batch in the gradients, where these explain the difference.
+        weights_right: The weight that each should have.
+        explanation: That in words.
+        written: Weights that the steps have written otherwise than one process does, with their errors.
+        unequal: Weights that are not the same on all ranks.
+        optimizer_error: Distance of the step from that of the same optimizer on whole tensors; None: not checked.
+        optimizer_parameters: Errors of single parameters' steps, where they are more than rounding.
+        clipping_error: Distance of the clipped gradients from those of one process; None: not checked.
+        clips_wrongly: Whether that is more than rounding.
+        is_wrong: Whether the gradients are off by more than rounding.
+        problem: Why the gradients say nothing.
+        note: Why the optimizer's step says nothing.
+        counts: The count of each micro-batch.
+    """
+
+    gradient_error: float = math.nan
+    rounding: float = math.nan
+    parameters: dict[str, float] = field(default_factory=dict)
+    weights_given: list[float] = field(default_factory=list)
+    weights_right: list[float] = field(default_factory=list)
+    explanation: str = ""
+    written: dict[str, float] = field(default_factory=dict)
+    unequal: list[str] = field(default_factory=list)
+    optimizer_error: float | None = None
+    optimizer_parameters: dict[str, float] = field(default_factory=dict)
+    clipping_error: float | None = None
+    clips_wrongly: bool = False
+    is_wrong: bool = False
+    problem: str | None = None
+    note: str = ""
+    counts: list[float] = field(default_factory=list)
+
+    def numbers(self) -> dict[str, float]:
+        """For loggers."""
+        found = {
+            "exactness/gradient_error": self.gradient_error,
+            "exactness/rounding": self.rounding,
+            "exactness/optimizer_error": math.nan if self.optimizer_error is None else self.optimizer_error,
+        }
+        return {name: value for name, value in found.items() if not math.isnan(value)}
+
+
+@dataclass
+class CountResult:
+    """Whether the loss of a batch is the mean of those of its parts, by their counts.
+
+    Attributes:
+        verdict: EXACT, WRONG or NOT_CHECKED.
+        text: Why.
+        remedy: The option that is right, where one is.
+        is_decisive: Whether nothing can be exact without it.
+    """
+
+    verdict: str
+    text: str
+    remedy: str = ""
+    is_decisive: bool = False
+
+
+def verdict_of(steps: list[StepResult], count: CountResult | None) -> str:
+    """EXACT only if everything was looked at that decides it."""
+    if (count is not None and count.verdict == WRONG) or any(_is_wrong(step) for step in steps):
+        return WRONG
+    if not steps or any(step.problem for step in steps) or (count is not None and count.is_decisive):
+        return NOT_CHECKED
+    return EXACT
+
+
+def report_of(steps: list[StepResult], count: CountResult | None, unit: str, is_ours: bool) -> list[str]:
+    """One line for each thing that a user should know. ``unit`` is what is counted; ``is_ours``: the strategy."""
+    lines = []
+    if count is not None and count.verdict == WRONG:
+        lines.append(f"The count is wrong: {count.text}.{count.remedy and f' Right is {count.remedy}.'}")
+    problems = [step.problem for step in steps if step.problem]
+    checked = [step for step in steps if not step.problem]
+    if problems:
+        lines.append(f"{len(problems)} of {len(steps)} steps say nothing of the gradients: {problems[0]}.")
+    if checked:
+        gradients, *others = _of_gradients(checked)
+        is_by_count = count is not None and (count.verdict == WRONG or count.is_decisive)
+        lines += [f"{'By this count, gradients' if is_by_count else 'Gradients'} {gradients}", *others]
+    lines += _of_weights(steps)
+    lines += _of_optimizer(steps)
+    if count is not None and count.verdict != WRONG:
+        lines.append(f"Count ({unit}s): {count.text}.")
+    counts = {each for step in checked for each in step.counts}
+    if len(counts) == 1 and not is_ours and not any(map(_is_wrong, steps)):
+        lines.append(
+            f"Every micro-batch held {counts.pop():g} {unit}s: micro-batches of unequal counts, as in a short last"
+            " window, were not seen."
+        )
+    return lines
+
+
+def percent(value: float) -> str:
+    """A share in percent, with two digits."""
+    if not math.isfinite(value):
+        return "infinitely much"
+    value *= 100
+    if not value:
+        return "0 %"
+    if abs(value) >= 10:
+        return f"{value:.0f} %"
+    if abs(value) >= 1e-7:
+        return f"{float(f'{value:.2g}'):.9f}".rstrip("0").rstrip(".") + " %"
+    return f"{value:.1e} %"
+
+
+def range_of(values: Tensor) -> str:
+    """The smallest and the largest of some shares."""
+    low, high = percent(float(values.min())), percent(float(values.max()))
+    return low if low == high else f"{low} to {high}"
+
+
+def described(error: Exception) -> str:
+    """An exception in a few words."""
+    return f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def _is_wrong(step: StepResult) -> bool:
+    gradients = step.is_wrong and not step.problem
+    return gradients or step.clips_wrongly or bool(step.written or step.unequal or step.optimizer_parameters)
+
+
+def _of_gradients(steps: list[StepResult]) -> list[str]:
+    rounding = percent(max(step.rounding for step in steps))
+    wrong = [step for step in steps if step.is_wrong]
+    if not wrong:
+        off = percent(max(step.gradient_error for step in steps))
+        return [f"are {off} off those of one batch, which is rounding ({rounding})."]
+    errors = ", ".join(percent(step.gradient_error) for step in steps)
+    lines = [f"are {errors} off those of one batch (rounding alone: {rounding})."]
+    explanations = [step.explanation for step in wrong if step.explanation]
+    if explanations:
+        return lines + explanations[:1]
+    parameters = {name: error for step in reversed(wrong) for name, error in step.parameters.items()}
+    return [*lines, f"Parameters that are off: {_named(parameters)}."] if parameters else lines
+
+
+def _of_weights(steps: list[StepResult]) -> list[str]:
+    lines = []
+    written = {name: error for step in steps for name, error in step.written.items()}
+    if written:
+        lines.append(f"Weights written in training_step are not those that one process writes: {_named(written)}.")
+    unequal = sorted({name for step in steps for name in step.unequal})
+    if unequal:
+        lines.append(f"Ranks hold different weights: {_listed(unequal)}.")
+    return lines
+
+
+def _of_optimizer(steps: list[StepResult]) -> list[str]:
+    lines = []
+    checked = [step.optimizer_error for step in steps if step.optimizer_error is not None]
+    wrong = {name: error for step in steps for name, error in step.optimizer_parameters.items()}
+    if wrong:
+        lines.append(
+            f"The optimizer's step is {percent(max(checked))} off that on whole tensors, with the same gradients:"
+            f" {_named(wrong)}."
+        )
+    elif checked:
+        lines.append(f"The optimizer's steps are {percent(max(checked))} off those on whole tensors.")
+    clipping = [step.clipping_error or 0.0 for step in steps if step.clips_wrongly]
+    if clipping:
+        lines.append(
+            "What on_before_optimizer_step and clipping make of gradients is"
+            f" {percent(max(clipping))} off what they make of whole ones."
+        )
+    notes = {step.note for step in steps if step.note}
+    return lines + [f"The optimizer's step was not checked: {note}." for note in sorted(notes)]
+
+
+def _named(errors: dict[str, float]) -> str:
+    return _listed([f"{name} ({percent(error)})" for name, error in errors.items()])
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

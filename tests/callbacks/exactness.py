@@ -1,0 +1,441 @@
+"""Trainings for ExactnessCheck: what it must report, what it must not, and random ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy, ExactnessCheck
+from tests.trainer.runs import make_trainer
+
+WORDS, WIDTH, LENGTH = 17, 8, 8
+Batches = list[Any]
+
+
+class Net(nn.Module):
+    def __init__(self, depth: int = 2, width: int = WIDTH, dropout: float = 0.0, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, width, max_norm=max_norm)
+        blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(dropout)) for _ in range(depth)]
+        self.layers = nn.ModuleList(blocks)
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        states = self.embedding(ids)
+        for layer in self.layers:
+            states = states + layer(states)
+        return self.head(states)
+
+
+class Writer(LightningModule):
+    """A language model on rows of unequal length."""
+
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+
+    def __init__(self, **net: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Net(**net)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self.net(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return type(self).optimizer(self.parameters(), lr=3e-3)
+
+
+class Classifier(LightningModule):
+    """On (x, y) batches of unequal size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, WORDS))
+        self.register_buffer("weight", torch.linspace(0.2, 3, WORDS))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def sentences(rank: int, num_batches: int = 6, rows: int = 2, equal: bool = False) -> Batches:
+    generator = torch.Generator().manual_seed(rank)
+    batches = []
+    for _ in range(num_batches):
+        ids, labels = (torch.randint(0, WORDS, (rows, LENGTH), generator=generator) for _ in range(2))
+        for row in labels:
+            length = 4 if equal else int(torch.randint(1, LENGTH, (1,), generator=generator))
+            row[length:] = -100
+        batches.append({"input_ids": ids, "labels": labels})
+    return batches
+
+
+def images(rank: int, num_batches: int = 6) -> Batches:
+    generator = torch.Generator().manual_seed(rank)
+    sizes = [2 + (index + rank) % 4 for index in range(num_batches)]
+    return [
+        (torch.randn(n, WIDTH, generator=generator), torch.randint(0, WORDS, (n,), generator=generator)) for n in sizes
+    ]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training, and what is said of it."""
+
+    module: Callable[[], LightningModule] = Writer
+    data: Callable[[int], Batches] = sentences
+    strategy: str = "fsdp2"
+    options: dict[str, Any] = field(default_factory=dict)  # of the strategy
+    check: dict[str, Any] = field(default_factory=dict)  # options of the callback
+    trainer: dict[str, Any] = field(default_factory=dict)
+    callbacks: Callable[[], list[Callback]] = list
+    verdict: str = "exact"
+    says: str = ""
+
+    def under(self, strategy: str, verdict: str = "exact", says: str = "", **changed: Any) -> Training:
+        return replace(self, strategy=strategy, verdict=verdict, says=says, **changed)
+
+
+def make_strategy(training: Training) -> Any:
+    if training.strategy in ("fsdp2", "ddp"):
+        return AutomodelStrategy(data_parallel=training.strategy, **training.options)
+    if training.strategy == "sharded by hand":
+        return ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
+    return {"lightning": "ddp", "one": "auto"}[training.strategy]
+
+
+def run(training: Training, checked: bool = True) -> tuple[ExactnessCheck, LightningModule]:
+    """Fit on the ranks of the pool."""
+    check = ExactnessCheck(**{"steps": 2, **training.check})
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    module = training.module()
+    trainer = make_trainer(
+        make_strategy(training),
+        callbacks=[*training.callbacks(), *([check] if checked else [])],
+        **{"accumulate_grad_batches": 2, "max_steps": 3, "max_epochs": 3, **training.trainer},
+    )
+    trainer.fit(module, DataLoader(training.data(rank), batch_size=None))
+    return check, module
+
+
+# --- What has been tried with kinds of trainings ----------------------------------------------------------------------
+
+
+class Dropping(Writer):
+    """Draws from every generator that the replay sets."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.2)
+        self.generator = torch.Generator().manual_seed(7)
+        self.calls = 0
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        self.calls += 1
+        moved = batch["input_ids"] + torch.randint(0, WORDS, batch["input_ids"].shape, generator=self.generator)
+        moved = moved + random.randrange(WORDS)
+        return super().loss({**batch, "input_ids": moved % WORDS}) * (1 + 0.1 * self.calls + self.trainer.global_step)
+
+
+class Unrepeatable(Writer):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss(batch) * random.SystemRandom().uniform(1, 2)
+
+
+class Clamping(Writer):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.net.head.weight.clamp_(-0.2, 0.2)
+        return super().training_step(batch, batch_idx)
+
+
+class ByRank(Writer):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss(batch) * (1 + self.global_rank)
+
+
+class Uncopyable(Writer):
+    """Holds what cannot be copied, and functions that hold the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = (number for number in range(3))
+        self.apply_net = lambda ids: self.net(ids)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self.apply_net(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+
+class UsesStream(Uncopyable):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        next(self.stream, None)
+        return super().loss(batch)
+
+
+class Hooked(Writer):
+    """Masks a gradient by a hook of its parameter, changes all by a hook of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mask = torch.arange(WORDS)[:, None] % 2
+        self.net.head.weight.register_hook(lambda gradient: gradient * mask)
+
+    def on_after_backward(self) -> None:
+        for parameter in self.net.embedding.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
+class ClippingHook(Writer):
+    """Not linear, so that it sees something else in each micro-batch than in one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.head.weight.register_hook(lambda gradient: gradient / gradient.norm())
+
+
+class ZeroingRows(Writer):
+    """Zeroes rows of a gradient, or of the shard that it takes for one; the norm that it logs must not matter."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            gradient = self.net.embedding.weight.grad
+            getattr(gradient, "to_local", lambda: gradient)()[:3].zero_()
+            self.log("norm", gradient.norm())
+
+
+class Contrastive(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features = F.normalize(self.net(batch[0]))
+        return F.cross_entropy(3 * features @ features.T, torch.arange(len(features)))
+
+
+class Gathering(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        means = self.all_gather(self.net(batch[0]).square().mean(), sync_grads=True)
+        return means.mean()
+
+
+class Weighted(Classifier):
+    """Class weights."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[0]), batch[1], weight=self.weight)
+
+
+class WeightedAndTold(Weighted):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, "num_label_tokens": self.weight[batch[1]].sum()}
+
+
+class Summed(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self.net(batch[0]), batch[1], reduction="sum")
+
+
+class TwoDenominators(Writer):
+    """As energies by molecule and forces by atom: a mean over rows, and one over tokens."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss(batch) + self.net(batch["input_ids"]).mean(dim=(1, 2)).square().mean()
+
+
+class Manual(Writer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+class ByTensor(torch.optim.SGD):
+    """Layer-wise adaptive rates, of the part of each tensor that this rank holds."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        output = closure() if closure is not None else None
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                local = getattr(parameter, "to_local", lambda parameter=parameter: parameter)()
+                gradient = getattr(parameter.grad, "to_local", lambda parameter=parameter: parameter.grad)()
+                local -= 0.01 * gradient / (gradient.norm() + 1e-8)
+        return output
+
+
+class ByPart(Writer):
+    optimizer = ByTensor
+
+
+class Changing(Callback):
+    """Changes gradients on purpose."""
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        for parameter in pl_module.net.head.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.9)
+
+
+class ClampingBetween(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in pl_module.net.head.parameters():
+                parameter.clamp_(-0.2, 0.2)
+
+
+SAMPLES = {"count": "samples"}
+of_images = Training(Classifier, images, options=SAMPLES)
+WEIGH = "Every micro-batch weighs 25 %, though they hold"
+TRAININGS: dict[str, Training] = {
+    "fsdp2": Training(says="agrees with the loss."),
+    "ddp": Training(strategy="ddp"),
+    "one process": Training(strategy="one", data=lambda _: sentences(0, equal=True), says="were not seen"),
+    "random numbers": Training(Dropping, says="draws random numbers"),
+    "half precision": Training(trainer={"precision": "bf16-mixed"}),
+    "clipping": Training(trainer={"gradient_clip_val": 0.05}),
+    "uneven": Training(data=lambda rank: sentences(rank, 5 if rank else 3), options={"uneven_inputs": "pad"}),
+    "attributes": Training(Uncopyable),
+    "hooks": Training(Hooked, strategy="ddp"),
+    "samples": of_images,
+    "class weights, told": replace(of_images, module=WeightedAndTold, options={}),
+    "a sum": replace(of_images, module=Summed, options={**SAMPLES, "loss_reduction": "sum"}),
+    "contrastive": replace(of_images, module=Contrastive, says="EXACT for the count given"),
+    "clamped under DDP": Training(Clamping, strategy="ddp"),
+    # What is wrong, and why.
+    "lightning": Training(strategy="lightning", verdict="wrong", says=WEIGH),
+    "lightning, half": Training(strategy="lightning", trainer={"precision": "bf16-mixed"}, verdict="wrong", says=WEIGH),
+    "lightning, samples": of_images.under("lightning", "wrong", WEIGH, options={}),
+    "lightning, equal": Training(strategy="lightning", data=lambda rank: sentences(rank, equal=True)),
+    "one process, unequal": Training(strategy="one", verdict="wrong", says="Every micro-batch weighs 50 %, though"),
+    "a wrong shift": Training(options={"label_shift": 1}, verdict="wrong", says="Right is label_shift=0."),
+    "class weights": replace(of_images, module=Weighted, verdict="wrong", says="Right is num_label_tokens"),
+    "a sum, not told": replace(of_images, module=Summed, verdict="wrong", says="Right is loss_reduction='sum'"),
+    "rows, counted by labels": Training(
+        lambda: RowMeans(), verdict="wrong", says="Right is count='samples', as the loss is a mean over rows."
+    ),
+    "max_norm": Training(
+        lambda: Writer(max_norm=0.5), strategy="lightning", verdict="wrong", says="Ranks hold different weights"
+    ),
+    "a hook that clips": Training(ClippingHook, strategy="ddp", verdict="wrong", says="off: net.head.weight"),
+    "rows of a shard": Training(ZeroingRows, verdict="wrong", says="on_before_optimizer_step and clipping make"),
+    "rows of a gradient": Training(ZeroingRows, strategy="ddp", trainer={"gradient_clip_val": 0.1}),
+    "an optimizer of parts": Training(ByPart, verdict="wrong", says="The optimizer's step is"),
+    # What nothing can be said of.
+    "manual": Training(Manual, trainer={"accumulate_grad_batches": 1}, verdict="not checked", says="Manual optim"),
+    "gathering": replace(of_images, module=Gathering, verdict="not checked", says="communicates with other ranks"),
+    "unrepeatable": Training(Unrepeatable, verdict="not checked", says="is not repeatable"),
+    "by rank": Training(ByRank, verdict="not checked", says="training_step depends on the rank"),
+    "a stream": Training(UsesStream, verdict="not checked", says="self.stream, which cannot be copied"),
+    "two denominators": Training(TwoDenominators, verdict="not checked", says="no single count is right"),
+    "a callback": Training(callbacks=lambda: [Changing()], verdict="not checked", says="the callback Changing may"),
+    "a write between": Training(
+        strategy="ddp", callbacks=lambda: [ClampingBetween()], verdict="not checked", says="a hook changes weights"
+    ),
+}
+
+
+class RowMeans(Writer):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        losses = F.cross_entropy(self.net(batch["input_ids"]).transpose(1, 2), batch["labels"], reduction="none")
+        used = batch["labels"] != -100
+        return (losses.sum(1) / used.sum(1).clamp(min=1)).mean()
+
+
+def verdict_of(name: str) -> tuple[str | None, str]:
+    check, _ = run(TRAININGS[name])
+    return check.verdict, check.report
+
+
+def bits_of(name: str, checked: bool) -> dict[str, bytes]:
+    """Weights and the random state at the end of a fit."""
+    _, module = run(TRAININGS[name], checked)
+    whole = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in module.named_parameters()}
+    found = {name: tensor.detach().numpy().tobytes() for name, tensor in whole.items()}
+    return {**found, "random": torch.get_rng_state().numpy().tobytes()}
+
+
+# --- Random trainings -------------------------------------------------------------------------------------------------
+
+
+class Attending(LightningModule):
+    """Layers of random width and kind, and an attention whose key bias has no gradient but rounding."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        draw = random.Random(number)
+        width, depth = draw.choice([5, 16, 33, 64]), draw.choice([1, 3, 8])
+        activation, dropout = draw.choice([nn.Tanh, nn.ReLU, nn.GELU]), draw.choice([0.0, 0.0, 0.2])
+        self.is_residual, self.width = draw.random() < 0.6, width
+        self.rate, self.is_adaptive = draw.choice([1e-3, 1e-2]), draw.random() < 0.5
+        self.embedding, self.head = nn.Embedding(WORDS, width), nn.Linear(width, WORDS)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), activation(), nn.Dropout(dropout))
+            for _ in range(depth)
+        )
+        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
+        scale = draw.choice([0.5, 1.0, 3.0])
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(scale)
+        self.embedding.weight.requires_grad_(draw.random() < 0.8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        states = self.embedding(batch["input_ids"])
+        for layer in self.layers:
+            states = states + layer(states) if self.is_residual else layer(states)
+        scores = self.query(states) @ self.key(states).mT / self.width**0.5
+        logits = self.head(torch.softmax(scores, dim=-1) @ states + states)
+        return F.cross_entropy(
+            logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)), batch["labels"].flatten()
+        )
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        kind = torch.optim.AdamW if self.is_adaptive else torch.optim.SGD
+        return kind([p for p in self.parameters() if p.requires_grad], self.rate)
+
+
+def random_training(number: int, strategy: str, precision: str, equal: bool = False) -> Training:
+    draw = random.Random(-number)
+    accumulate, rows = draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 3])
+    return Training(
+        lambda: Attending(number),
+        lambda rank: sentences(1000 * rank + number, 3 * accumulate, rows, equal),
+        strategy,
+        {"auto_wrap_policy": {Attending}} if strategy == "fsdp2" and draw.random() < 0.3 else {},
+        {"steps": 1},
+        trainer={
+            "max_steps": 1,
+            "precision": precision,
+            "accumulate_grad_batches": accumulate,
+            "gradient_clip_val": draw.choice([None, None, 0.1, 1.0]),
+        },
+    )
+
+
+def random_verdicts(numbers: list[int], *training: Any) -> list[tuple[int, str | None, str]]:
+    found = []
+    for number in numbers:
+        check, _ = run(random_training(number, *training))
+        found.append((number, check.verdict, check.report))
+    return found

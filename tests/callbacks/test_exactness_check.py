@@ -1,0 +1,188 @@
+"""ExactnessCheck reports what is wrong, reports nothing else, and leaves no trace in the training."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy, ExactnessCheck
+from lightning_automodel.distributed import collectives
+from tests.callbacks.exactness import TRAININGS, Training, Writer, bits_of, random_verdicts, run, sentences, verdict_of
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import SILENT
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", TRAININGS)
+def test_verdicts(name: str, pool2: RankPool, pool1: RankPool) -> None:
+    """What is wrong is reported with its reason; what is right, never; what cannot be checked, as not checked."""
+    training = TRAININGS[name]
+    pool = pool1 if training.strategy == "one" else pool2
+    for verdict, report in pool.run(verdict_of, name):
+        assert verdict == training.verdict, report
+        assert training.says in report
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "random numbers", "half precision", "hooks", "lightning", "contrastive"])
+def test_training_has_the_same_bits(name: str, pool2: RankPool) -> None:
+    """Weights and random states, with the callback and without it."""
+    assert pool2.run(bits_of, name, True) == pool2.run(bits_of, name, False)
+
+
+class Gradients(Callback):
+    """Keeps the whole gradients of the first step."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, Tensor] = {}
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        whole = {n: collectives.full(p.grad).clone() for n, p in pl_module.named_parameters() if p.grad is not None}
+        self.first = self.first or whole
+
+
+def distance_from_a_single_batch(strategy: str) -> tuple[float, float]:
+    """What the callback says of the first step, and the same from all rows of the window in one batch."""
+    kept = Gradients()
+    training = Training(strategy=strategy, trainer={"precision": "64-true"}, callbacks=lambda: [kept])
+    check, _ = run(training)
+    batches = [batch for rank in range(dist.get_world_size()) for batch in sentences(rank)[:2]]
+    together = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+    module = Writer().double()
+    module.loss(together).backward()
+    truth = {name: parameter.grad for name, parameter in module.named_parameters()}
+    off = sum(float((kept.first[name] - gradient).square().sum()) for name, gradient in truth.items())
+    size = sum(float(gradient.square().sum()) for gradient in truth.values())
+    return (check.results[0].gradient_error if check.results else 0.0), (off / size) ** 0.5
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("strategy", ["fsdp2", "lightning"])
+def test_a_true_single_batch(strategy: str, pool2: RankPool) -> None:
+    """The replay trusts the count; this does not. All rows of a window are one batch here."""
+    said, expected = pool2.run(distance_from_a_single_batch, strategy)[0]
+    assert said == pytest.approx(expected, rel=1e-9, abs=1e-14)
+    assert (expected > 0.1) == (strategy == "lightning")
+
+
+def four_ranks() -> list[tuple[str | None, str]]:
+    """Replicas of shards, tensor parallelism beside sharding, another strategy with sharded parameters."""
+    wide = Training(data=lambda rank: sentences(rank // 2), module=ByColumns)
+    trainings = [
+        Training(options={"data_parallel_replicate_size": 2}),
+        replace(wide, options={"tensor_parallel_size": 2}),
+        Training(lambda: ShardedByHand(), strategy="sharded by hand", check={"raises": False}),
+    ]
+    checks = [run(training)[0] for training in trainings]
+    return [(check.verdict, check.report) for check in checks]
+
+
+class ByColumns(Writer):
+    def configure_model(self) -> None:
+        if not isinstance(self.net.head.weight, DTensor):
+            plan = {"head": ColwiseParallel(output_layouts=Replicate())}
+            parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
+
+
+class ShardedByHand(Writer):
+    def configure_model(self) -> None:
+        fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+
+def test_four_ranks(pool4: RankPool) -> None:
+    """Ranks that share their data count once; ModelParallelStrategy weighs micro-batches alike."""
+    for found in pool4.run(four_ranks):
+        verdicts = [verdict for verdict, _ in found]
+        assert verdicts == ["exact", "exact", "wrong"], found
+        assert "Every micro-batch weighs 12 %, though they hold" in found[2][1]
+
+
+def raise_if_wrong() -> str:
+    with pytest.raises(RuntimeError, match="ExactnessCheck: WRONG") as raised:
+        run(replace(TRAININGS["lightning"], check={"raises": True}))
+    return str(raised.value)
+
+
+def test_raises(pool2: RankPool) -> None:
+    """On all ranks, with the report."""
+    first, second = pool2.run(raise_if_wrong)
+    assert first == second
+    assert "Every micro-batch weighs 25 %" in first
+
+
+def test_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of each step, as attributes and for loggers; the report is printed."""
+    check, logger = ExactnessCheck(steps=2), CSVLogger(tmp_path)
+    options = {**SILENT, "logger": logger, "callbacks": [check]}
+    trainer = Trainer(accelerator="cpu", devices=1, max_steps=4, **options)
+    trainer.fit(Writer(), DataLoader(sentences(0), batch_size=None))
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        errors = [float(row["exactness/gradient_error"]) for row in csv.DictReader(file) if row["exactness/rounding"]]
+    assert errors == [step.gradient_error for step in check.results]
+    assert len(errors) == 2
+    assert all(step.optimizer_error is not None and step.optimizer_error < 1e-6 for step in check.results)
+    assert check.report in capsys.readouterr().out
+    assert check.verdict == "exact"
+
+
+def test_options() -> None:
+    """Wrong ones raise; a strategy that counts has its own."""
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        ExactnessCheck(steps=0)
+    check = ExactnessCheck(label_shift=1)
+    trainer = Trainer(accelerator="cpu", devices=1, strategy=AutomodelStrategy(), callbacks=[check], **SILENT)
+    with pytest.raises(ValueError, match="pass them to AutomodelStrategy alone"):
+        check.setup(trainer, Writer(), "fit")
+
+
+def test_on_a_command_line() -> None:
+    """By its name, as any callback."""
+    arguments = ["--trainer.callbacks+=lightning_automodel.ExactnessCheck", "--trainer.callbacks.count=samples"]
+    cli = LightningCLI(Writer, args=[*arguments, "--trainer.logger=false"], run=False, save_config_callback=None)
+    assert any(isinstance(callback, ExactnessCheck) for callback in cli.trainer.callbacks)
+
+
+BLOCK = 10  # trainings of one call
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp", "lightning"])
+def test_no_false_alarm(strategy: str, precision: str, pool2: RankPool) -> None:
+    """Random trainings that are right: under Lightning's ddp those whose micro-batches have equal counts."""
+    number = 70 if precision == "32-true" else 35
+    for first in range(0, number, BLOCK):
+        numbers = list(range(first, min(number, first + BLOCK)))
+        found = pool2.run(random_verdicts, numbers, strategy, precision, strategy == "lightning", timeout_s=600)[0]
+        assert [each for each in found if each[1] == "wrong"] == []
+        if precision == "32-true":
+            assert [each for each in found if each[1] != "exact"] == []
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize(("precision", "least"), [("32-true", 1.0), ("bf16-mixed", 0.9), ("bf16-true", 0.9)])
+def test_power(precision: str, least: float, pool2: RankPool) -> None:
+    """The same on unequal counts under Lightning's ddp, which are wrong."""
+    verdicts = []
+    for first in range(0, 40, BLOCK):
+        numbers = list(range(first, first + BLOCK))
+        found = pool2.run(random_verdicts, numbers, "lightning", precision, timeout_s=600)[0]
+        verdicts += [verdict for _, verdict, _ in found]
+    assert "exact" not in verdicts
+    assert verdicts.count("wrong") >= least * len(verdicts)

@@ -1,0 +1,80 @@
+"""Tensors of a batch are visited, and its containers are not built anew: some check what they are built of."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_automodel import StepMonitor
+from lightning_automodel.data.tensors import tensors_in
+from lightning_automodel.gradients.token_loss import count_samples
+from lightning_automodel.sharding.tensor_parallel import check_same_batch
+from tests.rank_pool import RankPool
+from tests.trainer.runs import CASE, LabelledModule, make_trainer, micro_batches
+
+
+@dataclass
+class Checked:
+    """As anomalib's batches: what is no tensor is refused, also where a field is set later."""
+
+    images: Tensor
+    names: list[str] = field(default_factory=list)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "images" and not isinstance(value, Tensor):
+            raise TypeError(f"images must be a tensor, got {value!r}")
+        super().__setattr__(name, value)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_order_and_kinds() -> None:
+    """Nested mappings, sequences, named tuples and dataclasses; strings and numbers are passed over."""
+    tensors = [torch.tensor(float(number)) for number in range(5)]
+    batch = {
+        "a": [tensors[0], "text", 3],
+        "b": Pair(tensors[1], None),
+        "c": Checked(tensors[2]),
+        "d": deque(tensors[3:]),
+    }
+    assert [float(tensor) for tensor in tensors_in(batch)] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_samples_of_a_dataclass_that_checks_itself() -> None:
+    """`apply_to_collection` with a function that returns nothing would set its fields to None."""
+    assert count_samples(Checked(torch.zeros(3, 2), ["a", "b", "c"])) == 3
+
+
+class OfChecked(LabelledModule):
+    def training_step(self, batch: Checked, batch_idx: int) -> Tensor:
+        return super().training_step({"input_ids": batch.images, "labels": batch.images}, batch_idx)
+
+
+def fit_with_flops() -> int:
+    batches = [Checked(batch["input_ids"]) for batch in micro_batches(CASE)[0][:2]]
+    monitor = StepMonitor(every_n_steps=1, flops=True)
+    trainer = make_trainer("auto", callbacks=[monitor], devices=1)
+    trainer.fit(OfChecked(), torch.utils.data.DataLoader(batches, batch_size=None))
+    return len(monitor.history)
+
+
+def test_operations_of_a_dataclass_that_checks_itself(pool1: RankPool) -> None:
+    """StepMonitor looks at the shapes of a batch."""
+    assert pool1.run(fit_with_flops) == [2]
+
+
+def check_peers() -> None:
+    check_same_batch(Checked(torch.zeros(2)), dist.group.WORLD, torch.device("cpu"), "tensor-parallel")
+
+
+def test_first_batches_of_peers_are_compared(pool2: RankPool) -> None:
+    """A dataclass that checks itself is one of them."""
+    pool2.run(check_peers)
