@@ -21,7 +21,11 @@ _PARALLEL = 1e-3  # smallest singular value of normalised gradients: below it, e
 _FITS = 1e-5
 _AGREES = 1e-4
 _AS_TRAINED, _WITHOUT_NOISE, _EVALUATING = "as trained", "without dropout and statistics of batches", "in evaluation"
-_NOISY = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+
+_NOISY = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+)
 
 
 @dataclass

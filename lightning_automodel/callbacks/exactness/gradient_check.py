@@ -173,7 +173,7 @@ class GradientCheck:
             step.is_wrong, step.parameters = True, missing
         elif fit.explains and fit.error > 0.02 and (fit.left < 1e-3 or step.gradient_error > limit):
             step.is_wrong = True
-        elif step.is_wrong:
+        elif step.is_wrong or step.gradient_error > 2 * step.rounding + self._eps / 2:
             step.is_wrong = False
             step.problem = (
                 f"they are {percent(step.gradient_error)} off, which {self._precision} may do by rounding (here"

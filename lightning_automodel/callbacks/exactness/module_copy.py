@@ -101,13 +101,8 @@ def set_attributes(module: nn.Module, values: dict[tuple[str, str], Any]) -> Non
     """Set attributes, or buffers, by module and name; those that the module lacks are left out."""
     owners = dict(module.named_modules())
     for (owner, name), value in values.items():
-        if owner not in owners:
-            continue
-        each = owners[owner]
-        if name in each._buffers:
-            each._buffers[name] = value
-        elif name in vars(each):
-            each.__dict__[name] = value
+        if owner in owners and hasattr(owners[owner], name):
+            setattr(owners[owner], name, value)
 
 
 def _rebound(value: Any, copies: dict[int, Any]) -> Any:
@@ -144,9 +139,10 @@ def _shared(module: nn.Module, trainer: pl.Trainer) -> dict[int, Any]:
 
 def _placeholders(module: nn.Module, shared: dict[int, Any]) -> dict[int, Any]:
     found: dict[int, Any] = {}
+    of_every_module = vars(nn.Module()).keys()  # parameters, buffers, hooks and the like
     for owner, each in module.named_modules():
         for name, value in vars(each).items():
-            if name in ("_parameters", "_buffers", "_modules"):
+            if name in of_every_module:
                 continue
             try:
                 copy.deepcopy(value, dict(shared))
