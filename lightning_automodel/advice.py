@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_automodel import torch_internals
 from lightning_automodel.context_parallel.hugging_face import outermost_hugging_face_models
@@ -71,8 +72,9 @@ class Advice:
     def about_backward_hooks(self, module: nn.Module, divisor: int, counts_ahead: bool) -> None:
         """Name hooks of the user that see gradients which are not yet those of the window's mean."""
         hooked = [f"module {name}" for name, each in module.named_modules() if torch_internals.has_backward_hooks(each)]
-        parameters = module.named_parameters()
-        hooked += [f"parameter {name}" for name, each in parameters if torch_internals.has_gradient_hook(each)]
+        # Hooks of the user on shards are refused at set-up. Those that are there now are of the engine.
+        whole = {name: each for name, each in module.named_parameters() if not isinstance(each, DTensor)}
+        hooked += [f"parameter {name}" for name, each in whole.items() if torch_internals.has_gradient_hook(each)]
         if not hooked or (counts_ahead and divisor == 1):
             return
         found = f"{len(hooked)} modules or parameters have backward hooks ({', '.join(hooked[:3])})."

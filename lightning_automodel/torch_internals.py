@@ -484,23 +484,28 @@ def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     return list((tensor._backward_hooks or {}).values())
 
 
-def reshard_keeping_storage(unit: FSDPModule) -> None:
-    """Reshard ``unit`` without freeing the memory of its unsharded parameters."""
+@contextmanager
+def keeping_storage(unit: FSDPModule) -> Iterator[None]:
+    """Context in which resharding ``unit`` does not free the memory of its unsharded parameters."""
     if hasattr(unit, "set_keep_unsharded_storage"):
         unit.set_keep_unsharded_storage(True, recurse=False)
-        unit.reshard()
-        unit.set_keep_unsharded_storage(False, recurse=False)
+        try:
+            yield
+        finally:
+            unit.set_keep_unsharded_storage(False, recurse=False)
         return
     params = [param for group in param_groups(unit) for param in group.fsdp_params]  # before torch 2.15
     for param in params:
         param.free_unsharded_param = lambda: None
-    unit.reshard()
-    for param in params:
-        del param.free_unsharded_param
+    try:
+        yield
+    finally:
+        for param in params:
+            del param.free_unsharded_param
 
 
 def show_kept_storage(unit: FSDPModule) -> bool:
-    """Unshard without an all-gather; False if a forward has freed what :func:`reshard_keeping_storage` kept."""
+    """Unshard without an all-gather; False if a forward has freed what was kept."""
     groups = param_groups(unit)
     gathered = [t for group in groups for param in group.fsdp_params for t in param.all_gather_outputs]
     is_kept = all(t.untyped_storage().size() > 0 or t.numel() == 0 for t in gathered)

@@ -25,7 +25,8 @@ _FREED = (
 _MEETS_SHARDS = (
     "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit when the unit is called, so code"
     " that uses them outside of that, or calls only modules in the unit, sees shards. Call the unit itself"
-    " (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of what is called. An"
+    " (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of what is called. Under"
+    " activation_checkpointing, pass reshard_during_accumulation=False where the loss uses what hooks have kept. An"
     " average of weights (a momentum teacher): update it in on_train_batch_start or on_train_batch_end, where all are"
     " shards, or pass auto_wrap_policy=set(), which gathers the whole model for each step; into a plain tensor average"
     " p.full_tensor(). A mask of a gradient: assign"
@@ -45,7 +46,7 @@ _NOT_IN_GRAPH = (
 )
 _EXPLANATIONS = {
     "got mixed torch.Tensor and DTensor": _MEETS_SHARDS,
-    "in-place operations that require placement changes": _MEETS_SHARDS,
+    "require placement changes": _MEETS_SHARDS,
     "RegisterPostBackwardFunction is a view and is being modified inplace": _CHANGES_INPUT,
     "appears to not have been used in the graph": _NOT_IN_GRAPH,
     "out of bounds for storage of size 0": _FREED,

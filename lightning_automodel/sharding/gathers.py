@@ -54,17 +54,20 @@ def drop_unused(units: Iterable[FSDPModule]) -> None:
 
 
 class GatheredForBackward:
-    """Keeps a unit gathered after a forward where FSDP2 cannot see that a backward will need its parameters.
+    """Keeps what a unit has gathered for a forward, where FSDP2 cannot see that a backward will need it.
 
     FSDP2 gathers a unit again when a gradient reaches what its forward returned. It does not find tensors inside of
     objects (a ``torch.distributions`` policy), loses views that are changed in place, and does not know of what a
-    forward hook has kept from inside of the unit (the features of a perceptual loss). Such a unit stays gathered until
-    the strategy's next backward ends, or weights are written. ``always``: so does every unit, for second derivatives.
+    forward hook has kept from inside of the unit (the features of a perceptual loss). The memory of such a unit is
+    kept until the strategy's next backward ends, or weights are written. The unit is resharded all the same, and
+    gathered again where FSDP2 sees the need, since other ranks may not keep it: a hook may be there on rank 0 alone.
+
+    ``always``: every unit stays gathered, for second derivatives.
     """
 
     def __init__(self, units: Iterable[FSDPModule], always: bool) -> None:
         self._always = always
-        self.units: set[FSDPModule] = set()  # that stay gathered at the moment
+        self.units: set[FSDPModule] = set()  # whose memory is kept at the moment
         self.hooks: list[RemovableHandle] = []
         for unit in units:
             module = cast(nn.Module, unit)
@@ -74,7 +77,7 @@ class GatheredForBackward:
             before = partial(self._before_freeing, unit, inner, kept)
             self.hooks.append(module.register_forward_hook(torch_internals.not_compiled(before), prepend=True))
             after = partial(_restore_flags, kept)
-            self.hooks.append(module.register_forward_hook(torch_internals.not_compiled(after)))
+            self.hooks.append(module.register_forward_hook(torch_internals.not_compiled(after), always_call=True))
 
     def _before_freeing(
         self, unit: FSDPModule, inner: list[nn.Module], kept: ExitStack, module: nn.Module, args: Any, output: Any
@@ -83,9 +86,18 @@ class GatheredForBackward:
             self._always or _hides_tensors(output) or torch_internals.has_forward_hooks(inner)
         ):
             self.units.add(unit)
-        if unit in self.units:  # also after a forward without gradients, which may follow one with
+        if unit not in self.units:  # which lasts for a forward without gradients that follows
+            return
+        if self._always:
             kept.enter_context(torch_internals.flags_restored([unit], torch_internals.RESHARDING))
             unit.set_reshard_after_forward(False, recurse=False)
+        else:
+            kept.enter_context(torch_internals.keeping_storage(unit))
+
+    def show(self) -> None:
+        """Unshard what is kept, so that resharding frees its memory."""
+        for unit in self.units:
+            torch_internals.show_kept_storage(unit)
 
 
 def _restore_flags(kept: ExitStack, *_: Any) -> None:

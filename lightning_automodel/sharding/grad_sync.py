@@ -323,7 +323,10 @@ class FSDPGradSync(GradSync):
     def _reshard_others(self, needed: list[FSDPModule]) -> None:
         """Free what is gathered, except of these units."""
         still_needed = set(needed)
-        self._gathered.units &= still_needed
+        kept = self._gathered.units & still_needed
+        self._gathered.units -= kept
+        self._gathered.show()
+        self._gathered.units = kept
         for unit in self.units:
             if unit not in still_needed:
                 reshard(unit)
@@ -345,17 +348,17 @@ class FSDPGradSync(GradSync):
 
     @override
     def toggled(self) -> None:
-        needed = [unit for unit in self.units if torch_internals.is_unsharded(unit)]  # by a backward that is to come
-        for unit in needed:
+        unsharded = [unit for unit in self.units if torch_internals.is_unsharded(unit)]
+        for unit in unsharded:
             torch_internals.show_trainable(unit)
         for unit in self._retained:
             torch_internals.show_kept_storage(unit)
         self._retained = []
-        self._reshard_others(needed)
+        self._reshard_others([*unsharded, *self._gathered.units])  # a backward that is to come needs them
 
     @override
     def stepped(self) -> None:
-        is_stale = any(map(torch_internals.is_unsharded, self.units))
+        is_stale = bool(self._gathered.units) or any(map(torch_internals.is_unsharded, self.units))
         if is_stale and not self._in_backward:  # a hook may step within a backward, which needs the old ones
             self.release()
 
@@ -391,6 +394,7 @@ class FSDPGradSync(GradSync):
         for root in self._roots if self.is_last else ():
             torch_internals.reduce_deferred_gradients(root)
         self._reduce(Reductions.BY_FSDP2 if self.is_last else Reductions.NONE)
+        self._gathered.show()
         self._gathered.units.clear()
         if self.is_last:
             self._stop_comparing()
@@ -402,7 +406,8 @@ class FSDPGradSync(GradSync):
             if frees:
                 unit.reshard()
             else:
-                torch_internals.reshard_keeping_storage(unit)
+                with torch_internals.keeping_storage(unit):
+                    unit.reshard()
                 self._retained.append(unit)
 
     def _reduce(self, reductions: Reductions) -> None:

@@ -165,7 +165,23 @@ class Stored(nn.Module):
         return self.blocks[-1].stored.square().sum(1)
 
 
-MODELS = {model.__name__: model for model in (Perceptual, Distribution, Boxes, Views, Stored)}
+class Watched(nn.Module):
+    """A logger on rank 0 looks at what layers return; the others gather the same units, whatever it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block(), block()])
+        if dist.is_initialized() and dist.get_rank() == 0:
+            for each in self.blocks:
+                each[1].register_forward_hook(lambda module, args, output: None)
+
+    def losses(self, inputs: Tensor) -> Tensor:
+        for each in self.blocks:
+            inputs = each(inputs)
+        return inputs.square().sum(1)
+
+
+MODELS = {model.__name__: model for model in (Perceptual, Distribution, Boxes, Views, Stored, Watched)}
 
 
 def made(name: str) -> nn.Module:
@@ -217,6 +233,7 @@ LAYOUTS: dict[str, tuple[Callable[[str], Module], dict[str, Any]]] = {
     "kept": (Module, {"reshard_during_accumulation": False}),
     "resharded": (Module, {"reshard_during_accumulation": True}),
     "checkpointed": (Module, {"reshard_during_accumulation": True, "activation_checkpointing": True}),
+    "kept, checkpointed": (Module, {"reshard_during_accumulation": False, "activation_checkpointing": True}),
     "by hand": (ByHand, {}),
     "by hand, kept": (ByHand, {"reshard_during_accumulation": False}),
     "ddp": (Module, {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}}),
@@ -235,13 +252,16 @@ def _fit(name: str, layout: str) -> dict[str, Tensor] | str:
 
 
 CASES = {f"{name}, {layout}": (name, layout) for name in MODELS for layout in LAYOUTS}
-del CASES["Stored, checkpointed"]  # recomputed with shards: refused in other words
+for _layout in ("checkpointed", "kept, checkpointed"):
+    del CASES[f"Stored, {_layout}"]  # the second forward stores another tensor
 DEFAULT = (
     "Perceptual, resharded",
     "Perceptual, by hand",
     "Distribution, by hand",
     "Boxes, resharded",
     "Views, by hand",
+    "Watched, resharded",
+    "Watched, by hand",
     "Stored, by hand, kept",
     "Stored, resharded",
 )
@@ -265,6 +285,9 @@ def test_loss_on_what_fsdp2_does_not_see(pool2: RankPool, case: tuple[str, str])
             assert isinstance(found, str)
             assert "A backward needed parameters that FSDP2 had freed" in found
             assert "reshard_during_accumulation=False" in found
+        elif name != "Watched" and layout == "checkpointed":  # it would recompute with shards
+            assert isinstance(found, str)
+            assert "Under activation_checkpointing, pass reshard_during_accumulation=False" in found
         else:
             assert not isinstance(found, str), found
             assert weight_error(Outcome(found, None), expected) <= TOLERANCE
