@@ -280,7 +280,9 @@ class GradientWindows:
         used = [was_used for _, was_used in tracked]
         users = totals.new_ones(len(used)) if all(used) else totals.new_tensor(used)
         order = self._sync.take_order()
-        summed = torch.cat([totals, totals.new_tensor([order, order**2]), users])
+        # Filled on the device, which copying a list from the host would wait for.
+        orders = [totals.new_full((1,), order), totals.new_full((1,), order**2)]
+        summed = torch.cat([totals, *orders, users])
         if self.divisor > 1:
             dist.all_reduce(summed, group=self.mesh.group)
         summed[2] /= self.mesh.sizes.context  # context-parallel ranks share each micro-batch

@@ -75,10 +75,11 @@ class GatheredForBackward:
             kept = ExitStack()
             # FSDP2's own forward hook, which frees the parameters, runs between these two.
             before = partial(self._before_freeing, unit, inner, kept)
-            self.hooks.append(module.register_forward_hook(torch_internals.not_compiled(before), prepend=True))
+            self.hooks.append(module.register_forward_hook(before, prepend=True))
             after = partial(_restore_flags, kept)
-            self.hooks.append(module.register_forward_hook(torch_internals.not_compiled(after), always_call=True))
+            self.hooks.append(module.register_forward_hook(after, always_call=True))
 
+    @torch_internals.not_compiled
     def _before_freeing(
         self, unit: FSDPModule, inner: list[nn.Module], kept: ExitStack, module: nn.Module, args: Any, output: Any
     ) -> None:
@@ -100,6 +101,7 @@ class GatheredForBackward:
             torch_internals.show_kept_storage(unit)
 
 
+@torch_internals.not_compiled
 def _restore_flags(kept: ExitStack, *_: Any) -> None:
     kept.close()
 

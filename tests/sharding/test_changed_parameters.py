@@ -1,9 +1,8 @@
-"""Parameters that are reached past the module, or that the module gets after set-up: refused by name."""
+"""Parameters that the module gets after set-up, and embeddings with ``max_norm``: refused by name."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,129 +12,16 @@ from torch import Tensor, nn
 
 from tests.rank_pool import RankPool
 from tests.sharding import writers
-from tests.sharding.writers import WIDTH, Block, Writer, fit, fit_plainly
+from tests.sharding.writers import WIDTH, Block, Writer, fit_or_refusal, fit_plainly
 from tests.trainer.exactness import Outcome, weight_error
 from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default
 
 ENGINES = {"fsdp2": STRATEGIES["kept"], "ddp": STRATEGIES["ddp"]}
 
 
-def _outcome(options: dict[str, Any], name: str, *args: Any) -> dict[str, Tensor] | str:
-    try:
-        return fit(options, name, args)
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-
-
-# --- Past the module --------------------------------------------------------------------------------------------------
-
-
-class Problem:
-    """Keeps the unknowns of a physics-informed network; no module."""
-
-    def __init__(self, unknown: nn.Parameter) -> None:
-        self.unknowns = {"viscosity": unknown}
-
-
-class HoldsParameter(Writer):
-    """Reads or writes a parameter of its own past the module tree."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.viscosity = nn.Parameter(torch.ones(1, dtype=torch.float64))
-        self.how = how
-        self.problem = Problem(self.viscosity)
-        self.held = [self.viscosity]
-        self.closure = _times(self.viscosity)
-        self.teachers = list(self.teacher.parameters())
-
-    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.distance(batch)
-        if self.how == "dict":
-            return loss * self.problem.unknowns["viscosity"]
-        if self.how == "list":
-            return loss * self.held[0]
-        if self.how == "closure":
-            return self.closure(loss)
-        if self.how == "module":
-            return loss * self.viscosity
-        with torch.no_grad():
-            for s, t in zip(self.student.parameters(), self.teachers, strict=True):
-                if self.how == "written":
-                    t.mul_(0.9)
-                else:
-                    t.data = t.data * 0.9 + s.data * 0.1
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([*self.student.parameters(), self.viscosity], lr=0.1)
-
-
-def _times(parameter: nn.Parameter) -> Callable[[Tensor], Tensor]:
-    return lambda loss: loss * parameter
-
-
-writers.MODULES["HoldsParameter"] = HoldsParameter
-
-HELD = {
-    "dict": "a dict under 'viscosity' (Problem.unknowns)",
-    "list": "a list of 1 (HoldsParameter.held)",
-    "closure": "the closure of _times.<locals>.<lambda>()",
-    "written": "a list of 6 (HoldsParameter.teachers)",
-    "data": "a list of 6 (HoldsParameter.teachers)",
-}
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("how", HELD)
-def test_parameters_that_sharding_has_replaced(pool2: RankPool, how: str) -> None:
-    """Their holder is named."""
-    for message in pool2.run(_outcome, ENGINES["fsdp2"], "HoldsParameter", how):
-        assert "past the module" in message
-        assert HELD[how] in message
-
-
-@pytest.mark.parametrize("how", ["dict", "data"])
-def test_ddp_replaces_nothing(pool2: RankPool, how: str) -> None:
-    """What the message advises is exact."""
-    options = {**ENGINES["ddp"], "ddp_kwargs": {"find_unused_parameters": True}}
-    expected = Outcome(fit_plainly("HoldsParameter", (how,)), None)
-    for weights in pool2.run(_outcome, options, "HoldsParameter", how):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
-
-
-def test_taken_from_the_module(pool2: RankPool) -> None:
-    """The other advice; that somebody holds the parameter besides is nobody's business."""
-    expected = Outcome(fit_plainly("HoldsParameter", ("module",)), None)
-    for weights in pool2.run(_outcome, ENGINES["fsdp2"], "HoldsParameter", "module"):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
-
-
-class Unregistered(Writer):
-    """Trains a parameter that the module does not know."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unknowns = {"viscosity": nn.Parameter(torch.ones(1, dtype=torch.float64))}
-
-    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.distance(batch) * self.unknowns["viscosity"]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([*self.student.parameters(), *self.unknowns.values()], lr=0.1)
-
-
-writers.MODULES["Unregistered"] = Unregistered
-
-
-@pytest.mark.parametrize("options", by_default(ENGINES, "ddp", "fsdp2"))
-def test_parameters_that_are_not_registered(pool2: RankPool, options: dict[str, Any]) -> None:
-    for message in pool2.run(_outcome, options, "Unregistered"):
-        assert message.startswith("1 of 7 parameters of SGD are not parameters of Unregistered")
-        assert "self.x = nn.Parameter(...), an nn.ParameterDict or an nn.ParameterList" in message
-
-
-# --- After set-up -----------------------------------------------------------------------------------------------------
+def _outcome(*args: Any) -> dict[str, Tensor] | str:
+    """Defined here, so that ranks import the modules of this file."""
+    return fit_or_refusal(*args)
 
 
 class Grows(Writer):

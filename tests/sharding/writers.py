@@ -442,3 +442,11 @@ def fit_plainly(name: str, args: Iterable[Any], num_ranks: int = 2, accumulate: 
                 optimizers.step()
             module.on_train_batch_end(SimpleNamespace(), batch, index)
     return full_weights(module)
+
+
+def fit_or_refusal(options: dict[str, Any], name: str, *args: Any) -> dict[str, Tensor] | str:
+    """The weights of a fit, or the message that has refused it."""
+    try:
+        return fit(options, name, args)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
