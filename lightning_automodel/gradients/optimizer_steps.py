@@ -1,16 +1,18 @@
 """Between a window and the optimizer's step: watching what users do to gradients, clipping, and measuring norms."""
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_automodel import lightning_internals
+from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.windows import (
     PLAIN_BACKWARD,
@@ -86,18 +88,31 @@ class OptimizerSteps:
     def watch_plain_backwards(self, patches: PatchStack) -> None:
         """Note gradients of a plain ``loss.backward()``, which the engine (DDP) would not synchronise.
 
-        While a window is open, such a backward raises RuntimeError, as under FSDP2.
+        While a window is open, such a backward raises RuntimeError, as under FSDP2. Hooks on parameters would run in every
+        backward of the strategy too.
         """
-        for parameter in self._windows.parameters:
-            if parameter.requires_grad:
-                patches.callback(parameter.register_post_accumulate_grad_hook(self._note_accumulation).remove)
+        run_backward = torch.autograd.backward
 
-    def _note_accumulation(self, parameter: Tensor) -> None:
-        if self._windows.in_backward:
-            return
-        if self._windows.open_windows:
-            raise RuntimeError(PLAIN_BACKWARD)
-        self._unsynchronised.add(parameter)  # type: ignore[arg-type]
+        @functools.wraps(run_backward)
+        def watched(*args: Any, **kwargs: Any) -> None:
+            if self._windows.in_backward:
+                run_backward(*args, **kwargs)
+                return
+            before = self._written_gradients()
+            run_backward(*args, **kwargs)
+            now = self._written_gradients()
+            changed = {parameter for parameter, state in now.items() if before.get(parameter) != state}
+            if changed and self._windows.open_windows:
+                raise RuntimeError(PLAIN_BACKWARD)
+            self._unsynchronised |= changed
+
+        patches.set(torch.autograd, "backward", watched)
+
+    def _written_gradients(self) -> dict[nn.Parameter, tuple[int, int]]:
+        """Which tensor each parameter has in ``.grad``, and how often it has been written."""
+        gradients = {p: p.grad for p in self._windows.parameters if p.grad is not None}
+        counts = torch_internals.versions(gradients.values())
+        return {p: (id(p.grad), count) for p, count in zip(gradients, counts, strict=True)}
 
     def _before_raw_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A closure runs its backward inside the step, so the strategy checks after it. (`args[0]` is the optimizer.)
