@@ -88,8 +88,8 @@ class OptimizerSteps:
     def watch_plain_backwards(self, patches: PatchStack) -> None:
         """Note gradients of a plain ``loss.backward()``, which the engine (DDP) would not synchronise.
 
-        While a window is open, such a backward raises RuntimeError, as under FSDP2. Hooks on parameters would run in every
-        backward of the strategy too.
+        While a window is open, such a backward raises RuntimeError, as under FSDP2. Hooks on parameters would tell as
+        much, and would run in every backward of the strategy too.
         """
         run_backward = torch.autograd.backward
 
