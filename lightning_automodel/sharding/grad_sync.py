@@ -305,6 +305,11 @@ class FSDPGradSync(GradSync):
                 yield
             finally:
                 self.is_last = None
+        # A forward in on_after_backward leaves units gathered. Hooks before the step would find the gathered parameters
+        # in the module, which have no gradients.
+        for unit in self.units:
+            if torch_internals.is_unsharded(unit):
+                reshard(unit)
 
     @override
     def release(self, retains: bool = False) -> None:

@@ -24,6 +24,9 @@ PLANTED_WITHIN = 6
 
 
 FOUND = {
+    "gradients_scaled_after_a_forward_in_on_after_backward": Case(
+        seed=541811, epochs=2, hooks=("clip_by_own_rule", "scale_before_step"), foreign=("input@after_backward",)
+    ),
     "resumed_with_a_part_frozen_after_its_training": Case(thaw="window", epochs=2, optimizer="adam", stops=(3,)),
     "resumed_with_a_value_of_its_own_in_a_group": Case(hooks=("warm_up",), stops=(1,)),
     "frozen_by_toggling_after_some_ranks_have_used_it": Case(
