@@ -163,7 +163,9 @@ class MicroBatches:
             self.advice.about_first_window(self.windows.last_step)
         if module.automatic_optimization:
             self.inputs.end_padding()
-        return plugin.post_backward(loss, module)
+        hooks = self.engine.sync.showing_shards() if self._ends_window else nullcontext()
+        with hooks:
+            return plugin.post_backward(loss, module)
 
     def _objective(
         self, loss: Tensor, count: Count, accumulate: int, ahead: WindowTotals | None

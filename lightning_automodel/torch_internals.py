@@ -146,6 +146,11 @@ def flags_restored(units: Iterable[FSDPModule], names: tuple[str, ...]) -> Itera
             setattr(group, name, value)
 
 
+def stays_gathered(unit: FSDPModule) -> bool:
+    """Whether ``unit`` keeps its gathered parameters after a forward or after a backward."""
+    return any(g.post_forward_mesh_info is None or not g.reshard_after_backward for g in param_groups(unit))
+
+
 def has_forward_hooks(modules: Iterable[nn.Module]) -> bool:
     """Whether any of ``modules`` has a hook that sees what its forward returns."""
     return any(module._forward_hooks for module in modules)
@@ -347,6 +352,42 @@ def has_replicas(group: FSDPParamGroup) -> bool:
 def was_unsharded(group: FSDPParamGroup) -> bool:
     """Whether the group was ever unsharded: its buffers and leaves are made once, and keep the dtype of that time."""
     return any(len(param.all_gather_outputs) > 0 for param in group.fsdp_params)
+
+
+def differentiate_by_both(other_of: Callable[[Any], Tensor | None], patches: PatchStack) -> None:
+    """Let backwards that name their inputs also differentiate by ``other_of(input)``, where that is not None.
+
+    ``torch.autograd.grad`` returns the gradient of the one that the graph has. User code may have imported it before,
+    so that what it calls is replaced.
+    """
+    run_backward = torch.autograd._engine_run_backward
+
+    @functools.wraps(run_backward)
+    def run_with_others(
+        tensors: Any,
+        grad_tensors: Any,
+        retain_graph: bool,
+        create_graph: bool,
+        inputs: tuple[Any, ...],
+        allow_unreachable: bool,
+        accumulate_grad: bool,
+    ) -> Any:
+        run = partial(run_backward, tensors, grad_tensors, retain_graph, create_graph, accumulate_grad=accumulate_grad)
+        others = {index: other for index, each in enumerate(inputs) if (other := other_of(each)) is not None}
+        if not others:
+            return run(inputs, allow_unreachable)
+        gradients = run((*inputs, *others.values()), True)
+        if accumulate_grad:
+            return gradients
+        chosen = list(gradients[: len(inputs)])
+        for index, gradient in zip(others, gradients[len(inputs) :], strict=True):
+            if chosen[index] is None:
+                chosen[index] = gradient
+        if not allow_unreachable and any(each is None for each in chosen):
+            raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph.")
+        return tuple(chosen)
+
+    patches.set(torch.autograd, BACKWARD, run_with_others)
 
 
 def mixed_precision_policies(model: nn.Module) -> list[MixedPrecisionPolicy]:
@@ -638,6 +679,7 @@ def _probe() -> None:
     if ACCUMULATES_IN_LEAF:
         check(FSDPModule, "set_manual_backward_finalization", "finalize_backward")
     check(_redistribute, "clear_redistribute_planner_cache")
+    check(torch.autograd, BACKWARD, writable=True)
     check(torch._C, "_clear_DTensor_sharding_propagator_cache")
     check(DeviceMesh, "_flatten")
     check(GradScaler, "_per_optimizer_states", "_unscale_grads_")

@@ -231,6 +231,7 @@ class TrainingRun:
         self.steps.check(optimizer)
         if result is not None or not self.module.automatic_optimization:
             self.windows.scaling.look_for_overflow(optimizer)
+        step.enter_context(self.engine.sync.showing_shards())
         step.enter_context(mixing_shards(optimizer))
         return result
 

@@ -44,7 +44,7 @@ NOT_MESSAGES = {
     "got mixed torch.Tensor and DTensor": "torch's own message, which ours explains",
     "out of bounds for storage of size 0": "torch's own message, which ours explains",
     "RegisterPostBackwardFunction is a view and is being modified inplace": "torch's own message, which ours explains",
-    "appears to not have been used in the graph": "torch's own message, which ours explains",
+    "One of the differentiated Tensors appears to not have been used in the graph.": "torch's own message",
     "You're resuming from a checkpoint that ended before the epoch ended": "Lightning's own warning, which is filtered",
     "one rank gathers nothing": "in describe()",
     "auto: 1 on CPU, where FSDP2 by itself waits for each all-gather": "in describe()",

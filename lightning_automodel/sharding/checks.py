@@ -38,17 +38,10 @@ _CHANGES_INPUT = (
     " to know when the unit's backward ends, and torch does not allow to change these. Write it out of place (`x = x +"
     " ...`, inplace=False), pass auto_wrap_policy=set(), which makes one unit of the model, or data_parallel='ddp'."
 )
-_NOT_IN_GRAPH = (
-    "A gradient was asked for that the loss does not depend on. If it is one of parameters, as of MAML's inner step:"
-    " outside of the forward of an FSDP unit, module.parameters() are shards, and not what the forward used. Pass"
-    " auto_wrap_policy=set(), which makes one unit of the model: under automatic optimization its parameters are"
-    " gathered during all of training_step. Or pass data_parallel='ddp'."
-)
 _EXPLANATIONS = {
     "got mixed torch.Tensor and DTensor": _MEETS_SHARDS,
     "require placement changes": _MEETS_SHARDS,
     "RegisterPostBackwardFunction is a view and is being modified inplace": _CHANGES_INPUT,
-    "appears to not have been used in the graph": _NOT_IN_GRAPH,
     "out of bounds for storage of size 0": _FREED,
     "but its data is not allocated yet": _FREED,
 }
