@@ -729,8 +729,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._options.is_sharded:
-            checks.explain(exception)
+        checks.explain(exception)
         self._end_setup_block(exception)
         if isinstance(exception, lightning_internals.SIGTERMException) and self._supervisor.requeues:
             lightning_internals.save_and_requeue(self._module.trainer)

@@ -248,7 +248,7 @@ class TrainingRun:
         def evaluate(*args: Any) -> Any:
             with self.engine.evaluation():
                 args, attention = self.micro_batches.sliced(args, step.__name__)
-                with checks.explained_errors(self.engine.options.is_sharded), attention:
+                with checks.explained_errors(), attention:
                     return step(*args, **kwargs)
 
         return self.inputs.evaluate(evaluate, args, begin, self.engine.join_evaluation)

@@ -52,6 +52,8 @@ NOT_MESSAGES = {
     "…, which is not to be converted to …": "in describe()",
     "Using DistributedSampler with the dataloaders": "a warning of Lightning's that is filtered",
     "but its data is not allocated yet": "torch's own message, which ours replaces",
+    "only allowed to backward once on any region computed under selective": "torch's own message, which ours explains",
+    "undefined, but still allreduced by DDP": "torch's own message, which ours explains",
     "the module cannot be copied (…)": "a part of ExactnessCheck's verdict",
     "the copy of the module cannot be set up (…)": "a part of ExactnessCheck's verdict",
     "ExactnessCheck compares the first … optimizer steps with one process": "what rank 0 says where all is well",

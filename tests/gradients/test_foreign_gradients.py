@@ -410,6 +410,14 @@ def test_gradients_that_training_uses(pool2: RankPool, pool4: RankPool, case: tu
             assert weight_error(Outcome(found, None), expected) <= TOLERANCE
 
 
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_second_derivatives_of_selective_checkpoints(pool2: RankPool, engine: str) -> None:
+    """Refused with a remedy, which "penalty" with "checkpointed" layouts trains."""
+    options = {"data_parallel": engine, "activation_checkpointing": "selective"}
+    for message in pool2.run(_using, "penalty", False, options, 1):
+        assert "Pass activation_checkpointing=True" in message
+
+
 def test_a_plain_backward_in_the_first_forward_of_a_window(pool2: RankPool) -> None:
     """As adversarial training was first written. Lightning zeroes what it gives to weights before the real backward."""
     expected = plainly(1, adds=by_plain_backward)

@@ -32,7 +32,7 @@ REFUSALS: dict[str, Callable[[Case], Any]] = {
     r"DistributedDataParallel did not reduce all gradients": lambda c: (
         {"unused", "sometimes"} & set(c.parts) or c.manual in ("gan", "gan_window")
     ),
-    r"undefined, but still allreduced by DDP": lambda c: (
+    r"Gradients were zeroed in the middle of an accumulation window": lambda c: (
         c.engine == "ddp"
         and (
             ("sometimes" in c.parts and "zero_in_mid_window" in c.hooks)
