@@ -205,6 +205,7 @@ KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
 
 KIND_WARNED: dict[str, Callable[[Case], Any]] = {
     r"is gathered from all ranks, with gradients, and each rank's weighs the same": lambda c: c.over_ranks,
+    r"saved within a window in which parameters were written": lambda c: c.stops and c.writes,
     r"backward hook": lambda c: c.backward and "squash" in c.backward,
 }
 """Warnings that name the kind, beside which weights may differ, and in which cases."""
