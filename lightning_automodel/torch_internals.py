@@ -4,7 +4,8 @@ import functools
 import gc
 import math
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -488,6 +489,23 @@ def without_wrappers(name: str) -> str:
     return name.replace(f"{_COMPILED}.", "").replace("_checkpoint_wrapped_module.", "")
 
 
+def module_versions(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What torch notes of each module in a state dict, above all its ``_version``, by its name without wrappers.
+
+    A module that was changed since an older version converts what it is given; without a version, each time.
+    """
+    noted = getattr(state, "_metadata", None) or {}
+    # Of a wrapper and what it wraps, which comes later, the latter stays.
+    return {without_wrappers(f"{path}.").removesuffix("."): dict(each) for path, each in noted.items()}
+
+
+def with_module_versions(state: Mapping[str, Any], versions: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """``state`` in a dict that notes ``versions``, by names of modules, as :func:`module_versions` returns them."""
+    found = OrderedDict(state)
+    found._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    return found
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` wraps, else ``module``."""
     return getattr(module, _COMPILED, module)
@@ -679,6 +697,7 @@ def _probe() -> None:
     if ACCUMULATES_IN_LEAF:
         check(FSDPModule, "set_manual_backward_finalization", "finalize_backward")
     check(_redistribute, "clear_redistribute_planner_cache")
+    check(nn.Linear(1, 1).state_dict(), "_metadata", writable=True)
     check(torch.autograd, BACKWARD, writable=True)
     check(torch._C, "_clear_DTensor_sharding_propagator_cache")
     check(DeviceMesh, "_flatten")
