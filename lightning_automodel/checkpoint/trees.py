@@ -1,5 +1,6 @@
 """Nested collections taken apart into their tensors and the rest, and put together again."""
 
+import contextlib
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -81,9 +82,10 @@ def nested(leaves: Mapping[Path, Any]) -> Any:
 
 
 def hides_shards(value: Any) -> bool:
-    """Whether an object holds sharded tensors, which pickling would replace by this rank's part."""
+    """Whether an object holds sharded tensors, of which pickling would keep this rank's part."""
     survey = _Survey()
-    survey.dump(value)
+    with contextlib.suppress(Exception):  # saving says what cannot be pickled
+        survey.dump(value)
     return survey.has_shards
 
 
