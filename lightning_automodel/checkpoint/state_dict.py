@@ -18,6 +18,7 @@ from lightning_automodel.checkpoint.optimizers import (
     parameter_names,
     some,
 )
+from lightning_automodel.checkpoint.trees import dict_like
 from lightning_automodel.torch_internals import (
     EXTRA_STATE,
     loads_by_itself,
@@ -294,7 +295,8 @@ def shards_that_cannot_be_loaded(place: str) -> ValueError:
 
 def with_own_dicts(tree: dict[str, Any]) -> dict[str, Any]:
     """A copy of ``tree`` whose dicts are new, down to its leaves."""
-    return {key: with_own_dicts(value) if isinstance(value, dict) else value for key, value in tree.items()}
+    items = {key: with_own_dicts(value) if isinstance(value, dict) else value for key, value in tree.items()}
+    return dict_like(tree, items)
 
 
 def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, Any]) -> None:

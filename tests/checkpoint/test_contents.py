@@ -262,6 +262,7 @@ class KeepsObjects(Callback):
 
     def __init__(self, makes_copies: bool) -> None:
         self.makes_copies = makes_copies
+        self.held: Any = None
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         weight = pl_module.model.head.weight
