@@ -33,5 +33,15 @@ def make_backend(extension: Any, store: dist.Store, rank: int, size: int, timeou
     return extension.NcclLike(_connect, store, rank, size, timeout)
 
 
-def _connect(store: dist.Store, rank: int, size: int) -> dist.ProcessGroupGloo:
-    return dist.ProcessGroupGloo(store, rank, size, ENDLESS)
+def _connect(store: dist.Store, rank: int, size: int) -> dist.ProcessGroupGloo | None:
+    """Wait for rank 0, as NCCL's ranks wait for its unique id until the store's timeout; then for all, without limit."""
+    if rank == 0:
+        store.set("unique id", "")
+    try:
+        store.get("unique id")
+    except RuntimeError as error:
+        raise dist.DistBackendError("rank 0 has not set the unique id of its communicator") from error
+    try:
+        return dist.ProcessGroupGloo(store, rank, size, ENDLESS)
+    except RuntimeError:
+        return None
