@@ -34,7 +34,7 @@ def make_backend(extension: Any, store: dist.Store, rank: int, size: int, timeou
 
 
 def _connect(store: dist.Store, rank: int, size: int) -> dist.ProcessGroupGloo | None:
-    """Wait for rank 0, as NCCL's ranks wait for its unique id until the store's timeout; then for all, without limit."""
+    """Wait for rank 0 until the store's timeout, as NCCL's ranks do for its unique id; then for all, without limit."""
     if rank == 0:
         store.set("unique id", "")
     try:

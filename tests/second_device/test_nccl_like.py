@@ -128,7 +128,7 @@ def error_in_a_kernel(rank: int) -> None:
         lambda: dist.all_reduce(logits),
     ]
     for call in calls:
-        with pytest.raises(RuntimeError, match="device-side assert triggered .Target 9 is out of bounds"):
+        with pytest.raises(RuntimeError, match=r"device-side assert triggered \(Target 9"):
             call()
     print("all raised")
     time.sleep(60)
@@ -184,5 +184,6 @@ def test_in_processes_of_their_own(
     text = (tmp_path / "rank0.log").read_text()
     assert found == statuses, text
     places = [text.find(each) for each in printed]
-    assert -1 not in places and places == sorted(places), text
+    assert -1 not in places, text
+    assert places == sorted(places), text
     assert "not reached" not in text
