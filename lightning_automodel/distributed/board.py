@@ -29,7 +29,14 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lightning_automodel.distributed import failures
-from lightning_automodel.distributed.failures import MISSED_HEARTBEATS, RankFailedError, RankFailure, Record, Sighting
+from lightning_automodel.distributed.failures import (
+    MISSED_HEARTBEATS,
+    RankFailedError,
+    RankFailure,
+    Record,
+    Sighting,
+    message_of,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -113,7 +120,7 @@ class Board:
         self.is_open = threading.Event()  # once the store has answered
         self.watched = self.rank  # whose record is read with each heartbeat, beside the neighbour's
         self.seen: dict[int, Sighting] = {}  # other ranks, as far as their records were read
-        self.lost: RankFailure | None = None  # why the store cannot be used any more
+        self.lost: RankFailure | None = None  # why this rank cannot use the store any more
         self.verdicts: dict[str, RankFailure | None] = {path: None}  # what was posted at each path that is read
         self.clock: Callable[[], float] = time.monotonic
         self._existing: set[str] = set()
@@ -314,8 +321,14 @@ class Board:
                     answer.set_result(function(store))
             if self.verdicts.get(self.path) is None:
                 self._write(store, has_ended=True, has_left=True)
-        except Exception as error:
-            if not isinstance(error, (dist.DistError, OSError)):
-                log.exception("The board between ranks has failed.")
+        except (dist.DistError, OSError) as error:
             first_line = next(iter(str(error).splitlines()), "")
             self.lost = self.lost or self.lost_store(f"ended or is out of reach ({type(error).__name__}: {first_line})")
+        except Exception as error:
+            log.exception("The board between ranks has failed.")
+            message = f"{message_of(error)}, raised in the thread that sends this rank's heartbeats"
+            failure = RankFailure(self.rank, self.host, self.own.where, type(error).__name__, message)
+            with contextlib.suppress(Exception):
+                # The store need not have to do with it: the others would only miss this rank's heartbeats.
+                self.post(store, self.path, failure)
+            self.lost = self.lost or failure
