@@ -4,7 +4,8 @@ import re
 import socket
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 import torch.distributed as dist
 
@@ -27,6 +28,16 @@ GLOO_SOURCE = re.compile(r"\bgloo/\S+\.(cc|h|cpp|hpp):\d+")
 COMMUNICATING = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/torch/_ops.py")
 
 
+class Device(StrEnum):
+    """What is known of a rank's accelerator."""
+
+    NONE = "none"  # or none that communicates
+    UNSEEN = "not looked at"  # as its host goes on
+    IDLE = "idle"  # it has done all that its host has queued
+    BUSY = "busy"
+    FAILED = "failed"
+
+
 @dataclass(frozen=True)
 class Record:
     """What a rank tells of itself."""
@@ -41,6 +52,10 @@ class Record:
     has_failed: bool = False  # whether its collective failed, so that it waits for the verdict
     has_ended: bool = False  # whether it has come to the end of its run, where it waits for the others
     has_left: bool = False  # whether it needs the board no more
+    device: str = Device.NONE  # what its accelerator does
+    device_step: int = 0  # the newest step that this has come to, of those that the host has begun
+    device_stood_s: float = 0.0  # for how long it has been busy, without a sign of progress of host or device
+    queued: Mapping[str, int] = field(default_factory=dict)  # collectives, by group of accelerators
 
 
 @dataclass(frozen=True)

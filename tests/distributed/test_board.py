@@ -71,6 +71,7 @@ def test_keys_are_few(scale: Any, server: Any) -> None:
         "run/verdict",
         "run/known",
         "lease",
+        "devices",
         "stop",
         "stop/result",
     }
