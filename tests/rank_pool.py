@@ -101,7 +101,7 @@ class RankPool:
 
     Args:
         num_ranks: size of the process group.
-        device: "second" for ranks that train on the device of `tests/second_device`, "" for CUDA or a CPU.
+        device: what `devices.VARIABLE` says in the ranks: "second" or "nccl" for `tests/second_device`, else CUDA or a CPU.
     """
 
     def __init__(self, num_ranks: int, device: str = os.environ.get(devices.VARIABLE, "")) -> None:
