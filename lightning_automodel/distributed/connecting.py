@@ -107,6 +107,6 @@ class _ConnectWatch:
         waiting = [rank for rank, each in seen.items() if not each.known.has_ended]
         notes = {rank: f" ({seen[rank].known.host}, in {seen[rank].known.where})" for rank in waiting}
         return (
-            f"rank {board.rank} has waited {waited_s:.0f} s for the groups of its accelerator to connect. The ranks"
-            f" that have not connected either: {failures.list_ranks(waiting, notes)}: {ADVICE}"
+            f"rank {board.rank} has waited {waited_s:.0f} s for the groups of its accelerator to connect. Not"
+            f" connected: rank {failures.list_ranks(waiting, notes)}: {ADVICE}"
         )

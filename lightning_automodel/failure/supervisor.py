@@ -126,8 +126,8 @@ class Supervisor:
         with limited(LONGEST_LEAVING_S, process_group.group_rank(), _why_late(sys.exc_info()[1], "tearing down")):
             try:
                 yield
-            except Exception:
-                log.warning("Tearing down after a failure has raised too.", exc_info=True)
+            except Exception as error:
+                log.warning("Tearing down after a failure has raised too: %s: %s", type(error).__name__, _line(error))
 
     def watch(self, timeout: timedelta, heartbeat_timeout: timedelta, where: Callable[[], str]) -> None:
         """Start to watch the other ranks; every rank must call it. A thread asks ``where`` this rank is: its hook.
@@ -269,6 +269,11 @@ def _free_device(exception: BaseException) -> None:
         device_groups.abort()
         # What `on_exception` hooks read has no limit: end here if the device is not free.
         torch.accelerator.synchronize()
+
+
+def _line(exception: BaseException) -> str:
+    """The first line of its text."""
+    return next(iter(message_of(exception).splitlines()), "")
 
 
 def _why_late(exception: BaseException | None, what: str) -> str:

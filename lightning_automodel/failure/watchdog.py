@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed import device_groups, failures
+from lightning_automodel.distributed import device_groups, failures, first_rank
 from lightning_automodel.distributed.board import BEAT_S, LINGER_S, Board, connect_again
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure, Sighting
 from lightning_automodel.distributed.last_resort import end_process
@@ -32,6 +32,8 @@ LONGEST_SEARCH_BEATS = 120
 TIME_TO_RAISE_S = 2.0
 TIME_TO_RAISE_AFTER_SILENCE_S = 0.5
 TIME_TO_FREE_DEVICE_S = 5.0
+TIME_TO_FAIL_S = 2.0
+NEITHER_ENDS = "a collective neither ends nor fails after {:.0f} s"
 
 RUN, END, LEASE = "run", "end", "lease"
 
@@ -210,6 +212,8 @@ class Watchdog:
         own = self.board.own
         if failure := left_behind({self._rank: own} | {r: each.known for r, each in self.board.seen.items()}):
             self.board.post(store, RUN, failure)
+        if self._own is None and self._is_past_timeout():
+            self._own = RankFailure(self._rank, own.host, own.where, "TimeoutError", NEITHER_ENDS.format(own.stood_s))
         if self._own is not None and holds_lease(self.board, store, LEASE, lease, self._longest_search_s / 6):
             self._seek(store, self._own)
         self.devices.exchange(self.board, store, RUN, devices_lease)
@@ -223,6 +227,13 @@ class Watchdog:
                     f"All ranks have waited for {limit_s:g} s, in different places:\n{positions} The wait ends after"
                     f" the strategy's timeout, here {self.timeout_s:g} s."
                 )
+
+    def _is_past_timeout(self) -> bool:
+        """Whether the main thread is in a collective that should have failed: to connect, NCCL waits for ever."""
+        own = self.board.own
+        is_late = own.waits and own.stood_s > self.timeout_s + TIME_TO_FAIL_S
+        may_wait = self._has_ended or self.is_noticed.is_set() or first_rank.is_active()
+        return is_late and not may_wait and device_groups.exist()
 
     def _seek(self, store: dist.Store, own: RankFailure) -> None:
         """Read all records, and post the verdict if it can be told."""
