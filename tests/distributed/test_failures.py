@@ -86,7 +86,10 @@ class _UnprintableError(RuntimeError):
 def test_a_cause_without_a_text() -> None:
     """It is told nevertheless: the others would else hear of nothing but an end."""
     failure = RankFailure.from_exception(_UnprintableError(), 1, "training_step")
-    assert (failure.error, failure.message) == ("_UnprintableError", "(the exception has no text: its __str__ raises AttributeError)")
+    assert (failure.error, failure.message) == (
+        "_UnprintableError",
+        "(the exception has no text: its __str__ raises AttributeError)",
+    )
     assert not is_communication_error(_UnprintableError())
     assert message_of(ValueError("no labels")) == "no labels"
 

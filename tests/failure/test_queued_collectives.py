@@ -71,6 +71,10 @@ def all_are_interrupted(model: Faulty, batch: dict[str, Tensor]) -> None:
             os.kill(int(pid), signal.SIGINT)
 
 
+def hangs_before_groups_connect(model: Faulty, batch: dict[str, Tensor]) -> None:
+    """In a hook: the others' first collective connects, and waits for this rank without a limit."""
+
+
 def dies_while_groups_connect(model: Faulty, batch: dict[str, Tensor]) -> None:
     """Before it is asked to: in place of connecting."""
 
@@ -89,6 +93,11 @@ class Faulty(Model):
     @property
     def is_bad(self) -> bool:
         return int(os.environ["RANK"]) == BAD
+
+    def on_train_start(self) -> None:
+        if self.fault is hangs_before_groups_connect:
+            note(self.folder)
+            hangs(self, {})
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.num_calls += 1
@@ -148,6 +157,7 @@ CASES = [
     Case(is_killed, "fsdp2", "rank 1 on HOST missed heartbeats", 40.0, 3.0, (1, -signal.SIGKILL, 1)),
     Case(is_killed, "ddp", "rank 1 on HOST missed heartbeats", 40.0, 3.0, (1, -signal.SIGKILL, 1)),
     Case(all_are_interrupted, "fsdp2", ""),
+    Case(hangs_before_groups_connect, "fsdp2", "rank 1 on HOST is stuck in on_train_start", 8.0, limit_s=30.0),
     Case(
         dies_while_groups_connect,
         "fsdp2",
