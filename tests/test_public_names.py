@@ -58,7 +58,7 @@ KEYWORDS: dict[str, Any] = {
     "ignore_index": -100,
     "label_shift": 0,
     "count_label_tokens": None,
-    "defer_fsdp_grad_sync": True,
+    "defer_fsdp_grad_sync": "auto",
     "reshard_during_accumulation": "auto",
     "auto_wrap_policy": None,
     "reshard_after_forward": True,
