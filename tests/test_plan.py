@@ -249,7 +249,8 @@ def test_tensor_and_context_parallel_layouts_of_transformers() -> None:
 
     class Slices(Language):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss: Tensor = self.blocks(input_ids=batch["input_ids"]).logits.square().mean()
+            inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+            loss: Tensor = self.blocks(**inputs).logits.square().mean()
             return loss
 
     tokens = torch.zeros(1, 16, dtype=torch.int64)
