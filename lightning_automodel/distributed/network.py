@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from lightning_automodel.distributed.board import pause_s
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 VARIABLES = (GLOO_INTERFACE, NCCL_INTERFACE)
 LOOPBACK = "127.0.0.1"
-CONNECT_S, LONGEST_CHECK_S, SLICE_S = 10.0, 60.0, 1.0
+CONNECT_S, LONGEST_CHECK_S = 10.0, 60.0
 _READ_IPV4_ADDRESS = 0x8915  # SIOCGIFADDR
 _REACHED = "reached"
 
@@ -145,13 +146,13 @@ def check_connections(rank: int, world_size: int, store: dist.Store, timeout: ti
         failure = None
         if own.problem:
             failure = RankFailure(rank, own.host, "joining", "ValueError", f"{own.problem}. {own.network}")
-        elif text := _wait_for(store, f"announced/{following}", deadline):
+        elif text := _wait_for(store, f"announced/{following}", deadline, world_size):
             failure = _try(following, Announcement(**json.loads(text)), rank, own)
         if failure is not None:
             store.compare_set("failure", "", json.dumps(asdict(failure)))
         if store.add("checked", 1) == world_size:
             store.set("result", store.get("failure").decode() if store.check(["failure"]) else _REACHED)
-        result = _wait_for(store, "result", deadline)
+        result = _wait_for(store, "result", deadline, world_size)
         if not result:
             come = store.add("checked", 0)
             message = f"{world_size - come} of {world_size} ranks have not tried to connect to their neighbours"
@@ -160,15 +161,15 @@ def check_connections(rank: int, world_size: int, store: dist.Store, timeout: ti
             raise RankFailedError(RankFailure(**json.loads(result)))
 
 
-def _wait_for(store: dist.Store, key: str, deadline: float) -> str:
-    """The value of ``key``, empty if it does not come; signals are handled in between."""
-    while True:
-        try:
-            store.wait([key], timedelta(seconds=SLICE_S))
-            return store.get(key).decode()
-        except dist.DistStoreError:  # not there yet; a store that is gone raises another error
-            if time.monotonic() > deadline:
-                return ""
+def _wait_for(store: dist.Store, key: str, deadline: float, world_size: int) -> str:
+    """The value of ``key``, empty if it does not come until the deadline."""
+    # Not by ``wait``: with a limit it floods the log, and without one it does not let signals in.
+    began_at = time.monotonic()
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return ""
+        time.sleep(pause_s(time.monotonic() - began_at, world_size))
+    return store.get(key).decode()
 
 
 @contextlib.contextmanager
@@ -179,7 +180,7 @@ def _listening(own: Announcement, deadline: float) -> Iterator[Announcement]:
         return
     family = socket.AF_INET6 if ":" in own.address else socket.AF_INET
     with socket.create_server((own.address, 0), family=family) as listener:
-        listener.settimeout(max(deadline - time.monotonic(), SLICE_S))
+        listener.settimeout(max(deadline - time.monotonic(), 1.0))
         password = secrets.token_hex(16)
         threading.Thread(target=_answer, args=(listener, password), name="network check", daemon=True).start()
         port = listener.getsockname()[1]
