@@ -35,6 +35,15 @@ SHAPES = {
         **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128_256},
         **{"num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500_000.0},
     },
+    # The sizes of Llama 3.2, with a head of their own.
+    "llama3-3b": {
+        **{"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "vocab_size": 128_256},
+        **{"num_attention_heads": 24, "num_key_value_heads": 8, "rope_theta": 500_000.0},
+    },
+    "llama3-1b": {
+        **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128_256},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500_000.0},
+    },
     "tiny": {
         **{"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "vocab_size": 32_000},
         **{"num_attention_heads": 8, "num_key_value_heads": 2},

@@ -60,7 +60,8 @@ class Plan:
         self.sizes = resolve_sizes(*data, tensor, world_size, self.nodes, context)
         self._shards, self._is_sharded = self.sizes.shard * context, options.data_parallel == "fsdp2"
         self._frees = bool(options.reshard_during_accumulation)
-        self._defers = options.defer_fsdp_grad_sync in (True, "auto")
+        # On one rank the strategy has nothing to defer.
+        self._defers = options.defer_fsdp_grad_sync in (True, "auto") and self.sizes.divisor > 1
         # Ranks of each group, and how far apart they are: tensor peers are neighbours, then context peers, then shards.
         ranks = {
             "tensor": (tensor, 1),
@@ -98,7 +99,8 @@ class Plan:
     def __str__(self) -> str:
         sizes, options = self.sizes, self.options
         text = f"{options.data_parallel} {sizes.replicate} x {sizes.shard} TP {sizes.tensor} CP {sizes.context}"
-        text += " kept" * (not self._frees) + " undeferred" * (not self._defers)
+        text += " kept" * (not self._frees)
+        text += " undeferred" * (options.defer_fsdp_grad_sync in (False, "all_reduce"))
         return text + " recomputed" * bool(options.activation_checkpointing) + " offloaded" * options.cpu_offload
 
     def _follow(self) -> None:
