@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from torch import Tensor
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.sharding import memory
+from tests.free_memory import pretended
 from tests.gradients.test_manual_optimization import UsesRightFirst, _plain_right_first
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, full_weights, weight_error
@@ -50,20 +50,12 @@ def fit(
 ) -> Told:
     """Train where half of each rank's free memory is a part of what it needs for gradients and state."""
     module, fraction = make_module(), fractions[dist.get_rank()]
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+
+    def budget(needed: dict[str, int]) -> float:
+        return fraction * (needed["deferred_gradients"] + needed["sharded_state"])
+
+    with pretended(budget), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        needed: dict[str, int] = {}
-        estimate = memory.estimate
-
-        def noted(*args: Any) -> dict[str, int]:
-            needed.update(estimate(*args))
-            return dict(needed)
-
-        def free_bytes(*args: Any) -> int:
-            return int(2 * fraction * (needed["deferred_gradients"] + needed["sharded_state"]))
-
-        patch.setattr(memory, "estimate", noted)
-        patch.setattr(memory, "free_bytes", free_bytes)
         strategy = AutomodelStrategy(**options)
         trainer = make_trainer(strategy, callbacks=[callback()], **{"max_epochs": 2, **trainer_options})
         trainer.fit(module, loader(replace(CASE, num_ranks=num_ranks)))
