@@ -731,8 +731,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._options.is_sharded:
-            checks.explain(exception)
+        checks.explain(exception)
         explain_out_of_memory(exception, self.describe)
         self._end_setup_block(exception)
         if isinstance(exception, lightning_internals.SIGTERMException) and self._supervisor.requeues:

@@ -235,6 +235,7 @@ class TrainingRun:
         self.steps.check(optimizer)
         if result is not None or not self.module.automatic_optimization:
             self.windows.scaling.look_for_overflow(optimizer)
+        step.enter_context(self.engine.sync.showing_shards())
         step.enter_context(mixing_shards(optimizer))
         return result
 
@@ -251,7 +252,7 @@ class TrainingRun:
         def evaluate(*args: Any) -> Any:
             with self.engine.evaluation():
                 args, attention = self.micro_batches.sliced(args, step.__name__)
-                with checks.explained_errors(self.engine.options.is_sharded), attention:
+                with checks.explained_errors(), attention:
                     return step(*args, **kwargs)
 
         return self.inputs.evaluate(evaluate, args, begin, self.engine.join_evaluation)

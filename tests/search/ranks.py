@@ -346,7 +346,7 @@ def _fit(case: Case, folder: Path, number: int, stop: int | None, path: Path | N
             "gradient_clip_algorithm": case.clip,
             "use_distributed_sampler": False,
             "num_sanity_val_steps": 0,
-            "enable_checkpointing": "checkpoint" in case.callbacks,
+            "enable_checkpointing": "checkpoint" in case.callbacks or stop is not None,
             "callbacks": callbacks,
             "default_root_dir": folder,
             "val_check_interval": 1 if validates else None,
