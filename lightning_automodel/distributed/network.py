@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -148,15 +148,19 @@ def check_connections(rank: int, world_size: int, store: dist.Store, timeout: ti
             failure = RankFailure(rank, own.host, "joining", "ValueError", f"{own.problem}. {own.network}")
         elif text := _wait_for(store, f"announced/{following}", deadline, world_size):
             failure = _try(following, Announcement(**json.loads(text)), rank, own)
+        else:
+            late = "it had joined, but did not come to connect: its process ended, stopped or was cut off"
+            failure = RankFailure(following, "an unknown host", "joining", "TimeoutError", late)
         if failure is not None:
             store.compare_set("failure", "", json.dumps(asdict(failure)))
         if store.add("checked", 1) == world_size:
             store.set("result", store.get("failure").decode() if store.check(["failure"]) else _REACHED)
-        result = _wait_for(store, "result", deadline, world_size)
+        result = _wait_for(store, "result", deadline + CONNECT_S, world_size)
+        if not result and store.check(["failure"]):
+            result = store.get("failure").decode()
         if not result:
-            come = store.add("checked", 0)
-            message = f"{world_size - come} of {world_size} ranks have not tried to connect to their neighbours"
-            raise RankFailedError(RankFailure(rank, own.host, "joining", "TimeoutError", message))
+            late = "some ranks had joined, but did not come to connect"
+            raise RankFailedError(RankFailure(rank, own.host, "joining", "TimeoutError", late))
         if result != _REACHED:
             raise RankFailedError(RankFailure(**json.loads(result)))
 
@@ -175,16 +179,19 @@ def _wait_for(store: dist.Store, key: str, deadline: float, world_size: int) -> 
 @contextlib.contextmanager
 def _listening(own: Announcement, deadline: float) -> Iterator[Announcement]:
     """Context in which the rank before this one can connect; gives the announcement, with port and password."""
-    if not own.address:
-        yield own
+    listener = None
+    if own.address:
+        family = socket.AF_INET6 if ":" in own.address else socket.AF_INET
+        with contextlib.suppress(OSError):  # an address of one link, say: gloo knows
+            listener = socket.create_server((own.address, 0), family=family)
+    if listener is None:
+        yield replace(own, address="")
         return
-    family = socket.AF_INET6 if ":" in own.address else socket.AF_INET
-    with socket.create_server((own.address, 0), family=family) as listener:
+    with listener:
         listener.settimeout(max(deadline - time.monotonic(), 1.0))
         password = secrets.token_hex(16)
         threading.Thread(target=_answer, args=(listener, password), name="network check", daemon=True).start()
-        port = listener.getsockname()[1]
-        yield Announcement(**{**asdict(own), "port": port, "password": password})
+        yield replace(own, port=listener.getsockname()[1], password=password)
 
 
 def _answer(listener: socket.socket, password: str) -> None:

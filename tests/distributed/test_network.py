@@ -108,8 +108,19 @@ def _check_on_threads(announced: dict[int, network.Announcement], patch: pytest.
 
 def test_neighbours_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _check_on_threads({}, monkeypatch) == ["", "", ""]
-    unknown = network.Announcement("host", "", "", "")  # not Linux: gloo will tell
-    assert _check_on_threads({1: unknown}, monkeypatch) == ["", "", ""]
+    for address in ("", "fe80::1"):  # not Linux, or an address of one link: gloo will tell
+        unknown = network.Announcement("host", address, "", "")
+        assert _check_on_threads({1: unknown}, monkeypatch) == ["", "", ""]
+
+
+def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for until the limit, and not without one."""
+    monkeypatch.setattr(network, "LONGEST_CHECK_S", 0.2)
+    monkeypatch.setattr(network, "CONNECT_S", 0.2)
+    with pytest.raises(
+        RankFailedError, match="rank 1 on an unknown host failed in joining: .* did not come to connect"
+    ):
+        network.check_connections(0, 2, dist.HashStore(), timedelta(minutes=30))
 
 
 def test_interface_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:

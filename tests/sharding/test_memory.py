@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_automodel.sharding import memory
 from tests.rank_pool import RankPool
@@ -108,6 +109,18 @@ def test_choice(defer: Any, keep: Any, budget: int | None, expected: tuple[Any, 
         assert f"{figures[str(choice.defer)]} rank ({budget} MiB)" in choice.defer_reason
     if budget is None:
         assert "unknown free memory" in choice.defer_reason
+
+
+def _agree_in_a_grid() -> tuple[dict[str, int], int | None]:
+    """Over rows and columns of a mesh, as data-parallel and tensor-parallel ranks are."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
+    groups = [mesh["row"].get_group(), mesh["column"].get_group()]
+    return memory.agree({"size": (3, 9, 5, 4)[rank]}, (7, 8, 6, 9)[rank], torch.device("cpu"), groups)
+
+
+def test_ranks_of_two_groups_agree(pool4: RankPool) -> None:
+    """The extremes of the world, which are in no group together."""
+    assert pool4.run(_agree_in_a_grid) == [({"size": 9}, 6)] * 4
 
 
 def _agree(free_by_rank: list[int | None]) -> tuple[dict[str, int], int | None]:
