@@ -118,7 +118,7 @@ def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "LONGEST_CHECK_S", 0.2)
     monkeypatch.setattr(network, "CONNECT_S", 0.2)
     with pytest.raises(
-        RankFailedError, match="rank 1 on an unknown host failed in joining: .* did not come to connect"
+        RankFailedError, match=r"rank 1 on an unknown host failed in joining: .* did not come to connect"
     ):
         network.check_connections(0, 2, dist.HashStore(), timedelta(minutes=30))
 
