@@ -1,7 +1,8 @@
 """Collectives outside the training step: barriers, object broadcasts, reductions."""
 
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -121,6 +122,17 @@ def is_mean(reduce_op: dist.ReduceOp | str | None) -> bool:
     """Whether :func:`reduce_tensor` averages."""
     op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
     return op in ("mean", "avg", None, dist.ReduceOp.AVG)
+
+
+def filled(numbers: Sequence[float], like: Tensor) -> Tensor:
+    """[n] the ``numbers``, in the dtype and on the device of ``like``, without a copy from the host.
+
+    The host would wait for that copy on an accelerator. So each run of equal numbers is filled there.
+    """
+    if like.device.type == "cpu":
+        return like.new_tensor(numbers)
+    runs = [(number, len(list(equal))) for number, equal in itertools.groupby(numbers)]
+    return torch.cat([like.new_full((length,), number) for number, length in runs])
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:

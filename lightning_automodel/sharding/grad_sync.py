@@ -150,6 +150,12 @@ class GradSync:
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Average what backward has left of parameters that a window has trained. May be a collective."""
 
+    def average(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+        """Average gradients of replicated parameters over ``group``, and note which this rank has. A collective."""
+        self._tracked.update(parameters)
+        self._used.update(parameter for parameter in parameters if parameter.grad is not None)
+        rescale_clip.average_gradients_(parameters, group)
+
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Forget the window, and gradients that are held outside of ``.grad``, for these (or all) parameters."""
         self._used.difference_update(self._tracked if parameters is None else parameters)
@@ -430,7 +436,7 @@ class FSDPGradSync(GradSync):
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
         plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
         if plain and self._group is not None:
-            rescale_clip.average_gradients_(plain, self._group)
+            self.average(plain, self._group)
 
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
