@@ -12,6 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_automodel import torch_internals
 from lightning_automodel.distributed import process_group
 from lightning_automodel.distributed.process_group import group_rank, group_size
 
@@ -65,14 +66,8 @@ def host_group(timeout: timedelta) -> dist.ProcessGroup:
 
 def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
     """A new gloo group of all ranks. A collective over the world."""
-    world = dist.group.WORLD
-    assert world is not None
-    # A group inherits the device that the caller bound the default group to, which gloo may not serve.
-    bound, world.bound_device_id = world.bound_device_id, None
-    try:
+    with torch_internals.unbound():  # gloo may not serve the device
         return dist.new_group(backend="gloo", timeout=timeout)
-    finally:
-        world.bound_device_id = bound
 
 
 def broadcast_object(value: Any, src: int) -> Any:
