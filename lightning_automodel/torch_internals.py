@@ -599,7 +599,7 @@ def shared_groups(groups: dict[tuple[int, ...], Any]) -> Iterator[None]:
     """Context in which meshes use ``groups``, by their ranks, before they make others, which are added.
 
     Meshes make a group for each dimension, also where another dimension has the same ranks, which costs a
-    communicator, and where a rank is alone. Every rank must hold an entry for the same ranks, and build the same meshes.
+    communicator, and where a rank is alone. Every rank must hold entries for the same ranks, and build the same meshes.
     """
 
     def new_group(ranks: list[int], **kwargs: Any) -> Any:

@@ -92,6 +92,8 @@ class FSDP2Engine(Engine):
                 "units": [f"{names[id(unit)]} ({units.class_name(unit)})" for unit in plan.units],
                 "replicated": dict(plan.replicated),
             }
+            if plan.head is not None:
+                self._report["head"] = f"{names[id(plan.head)]} ({units.class_name(plan.head)})"
         tensor_parallel.distribute(module, self.mesh)
         apply.broadcast_states(module, self.mesh)
         if plan is not None:
@@ -100,7 +102,9 @@ class FSDP2Engine(Engine):
     def _plan(self, module: pl.LightningModule) -> units.ShardingPlan:
         plan = units.plan_sharding(module, self.options.auto_wrap_policy, module.automatic_optimization)
         whole = precision.kept_wide(module, self._policy) | quantized.kept_whole(module, self._policy)
-        return replace(plan, replicated=plan.replicated | whole)
+        replicated = plan.replicated | whole
+        head = units.find_head(module, plan.units, replicated) if plan.head is not None else None
+        return replace(plan, replicated=replicated, head=head)
 
     def _retain_unsharded(self, module: pl.LightningModule) -> bool:
         """Decide ``reshard_during_accumulation``. A collective for "auto": one rank short of memory decides for all."""

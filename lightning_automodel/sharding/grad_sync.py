@@ -19,7 +19,7 @@ from lightning_automodel import torch_internals
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.windows import PLAIN_BACKWARD
 from lightning_automodel.sharding.gathers import AgreedGathers, GatheredForBackward, drop_unused, reshard
-from lightning_automodel.sharding.units import fsdp_roots
+from lightning_automodel.sharding.units import fsdp_roots, is_head
 from lightning_automodel.sharding.written_weights import WrittenWeights
 
 Deferral = bool | Literal["all_reduce"]
@@ -412,7 +412,7 @@ class FSDPGradSync(GradSync):
         for unit in self.units:
             if not torch_internals.is_unsharded(unit):
                 continue
-            as_set = torch_internals.param_groups(unit)[0].reshard_after_backward
+            as_set = torch_internals.param_groups(unit)[0].reshard_after_backward or is_head(unit)
             frees = self.is_last if self._retain_unsharded else as_set
             if frees:
                 unit.reshard()
