@@ -12,8 +12,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, _redistribute
@@ -651,6 +653,58 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+@contextmanager
+def shared_groups(groups: dict[tuple[int, ...], Any]) -> Iterator[None]:
+    """Context in which meshes use ``groups``, by their ranks, before they make others, which are added.
+
+    Meshes make a group for each dimension, also where another dimension has the same ranks, which costs a
+    communicator, and where a rank is alone. Every rank must hold entries for the same ranks, and build the same meshes.
+    """
+
+    def new_group(ranks: list[int], **kwargs: Any) -> Any:
+        key = tuple(ranks)
+        if key not in groups:
+            groups[key] = _group_of_one(key[0], **kwargs) if len(key) == 1 else dist.new_group(ranks, **kwargs)
+        return groups[key]
+
+    def split_group(split_ranks: list[list[int]], **kwargs: Any) -> Any:
+        own = next(tuple(ranks) for ranks in split_ranks if dist.get_rank() in ranks)
+        kwargs.pop("parent_pg")
+        if len(own) == 1:
+            return new_group(list(own), **kwargs)
+        if own not in groups:
+            made = dist.split_group(split_ranks=split_ranks, **kwargs)
+            groups.update({tuple(ranks): None for ranks in split_ranks})
+            groups[own] = made
+        return groups[own]
+
+    with PatchStack() as patches:
+        patches.set(device_mesh, "new_group", new_group)
+        patches.set(device_mesh, "split_group", split_group)
+        yield
+
+
+def _group_of_one(rank: int, **kwargs: Any) -> Any:
+    """A group of one rank that connects to nothing before it is used; on other ranks what torch returns there."""
+    if rank != dist.get_rank():
+        return dist.GroupMember.NON_GROUP_MEMBER
+    with unbound():
+        return dist.new_group([rank], **{**kwargs, "use_local_synchronization": True})
+
+
+@contextmanager
+def unbound() -> Iterator[None]:
+    """Context in which new groups do not inherit the device that the default group is bound to, nor connect at once."""
+    world = dist.group.WORLD
+    assert world is not None
+    bound = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
+
+
 _probed_states: set[type] = set()
 
 
@@ -701,6 +755,7 @@ def _probe() -> None:
     check(torch.autograd, BACKWARD, writable=True)
     check(torch._C, "_clear_DTensor_sharding_propagator_cache")
     check(DeviceMesh, "_flatten")
+    check(device_mesh, "new_group", "split_group")
     check(GradScaler, "_per_optimizer_states", "_unscale_grads_")
     check(DistributedDataParallel, "_check_reducer_finalized")
     check(nn.Module, "_compiled_call_impl")

@@ -122,7 +122,7 @@ class TrainingRun:
         scaler = precision.enabled_scaler(self.plugin)
         scaling = LossScaling(scaler, in_float16, mesh, self.device, options.is_sharded, self.patches)
         parameters = list(module.parameters())
-        self.windows = GradientWindows(self.engine.sync, weighting, scaling, mesh, self.device, parameters)
+        self.windows = GradientWindows(self.engine.sync, weighting, scaling, mesh, self.device, parameters, host_group)
         self.steps = OptimizerSteps(self.windows, options.track_grad_norm, options.error_if_nonfinite)
         self.patches.callback(self.steps.close)
         if fitting and options.count_window_ahead:

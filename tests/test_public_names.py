@@ -121,6 +121,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
         "label_smoothing": 0.0,
         "z_loss": 0.0,
         "chunk_elements": None,
+        "skip_ignored": None,
     },
     "barrier_and_log": {"message": "", "string": ""},
     "dp_eval_sample_shard": {"strategy": None, "dp_rank": 0, "dp_size": 1, "distributed_config": None},

@@ -89,6 +89,8 @@ class FSDP2Engine(Engine):
                 "units": [f"{names[id(unit)]} ({units.class_name(unit)})" for unit in plan.units],
                 "replicated": dict(plan.replicated),
             }
+            if plan.head is not None:
+                self._report["head"] = f"{names[id(plan.head)]} ({units.class_name(plan.head)})"
         tensor_parallel.distribute(module, self.mesh)
         apply.broadcast_states(module, self.mesh)
         if plan is not None:
@@ -97,7 +99,9 @@ class FSDP2Engine(Engine):
     def _plan(self, module: pl.LightningModule) -> units.ShardingPlan:
         plan = units.plan_sharding(module, self.options.auto_wrap_policy, module.automatic_optimization)
         whole = precision.kept_wide(module, self._policy) | quantized.kept_whole(module, self._policy)
-        return replace(plan, replicated=plan.replicated | whole)
+        replicated = plan.replicated | whole
+        head = units.find_head(module, plan.units, replicated) if plan.head is not None else None
+        return replace(plan, replicated=replicated, head=head)
 
     def _choose(self, module: pl.LightningModule) -> memory.Choice:
         """Decide ``defer_fsdp_grad_sync`` and ``reshard_during_accumulation``. A collective over the world for "auto".

@@ -20,7 +20,7 @@ from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.windows import PLAIN_BACKWARD
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.gathers import AgreedGathers, GatheredForBackward, drop_unused, reshard
-from lightning_automodel.sharding.units import fsdp_roots
+from lightning_automodel.sharding.units import fsdp_roots, is_head
 from lightning_automodel.sharding.written_weights import WrittenWeights
 
 Deferral = bool | Literal["all_reduce"]
@@ -150,6 +150,12 @@ class GradSync:
 
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Average what backward has left of parameters that a window has trained. May be a collective."""
+
+    def average(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+        """Average gradients of replicated parameters over ``group``, and note which this rank has. A collective."""
+        self._tracked.update(parameters)
+        self._used.update(parameter for parameter in parameters if parameter.grad is not None)
+        rescale_clip.average_gradients_(parameters, group)
 
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Forget the window, and gradients that are held outside of ``.grad``, for these (or all) parameters."""
@@ -429,7 +435,7 @@ class FSDPGradSync(GradSync):
         for unit in self.units:
             if not torch_internals.is_unsharded(unit):
                 continue
-            as_set = torch_internals.param_groups(unit)[0].reshard_after_backward
+            as_set = torch_internals.param_groups(unit)[0].reshard_after_backward or is_head(unit)
             frees = self.is_last if self._retain_unsharded else as_set
             if frees:
                 unit.reshard()
@@ -453,7 +459,7 @@ class FSDPGradSync(GradSync):
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
         plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
         if plain and self._group is not None:
-            rescale_clip.average_gradients_(plain, self._group)
+            self.average(plain, self._group)
 
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
