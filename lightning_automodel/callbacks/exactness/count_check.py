@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
 from lightning_automodel.callbacks.exactness.recording import MicroBatch, Window
 from lightning_automodel.callbacks.exactness.replay import Replay
-from lightning_automodel.callbacks.exactness.results import EXACT, NOT_CHECKED, WRONG, CountResult, percent
+from lightning_automodel.callbacks.exactness.results import (
+    EXACT,
+    NOT_CHECKED,
+    WRONG,
+    CountResult,
+    described,
+    percent,
+)
 from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 
@@ -95,7 +102,7 @@ class CountCheck:
     def _check_one(self, window: Window, record: MicroBatch, batch: Any, parts: list[Any]) -> CountResult:
         fit, failure = self._best_fit(window, record, batch, parts)
         if fit is None:
-            return CountResult(NOT_CHECKED, f"not checked ({failure})")
+            return CountResult(NOT_CHECKED, f"not checked, as {failure}")
         if fit.is_random:
             return CountResult(NOT_CHECKED, f"not checked, as {fit.is_random}")
         if fit.left > max(_FITS, 10 * fit.noise):
@@ -161,7 +168,7 @@ class CountCheck:
                 except ReplayError:
                     raise
                 except Exception as error:  # such as code that has another dtype written down
-                    failure = f"{type(error).__name__}: {str(error)[:120]}"
+                    failure = f"the step fails on a part of a batch ({described(error)})"
                     continue
                 if fit is not None:
                     if best is None or (bool(fit.is_random), fit.left) < (bool(best.is_random), best.left):
@@ -251,12 +258,10 @@ def _split(batch: Any) -> list[Any] | None:
     """Two parts of a batch, of unequal size if possible; None if it has no two rows."""
     try:
         rows = count_samples(batch)
-    except ValueError:
+        at = max(1, rows // 3)
+        return None if rows < 2 else [_rows_of(batch, part, rows) for part in (slice(0, at), slice(at, rows))]
+    except Exception:  # such as a class of its own that cannot be built of parts
         return None
-    if rows < 2:
-        return None
-    at = max(1, rows // 3)
-    return [_rows_of(batch, slice(0, at), rows), _rows_of(batch, slice(at, rows), rows)]
 
 
 def _rows_of(value: Any, part: slice, rows: int) -> Any:
@@ -265,18 +270,20 @@ def _rows_of(value: Any, part: slice, rows: int) -> Any:
 
     if isinstance(value, Tensor):
         return value[part] if value.ndim and value.size(0) == rows else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{each.name: inner(getattr(value, each.name)) for each in dataclasses.fields(value)})
     if hasattr(value, "keys"):
         entries = {key: inner(value[key]) for key in value.keys()}  # noqa: SIM118 (not all are mappings)
         try:
             return type(value)(entries)
         except Exception:
+            if not isinstance(value, dict):
+                raise
             return entries
     if isinstance(value, (list, tuple)):
         holds_rows = len(value) == rows and all(not isinstance(each, Tensor) or not each.ndim for each in value)
         items = value[part] if holds_rows else [inner(each) for each in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{each.name: inner(getattr(value, each.name)) for each in dataclasses.fields(value)})
     return value
 
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
 from lightning_automodel.callbacks.exactness.recording import Window
 from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Replayed, Shares, loss_of
-from lightning_automodel.callbacks.exactness.results import StepResult, percent, range_of
-from lightning_automodel.callbacks.running_strategy import automodel
+from lightning_automodel.callbacks.exactness.results import StepResult, percent, plural, range_of
+from lightning_automodel.callbacks.running_strategy import automodel, current_run
 
 # Gradients may be off by this many times the rounding that the replay shows: it is that of one order of summation out
 # of many. Single parameters may be off by more.
@@ -68,9 +69,8 @@ class GradientCheck:
         self._eps = _rounding_unit(trainer)
         self._is_half = self._eps > _HALF
         self._least = self._eps * (_LEAST_IN_HALF if self._is_half else _LEAST)
-        options = {} if (ours := automodel(trainer)) is None else ours.describe()["options"]
-        # There the losses of the run are those of slices.
-        self._compares_losses = options.get("context_parallel_size", 1) == 1
+        run = current_run(trainer)
+        self._has_slices = run is not None and run.micro_batches.context is not None
 
     def compare(self, run: Gradients, weights: dict[str, Tensor], now: Mapping[str, Tensor]) -> None:
         """Compare gradients ``run`` with those of one batch.
@@ -84,10 +84,6 @@ class GradientCheck:
         found = replay.one_batch(self._windows, self._shares, weights, dtype, sample)
         found.gradients = {name: None if g is None else g.cpu() for name, g in found.gradients.items()}
         step.written = self._written(found.written, weights, now)
-        unequal_losses = self._unequal_losses(found)
-        if unequal_losses and not (step.written or step.unequal):
-            step.problem = unequal_losses + self._why_unequal()
-            return
         direct = _norm(_difference(run[name], found.gradients[name]) for name in run)
         direct /= max(_norm(_difference(each, None) for each in run.values()), 1e-300)
         contributions = [found.contributions]  # of micro-batches that round as the run's do
@@ -99,10 +95,16 @@ class GradientCheck:
         missing = self._compare(run, exact.gradients, rounded, factor)
         fit = min((self._fit(run, each, sample) for each in contributions), key=lambda each: each.left)
         if fit.explains:
-            step.explanation = _weights_in_words(fit, self._shares.weighting.unit)
+            step.explanation = _weights_in_words(fit, plural(self._shares.weighting.unit))
             step.weights_given, step.weights_right = fit.given.tolist(), fit.right.tolist()
         if self._is_half:
             self._judge_in_half(missing, direct, fit, factor)
+        unequal_losses = self._unequal_losses(found)
+        # Equal gradients are exact all the same: such a loss is only shown otherwise, as one over all ranks.
+        is_equal = not step.is_wrong and direct < _HALF
+        if unequal_losses and not (is_equal or step.written or step.unequal):
+            step.gradient_error = math.nan
+            step.problem = unequal_losses + self._why_unequal()
 
     def _one_batch(
         self, found: Replayed, weights: dict[str, Tensor], dtype: torch.dtype | None, sample: dict[str, Tensor]
@@ -214,8 +216,6 @@ class GradientCheck:
         return found
 
     def _unequal_losses(self, found: Replayed) -> str:
-        if not self._compares_losses:
-            return ""
         pairs = [(record, loss) for record, loss in zip(self._records, found.losses, strict=True)]
         unequal = [(record, loss) for record, loss in pairs if not self._agree(record.loss, loss)]
         if not unequal:
@@ -227,6 +227,9 @@ class GradientCheck:
         )
 
     def _why_unequal(self) -> str:
+        for name, each in self._replay.module.named_modules():
+            if isinstance(each, Metric) and each.dist_sync_on_step:
+                return f"the metric {name} takes values of all ranks (dist_sync_on_step=True)"
         replay, window = self._replay, next(window for window in self._windows if window.micro_batches)
         record, losses = window.micro_batches[0], set()
         for _ in range(2):
@@ -238,6 +241,8 @@ class GradientCheck:
                 "training_step is not repeatable, as it draws from something other than the global generators of torch,"
                 " numpy and Python"
             )
+        if self._has_slices:
+            return "training_step depends on the rank, as by random numbers that each draws for its slice"
         return "training_step depends on the rank, or on something other than weights, buffers and attributes"
 
     def _agree(self, first: float | None, second: float | None) -> bool:
@@ -271,13 +276,13 @@ def _perturbed(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor
     return (weight.double() * (1 + eps * moves.double())).to(weight.dtype)
 
 
-def _weights_in_words(fit: _Fit, unit: str) -> str:
+def _weights_in_words(fit: _Fit, units: str) -> str:
     given, right = fit.given, fit.right
     total, mean = float(given.sum()), percent(float(given.mean()))
     if float(given.max() - given.min()) >= max(1e-3, 2 * fit.left) * abs(given.mean()):
-        text = f"Micro-batches weigh {range_of(given)} in them, where {range_of(right)} is right by their {unit}s."
+        text = f"Micro-batches weigh {range_of(given)} in them, where {range_of(right)} is right by their {units}."
     elif right.max() - right.min() > 1e-3 * right.mean():
-        text = f"Every micro-batch weighs {mean}, though they hold {range_of(right)} of the {unit}s."
+        text = f"Every micro-batch weighs {mean}, though they hold {range_of(right)} of the {units}."
     else:
         text = f"Every micro-batch weighs {mean}, where {percent(float(right.mean()))} is right."
     return text if abs(total - 1) < 0.01 else f"{text} Together they weigh {percent(total)} in place of 100 %."

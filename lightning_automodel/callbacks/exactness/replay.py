@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from lightning_automodel import torch_internals
 from lightning_automodel.callbacks.exactness import module_copy
@@ -35,6 +35,7 @@ from lightning_automodel.callbacks.exactness.recording import (
     whole_on_host,
 )
 from lightning_automodel.callbacks.running_strategy import automodel
+from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.gradients.token_loss import TokenWeighting
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume.rng import global_states, set_global_states
@@ -219,7 +220,7 @@ class Replay:
             else tensor.to(self.device, torch.float64 if is_wide and tensor.dtype == torch.float32 else None, copy=True)
             for key, tensor in window.tensors.items()
         }
-        module_copy.set_attributes(self.module, values)
+        module_copy.set_tensors(self.module, values)
 
     def call(self, record: MicroBatch, batch: Any, dtype: torch.dtype | None, seed: int | None = None) -> Any:
         """Run ``training_step`` on ``batch`` with the random states and counters of ``record``, or those of a seed."""
@@ -328,7 +329,8 @@ class Replay:
         with PatchStack() as patches, warnings.catch_warnings(), _Isolation(self._run):
             warnings.simplefilter("ignore")
             # Other threads, as those that send heartbeats, go on.
-            patches.set(dist, "is_initialized", lambda: threading.get_ident() != own_thread and is_initialized())
+            for each in (dist, dist.distributed_c10d):  # the second refuses barriers
+                patches.set(each, "is_initialized", lambda: threading.get_ident() != own_thread and is_initialized())
             patches.callback(setattr, self._trainer, "loggers", loggers)
             self._trainer.loggers = [DummyLogger() for _ in loggers]
             modules = set(self._run.modules())
@@ -336,24 +338,32 @@ class Replay:
             yield
 
 
-class _Isolation(TorchDispatchMode):
-    """Refuses collectives, which other ranks would never answer, and operations on the run's own weights."""
+class _Isolation(TorchFunctionMode):
+    """Refuses collectives, which other ranks would never answer, and operations on the run's own weights.
+
+    A dispatch mode would see more, but under it no tensor becomes one of a subclass.
+    """
 
     def __init__(self, run: nn.Module) -> None:
         super().__init__()
         own = [tensor for each in run.parameters() for tensor in (each, each.grad) if tensor is not None]
-        parts = [torch_internals.local_tensor(tensor.detach()) for tensor in own if not tensor.is_sparse]
-        self._of_run = {part.untyped_storage().data_ptr() for part in parts} - {0}
+        self._of_run = {_address(tensor.detach()) for tensor in own} - {0}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace or "dtensor" in func.namespace:
-            raise ReplayError(f"training_step communicates with other ranks ({func})")
-        # The copy holds no DTensor: one is the run's.
-        tensors = [torch_internals.local_tensor(each) for each in args if isinstance(each, Tensor)]
-        plain = [each for each in tensors if each.layout == torch.strided and not each.is_meta]
-        if any(each.untyped_storage().data_ptr() in self._of_run for each in plain):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in (getattr(func, "__module__", None) or ""):
+            raise ReplayError(f"training_step communicates with other ranks ({func.__name__})")
+        is_read = func.__name__ in ("__get__", "size", "numel", "dim")
+        if not is_read and any(_address(each) in self._of_run for each in tensors_in((args, kwargs))):
             raise ReplayError("training_step uses weights past the attributes of its module, as by a global variable")
         return func(*args, **(kwargs or {}))
+
+
+def _address(tensor: Tensor) -> int:
+    """Of the memory of this rank's part; 0 if it has none of its own."""
+    try:
+        return torch_internals.local_tensor(tensor).untyped_storage().data_ptr()
+    except RuntimeError:  # sparse, or a wrapper as of torch.func
+        return 0
 
 
 def loss_of(output: Any) -> Tensor:

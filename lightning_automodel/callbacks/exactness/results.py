@@ -1,6 +1,7 @@
 """What the check finds in each step, and the words in which it says so."""
 
 import math
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -102,12 +103,12 @@ def report_of(steps: list[StepResult], count: CountResult | None, unit: str, is_
     lines += _of_weights(steps)
     lines += _of_optimizer(steps)
     if count is not None and count.verdict != WRONG:
-        lines.append(f"Count ({unit}s): {count.text}.")
+        lines.append(f"Count ({plural(unit)}): {count.text}.")
     counts = {each for step in checked for each in step.counts}
-    if len(counts) == 1 and not is_ours and not any(map(_is_wrong, steps)):
+    if len(counts) == 1 and unit != "micro-batch" and not is_ours and not any(map(_is_wrong, steps)):
         lines.append(
-            f"Every micro-batch held {counts.pop():g} {unit}s: micro-batches of unequal counts, as in a short last"
-            " window, were not seen."
+            f"Every micro-batch held {counts.pop():g} {plural(unit)}: micro-batches of unequal counts, as in a short"
+            " last window, were not seen."
         )
     return lines
 
@@ -133,8 +134,19 @@ def range_of(values: Tensor) -> str:
 
 
 def described(error: Exception) -> str:
-    """An exception in a few words."""
-    return f"{type(error).__name__}: {str(error)[:300]}"
+    """An exception in one line, without a full stop."""
+    message = textwrap.shorten(str(error), 300, placeholder=" [...]")
+    return f"{type(error).__name__}: {message.rstrip('.')}"
+
+
+def plural(noun: str) -> str:
+    """Of a countable noun."""
+    return noun + ("es" if noun.endswith("ch") else "s")
+
+
+def number_of(number: int, noun: str) -> str:
+    """As in "2 ranks"."""
+    return f"{number} {noun if number == 1 else plural(noun)}"
 
 
 def _is_wrong(step: StepResult) -> bool:
