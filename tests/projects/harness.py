@@ -1,9 +1,9 @@
 """One project on this rank, under each strategy: `python -m tests.projects.harness PROJECT DIRECTORY`.
 
 Each way trains two epochs, saves, resumes for two more, and loads what it saved. Data is as much as one batch over all
-ranks, so that its order does not matter; where the project has a count, each rank has it in two micro-batches of unequal
-size. SGD stands in for each project's optimizer, since Adam hides wrong constants. `ExactnessCheck` is told the same
-count. What came of it is written by rank 0, as JSON.
+ranks, so that its order does not matter; of a project with a count each rank has two micro-batches of unequal size. SGD
+stands in for each project's optimizer, since Adam hides wrong constants. `ExactnessCheck` is told the same count. What
+came of it is written by rank 0, as JSON.
 """
 
 from __future__ import annotations

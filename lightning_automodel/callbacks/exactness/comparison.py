@@ -232,8 +232,9 @@ def _by_data_rank(windows: list[Window], num_slices: int, is_sum: bool) -> list[
 def _whole(slices: Sequence[MicroBatch], num_slices: int, is_sum: bool) -> MicroBatch:
     """The micro-batch that ranks had slices of, with its count and its loss."""
     share = num_slices / len(slices)  # tensor-parallel ranks have the same ones
-    count = share * sum(part.returned_count or 0.0 for part in slices)
-    counted = [part for part in slices if part.returned_count and part.loss is not None]
-    total = share * sum(part.loss * (1.0 if is_sum else part.returned_count) for part in counted)
-    loss = total if is_sum or not count else total / count
-    return replace(slices[0], returned_count=count, loss=loss if counted else slices[0].loss)
+    counted = [(part.loss, part.returned_count) for part in slices if part.loss is not None and part.returned_count]
+    if not counted:
+        return slices[0]
+    count = share * sum(count for _, count in counted)
+    total = share * sum(loss if is_sum else loss * count for loss, count in counted)
+    return replace(slices[0], returned_count=count, loss=total if is_sum else total / count)
