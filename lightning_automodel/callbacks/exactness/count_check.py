@@ -27,12 +27,6 @@ _TRIED = 3  # batches, at most
 _PARALLEL = 1e-3  # smallest singular value of normalised gradients: below it, either part could have either weight
 _FITS = 1e-5
 _AGREES = 1e-4
-_AS_TRAINED, _WITHOUT_NOISE, _EVALUATING = "as trained", "without dropout and statistics of batches", "in evaluation"
-
-_NOISY = (
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-)
 
 
 @dataclass
@@ -43,7 +37,7 @@ class _Fit:
     counts: list[float]
     left: float
     noise: float  # of the precision that it was computed in
-    mode: str
+    evaluates: bool  # with dropout and the like off
     is_random: str = ""  # why it says nothing
     is_of_means: bool = False  # doubling the batch changes nothing
 
@@ -120,7 +114,7 @@ class CountCheck:
                 " gradient), so that the verdict is for the count given",
             )
         tolerance = max(_AGREES, 20 * fit.noise)
-        where = "" if fit.mode == _AS_TRAINED else f" {fit.mode}"
+        where = " in evaluation" if fit.evaluates else ""
         if _are_close(fit.factors, self._factors(self._weighting, fit.counts), tolerance):
             return CountResult(EXACT, f"agrees with the loss{where}")
         if any(abs(factor) < 1e-6 for factor in fit.factors):
@@ -159,12 +153,12 @@ class CountCheck:
     # --- Fitting ------------------------------------------------------------------------------------------------------
 
     def _best_fit(self, window: Window, record: MicroBatch, batch: Any, parts: list[Any]) -> tuple[_Fit | None, str]:
-        """The fit in the mode nearest to training in which a row's loss does not depend on others, or the best."""
+        """The fit in training, or in evaluation if a row's loss depends on others there; or the better one."""
         best, failure = None, "the gradients of two parts of a batch are parallel"
-        for mode in (_AS_TRAINED, _WITHOUT_NOISE, _EVALUATING):
+        for evaluates in (False, True):
             for dtype in (torch.float64, None):
                 try:
-                    fit = self._fit(window, record, batch, parts, mode, dtype)
+                    fit = self._fit(window, record, batch, parts, evaluates, dtype)
                 except ReplayError:
                     raise
                 except Exception as error:  # such as code that has another dtype written down
@@ -179,13 +173,18 @@ class CountCheck:
         return best, failure
 
     def _fit(
-        self, window: Window, record: MicroBatch, batch: Any, parts: list[Any], mode: str, dtype: torch.dtype | None
+        self,
+        window: Window,
+        record: MicroBatch,
+        batch: Any,
+        parts: list[Any],
+        evaluates: bool,
+        dtype: torch.dtype | None,
     ) -> _Fit | None:
         replay = self._replay
         replay.load(self._weights, dtype)
-        for each in replay.module.modules():
-            if mode == _EVALUATING or (mode == _WITHOUT_NOISE and isinstance(each, _NOISY)):
-                each.training = False
+        if evaluates:
+            replay.module.eval()
         sample = replay.sample({name for name, p in replay.module.named_parameters() if p.requires_grad})
 
         def gradient(batch: Any, seed: int | None = None) -> tuple[Tensor, float]:
@@ -204,7 +203,7 @@ class CountCheck:
             return None
         factors = torch.linalg.lstsq(columns, whole[:, None]).solution[:, 0]
         left = float((columns @ factors - whole).norm() / whole.norm())
-        fit = _Fit(factors.tolist(), [count for _, count in found], left, 0.0 if dtype else 1e-6, mode)
+        fit = _Fit(factors.tolist(), [count for _, count in found], left, 0.0 if dtype else 1e-6, evaluates)
         if _are_apart(gradient(batch)[0], whole):
             fit.is_random = "training_step is not repeatable"
         elif _are_apart(gradient(batch, seed=1)[0], whole):

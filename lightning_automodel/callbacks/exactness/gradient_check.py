@@ -17,8 +17,8 @@ from lightning_automodel.callbacks.exactness.results import StepResult, percent,
 from lightning_automodel.callbacks.running_strategy import automodel, current_run
 
 # Gradients may be off by this many times the rounding that the replay shows: it is that of one order of summation out
-# of many. Single parameters may be off by more.
-_FACTOR, _FACTOR_OF_ONE = 4, 4
+# of many. Single parameters may be off by as many times that.
+_FACTOR = 4
 _FACTOR_IF_PERTURBED = 8  # more of both, where rounding is known from perturbed weights alone
 _LEAST, _LEAST_IN_HALF = 16, 2  # roundings, which are no error even if the replay shows none
 _LOSS_TOLERANCE = 64  # roundings
@@ -84,8 +84,8 @@ class GradientCheck:
         found = replay.one_batch(self._windows, self._shares, weights, dtype, sample)
         found.gradients = {name: None if g is None else g.cpu() for name, g in found.gradients.items()}
         step.written = self._written(found.written, weights, now)
-        direct = _norm(_difference(run[name], found.gradients[name]) for name in run)
-        direct /= max(_norm(_difference(each, None) for each in run.values()), 1e-300)
+        size = math.hypot(*_distances(run, run, {}).values())
+        direct = math.hypot(*_distances(run, run, found.gradients).values()) / max(size, 1e-300)
         contributions = [found.contributions]  # of micro-batches that round as the run's do
         if self._is_half and direct > _HALF:
             replay.load(weights, dtype)
@@ -135,33 +135,26 @@ class GradientCheck:
     def _compare(self, run: Gradients, exact: Gradients, rounded: Gradients, factor: float) -> dict[str, float]:
         """Fill in errors. Returns the parameters without a gradient that have one in one batch."""
         step, least = self._step, self._least
-        rows = {
-            name: (
-                _norm([_difference(run[name], exact[name])]),
-                _norm([_difference(rounded[name], exact[name])]),
-                _norm([_difference(exact[name], None)]),
-                math.sqrt(_difference(exact[name], None).numel()),
-            )
-            for name in run
-        }
-        off, rounding, norm, size = (
-            math.sqrt(sum(value**2 for value in column)) for column in zip(*rows.values(), strict=True)
-        )
-        if not norm:
-            step.gradient_error, step.rounding = 0.0 if not off else math.inf, 0.0
+        off = _distances(run, run, exact)
+        rounding = _distances(run, rounded, exact)
+        norm = _distances(run, exact, {})
+        total = math.hypot(*norm.values())
+        all_off = math.hypot(*off.values())
+        if total:
+            step.gradient_error, step.rounding = all_off / total, math.hypot(*rounding.values()) / total
         else:
-            step.gradient_error, step.rounding = off / norm, rounding / norm
+            step.gradient_error, step.rounding = math.inf if all_off else 0.0, 0.0
         limit = factor * step.rounding + least
+        size = sum(_wide(exact[name]).numel() for name in run)
         missing = {}
-        for name, (own_off, own_rounding, own_norm, own_size) in rows.items():
+        for name in sorted(off, key=off.__getitem__, reverse=True):
             # Its own rounding, and its share of all rounding: what is zero but for rounding is no error.
-            most = _FACTOR_OF_ONE * factor * own_rounding + least * own_norm + limit * norm * own_size / max(size, 1)
-            if own_off > most:
-                step.parameters[name] = own_off / own_norm if own_norm else math.inf
-            is_zero = not bool(_difference(run[name], None).any())
-            if is_zero and own_norm > 10 * own_rounding and own_norm > 1e-3 * norm:
+            share = math.sqrt(_wide(exact[name]).numel() / max(size, 1))
+            if off[name] > _FACTOR * factor * rounding[name] + least * norm[name] + limit * total * share:
+                step.parameters[name] = off[name] / norm[name] if norm[name] else math.inf
+            is_zero = not bool(_wide(run[name]).any())
+            if is_zero and norm[name] > 10 * rounding[name] and norm[name] > 1e-3 * total:
                 missing[name] = 1.0
-        step.parameters = dict(sorted(step.parameters.items(), key=lambda each: -rows[each[0]][0]))
         step.is_wrong = step.gradient_error > limit or bool(step.parameters)
         return missing
 
@@ -288,16 +281,14 @@ def _weights_in_words(fit: _Fit, units: str) -> str:
     return text if abs(total - 1) < 0.01 else f"{text} Together they weigh {percent(total)} in place of 100 %."
 
 
-def _difference(first: Tensor | None, second: Tensor | None) -> Tensor:
+def _wide(gradient: Tensor | None) -> Tensor:
     """In float64 on the host. A missing gradient is zero."""
-    if first is None:
-        return torch.zeros(()) if second is None else second.double().cpu()
-    first = first.double().cpu()
-    return first if second is None else first - second.double().cpu()
+    return torch.zeros((), dtype=torch.float64) if gradient is None else gradient.double().cpu()
 
 
-def _norm(tensors: Iterable[Tensor]) -> float:
-    return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
+def _distances(names: Iterable[str], first: Gradients, second: Gradients) -> dict[str, float]:
+    """2-norms of the differences, by parameter."""
+    return {name: float((_wide(first.get(name)) - _wide(second.get(name))).norm()) for name in names}
 
 
 def _entries(gradient: Tensor | None, positions: Tensor) -> Tensor:
