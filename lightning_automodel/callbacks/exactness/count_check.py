@@ -1,7 +1,7 @@
 """Whether the loss of a batch is the mean over what is counted, found out without trusting the count."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,8 +80,8 @@ class CountCheck:
                 tried.append((window, record, record.arguments[0], parts))
         if not tried and len(records) > 1:
             parts = [records[0][1].arguments[0], records[1][1].arguments[0]]
-            joined = self._join(parts)
-            tried = [(*records[0], joined, parts)] if joined is not None else []
+            with suppress(Exception):
+                tried = [(*records[0], self._join(parts), parts)]
         return sorted(tried, key=lambda each: -self._contrast(each[3]))
 
     def _contrast(self, parts: list[Any]) -> float:
@@ -221,7 +221,7 @@ class CountCheck:
         return self._join([first, second])
 
     def _join(self, parts: list[Any]) -> Any:
-        return _joined(parts, self._weighting.label_key, self._weighting.ignore_index)
+        return _joined(parts, {self._weighting.label_key: self._weighting.ignore_index})
 
 
 def _are_apart(first: Tensor, second: Tensor) -> bool:
@@ -286,32 +286,21 @@ def _rows_of(value: Any, part: slice, rows: int) -> Any:
     return value
 
 
-def _joined(parts: list[Any], label_key: str, ignored: int) -> Any:
-    """Two batches in one, padded at the ends of rows; None if that is not possible."""
-    first, second = parts
-    if isinstance(first, (list, tuple)):
-        first, second = ({str(index): each for index, each in enumerate(part)} for part in parts)
-        joined = _joined([first, second], label_key, ignored) if first.keys() == second.keys() else None
-        return None if joined is None else type(parts[0])(joined.values())
-    if isinstance(first, Tensor):
-        joined = _joined([{"": first}, {"": second}], label_key, ignored)
-        return None if joined is None else joined[""]
-    if not (hasattr(first, "keys") and set(first.keys()) == set(second.keys())):
-        return None
-    entries: dict[Any, Any] = {}
-    for key in first.keys():  # noqa: SIM118
-        one, other = first[key], second[key]
-        if isinstance(one, Tensor) and isinstance(other, Tensor) and one.ndim == other.ndim and one.ndim:
-            sizes = [max(pair) for pair in zip(one.shape[1:], other.shape[1:], strict=True)]
-            fill = ignored if key == label_key else 0
-            entries[key] = torch.cat([_padded(one, sizes, fill), _padded(other, sizes, fill)])
-        elif isinstance(one, list) and isinstance(other, list):
-            entries[key] = one + other
-        elif isinstance(one, (str, bool, type(None))) and one == other:
-            entries[key] = one
-        else:
-            return None
-    return entries
+def _joined(parts: Sequence[Any], fills: Mapping[Any, int], key: Any = None) -> Any:
+    """Two batches, or their entries ``key``, in one, padded at the ends of rows. Raises if that is not possible."""
+    one, other = parts
+    if isinstance(one, Tensor) and one.ndim:
+        sizes = [max(pair) for pair in zip(one.shape[1:], other.shape[1:], strict=True)]
+        return torch.cat([_padded(each, sizes, fills.get(key, 0)) for each in parts])
+    if hasattr(one, "keys") and set(one.keys()) == set(other.keys()):
+        return {name: _joined([one[name], other[name]], fills, name) for name in one.keys()}  # noqa: SIM118
+    if isinstance(one, (list, tuple)) and key is None:
+        return type(one)(_joined(pair, fills, index) for index, pair in enumerate(zip(one, other, strict=True)))
+    if isinstance(one, list):
+        return one + other
+    if isinstance(one, (str, bool, type(None))) and one == other:
+        return one
+    raise TypeError(f"entries of {type(one).__name__} cannot be joined")
 
 
 def _padded(rows: Tensor, sizes: list[int], fill: int) -> Tensor:

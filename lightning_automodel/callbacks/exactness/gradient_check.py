@@ -11,8 +11,8 @@ from torchmetrics import Metric
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
-from lightning_automodel.callbacks.exactness.recording import Window
-from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Replayed, Shares, loss_of
+from lightning_automodel.callbacks.exactness.recording import Window, loss_of
+from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Replayed, Shares
 from lightning_automodel.callbacks.exactness.results import StepResult, percent, plural, range_of
 from lightning_automodel.callbacks.running_strategy import automodel, current_run
 
@@ -96,7 +96,6 @@ class GradientCheck:
         fit = min((self._fit(run, each, sample) for each in contributions), key=lambda each: each.left)
         if fit.explains:
             step.explanation = _weights_in_words(fit, plural(self._shares.weighting.unit))
-            step.weights_given, step.weights_right = fit.given.tolist(), fit.right.tolist()
         if self._is_half:
             self._judge_in_half(missing, direct, fit, factor)
         unequal_losses = self._unequal_losses(found)
@@ -228,7 +227,7 @@ class GradientCheck:
         for _ in range(2):
             replay.set_tensors(window, replay.sharded_dtype)
             output = replay.call(record, record.arguments[0], replay.sharded_dtype)
-            losses.add(None if output is None else float(loss_of(output).detach()))
+            losses.add(loss_of(output))
         if len(losses) > 1:
             return (
                 "training_step is not repeatable, as it draws from something other than the global generators of torch,"

@@ -147,8 +147,7 @@ class Recorder:
             self.window.micro_batches.pop()
         else:
             record = self._newest
-            loss = output.get("loss") if hasattr(output, "get") else output
-            record.loss = None if loss is None else float(loss.detach())
+            record.loss = loss_of(output)
             if has_count(output) and record.returned_count is None:
                 record.returned_count = float(output["num_label_tokens"])
         self._after = fingerprints(self.module)
@@ -162,6 +161,12 @@ class Recorder:
         """Of the weights before the window. Ranks that hold the same part must have the same number."""
         parameters = dict(self.module.named_parameters())
         return {(n, _part(parameters[n])): value for n, (_, value) in self.before.items() if n in parameters}
+
+
+def loss_of(output: Any) -> float | None:
+    """The loss that ``training_step`` returned, alone or under "loss"; None if there is none. Reads the device."""
+    loss = output.get("loss") if hasattr(output, "get") else output
+    return None if loss is None else float(loss.detach())
 
 
 def fingerprints(module: nn.Module) -> Fingerprints:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -32,6 +32,7 @@ from lightning_automodel.callbacks.exactness.recording import (
     MicroBatch,
     Window,
     fingerprints,
+    loss_of,
     whole_on_host,
 )
 from lightning_automodel.callbacks.running_strategy import automodel
@@ -179,7 +180,7 @@ class Replay:
                 count = next(counts)
                 used_count = float(count > 0) if alike else count
                 output = self.call(record, record.arguments[0], dtype)
-                found.losses.append(None if output is None else float(loss_of(output).detach()))
+                found.losses.append(loss_of(output))
                 objective = None if output is None else self._objective(output, used_count, shares)
                 if objective is not None:
                     with self._alone():
@@ -244,7 +245,7 @@ class Replay:
 
     def losses_of(self, output: Any, weighting: TokenWeighting) -> tuple[Tensor, Tensor | None]:
         """[] the loss that is weighed by the count, and [] an auxiliary one, which every micro-batch has alike."""
-        loss = loss_of(output)
+        loss = output["loss"] if hasattr(output, "keys") else output
         aux = None if automodel(self._trainer) is None else weighting.aux_loss(output, is_counted_ahead=True)
         return (loss, None) if aux is None else (loss - aux, aux)
 
@@ -291,16 +292,23 @@ class Replay:
         return gradient
 
     def _after_backward(self, gradients: Gradients) -> Gradients:
-        """Call the module's ``on_after_backward``, which may change gradients; leave none at the parameters."""
-        calls = is_overridden("on_after_backward", self.module)
+        """What the module's ``on_after_backward`` makes of gradients. None are left at the parameters."""
         self.module.zero_grad()
-        if calls:
-            self.set_gradients(gradients)
-            with self._alone():
-                self.module.on_after_backward()
-            gradients = {name: parameter.grad for name, parameter in self.module.named_parameters()}
-            self.module.zero_grad()
-        return gradients
+        if not is_overridden("on_after_backward", self.module):
+            return gradients
+        return self._changed_by(self.module.on_after_backward, gradients)
+
+    def before_optimizer_step(self, gradients: Gradients, optimizer: Optimizer) -> Gradients:
+        """What the module's ``on_before_optimizer_step`` makes of gradients."""
+        return self._changed_by(lambda: self.module.on_before_optimizer_step(optimizer), gradients)
+
+    def _changed_by(self, hook: Callable[[], None], gradients: Gradients) -> Gradients:
+        self.set_gradients(gradients)
+        with self._alone():
+            hook()
+        found = {name: parameter.grad for name, parameter in self.module.named_parameters()}
+        self.module.zero_grad()
+        return found
 
     def set_gradients(self, gradients: Gradients) -> None:
         """Set the gradients of all parameters, None where there is none."""
@@ -308,19 +316,10 @@ class Replay:
             gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype, copy=True)
 
-    def before_optimizer_step(self, gradients: Gradients, optimizer: Optimizer) -> Gradients:
-        """What the module's ``on_before_optimizer_step`` makes of gradients."""
-        self.set_gradients(gradients)
-        with self._alone():
-            self.module.on_before_optimizer_step(optimizer)
-        found = {name: parameter.grad for name, parameter in self.module.named_parameters()}
-        self.module.zero_grad()
-        return found
-
     def _computing_in(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
         if dtype is None:
             return self._plugin.train_step_context()
-        return _default_dtype(dtype) if dtype == torch.float64 else nullcontext()
+        return DoublePrecision().train_step_context() if dtype == torch.float64 else nullcontext()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -366,12 +365,6 @@ def _address(tensor: Tensor) -> int:
         return 0
 
 
-def loss_of(output: Any) -> Tensor:
-    """[] the loss that ``training_step`` returned, alone or under "loss"."""
-    loss = output["loss"] if isinstance(output, Mapping) or hasattr(output, "keys") else output
-    return loss
-
-
 @contextmanager
 def random_states_kept(device: torch.device) -> Generator[None, None, None]:
     """Context after which the run draws the random numbers that it would have drawn."""
@@ -380,16 +373,6 @@ def random_states_kept(device: torch.device) -> Generator[None, None, None]:
         yield
     finally:
         set_global_states(states, device)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _refuse_to_gather(*_: Any, **__: Any) -> Any:

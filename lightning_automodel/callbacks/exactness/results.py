@@ -19,9 +19,7 @@ class StepResult:
         gradient_error: Distance of the gradients from those of one batch.
         rounding: The same for gradients that differ by rounding alone.
         parameters: Errors of single parameters, where they are more than rounding.
-        weights_given: The weight of each micro-batch in the gradients, where these explain the difference.
-        weights_right: The weight that each should have.
-        explanation: That in words.
+        explanation: The weights of micro-batches in the gradients, in words, where these explain the difference.
         written: Weights that the steps have written otherwise than one process does, with their errors.
         unequal: Weights that are not the same on all ranks.
         optimizer_error: Distance of the step from that of the same optimizer on whole tensors; None: not checked.
@@ -37,8 +35,6 @@ class StepResult:
     gradient_error: float = math.nan
     rounding: float = math.nan
     parameters: dict[str, float] = field(default_factory=dict)
-    weights_given: list[float] = field(default_factory=list)
-    weights_right: list[float] = field(default_factory=list)
     explanation: str = ""
     written: dict[str, float] = field(default_factory=dict)
     unequal: list[str] = field(default_factory=list)
