@@ -103,7 +103,7 @@ def report_of(steps: list[StepResult], count: CountResult | None, unit: str, is_
     counts = {each for step in checked for each in step.counts}
     if len(counts) == 1 and unit != "micro-batch" and not is_ours and not any(map(_is_wrong, steps)):
         lines.append(
-            f"Every micro-batch held {counts.pop():g} {plural(unit)}: micro-batches of unequal counts, as in a short"
+            f"Every micro-batch held {number_of(counts.pop(), unit)}: micro-batches of unequal counts, as in a short"
             " last window, were not seen."
         )
     return lines
@@ -140,9 +140,9 @@ def plural(noun: str) -> str:
     return noun + ("es" if noun.endswith("ch") else "s")
 
 
-def number_of(number: int, noun: str) -> str:
+def number_of(number: float, noun: str) -> str:
     """As in "2 ranks"."""
-    return f"{number} {noun if number == 1 else plural(noun)}"
+    return f"{number:g} {noun if number == 1 else plural(noun)}"
 
 
 def _is_wrong(step: StepResult) -> bool:
