@@ -1,6 +1,7 @@
 """A copy of a LightningModule that one process can train on: whole, on its own, and without what cannot be copied."""
 
 import copy
+from pathlib import Path
 from types import CellType, FunctionType, MethodType, NoneType
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel import lightning_internals
 
+_OF_TORCH = str(Path(torch.__file__).parent)
 _OF_EVERY_MODULE = vars(pl.LightningModule()).keys()  # parameters, buffers, hooks and the like
 
 
@@ -35,8 +37,9 @@ def copy_module(module: pl.LightningModule, trainer: pl.Trainer) -> pl.Lightning
         copies = {**shared, **_placeholders(module, shared)}
         copied = copy.deepcopy(module, copies)
     for name in ("training_step", "forward"):
-        if hasattr(vars(copied).get(name), "_torchdynamo_orig_callable"):  # compiled, with the original module
-            del vars(copied)[name]
+        method = vars(copied).get(name)
+        if isinstance(method, FunctionType) and method.__code__.co_filename.startswith(_OF_TORCH):
+            del vars(copied)[name]  # compiled, with the original module
     for each in copied.modules():
         holders: list[Any] = [vars(each), *(value for value in vars(each).values() if isinstance(value, dict))]
         for holder in holders:
