@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_automodel import lightning_internals, torch_internals
-from lightning_automodel.distributed import join
+from lightning_automodel.distributed import join, network
 
 log = logging.getLogger(__name__)
 
@@ -175,6 +175,7 @@ def join_process_group(
 
 
 def _use_existing(backend: str, device: torch.device) -> DistInfo:
+    network.adopt_nccl_interface()  # for the groups that are still to be made
     config = str(dist.distributed_c10d.get_backend_config())
     names = {pair.rpartition(":")[2] for pair in config.split(",")}
     actual = config if len(names) > 1 else next(iter(names))
@@ -196,7 +197,9 @@ def _join(
     # a group whose backend may have no such thing.
     binds = device is not None and device.type == "cuda" and dist.Backend.NCCL in backend.lower()
     store = join.meet(found, backend, timeout, check)
+    network.adopt_nccl_interface()
     try:
+        network.check_connections(found.rank, found.world_size, store, timeout)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),

@@ -19,7 +19,7 @@ from torch.utils import cpp_extension
 
 NAME = "second_device_extension"
 HERE = Path(__file__).parent
-SOURCES = ("device.cpp", "operators.cpp", "collectives.cpp")
+SOURCES = ("device.cpp", "operators.cpp", "kernels.cpp", "collectives.cpp")
 FLAGS = ("-std=c++20", "-O0", "-fPIC", f"-DTORCH_EXTENSION_NAME={NAME}")
 
 

@@ -177,6 +177,8 @@ struct Backend final : c10d::Backend {
 
 }  // namespace
 
+void set_on_kernel(py::object callback);  // kernels.cpp
+
 void tell(const std::string& what) {
   if (on_wait == nullptr) return;
   py::gil_scoped_acquire gil;
@@ -191,6 +193,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   on_wait = new py::object(py::none());
   m.attr("NUM_DEVICES") = kNumDevices;
   m.def("set_on_wait", [](py::object callback) { *on_wait = std::move(callback); });
+  m.def("set_on_kernel", &set_on_kernel);
   m.def("refuse_float64", &refuse_float64);
   m.def("current_device", [] { return static_cast<int>(current_device()); });
   m.def("set_device", [](int index) { set_device(static_cast<c10::DeviceIndex>(index)); });
