@@ -1,7 +1,7 @@
 """Whether a run's gradients are those of one batch, and if not, why."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from lightning_automodel import lightning_internals
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
 from lightning_automodel.callbacks.exactness.recording import Window, loss_of
-from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Replayed, Shares
+from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Replayed, Shares, distances, wide
 from lightning_automodel.callbacks.exactness.results import StepResult, percent, plural, range_of
 from lightning_automodel.callbacks.running_strategy import automodel, current_run
 
@@ -84,8 +84,8 @@ class GradientCheck:
         found = replay.one_batch(self._windows, self._shares, weights, dtype, sample)
         found.gradients = {name: None if g is None else g.cpu() for name, g in found.gradients.items()}
         step.written = self._written(found.written, weights, now)
-        size = math.hypot(*_distances(run, run, {}).values())
-        direct = math.hypot(*_distances(run, run, found.gradients).values()) / max(size, 1e-300)
+        size = math.hypot(*distances(run, run, {}).values())
+        direct = math.hypot(*distances(run, run, found.gradients).values()) / max(size, 1e-300)
         contributions = [found.contributions]  # of micro-batches that round as the run's do
         if self._is_half and direct > _HALF:
             replay.load(weights, dtype)
@@ -134,9 +134,9 @@ class GradientCheck:
     def _compare(self, run: Gradients, exact: Gradients, rounded: Gradients, factor: float) -> dict[str, float]:
         """Fill in errors. Returns the parameters without a gradient that have one in one batch."""
         step, least = self._step, self._least
-        off = _distances(run, run, exact)
-        rounding = _distances(run, rounded, exact)
-        norm = _distances(run, exact, {})
+        off = distances(run, run, exact)
+        rounding = distances(run, rounded, exact)
+        norm = distances(run, exact, {})
         total = math.hypot(*norm.values())
         all_off = math.hypot(*off.values())
         if total:
@@ -144,14 +144,14 @@ class GradientCheck:
         else:
             step.gradient_error, step.rounding = math.inf if all_off else 0.0, 0.0
         limit = factor * step.rounding + least
-        size = sum(_wide(exact[name]).numel() for name in run)
+        size = sum(wide(exact[name]).numel() for name in run)
         missing = {}
         for name in sorted(off, key=off.__getitem__, reverse=True):
             # Its own rounding, and its share of all rounding: what is zero but for rounding is no error.
-            share = math.sqrt(_wide(exact[name]).numel() / max(size, 1))
+            share = math.sqrt(wide(exact[name]).numel() / max(size, 1))
             if off[name] > _FACTOR * factor * rounding[name] + least * norm[name] + limit * total * share:
                 step.parameters[name] = off[name] / norm[name] if norm[name] else math.inf
-            is_zero = not bool(_wide(run[name]).any())
+            is_zero = not bool(wide(run[name]).any())
             if is_zero and norm[name] > 10 * rounding[name] and norm[name] > 1e-3 * total:
                 missing[name] = 1.0
         step.is_wrong = step.gradient_error > limit or bool(step.parameters)
@@ -278,16 +278,6 @@ def _weights_in_words(fit: _Fit, units: str) -> str:
     else:
         text = f"Every micro-batch weighs {mean}, where {percent(float(right.mean()))} is right."
     return text if abs(total - 1) < 0.01 else f"{text} Together they weigh {percent(total)} in place of 100 %."
-
-
-def _wide(gradient: Tensor | None) -> Tensor:
-    """In float64 on the host. A missing gradient is zero."""
-    return torch.zeros((), dtype=torch.float64) if gradient is None else gradient.double().cpu()
-
-
-def _distances(names: Iterable[str], first: Gradients, second: Gradients) -> dict[str, float]:
-    """2-norms of the differences, by parameter."""
-    return {name: float((_wide(first.get(name)) - _wide(second.get(name))).norm()) for name in names}
 
 
 def _entries(gradient: Tensor | None, positions: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import math
 import random
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
@@ -363,6 +363,18 @@ def _address(tensor: Tensor) -> int:
         return torch_internals.local_tensor(tensor).untyped_storage().data_ptr()
     except RuntimeError:  # sparse, or a wrapper as of torch.func
         return 0
+
+
+def wide(gradient: Tensor | None) -> Tensor:
+    """In float64 on the host. A missing gradient is zero."""
+    return torch.zeros((), dtype=torch.float64) if gradient is None else gradient.double().cpu()
+
+
+def distances(
+    names: Iterable[str], first: Mapping[str, Tensor | None], second: Mapping[str, Tensor | None]
+) -> dict[str, float]:
+    """2-norms of the differences, by parameter."""
+    return {name: float((wide(first.get(name)) - wide(second.get(name))).norm()) for name in names}
 
 
 @contextmanager
