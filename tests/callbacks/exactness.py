@@ -166,6 +166,37 @@ class Unrepeatable(Writer):
         return super().loss(batch) * random.SystemRandom().uniform(1, 2)
 
 
+class Stateful(Writer):
+    """Keeps an average where nobody looks, which hardly changes the loss but the gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: dict[str, Tensor] = {}
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self.net(batch["input_ids"])
+        mean = logits.detach().mean()
+        mean = self.state["mean"] = 0.9 * self.state.get("mean", mean) + 0.1 * mean
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        return loss + mean * (logits - logits.detach()).mean()
+
+
+class Averaging(Writer):
+    """The same in a private attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mean: Tensor | None = None
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self.net(batch["input_ids"])
+        mean = torch.tensor(0.1) if self._mean is None else 1.5 * self._mean
+        self._mean = mean.detach()
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        used = (batch["labels"] != -100).flatten()
+        return (loss + mean * (logits - logits.detach()).mean(-1).flatten())[used].mean()
+
+
 class Clamping(Writer):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with torch.no_grad():
@@ -431,6 +462,7 @@ TRAININGS: dict[str, Training] = {
     "slices": Training(Attending, data=lambda _: sentences(0), options=SLICED, says="agrees with the loss."),
     "slices, shifted": Training(Attending, data=lambda _: sentences(0), options={**SLICED, "label_shift": 1}),
     "an early cache": Training(Caching),
+    "a private state": Training(Averaging),
     "a wrapped forward": Training(Wrapped),
     # What is wrong, and why.
     "lightning": Training(strategy="lightning", verdict="wrong", says=WEIGH),
@@ -480,6 +512,7 @@ TRAININGS: dict[str, Training] = {
     "gathering": replace(of_images, module=Gathering, verdict="not checked", says="communicates with other ranks"),
     "waiting": replace(of_images, module=Waiting, verdict="not checked", says="process group has not been initialized"),
     "unrepeatable": Training(Unrepeatable, verdict="not checked", says="is not repeatable"),
+    "a hidden state": Training(Stateful, verdict="not checked", says="keeps a state that is no attribute of a module"),
     "by rank": Training(ByRank, verdict="not checked", says="training_step depends on the rank"),
     "a stream": Training(UsesStream, verdict="not checked", says="self.stream, which cannot be copied"),
     "two denominators": Training(TwoDenominators, verdict="not checked", says="no single count is right"),

@@ -11,7 +11,7 @@ from torchmetrics import Metric
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
-from lightning_automodel.callbacks.exactness.recording import Window, loss_of
+from lightning_automodel.callbacks.exactness.recording import Window
 from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Replayed, Shares, distances, wide
 from lightning_automodel.callbacks.exactness.results import StepResult, percent, plural, range_of
 from lightning_automodel.callbacks.running_strategy import automodel, current_run
@@ -23,6 +23,11 @@ _FACTOR_IF_PERTURBED = 8  # more of both, where rounding is known from perturbed
 _LEAST, _LEAST_IN_HALF = 16, 2  # roundings, which are no error even if the replay shows none
 _LOSS_TOLERANCE = 64  # roundings
 _HALF = 1e-4  # precisions that round more cannot tell a small error from rounding
+
+_NOT_REPEATABLE = (
+    "training_step is not repeatable, as it draws from something other than the global generators of torch, numpy and"
+    " Python, or keeps a state that is no attribute of a module"
+)
 
 
 @dataclass(frozen=True)
@@ -98,12 +103,15 @@ class GradientCheck:
             step.explanation = _weights_in_words(fit, plural(self._shares.weighting.unit))
         if self._is_half:
             self._judge_in_half(missing, direct, fit, factor)
+        dtype = torch.float64 if factor == _FACTOR else dtype  # of the weights that are loaded
         unequal_losses = self._unequal_losses(found)
         # Equal gradients are exact all the same: such a loss is only shown otherwise, as one over all ranks.
         is_equal = not step.is_wrong and direct < _HALF
         if unequal_losses and not (is_equal or step.written or step.unequal):
             step.gradient_error = math.nan
-            step.problem = unequal_losses + self._why_unequal()
+            step.problem = unequal_losses + self._why_unequal(dtype, sample)
+        elif step.is_wrong and not self._repeats(dtype, sample):
+            step.problem = _NOT_REPEATABLE
 
     def _one_batch(
         self, found: Replayed, weights: dict[str, Tensor], dtype: torch.dtype | None, sample: dict[str, Tensor]
@@ -218,24 +226,30 @@ class GradientCheck:
             f" {loss:.6g} in the replay: "
         )
 
-    def _why_unequal(self) -> str:
+    def _why_unequal(self, dtype: torch.dtype | None, sample: dict[str, Tensor]) -> str:
         for name, each in self._replay.module.named_modules():
             if isinstance(each, Metric) and each.dist_sync_on_step:
                 return f"the metric {name} takes values of all ranks (dist_sync_on_step=True)"
-        replay, window = self._replay, next(window for window in self._windows if window.micro_batches)
-        record, losses = window.micro_batches[0], set()
-        for _ in range(2):
-            replay.set_tensors(window, replay.sharded_dtype)
-            output = replay.call(record, record.arguments[0], replay.sharded_dtype)
-            losses.add(loss_of(output))
-        if len(losses) > 1:
-            return (
-                "training_step is not repeatable, as it draws from something other than the global generators of torch,"
-                " numpy and Python"
-            )
+        if not self._repeats(dtype, sample):
+            return _NOT_REPEATABLE
         if self._has_slices:
             return "training_step depends on the rank, as by random numbers that each draws for its slice"
         return "training_step depends on the rank, or on something other than weights, buffers and attributes"
+
+    def _repeats(self, dtype: torch.dtype | None, sample: dict[str, Tensor]) -> bool:
+        """Whether a micro-batch has the same gradient twice."""
+        replay, window = self._replay, next(window for window in self._windows if window.micro_batches)
+        record, found = window.micro_batches[0], []
+        for _ in range(2):
+            replay.set_tensors(window, dtype)
+            output = replay.call(record, record.arguments[0], dtype)
+            if output is None:
+                return True
+            loss, _ = replay.losses_of(output, self._shares.weighting)
+            found.append(replay.sampled_gradient(loss, sample))
+        first, second = found
+        eps = torch.finfo(dtype or torch.float32).eps
+        return bool((first - second).norm() <= max(1e-6, 64 * eps) * second.norm())
 
     def _agree(self, first: float | None, second: float | None) -> bool:
         if first is None or second is None:
