@@ -45,6 +45,7 @@ struct Communicator {
   std::deque<JobPointer> jobs;
   std::list<JobPointer> outstanding;  // the one that is being done, too
   std::atomic<bool> is_aborted{false};
+  std::atomic<bool> is_shutting_down{false};
   std::atomic<bool> is_shut_down{false};
   std::atomic<int64_t> num_queued{0};
   std::atomic<std::chrono::milliseconds> timeout{std::chrono::milliseconds(0)};
@@ -218,13 +219,11 @@ c10::intrusive_ptr<c10d::Backend::Options> NcclLike::getBackendOptions() {
 // The host blocks here, and neither the watchdog nor `abort` ends that.
 void NcclLike::connect_all() {
   if (communicator_->gloo || communicator_->is_closed()) return;
-  try {
-    communicator_->gloo = connect_(store_, getRank(), getSize());
-  } catch (const std::exception&) {
-    without_gil([] {
-      while (true) std::this_thread::sleep_for(std::chrono::hours(1));
-    });
-  }
+  communicator_->gloo = connect_(store_, getRank(), getSize());
+  if (communicator_->gloo) return;
+  without_gil([] {
+    while (true) std::this_thread::sleep_for(std::chrono::hours(1));
+  });
 }
 
 void NcclLike::eagerConnectSingleDevice(at::Device) { connect_all(); }
@@ -274,6 +273,12 @@ JobPointer NcclLike::queue(Collective collective, c10::DeviceIndex device, bool 
 }
 
 void NcclLike::abort() {
+  if (communicator_->is_shutting_down) {
+    // `shutdown` holds the lock that `abort` needs.
+    without_gil([&] { std::this_thread::sleep_for(communicator_->timeout.load()); });
+    TORCH_CHECK_WITH(DistBackendError, communicator_->is_shut_down, "Future for ProcessGroup abort timed out");
+    return;
+  }
   std::list<JobPointer> outstanding;
   {
     Lock lock(communicator_->mutex);
@@ -289,10 +294,12 @@ void NcclLike::abort() {
 void NcclLike::shutdown() {
   if (communicator_->is_closed()) return;
   if (communicator_->gloo) {
+    communicator_->is_shutting_down = true;
     Collective last{"SHUTDOWN", {}, {}, [](c10d::Backend& gloo) { return gloo.barrier(); }};
     block_host(up_to(queue(std::move(last), current_device(), false)->pending->moment));
   }
   communicator_->is_shut_down = true;
+  communicator_->is_shutting_down = false;
   communicator_->changed.notify_all();
 }
 

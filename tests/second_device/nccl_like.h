@@ -25,7 +25,7 @@ class NcclLike final : public Backend {
   using StorePointer = c10::intrusive_ptr<c10d::Store>;
   using Connect = std::function<BackendPointer(const StorePointer&, int rank, int size)>;
 
-  // `connect` makes a gloo backend that never times out; it blocks until all ranks have come.
+  // `connect` makes a gloo backend that never times out. It blocks until all ranks have come; null if one is lost.
   NcclLike(Connect connect, StorePointer store, int rank, int size, std::chrono::milliseconds timeout);
   ~NcclLike() override;  // aborts
 
