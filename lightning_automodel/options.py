@@ -58,7 +58,7 @@ class StrategyOptions:
     label_shift: int = 0
     count_label_tokens: Callable[..., Any] | None = None
     count: Literal["tokens", "samples"] | None = None
-    defer_fsdp_grad_sync: bool | Literal["all_reduce"] = True
+    defer_fsdp_grad_sync: bool | Literal["all_reduce", "auto"] = "auto"
     reshard_during_accumulation: bool | Literal["auto"] = "auto"
     auto_wrap_policy: set[type[Module]] | Callable[..., Any] | None = None
     reshard_after_forward: bool | int = True

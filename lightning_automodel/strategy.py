@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.advice import Advice, summary
+from lightning_automodel.advice import Advice, explain_out_of_memory, summary
 from lightning_automodel.checkpoint import (
     DIRECTORY_NOTE,
     RunCheckpoints,
@@ -84,8 +84,10 @@ class AutomodelStrategy(ParallelStrategy):
         count_label_tokens: ``batch -> int | Tensor``, the number of label tokens.
         count: ``"samples"`` counts the rows that all tensors of a batch have, for classifiers with ``(x, y)``. None
             and ``"tokens"`` count label tokens, in one of the other ways.
-        defer_fsdp_grad_sync: When FSDP2 reduces gradients. True: once per window. False: after each micro-batch, which
-            takes less memory. ``"all_reduce"``: with replicas, reduce-scatter each time and all-reduce once.
+        defer_fsdp_grad_sync: When FSDP2 reduces gradients. True: once per window, until which they are kept unsharded.
+            False: after each micro-batch, which takes less memory. ``"all_reduce"``: with replicas, reduce-scatter each
+            time and all-reduce once. ``"auto"``: True if an estimate says that a window's gradients fit on every rank,
+            else False; ``describe()`` has it.
         reshard_during_accumulation: False keeps parameters gathered for a whole window; under manual optimization from
             a forward to the end of a backward, or to a step. ``"auto"``: if an estimate says that they fit, and never
             under manual optimization; ``describe()`` has it.
@@ -733,8 +735,8 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._options.is_sharded:
-            checks.explain(exception)
+        checks.explain(exception)
+        explain_out_of_memory(exception, self.describe)
         self._end_setup_block(exception)
         if isinstance(exception, lightning_internals.SIGTERMException) and self._supervisor.requeues:
             lightning_internals.save_and_requeue(self._module.trainer)

@@ -4,7 +4,8 @@ import functools
 import gc
 import math
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, _redistribute
@@ -145,6 +147,11 @@ def flags_restored(units: Iterable[FSDPModule], names: tuple[str, ...]) -> Itera
     finally:
         for group, name, value in before:
             setattr(group, name, value)
+
+
+def stays_gathered(unit: FSDPModule) -> bool:
+    """Whether ``unit`` keeps its gathered parameters after a forward or after a backward."""
+    return any(g.post_forward_mesh_info is None or not g.reshard_after_backward for g in param_groups(unit))
 
 
 def has_forward_hooks(modules: Iterable[nn.Module]) -> bool:
@@ -350,6 +357,42 @@ def was_unsharded(group: FSDPParamGroup) -> bool:
     return any(len(param.all_gather_outputs) > 0 for param in group.fsdp_params)
 
 
+def differentiate_by_both(other_of: Callable[[Any], Tensor | None], patches: PatchStack) -> None:
+    """Let backwards that name their inputs also differentiate by ``other_of(input)``, where that is not None.
+
+    ``torch.autograd.grad`` returns the gradient of the one that the graph has. User code may have imported it before,
+    so that what it calls is replaced.
+    """
+    run_backward = torch.autograd._engine_run_backward
+
+    @functools.wraps(run_backward)
+    def run_with_others(
+        tensors: Any,
+        grad_tensors: Any,
+        retain_graph: bool,
+        create_graph: bool,
+        inputs: tuple[Any, ...],
+        allow_unreachable: bool,
+        accumulate_grad: bool,
+    ) -> Any:
+        run = partial(run_backward, tensors, grad_tensors, retain_graph, create_graph, accumulate_grad=accumulate_grad)
+        others = {index: other for index, each in enumerate(inputs) if (other := other_of(each)) is not None}
+        if not others:
+            return run(inputs, allow_unreachable)
+        gradients = run((*inputs, *others.values()), True)
+        if accumulate_grad:
+            return gradients
+        chosen = list(gradients[: len(inputs)])
+        for index, gradient in zip(others, gradients[len(inputs) :], strict=True):
+            if chosen[index] is None:
+                chosen[index] = gradient
+        if not allow_unreachable and any(each is None for each in chosen):
+            raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph.")
+        return tuple(chosen)
+
+    patches.set(torch.autograd, BACKWARD, run_with_others)
+
+
 def mixed_precision_policies(model: nn.Module) -> list[MixedPrecisionPolicy]:
     """The policies that parameters of FSDP2 units at or below ``model`` follow."""
     return [param.mp_policy for group in fsdp_param_groups(model) for param in group.fsdp_params]
@@ -446,6 +489,23 @@ _COMPILED = "_orig_mod"
 def without_wrappers(name: str) -> str:
     """A parameter's name without the prefixes of ``torch.compile`` and activation checkpointing."""
     return name.replace(f"{_COMPILED}.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def module_versions(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What torch notes of each module in a state dict, above all its ``_version``, by its name without wrappers.
+
+    A module that was changed since an older version converts what it is given; without a version, each time.
+    """
+    noted = getattr(state, "_metadata", None) or {}
+    # Of a wrapper and what it wraps, which comes later, the latter stays.
+    return {without_wrappers(f"{path}.").removesuffix("."): dict(each) for path, each in noted.items()}
+
+
+def with_module_versions(state: Mapping[str, Any], versions: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """``state`` in a dict that notes ``versions``, by names of modules, as :func:`module_versions` returns them."""
+    found = OrderedDict(state)
+    found._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    return found
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -593,6 +653,58 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+@contextmanager
+def shared_groups(groups: dict[tuple[int, ...], Any]) -> Iterator[None]:
+    """Context in which meshes use ``groups``, by their ranks, before they make others, which are added.
+
+    Meshes make a group for each dimension, also where another dimension has the same ranks, which costs a
+    communicator, and where a rank is alone. Every rank must hold entries for the same ranks, and build the same meshes.
+    """
+
+    def new_group(ranks: list[int], **kwargs: Any) -> Any:
+        key = tuple(ranks)
+        if key not in groups:
+            groups[key] = _group_of_one(key[0], **kwargs) if len(key) == 1 else dist.new_group(ranks, **kwargs)
+        return groups[key]
+
+    def split_group(split_ranks: list[list[int]], **kwargs: Any) -> Any:
+        own = next(tuple(ranks) for ranks in split_ranks if dist.get_rank() in ranks)
+        kwargs.pop("parent_pg")
+        if len(own) == 1:
+            return new_group(list(own), **kwargs)
+        if own not in groups:
+            made = dist.split_group(split_ranks=split_ranks, **kwargs)
+            groups.update({tuple(ranks): None for ranks in split_ranks})
+            groups[own] = made
+        return groups[own]
+
+    with PatchStack() as patches:
+        patches.set(device_mesh, "new_group", new_group)
+        patches.set(device_mesh, "split_group", split_group)
+        yield
+
+
+def _group_of_one(rank: int, **kwargs: Any) -> Any:
+    """A group of one rank that connects to nothing before it is used; on other ranks what torch returns there."""
+    if rank != dist.get_rank():
+        return dist.GroupMember.NON_GROUP_MEMBER
+    with unbound():
+        return dist.new_group([rank], **{**kwargs, "use_local_synchronization": True})
+
+
+@contextmanager
+def unbound() -> Iterator[None]:
+    """Context in which new groups do not inherit the device that the default group is bound to, nor connect at once."""
+    world = dist.group.WORLD
+    assert world is not None
+    bound = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
+
+
 def accelerator_backends() -> dict[str, Any]:
     """Backends of accelerators in all groups of this process, by a name that each rank of the group has for it.
 
@@ -608,6 +720,11 @@ def accelerator_backends() -> dict[str, Any]:
                 lowest_rank = min(dist.get_process_group_ranks(group))
                 found[f"{group.group_name} of rank {lowest_rank}"] = backend
     return found
+
+
+def group_names() -> tuple[str, ...]:
+    """Names of all groups of this process, in the order in which they were made; cheap enough for each step."""
+    return tuple(dist.distributed_c10d._world.pg_names.values())
 
 
 def num_queued(backend: Any) -> int:
@@ -692,8 +809,11 @@ def _probe() -> None:
     if ACCUMULATES_IN_LEAF:
         check(FSDPModule, "set_manual_backward_finalization", "finalize_backward")
     check(_redistribute, "clear_redistribute_planner_cache")
+    check(nn.Linear(1, 1).state_dict(), "_metadata", writable=True)
+    check(torch.autograd, BACKWARD, writable=True)
     check(torch._C, "_clear_DTensor_sharding_propagator_cache")
     check(DeviceMesh, "_flatten")
+    check(device_mesh, "new_group", "split_group")
     check(GradScaler, "_per_optimizer_states", "_unscale_grads_")
     check(DistributedDataParallel, "_check_reducer_finalized")
     check(nn.Module, "_compiled_call_impl")

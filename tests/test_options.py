@@ -35,7 +35,7 @@ POLICY = "auto_wrap_policy must be a set of nn.Module classes or a function of a
         ),
         (
             {"defer_fsdp_grad_sync": "allreduce"},
-            "defer_fsdp_grad_sync must be one of True, False, 'all_reduce', got 'allreduce'.",
+            "defer_fsdp_grad_sync must be one of True, False, 'all_reduce', 'auto', got 'allreduce'.",
         ),
         ({"data_parallel_size": 0}, f"data_parallel_size {SIZE} 0."),
         ({"data_parallel_size": "two"}, f"data_parallel_size {SIZE} 'two'."),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_automodel import lightning_internals, torch_internals
-from lightning_automodel.distributed import device_groups, join
+from lightning_automodel.distributed import device_groups, join, network
 from lightning_automodel.distributed.connecting import connecting
 
 log = logging.getLogger(__name__)
@@ -180,6 +180,7 @@ def join_process_group(
 
 
 def _use_existing(backend: str, device: torch.device) -> DistInfo:
+    network.adopt_nccl_interface()  # for the groups that are still to be made
     config = str(dist.distributed_c10d.get_backend_config())
     names = {pair.rpartition(":")[2] for pair in config.split(",")}
     actual = config if len(names) > 1 else next(iter(names))
@@ -200,8 +201,10 @@ def _join(
     bound = device if _binds(device, backend) else None
     joined = join.meet(found, backend, timeout, check)
     store = joined.store
+    network.adopt_nccl_interface()
     try:
         with connecting(joined, timeout, is_eager=bound is not None) as group_store:
+            network.check_connections(found.rank, found.world_size, group_store, timeout)
             dist.init_process_group(
                 backend,
                 store=dist.PrefixStore("group", group_store),

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,9 @@ from typing_extensions import override
 from lightning_automodel import torch_internals
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.windows import PLAIN_BACKWARD
+from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.gathers import AgreedGathers, GatheredForBackward, drop_unused, reshard
-from lightning_automodel.sharding.units import fsdp_roots
+from lightning_automodel.sharding.units import fsdp_roots, is_head
 from lightning_automodel.sharding.written_weights import WrittenWeights
 
 Deferral = bool | Literal["all_reduce"]
@@ -150,9 +151,22 @@ class GradSync:
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Average what backward has left of parameters that a window has trained. May be a collective."""
 
+    def average(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+        """Average gradients of replicated parameters over ``group``, and note which this rank has. A collective."""
+        self._tracked.update(parameters)
+        self._used.update(parameter for parameter in parameters if parameter.grad is not None)
+        rescale_clip.average_gradients_(parameters, group)
+
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Forget the window, and gradients that are held outside of ``.grad``, for these (or all) parameters."""
         self._used.difference_update(self._tracked if parameters is None else parameters)
+
+    def showing_shards(self) -> AbstractContextManager[None]:
+        """Context of hooks that see final gradients, where a forward leaves no parameters gathered.
+
+        The hook would find gathered parameters in the module, which have no gradients.
+        """
+        return nullcontext()
 
     def release(self) -> None:
         """Free gathered parameters, since weights may be written next or have been written."""
@@ -230,6 +244,8 @@ class FSDPGradSync(GradSync):
                 self._hooks.append(root.register_forward_hook(hook))
         self._has_gathered = False
         shards = {param.sharded_param for param_group in self._groups for param in param_group.fsdp_params}
+        self._param_of = {param.sharded_param: param for group in self._groups for param in group.fsdp_params}
+        torch_internals.differentiate_by_both(self._gathered_parameter, self._restored.enter_context(PatchStack()))
         self._unwatched = {p: name for name, p in model.named_parameters() if p in shards}
         self._bypassed: list[str] = []
 
@@ -275,6 +291,11 @@ class FSDPGradSync(GradSync):
                 # FSDP2 writes gradients of shards itself, past their hooks.
                 self._hooks.append(shard.register_hook(partial(self._note_bypass, name)))
 
+    def _gathered_parameter(self, tensor: Any) -> Tensor | None:
+        """What the forward uses in place of a shard, which users hold: an input of ``torch.autograd.grad``."""
+        param = self._param_of.get(tensor)
+        return None if param is None else getattr(param, "unsharded_param", None)
+
     def _note_bypass(self, name: str, _: Tensor) -> None:
         if self._in_backward:
             self._bypassed.append(name)
@@ -305,11 +326,19 @@ class FSDPGradSync(GradSync):
                 yield
             finally:
                 self.is_last = None
-        # A forward in on_after_backward leaves units gathered. Hooks before the step would find the gathered parameters
-        # in the module, which have no gradients.
+
+    @override
+    @contextmanager
+    def showing_shards(self) -> Iterator[None]:
         for unit in self.units:
             if torch_internals.is_unsharded(unit):
                 reshard(unit)
+        kept = [unit for unit in self.units if torch_internals.stays_gathered(unit)]
+        with torch_internals.flags_restored(kept, torch_internals.RESHARDING), self._gathered.pausing():
+            for unit in kept:
+                unit.set_reshard_after_forward(True, recurse=False)
+                unit.set_reshard_after_backward(True, recurse=False)
+            yield
 
     @override
     def release(self, retains: bool = False) -> None:
@@ -372,10 +401,12 @@ class FSDPGradSync(GradSync):
     def backward(self, loss: Tensor, trained: Set[nn.Parameter], counts: bool = True) -> Iterator[None]:
         """See the base class; after it, the module shows its sharded parameters. Raises if it has bypassed FSDP2."""
         self.watch()
+        ran = torch_internals.forward_order(self._groups)
         if self._first_gathers is not None:
-            self._first_gathers.before_backward()
+            heads = [group for unit in self.units if is_head(unit) for group in torch_internals.param_groups(unit)]
+            self._first_gathers.before_backward(called_head=all(group in ran for group in heads))
         if self._order == 0 or not self._retain_unsharded:  # later forwards of a window use what the first has gathered
-            for group in torch_internals.forward_order(self._groups):
+            for group in ran:
                 self._order = (self._order * 31 + self._number_of[group]) % _ORDERS
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self._reduce(Reductions.ALL if self.is_last else deferred[self._defer])
@@ -406,7 +437,7 @@ class FSDPGradSync(GradSync):
         for unit in self.units:
             if not torch_internals.is_unsharded(unit):
                 continue
-            as_set = torch_internals.param_groups(unit)[0].reshard_after_backward
+            as_set = torch_internals.param_groups(unit)[0].reshard_after_backward or is_head(unit)
             frees = self.is_last if self._retain_unsharded else as_set
             if frees:
                 unit.reshard()
@@ -430,7 +461,7 @@ class FSDPGradSync(GradSync):
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
         plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
         if plain and self._group is not None:
-            rescale_clip.average_gradients_(plain, self._group)
+            self.average(plain, self._group)
 
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:

@@ -9,6 +9,8 @@
 
 namespace second_device {
 
+void set_on_kernel(py::object callback);  // kernels.cpp
+
 namespace {
 
 py::object* on_wait = nullptr;  // never freed: the interpreter may be gone before this library
@@ -38,6 +40,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   on_wait = new py::object(py::none());
   m.attr("NUM_DEVICES") = kNumDevices;
   m.def("set_on_wait", [](py::object callback) { *on_wait = std::move(callback); });
+  m.def("set_on_kernel", &set_on_kernel);
   m.def("refuse_float64", &refuse_float64);
   m.def("current_device", [] { return static_cast<int>(current_device()); });
   m.def("set_device", [](int index) { set_device(static_cast<c10::DeviceIndex>(index)); });

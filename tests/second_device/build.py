@@ -19,7 +19,15 @@ from torch.utils import cpp_extension
 
 NAME = "second_device_extension"
 HERE = Path(__file__).parent
-SOURCES = ("device.cpp", "operators.cpp", "pending.cpp", "collectives.cpp", "nccl_like.cpp", "bindings.cpp")
+SOURCES = (
+    "device.cpp",
+    "operators.cpp",
+    "kernels.cpp",
+    "pending.cpp",
+    "collectives.cpp",
+    "nccl_like.cpp",
+    "bindings.cpp",
+)
 HEADERS = ("device.h", "pending.h", "collectives.h", "nccl_like.h")
 FLAGS = ("-std=c++20", "-O0", "-fPIC", f"-DTORCH_EXTENSION_NAME={NAME}")
 

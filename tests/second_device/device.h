@@ -5,6 +5,8 @@
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
 #include <c10/core/Device.h>
 #include <c10/core/Storage.h>
 
@@ -66,6 +68,12 @@ void deliver_to_device(const at::Tensor& pinned, c10::Device device);
 void tell(const std::string& what);
 void wait_for_stream(const std::string& what, c10::Device device);
 void wait_for_device(const std::string& what, c10::DeviceIndex device);
+
+// Runs an operator of the device on the CPU (operators.cpp).
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+// What launches kernels on a GPU tells so (kernels.cpp).
+void tell_kernels(const std::string& name, c10::ArrayRef<c10::IValue> arguments);
 
 // The same memory as a CPU tensor.
 at::Tensor on_host(const at::Tensor& tensor);

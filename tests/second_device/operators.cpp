@@ -253,6 +253,7 @@ struct HostCall {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !op.hasTag(at::Tag::nondeterministic_seeded) || has_generator(), schema, " draws random numbers of the CPU");
     for (size_t i = 0; i < arguments.size(); i++) enter_generator((*stack)[first + i], arguments[i]);
+    std::vector<c10::IValue> launched(stack->end() - arguments.size(), stack->end());
     if (!is_view()) {
       for (auto& pair : pairs) check_is_written(pair.second, name);
       before_kernel(*device);
@@ -274,6 +275,7 @@ struct HostCall {
     }
     auto moment = issue(*device);
     for (auto& tensor : written) set_written(tensor, moment, name);
+    if (!written.empty()) tell_kernels(name, launched);
   }
 };
 
@@ -331,6 +333,7 @@ void copy_to_device(const Tensor& source, const Tensor& target, bool non_blockin
 }
 
 Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
+  tell_kernels("copy", {});
   HostOperators guard;
   (is_here(target) ? copy_to_device : copy_to_host)(source, target, non_blocking);
   return target;
@@ -385,6 +388,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 }  // namespace
+
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) { HostCall{op, stack}.run(); }
 
 Tensor on_host(const Tensor& tensor) {
   if (!is_here(tensor)) return tensor;
