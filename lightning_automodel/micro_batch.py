@@ -63,7 +63,7 @@ class MicroBatches:
         if self.ahead is not None and self.windows.last_step is None and not self.inputs.is_filler:
             self.weighting.check_unchanged(batch, self.ahead.count)
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
-        with checks.explained_errors(self.engine.options.is_sharded), self.inputs.training_step(), attention:
+        with checks.explained_errors(), self.inputs.training_step(), attention:
             try:
                 output = step(*args, **kwargs)
             except StopIteration as error:
@@ -117,7 +117,7 @@ class MicroBatches:
             )
         before, self._ends_window = self._ends_window, is_last
         try:
-            with checks.explained_errors(self.engine.options.is_sharded), self.engine.sync.micro_batch(is_last):
+            with checks.explained_errors(), self.engine.sync.micro_batch(is_last):
                 yield
         finally:
             self._ends_window = before
@@ -151,7 +151,7 @@ class MicroBatches:
         # Checkpointed blocks recompute their attention.
         attention = nullcontext() if self.context is None else self.context.backward()
         with (
-            checks.explained_errors(self.engine.options.is_sharded),
+            checks.explained_errors(),
             self.windows.backward(window, loss, self._ends_window, counts=not is_filler),
             attention,
         ):
@@ -163,7 +163,9 @@ class MicroBatches:
             self.advice.about_first_window(self.windows.last_step)
         if module.automatic_optimization:
             self.inputs.end_padding()
-        return plugin.post_backward(loss, module)
+        hooks = self.engine.sync.showing_shards() if self._ends_window else nullcontext()
+        with hooks:
+            return plugin.post_backward(loss, module)
 
     def _objective(
         self, loss: Tensor, count: Count, accumulate: int, ahead: WindowTotals | None

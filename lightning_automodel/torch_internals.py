@@ -4,8 +4,9 @@ import functools
 import gc
 import math
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
@@ -146,6 +147,11 @@ def flags_restored(units: Iterable[FSDPModule], names: tuple[str, ...]) -> Itera
     finally:
         for group, name, value in before:
             setattr(group, name, value)
+
+
+def stays_gathered(unit: FSDPModule) -> bool:
+    """Whether ``unit`` keeps its gathered parameters after a forward or after a backward."""
+    return any(g.post_forward_mesh_info is None or not g.reshard_after_backward for g in param_groups(unit))
 
 
 def has_forward_hooks(modules: Iterable[nn.Module]) -> bool:
@@ -351,6 +357,42 @@ def was_unsharded(group: FSDPParamGroup) -> bool:
     return any(len(param.all_gather_outputs) > 0 for param in group.fsdp_params)
 
 
+def differentiate_by_both(other_of: Callable[[Any], Tensor | None], patches: PatchStack) -> None:
+    """Let backwards that name their inputs also differentiate by ``other_of(input)``, where that is not None.
+
+    ``torch.autograd.grad`` returns the gradient of the one that the graph has. User code may have imported it before,
+    so that what it calls is replaced.
+    """
+    run_backward = torch.autograd._engine_run_backward
+
+    @functools.wraps(run_backward)
+    def run_with_others(
+        tensors: Any,
+        grad_tensors: Any,
+        retain_graph: bool,
+        create_graph: bool,
+        inputs: tuple[Any, ...],
+        allow_unreachable: bool,
+        accumulate_grad: bool,
+    ) -> Any:
+        run = partial(run_backward, tensors, grad_tensors, retain_graph, create_graph, accumulate_grad=accumulate_grad)
+        others = {index: other for index, each in enumerate(inputs) if (other := other_of(each)) is not None}
+        if not others:
+            return run(inputs, allow_unreachable)
+        gradients = run((*inputs, *others.values()), True)
+        if accumulate_grad:
+            return gradients
+        chosen = list(gradients[: len(inputs)])
+        for index, gradient in zip(others, gradients[len(inputs) :], strict=True):
+            if chosen[index] is None:
+                chosen[index] = gradient
+        if not allow_unreachable and any(each is None for each in chosen):
+            raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph.")
+        return tuple(chosen)
+
+    patches.set(torch.autograd, BACKWARD, run_with_others)
+
+
 def mixed_precision_policies(model: nn.Module) -> list[MixedPrecisionPolicy]:
     """The policies that parameters of FSDP2 units at or below ``model`` follow."""
     return [param.mp_policy for group in fsdp_param_groups(model) for param in group.fsdp_params]
@@ -447,6 +489,23 @@ _COMPILED = "_orig_mod"
 def without_wrappers(name: str) -> str:
     """A parameter's name without the prefixes of ``torch.compile`` and activation checkpointing."""
     return name.replace(f"{_COMPILED}.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def module_versions(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What torch notes of each module in a state dict, above all its ``_version``, by its name without wrappers.
+
+    A module that was changed since an older version converts what it is given; without a version, each time.
+    """
+    noted = getattr(state, "_metadata", None) or {}
+    # Of a wrapper and what it wraps, which comes later, the latter stays.
+    return {without_wrappers(f"{path}.").removesuffix("."): dict(each) for path, each in noted.items()}
+
+
+def with_module_versions(state: Mapping[str, Any], versions: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """``state`` in a dict that notes ``versions``, by names of modules, as :func:`module_versions` returns them."""
+    found = OrderedDict(state)
+    found._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    return found
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -646,6 +705,59 @@ def unbound() -> Iterator[None]:
         world.bound_device_id = bound
 
 
+def accelerator_backends() -> dict[str, Any]:
+    """Backends of accelerators in all groups of this process, by a name that each rank of the group has for it.
+
+    Nothing public lists the groups, or returns the backend of a device. Those of gloo are left out: its collectives
+    block and raise, whatever the device.
+    """
+    found = {}
+    for group in list(dist.distributed_c10d._world.pg_names) if dist.is_initialized() else []:
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            if device.type != "cpu" and backend.name().lower() != dist.Backend.GLOO:
+                # Groups that share no rank may have one name.
+                lowest_rank = min(dist.get_process_group_ranks(group))
+                found[f"{group.group_name} of rank {lowest_rank}"] = backend
+    return found
+
+
+def num_queued(backend: Any) -> int:
+    """Collectives that this rank has queued; the group's own method raises for backends of others."""
+    return int(backend._get_sequence_number_for_group())
+
+
+def abort_backends(backends: Iterable[Any]) -> None:
+    """Free this rank's device and host from collectives that others will not join. May wait for the group's timeout.
+
+    As in torch's own function for all groups, which would also drop those of the host, NCCL's are aborted as one: each
+    by itself, they could wait for each other.
+    """
+    backends = list(backends)
+    first = next((each for each in backends if hasattr(each, "_group_start")), None)
+    if first is not None:
+        first._group_start()
+    try:
+        for backend in backends:
+            with suppress(Exception):  # one that is gone already, or cannot be aborted
+                backend.abort()
+    finally:
+        if first is not None:
+            first._group_end()
+
+
+def abort_process_groups() -> None:
+    """Leave all groups as ``destroy_process_group`` does, without waiting for what they have queued."""
+    dist.distributed_c10d._abort_process_group()
+
+
+def flight_records() -> bytes:
+    """The newest collectives of this rank, as ``torchfrtrace`` reads them. Waits for no device."""
+    c10d: Any = torch._C._distributed_c10d
+    dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
+    return cast(bytes, dump())
+
+
 _probed_states: set[type] = set()
 
 
@@ -692,6 +804,8 @@ def _probe() -> None:
     if ACCUMULATES_IN_LEAF:
         check(FSDPModule, "set_manual_backward_finalization", "finalize_backward")
     check(_redistribute, "clear_redistribute_planner_cache")
+    check(nn.Linear(1, 1).state_dict(), "_metadata", writable=True)
+    check(torch.autograd, BACKWARD, writable=True)
     check(torch._C, "_clear_DTensor_sharding_propagator_cache")
     check(DeviceMesh, "_flatten")
     check(device_mesh, "new_group", "split_group")
@@ -703,6 +817,10 @@ def _probe() -> None:
     check(torch.autograd.graph, BACKWARD)
     check(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_is_view")
     check(DTensor, "_local_tensor")
+    check(dist.distributed_c10d, "_world", "_abort_process_group")
+    check(dist.ProcessGroup, "_device_types", "_get_backend")
+    check(torch._C._distributed_c10d.Backend, "_get_sequence_number_for_group")
+    check(torch._C._distributed_c10d, "_dump_fr_trace")
 
 
 _probe()

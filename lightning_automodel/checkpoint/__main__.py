@@ -21,6 +21,7 @@ from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import save_file
 from lightning_automodel.checkpoint.state_dict import MODEL, Saved, dicts_in, is_optimizer_key, optimizer_key
 from lightning_automodel.resume import CHECKPOINT_KEY
+from lightning_automodel.torch_internals import with_module_versions
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -172,6 +173,7 @@ def _write_one_file(path: str, out: str, weights_only: bool | None) -> None:
     states = [{"state": {}, "param_groups": [], **built[optimizer_key(index)]} for index in range(len(built))]
     if states or "lr_schedulers" in tree:
         tree["optimizer_states"] = states
+    tree[MODEL] = with_module_versions(tree[MODEL], shards.module_versions)
     save_file(tree, str(target))
 
 

@@ -105,6 +105,7 @@ class EditedDirectory(Saved):
     def __init__(self, directory: ShardDirectory, state: Mapping[str, Any]) -> None:
         self.path = directory.path
         self.rest = directory.rest
+        self.module_versions = directory.module_versions
         self.world_size = directory.world_size
         self._directory = directory
         unread = state.unread if isinstance(state, LazyState) else set()

@@ -38,6 +38,7 @@ from lightning_automodel.checkpoint.single_file import check_content
 from lightning_automodel.checkpoint.state_dict import (
     EXTRA_STATES,
     MODEL,
+    MODULE_VERSIONS,
     Saved,
     copied,
     is_extra_state,
@@ -169,6 +170,7 @@ def _take_shards(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
         for name, value in list(of_model.items())
         if not isinstance(value, Tensor) or (is_extra_state(name) and not isinstance(value, DTensor))
     }
+    checkpoint[MODULE_VERSIONS] = torch_internals.module_versions(of_model)
     shards = {MODEL: of_model}
     for index, state in enumerate(filter(None, checkpoint.pop("optimizer_states", []))):
         shards[optimizer_key(index)] = state
@@ -199,6 +201,7 @@ class ShardDirectory(Saved):
             if not isinstance(rest, dict):
                 raise CheckpointError(f"{REST} holds a {type(rest).__name__}, which is not a checkpoint's rest")
             self._extra_state: dict[str, Any] = rest.pop(EXTRA_STATES, {})
+            self.module_versions: dict[str, dict[str, Any]] = rest.pop(MODULE_VERSIONS, {})
             self.rest = rest
             self.entries = {
                 name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")

@@ -25,7 +25,7 @@ from lightning_automodel.checkpoint.safe_load import load_plain_data
 from lightning_automodel.checkpoint.state_dict import MODEL, Saved
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.sharding.apply import shard_like
-from lightning_automodel.torch_internals import without_wrappers
+from lightning_automodel.torch_internals import module_versions, without_wrappers
 
 
 def prepare_file(
@@ -114,6 +114,7 @@ class WholeCheckpoint(Saved):
     def __init__(self, path: str, checkpoint: dict[str, Any], parameter_names: Iterable[list[str]] = ()) -> None:
         self.path = path
         self.rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
+        self.module_versions = module_versions(checkpoint[MODEL])
         values = {f"{MODEL}.{without_wrappers(name)}": value for name, value in checkpoint[MODEL].items()}
         states = filter(state_dict.has_state, checkpoint.get("optimizer_states", []))
         for index, (state, names) in enumerate(zip(states, parameter_names, strict=False)):
@@ -167,8 +168,8 @@ def fill_module(module: nn.Module, checkpoint: Mapping[str, Any], optimizers: li
         for index, (optimizer, saved) in enumerate(zip(optimizers, states, strict=True)):
             if state_dict.has_state(saved):  # else the optimizer has a form of its own, and checks it
                 state_dict.check_groups(optimizer, saved["param_groups"], index)
-    own = {without_wrappers(name): name for name in module.state_dict()}
-    state = {own.get(without_wrappers(name), name): value for name, value in checkpoint[MODEL].items()}
+    saved = checkpoint[MODEL]
+    state = state_dict.under_own_names(module, saved, module_versions(saved))
     try:
         module.load_state_dict(state, strict=strict)
     except RuntimeError as error:

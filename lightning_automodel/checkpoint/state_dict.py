@@ -1,7 +1,7 @@
 """The state of a model and its optimizers under the names of parameters: collected for saving, filled when loading."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,21 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.torch_internals import EXTRA_STATE, loads_by_itself, without_wrappers
+from lightning_automodel.torch_internals import (
+    EXTRA_STATE,
+    loads_by_itself,
+    module_versions,
+    with_module_versions,
+    without_wrappers,
+)
 
 MODEL = "state_dict"
 
 EXTRA_STATES = "lightning_automodel_extra_state"
 """Key in ``meta.pt`` of what ``get_extra_state`` returns: torch would flatten dicts, and lose empty ones."""
+
+MODULE_VERSIONS = "lightning_automodel_module_versions"
+"""Key in ``meta.pt`` of what torch notes of each module (``_version``). One file has it on the model's state dict."""
 
 SHARDED_STATES = "lightning_automodel_shards"
 """Key in one file of a list: the places of its dicts whose tensors were sharded when it was saved."""
@@ -45,12 +54,14 @@ class Saved(ABC):
         path: Path of the checkpoint.
         rest: The checkpoint without the states of model and optimizers.
         entries: Tensors, with or without values, by flattened name; None for other objects.
+        module_versions: What torch has noted of each module, by its name.
         world_size: Ranks that wrote a directory; None for one file.
     """
 
     path: str
     rest: dict[str, Any]
     entries: Mapping[str, Tensor | None]
+    module_versions: Mapping[str, dict[str, Any]]
     world_size: int | None = None
 
     @abstractmethod
@@ -72,7 +83,9 @@ class Saved(ABC):
 
 def model_state(model: nn.Module) -> dict[str, Any]:
     """State dict of the model's own tensors, which are not copied, under names without wrappers."""
-    return {without_wrappers(name): value for name, value in model.state_dict().items()}
+    state = model.state_dict()
+    named = {without_wrappers(name): value for name, value in state.items()}
+    return with_module_versions(named, module_versions(state))
 
 
 def whole(state: Any, keep: bool) -> Any:
@@ -86,8 +99,18 @@ def whole(state: Any, keep: bool) -> Any:
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return None if not keep else tensor if tensor.is_meta else tensor.cpu()
 
-    found = apply_to_collection(state, Tensor, gathered, allow_frozen=True)
+    found = _converted(state, gathered)
     return found if keep else {}
+
+
+def _converted(state: dict[str, Any], convert: Callable[[Tensor], Tensor | None]) -> dict[str, Any]:
+    """A copy of a checkpoint, or of a state in it, whose tensors are those that ``convert`` returns."""
+    found = apply_to_collection(state, Tensor, convert, allow_frozen=True)
+    if versions := module_versions(state):
+        return with_module_versions(found, versions)
+    if versions := module_versions(state.get(MODEL, {})):
+        found[MODEL] = with_module_versions(found[MODEL], versions)
+    return found
 
 
 def copied(states: dict[str, Any]) -> dict[str, Any]:
@@ -96,11 +119,8 @@ def copied(states: dict[str, Any]) -> dict[str, Any]:
     torch's ``DefaultStager`` (2.13 to 2.15) loses that a tensor is a conjugate or negative view of its storage, and
     cannot copy tensors without a storage or quantised ones.
     """
-    found = apply_to_collection(
-        states,
-        Tensor,
-        lambda each: each if each.is_meta else each.detach().to("cpu", copy=True, non_blocking=True),
-        allow_frozen=True,
+    found = _converted(
+        states, lambda each: each if each.is_meta else each.detach().to("cpu", copy=True, non_blocking=True)
     )
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
@@ -162,7 +182,7 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
     # Everything fits on every rank: from here on tensors are overwritten.
     saved.read_into(targets)
     with on_every_rank(what):
-        _load_model(model, targets[MODEL], strict)
+        _load_model(model, targets[MODEL], saved.module_versions, strict)
     for index, optimizer in enumerate(optimizers):
         read, packed = targets[optimizer_key(index)], optimizer.state_dict()
         groups = packed["param_groups"]
@@ -226,10 +246,19 @@ def _mismatch(missing: list[str], unknown: list[str]) -> CheckpointError:
     )
 
 
-def _load_model(model: nn.Module, state: dict[str, Any], strict: bool) -> None:
-    """Hand ``state`` to the modules, whose own tensors in it have their values already."""
+def under_own_names(
+    model: nn.Module, state: Mapping[str, Any], versions: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """``state`` as ``model.load_state_dict`` takes it: names with wrappers, and the versions of its modules."""
     name_of = {without_wrappers(name): name for name in model.state_dict()}
-    found = model.load_state_dict({name_of.get(name, name): value for name, value in state.items()}, strict=False)
+    named = {name_of.get(without_wrappers(name), name): value for name, value in state.items()}
+    paths = {path: without_wrappers(f"{path}.").removesuffix(".") for path, _ in model.named_modules()}
+    return with_module_versions(named, {path: versions[name] for path, name in paths.items() if name in versions})
+
+
+def _load_model(model: nn.Module, state: dict[str, Any], versions: Mapping[str, dict[str, Any]], strict: bool) -> None:
+    """Hand ``state`` to the modules, whose own tensors in it have their values already."""
+    found = model.load_state_dict(under_own_names(model, state, versions), strict=False)
     if found is None:  # of a load_state_dict of the user's
         return
     # The rest was compared before.

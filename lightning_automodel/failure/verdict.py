@@ -1,11 +1,11 @@
-"""Why collectives failed: a function of what one rank has read of all records, which ends the run for all."""
+"""Why collectives failed, or do not end: functions of what one rank has read of all records."""
 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
 from lightning_automodel.distributed import failures
-from lightning_automodel.distributed.failures import RankFailure, Record, Sighting
+from lightning_automodel.distributed.failures import Device, RankFailure, Record, Sighting
 
 SILENT_S = 3.0
 SILENT_GAPS = 3  # a rank is silent after so many of the longest gaps between heartbeats that any rank has shown
@@ -19,7 +19,8 @@ def decide(
     """Find the rank that is at fault.
 
     In this order: ranks that are silent; a rank that ended its run before the others; a rank that does something else
-    than to wait; else the ranks wait for each other, and the failure is ``own``, with a note of where they are.
+    than to wait, in a collective or for its device; else the ranks wait for each other, and the failure is ``own``,
+    with a note of where they are.
 
     ``seen`` is what the reader has seen of every rank, itself included, since its collective failed, ``reading_s``
     seconds before ``now``; ``own`` is what it would report of itself. After ``longest_s`` seconds it is decided by what
@@ -37,9 +38,11 @@ def decide(
         first = seen[silent[0]]
         more = f", nor of rank {failures.list_ranks(silent[1:])}," if silent[1:] else ""
         return failures.missed_heartbeats(silent[0], first.known, own.rank, now - first.changed_at, more)
-    if failure := left_behind({rank: each.known for rank, each in seen.items()}):
+    records = {rank: each.known for rank, each in seen.items()}
+    if failure := left_behind(records):
         return failure
-    busy = [rank for rank, each in others.items() if each.busy]
+    # A host that reads from its device stands anywhere, and waits nevertheless if the device does.
+    busy = [rank for rank, each in others.items() if each.busy and not awaited_by_device(rank, records)]
     if stuck := [rank for rank in busy if seen[rank].busy >= BUSY_BEATS]:
         record = seen[stuck[0]].known
         cause = own.message.partition("\n")[0]
@@ -66,6 +69,67 @@ def left_behind(records: Mapping[int, Record]) -> RankFailure | None:
         " ranks equally many batches, and set trainer.should_stop on all of them or on none"
     )
     return RankFailure(rank, records[rank].host, "fit", "RuntimeError", message)
+
+
+def awaited_by_device(rank: int, records: Mapping[int, Record]) -> list[int]:
+    """For whom the device of ``rank`` waits: ranks that have queued fewer collectives in a group of both."""
+    own = records[rank]
+    if own.device != Device.BUSY:
+        return []
+    return [
+        other
+        for other, record in records.items()
+        if any(record.queued.get(group, number) < number for group, number in own.queued.items())
+    ]
+
+
+def stuck_device(records: Mapping[int, Record], limit_s: float) -> RankFailure | None:
+    """The failure of a rank for which devices of others have waited for ``limit_s`` seconds.
+
+    It has queued fewer collectives than they have. If a rank that is awaited waits for a third one, that is named; of
+    several the one whose device has nothing to do.
+    """
+    awaited = {rank: awaited_by_device(rank, records) for rank in records}
+    waiting = [rank for rank, others in awaited.items() if others and records[rank].device_stood_s >= limit_s]
+    if not waiting:
+        return None
+    candidates = {other for rank in waiting for other in awaited[rank]}
+    last_ones = [rank for rank in candidates if not awaited[rank]] or [*candidates]
+    culprit = min(last_ones, key=lambda rank: (records[rank].device == Device.BUSY, _num_queued(records[rank]), rank))
+    ranks = [rank for rank in sorted(waiting) if rank != culprit] or waiting
+    record = records[culprit]
+    message = f"it is at {record.position}; {_what_devices_do(record, {rank: records[rank] for rank in ranks})}"
+    return RankFailure(culprit, record.host, record.where, failures.STUCK, message)
+
+
+def _what_devices_do(record: Record, waiting: Mapping[int, Record]) -> str:
+    """Of a rank that is awaited, and of those whose devices wait for it."""
+    first = next(iter(waiting.values()))
+    seconds = min(each.device_stood_s for each in waiting.values())
+    step = f" in step {first.device_step}" if first.device_step else ""
+    ranks, waits = failures.list_ranks([*waiting]), f"has waited{step} for {seconds:.0f} s"
+    if record.device == Device.BUSY:
+        own, most = _num_queued(record), max(_num_queued(each) for each in waiting.values())
+        return f"it has queued {own} collectives, and the device of rank {ranks}, with {most} queued, {waits}"
+    return f"its device has nothing to do, while that of rank {ranks} {waits}"
+
+
+def _num_queued(record: Record) -> int:
+    return sum(record.queued.values())
+
+
+def devices_standstill(records: Mapping[int, Record], limit_s: float) -> str | None:
+    """Where all ranks are, if all devices have been busy for ``limit_s`` seconds, and none waits for another rank.
+
+    They may compute for long, or have queued different collectives, which nothing can tell apart.
+    """
+    if not all(record.device_stood_s >= limit_s for record in records.values()):
+        return None
+    positions = {
+        rank: f"{record.where}, at {record.position}, its device in step {record.device_step}"
+        for rank, record in records.items()
+    }
+    return list_positions(positions)
 
 
 def standstill(records: Mapping[int, Record], limit_s: float) -> str | None:

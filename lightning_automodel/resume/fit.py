@@ -163,11 +163,11 @@ class Resume:
             checkpoint["loops"]["fit_loop"] = loops.counters_at(progress, taken.at, taken.logged)
             if taken is self._snapshot:
                 checkpoint["callbacks"] = {**checkpoint["callbacks"], **taken.callbacks}
-                if taken.versions != self._frozen_versions():
+                if taken.versions != torch_internals.versions(self._parameters):
                     self._say(
-                        "A checkpoint was saved within a window in which frozen parameters have changed, as a teacher's"
-                        " do that averages. A resumed run repeats the window, and changes them twice. Keep them in"
-                        " buffers, or change them where trainer.global_step has grown."
+                        "A checkpoint was saved within a window in which parameters were written, as those of a teacher"
+                        " that averages are, or weights that are clamped. A resumed run repeats the window, and writes"
+                        " them twice. Keep a teacher in buffers, or write where trainer.global_step has grown."
                     )
         own = {**own, "extra_states": extra_states}
         ranks = [own] if group is None else gather_objects(own, group)
@@ -209,10 +209,9 @@ class Resume:
             "flags": snapshot.flags(self._module),
             "own": self._own_state(),
         }
-        return Snapshot(at, logged, state, snapshot.callbacks(self._trainer), self._frozen_versions())
-
-    def _frozen_versions(self) -> list[int]:
-        return torch_internals.versions(p for p in self._parameters if not p.requires_grad)
+        return Snapshot(
+            at, logged, state, snapshot.callbacks(self._trainer), torch_internals.versions(self._parameters)
+        )
 
     def _savable(self, taken: Snapshot) -> dict[str, Any]:
         state, first = taken.state, self._first_flags

@@ -38,44 +38,49 @@ _CHANGES_INPUT = (
     " to know when the unit's backward ends, and torch does not allow to change these. Write it out of place (`x = x +"
     " ...`, inplace=False), pass auto_wrap_policy=set(), which makes one unit of the model, or data_parallel='ddp'."
 )
-_NOT_IN_GRAPH = (
-    "A gradient was asked for that the loss does not depend on. If it is one of parameters, as of MAML's inner step:"
-    " outside of the forward of an FSDP unit, module.parameters() are shards, and not what the forward used. Pass"
-    " auto_wrap_policy=set(), which makes one unit of the model: under automatic optimization its parameters are"
-    " gathered during all of training_step. Or pass data_parallel='ddp'."
+_RECOMPUTED_TWICE = (
+    "Selective activation checkpointing recomputes a block for one backward alone, and a second one came: second"
+    " derivatives (torch.autograd.grad(..., create_graph=True)), or retain_graph=True. Pass"
+    " activation_checkpointing=True, which recomputes for each of them."
+)
+_ZEROED_WITHIN_WINDOW = (
+    "Gradients were zeroed in the middle of an accumulation window, and DistributedDataParallel would reduce those of"
+    " parameters that took no part in its last micro-batch: call zero_grad() where a window ends, and override"
+    " on_validation_model_zero_grad if a validation falls into a window. Or pass data_parallel='fsdp2'."
 )
 _EXPLANATIONS = {
     "got mixed torch.Tensor and DTensor": _MEETS_SHARDS,
     "require placement changes": _MEETS_SHARDS,
     "RegisterPostBackwardFunction is a view and is being modified inplace": _CHANGES_INPUT,
-    "appears to not have been used in the graph": _NOT_IN_GRAPH,
     "out of bounds for storage of size 0": _FREED,
     "but its data is not allocated yet": _FREED,
+    "only allowed to backward once on any region computed under selective": _RECOMPUTED_TWICE,
+    "undefined, but still allreduced by DDP": _ZEROED_WITHIN_WINDOW,
 }
-"""What a part of torch's text means where the model is sharded."""
+"""What a part of torch's text means here."""
 
 
 def _explanation(error: BaseException) -> str | None:
-    """What to say in place of a text of torch, if its cause is that the model is sharded."""
+    """What to say in place of a text of torch."""
     if not isinstance(error, RuntimeError):
         return None
     return next((text for symptom, text in _EXPLANATIONS.items() if symptom in str(error)), None)
 
 
 @contextmanager
-def explained_errors(is_sharded: bool) -> Iterator[None]:
-    """Context of a forward or a backward, which explains errors of torch whose cause is that the model is sharded."""
+def explained_errors() -> Iterator[None]:
+    """Context of a forward or a backward, which explains errors of torch."""
     try:
         yield
     except RuntimeError as error:
         explanation = _explanation(error)
-        if is_sharded and explanation is not None:
+        if explanation is not None:
             raise RuntimeError(explanation) from error
         raise
 
 
 def explain(error: BaseException) -> None:
-    """As :func:`explained_errors`, for an error of a sharded run that has come in a hook: its text is changed."""
+    """As :func:`explained_errors`, for an error that has come in a hook: its text is changed."""
     explanation = _explanation(error)
     if explanation is not None:
         error.args = (f"{explanation} (torch: {error})",)

@@ -95,6 +95,15 @@ class GatheredForBackward:
         else:
             kept.enter_context(torch_internals.keeping_storage(unit))
 
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Context in which forwards keep nothing for second derivatives."""
+        before, self._always = self._always, False
+        try:
+            yield
+        finally:
+            self._always = before
+
     def show(self) -> None:
         """Unshard what is kept, so that resharding frees its memory."""
         for unit in self.units:

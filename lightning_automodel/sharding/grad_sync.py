@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_automodel import torch_internals
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.windows import PLAIN_BACKWARD
+from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.gathers import AgreedGathers, GatheredForBackward, drop_unused, reshard
 from lightning_automodel.sharding.units import fsdp_roots, is_head
 from lightning_automodel.sharding.written_weights import WrittenWeights
@@ -160,6 +161,13 @@ class GradSync:
         """Forget the window, and gradients that are held outside of ``.grad``, for these (or all) parameters."""
         self._used.difference_update(self._tracked if parameters is None else parameters)
 
+    def showing_shards(self) -> AbstractContextManager[None]:
+        """Context of hooks that see final gradients, where a forward leaves no parameters gathered.
+
+        The hook would find gathered parameters in the module, which have no gradients.
+        """
+        return nullcontext()
+
     def release(self) -> None:
         """Free gathered parameters, since weights may be written next or have been written."""
 
@@ -236,6 +244,8 @@ class FSDPGradSync(GradSync):
                 self._hooks.append(root.register_forward_hook(hook))
         self._has_gathered = False
         shards = {param.sharded_param for param_group in self._groups for param in param_group.fsdp_params}
+        self._param_of = {param.sharded_param: param for group in self._groups for param in group.fsdp_params}
+        torch_internals.differentiate_by_both(self._gathered_parameter, self._restored.enter_context(PatchStack()))
         self._unwatched = {p: name for name, p in model.named_parameters() if p in shards}
         self._bypassed: list[str] = []
 
@@ -281,6 +291,11 @@ class FSDPGradSync(GradSync):
                 # FSDP2 writes gradients of shards itself, past their hooks.
                 self._hooks.append(shard.register_hook(partial(self._note_bypass, name)))
 
+    def _gathered_parameter(self, tensor: Any) -> Tensor | None:
+        """What the forward uses in place of a shard, which users hold: an input of ``torch.autograd.grad``."""
+        param = self._param_of.get(tensor)
+        return None if param is None else getattr(param, "unsharded_param", None)
+
     def _note_bypass(self, name: str, _: Tensor) -> None:
         if self._in_backward:
             self._bypassed.append(name)
@@ -311,11 +326,19 @@ class FSDPGradSync(GradSync):
                 yield
             finally:
                 self.is_last = None
-        # A forward in on_after_backward leaves units gathered. Hooks before the step would find the gathered parameters
-        # in the module, which have no gradients.
+
+    @override
+    @contextmanager
+    def showing_shards(self) -> Iterator[None]:
         for unit in self.units:
             if torch_internals.is_unsharded(unit):
                 reshard(unit)
+        kept = [unit for unit in self.units if torch_internals.stays_gathered(unit)]
+        with torch_internals.flags_restored(kept, torch_internals.RESHARDING), self._gathered.pausing():
+            for unit in kept:
+                unit.set_reshard_after_forward(True, recurse=False)
+                unit.set_reshard_after_backward(True, recurse=False)
+            yield
 
     @override
     def release(self, retains: bool = False) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lightning_automodel.distributed.board import Board
 from lightning_automodel.distributed.failures import MISSED_HEARTBEATS
 
 SEED = 3
@@ -70,6 +71,7 @@ def test_keys_are_few(scale: Any, server: Any) -> None:
         "run/verdict",
         "run/known",
         "lease",
+        "devices",
         "stop",
         "stop/result",
     }
@@ -92,3 +94,27 @@ def test_the_lease_passes_on(scale: Any, server: Any) -> None:
     (verdict,) = world.verdicts()
     assert (verdict.rank, verdict.error) == (1, MISSED_HEARTBEATS)
     assert "nor of rank 5," in verdict.message
+
+
+def test_an_exception_of_its_thread_is_named_as_such() -> None:
+    """Once it was taken for the end of rank 0, which holds the store."""
+
+    def describe() -> dict[str, Any]:
+        if len(written) == 2:
+            raise KeyError("device")
+        written.append(1)
+        return {"where": "training_step"}
+
+    written: list[int] = []
+    store = dist.HashStore()
+    board = Board(1, lambda: store, "run", range(2), 8.0, describe)
+    board.thread.start()
+    board.thread.join(20)
+    assert board.lost is not None
+    assert str(board.lost) == (
+        f"rank 1 on {board.host} failed in training_step: KeyError: 'device', raised in the thread that sends this"
+        " rank's heartbeats"
+    )
+    posted = Board(0, lambda: store, "run", range(2), 8.0, dict)
+    posted.read(store)
+    assert posted.verdicts["run"] == board.lost

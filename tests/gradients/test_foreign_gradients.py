@@ -6,7 +6,8 @@ must neither be reduced early nor counted as older than the window. The referenc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Outcome, full_weights, weight_error
 from tests.trainer.runs import TOLERANCE, by_default, make_trainer
 
@@ -115,14 +116,24 @@ def of_parameters(net: Net, batch: Batch) -> Tensor:
         return torch.autograd.grad(loss, [net.head.weight])[0]
 
 
+def of_all_parameters(net: Net, batch: Batch) -> Tensor:
+    """First-order meta-learning: by parameters as the module shows them before the forward, which are shards."""
+    parameters = list(net.parameters())
+    with torch.enable_grad():
+        loss = F.cross_entropy(net(batch[0]), batch[1])
+        gradients = torch.autograd.grad(loss, [*parameters, torch.ones(1, requires_grad=True)], allow_unused=True)
+    assert gradients[-1] is None
+    assert [each.shape for each in gradients[:-1]] == [parameter.shape for parameter in parameters]
+    return gradients[0]
+
+
 Foreign = Callable[[Net, Batch], Tensor]
-GRADIENTS: dict[str, Foreign] = {f.__name__: f for f in (of_inputs, into_inputs, of_features, twice, of_parameters)}
+GRADIENTS: dict[str, Foreign] = {
+    f.__name__: f for f in (of_inputs, into_inputs, of_features, twice, of_parameters, of_all_parameters)
+}
 EVERYWHERE = tuple(GRADIENTS)
-OUTSIDE = (
-    "of_inputs",
-    "into_inputs",
-    "twice",
-)  # through the forward of the net: outside of a step nothing else gathers
+# Through the forward of the net: outside of a step nothing else gathers.
+OUTSIDE = ("of_inputs", "into_inputs", "twice", "of_parameters", "of_all_parameters")
 
 
 # --- Where they are computed ------------------------------------------------------------------------------------------
@@ -210,8 +221,18 @@ def fit(module: Trains, options: dict[str, Any], accumulate: int) -> dict[str, T
     return full_weights(module.net)
 
 
-def plainly(accumulate: int, num_ranks: int = 2, adds: Callable[[Net, Batch], Tensor] | None = None) -> Outcome:
-    """Weights of one process; ``adds`` gives [b] a second loss of each row."""
+def plainly(
+    accumulate: int,
+    num_ranks: int = 2,
+    adds: Callable[[Net, Batch], Tensor] | None = None,
+    trains: Callable[[nn.Module], Iterable[nn.Parameter]] = nn.Module.parameters,
+    factor: float = 1.0,
+) -> Outcome:
+    """Weights of one process.
+
+    ``adds`` gives [b] a second loss of each row. ``trains`` has what the backwards train, ``factor`` what gradients are
+    multiplied by.
+    """
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     for start in range(0, NUM_BATCHES, accumulate):
@@ -220,7 +241,8 @@ def plainly(accumulate: int, num_ranks: int = 2, adds: Callable[[Net, Batch], Te
         if adds is not None:
             loss = loss + sum(adds(net, batch).sum() for batch in batches)
         optimizer.zero_grad()
-        (loss / sum(len(labels) for _, labels in batches)).backward()  # type: ignore[union-attr]
+        mean = loss / sum(len(labels) for _, labels in batches)
+        (factor * mean).backward(inputs=list(trains(net)))  # type: ignore[union-attr]
         optimizer.step()
     return Outcome(full_weights(net), None)
 
@@ -253,6 +275,8 @@ DEFAULT = (
     "of_inputs, validation, kept, 2",
     "twice, on_after_backward, resharded, 2",
     "of_inputs, by hand, between backwards, kept, 2",
+    "of_all_parameters, before the forward, kept, 2",
+    "of_all_parameters, on_train_batch_end, resharded, 2",
 )
 
 
@@ -386,6 +410,14 @@ def test_gradients_that_training_uses(pool2: RankPool, pool4: RankPool, case: tu
             assert weight_error(Outcome(found, None), expected) <= TOLERANCE
 
 
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_second_derivatives_of_selective_checkpoints(pool2: RankPool, engine: str) -> None:
+    """Refused with a remedy, which "penalty" with "checkpointed" layouts trains."""
+    options = {"data_parallel": engine, "activation_checkpointing": "selective"}
+    for message in pool2.run(_using, "penalty", False, options, 1):
+        assert "Pass activation_checkpointing=True" in message
+
+
 def test_a_plain_backward_in_the_first_forward_of_a_window(pool2: RankPool) -> None:
     """As adversarial training was first written. Lightning zeroes what it gives to weights before the real backward."""
     expected = plainly(1, adds=by_plain_backward)
@@ -406,6 +438,100 @@ def test_a_plain_backward_in_mid_window(
         assert isinstance(message, str)
         assert "A plain loss.backward() in the middle of an accumulation window" in message
         assert "torch.autograd.grad(loss, inputs)" in message
+
+
+def _first_parts(net: nn.Module) -> Iterator[nn.Parameter]:
+    """A whole unit, and a part of the root."""
+    return itertools.chain(net.blocks[0].parameters(), net.head.parameters())  # type: ignore[index,union-attr]
+
+
+class TrainsParts(Trains):
+    """Names the parameters that a backward trains, as a GAN may without toggling."""
+
+    def __init__(self, only_first: bool) -> None:
+        super().__init__("of_inputs", "nowhere")
+        self.automatic_optimization = False
+        self.only_first, self.computed = only_first, 1
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        self.batch = batch
+        optimizer.zero_grad()
+        trained = _first_parts(self.net) if self.only_first else self.net.parameters()
+        self.manual_backward(self.loss(batch), inputs=list(trained))
+        optimizer.step()
+
+
+def _train_parts(only_first: bool, options: dict[str, Any]) -> dict[str, Tensor]:
+    return fit(TrainsParts(only_first), options, 1)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("options", by_default(LAYOUTS, "kept"))
+@pytest.mark.parametrize("only_first", [False, True])
+def test_a_backward_of_some_parameters(
+    pool2: RankPool, pool4: RankPool, only_first: bool, options: dict[str, Any]
+) -> None:
+    """`manual_backward(loss, inputs=parameters)` trains these and no others. Torch's DDP waits for the others."""
+    pool = pool4 if "data_parallel_replicate_size" in options else pool2
+    expected = plainly(1, pool.num_ranks, trains=_first_parts if only_first else nn.Module.parameters)
+    if only_first and "data_parallel" in options:
+        with pytest.raises(RankError, match="DistributedDataParallel did not reduce all gradients of this window"):
+            pool.run(_train_parts, only_first, options)
+        return
+    for weights in pool.run(_train_parts, only_first, options):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+
+
+class ScalesAfterAForward(Trains):
+    """Looks at the loss in a hook that sees final gradients, and scales them there."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__("of_inputs", "nowhere")
+        self.computed = 1
+        self.scales_in = where
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.batch = batch
+        return self.loss(batch)
+
+    def at(self, where: str, batch: Batch) -> None:
+        if where == self.scales_in:
+            self.loss(batch)
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= 0.5
+
+
+class ScalesByHand(ScalesAfterAForward):
+    def __init__(self, where: str) -> None:
+        super().__init__(where)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+        self.batch = batch
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def _scale(by_hand: bool, where: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    return fit((ScalesByHand if by_hand else ScalesAfterAForward)(where), options, 1)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("options", by_default(LAYOUTS, "kept", "resharded"))
+@pytest.mark.parametrize("where", ["on_after_backward", "on_before_optimizer_step"])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_gradients_scaled_after_a_forward(
+    pool2: RankPool, pool4: RankPool, by_hand: bool, where: str, options: dict[str, Any]
+) -> None:
+    """A forward in a hook leaves no gathered parameters in the module, which have no gradients."""
+    pool = pool4 if "data_parallel_replicate_size" in options else pool2
+    expected = plainly(1, pool.num_ranks, factor=0.5)
+    for weights in pool.run(_scale, by_hand, where, options):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
 
 
 class LooksAround(Trains):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +115,23 @@ class Teaches(Saves):
         super().on_train_batch_end(outputs, batch, batch_idx)
 
 
+class Clamps(Saves):
+    """Clamps trained weights with each batch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.model.weight.clamp_(-0.1, 0.1)
+        super().on_train_batch_end(outputs, batch, batch_idx)
+
+
+@pytest.mark.parametrize("writes", [Teaches, Clamps])
 @pytest.mark.parametrize(("after", "times"), [({0, 1}, 1), ({2, 5}, 0)])
-def test_frozen_parameters_that_change_within_a_window(after: set[int], times: int, tmp_path: Path) -> None:
-    """A resumed run would change them twice. Windows are of three batches: between them all is exact."""
-    about = "A checkpoint was saved within a window in which frozen parameters have changed"
-    assert len(_said(Teaches(tmp_path, after), about=about)) == times
+def test_parameters_written_within_a_window(
+    writes: Callable[[Path, set[int]], Saves], after: set[int], times: int, tmp_path: Path
+) -> None:
+    """A resumed run would write them twice. Windows are of three batches: between them all is exact."""
+    about = "A checkpoint was saved within a window in which parameters were written"
+    assert len(_said(writes(tmp_path, after), about=about)) == times
 
 
 class Rolls(Saves):

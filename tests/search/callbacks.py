@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Callback,
+    Checkpoint,
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
@@ -43,8 +44,11 @@ class SavesEachBatch(Callback):
         trainer.save_checkpoint(self.folder / "each.ckpt")
 
 
-class Stops(Callback):
-    """Saves and stops after a micro-batch of the whole fit."""
+class Stops(Checkpoint):
+    """Saves and stops after a micro-batch of the whole fit.
+
+    A plain callback would save before the module's own ``on_train_batch_end``, which is not called again.
+    """
 
     def __init__(self, after: int, path: Path) -> None:
         self.after, self.path = after, path

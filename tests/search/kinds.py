@@ -20,7 +20,7 @@ _TEACHING = ("data", "mul", "lerp", "foreach", "load")
 def _foreign(rng: random.Random) -> tuple[str, ...]:
     drawn = set()
     for _ in range(rng.choice([1, 1, 2])):
-        what = rng.choice(["input", "input", "input", "backward", "head", "parameters"])
+        what = rng.choice(["input", "input", "input", "backward", "forward", "head", "parameters"])
         drawn.add(f"{what}@{rng.choice(_IN_STEP + _IN_HOOK)}")
     return tuple(sorted(drawn))
 
@@ -191,9 +191,6 @@ KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
     r"A backward needed parameters that FSDP2 had freed.*create_graph.*reshard_during_accumulation=False": lambda c: (
         c.inner == "penalty"
     ),
-    r"A gradient was asked for that the loss does not depend on": lambda c: (
-        c.inner or any(each.startswith(("head@", "parameters@")) for each in c.foreign)
-    ),
     r"embeddings with max_norm, whose forward shortens the rows": lambda c: "max_norm" in c.writes,
     r"was used past the module, so that its gradient would be lost": lambda c: c.alias,
     r"have gradient hooks .* which it never calls": lambda c: c.backward and c.backward.startswith("parameter_hook"),
@@ -208,6 +205,7 @@ KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
 
 KIND_WARNED: dict[str, Callable[[Case], Any]] = {
     r"is gathered from all ranks, with gradients, and each rank's weighs the same": lambda c: c.over_ranks,
+    r"saved within a window in which parameters were written": lambda c: c.stops and c.writes,
     r"backward hook": lambda c: c.backward and "squash" in c.backward,
 }
 """Warnings that name the kind, beside which weights may differ, and in which cases."""

@@ -27,6 +27,14 @@ FOUND = {
     "gradients_scaled_after_a_forward_in_on_after_backward": Case(
         seed=541811, epochs=2, hooks=("clip_by_own_rule", "scale_before_step"), foreign=("input@after_backward",)
     ),
+    "gradients_scaled_after_a_forward_in_on_before_optimizer_step": Case(
+        manual="each",
+        num_batches=2,
+        hooks=("scale_before_step",),
+        strategy=(("reshard_during_accumulation", False),),
+        foreign=("forward@before_step", "input@before_step"),
+    ),
+    "gradients_by_shards_where_some_are_unused": Case(parts=("unused",), foreign=("parameters@batch_end",)),
     "resumed_with_a_part_frozen_after_its_training": Case(thaw="window", epochs=2, optimizer="adam", stops=(3,)),
     "resumed_with_a_value_of_its_own_in_a_group": Case(hooks=("warm_up",), stops=(1,)),
     "frozen_by_toggling_after_some_ranks_have_used_it": Case(

@@ -81,7 +81,7 @@ def _part_of_gradient(case: Case, net: Any, summed: Tensor, hidden: Tensor, shif
 
 
 def foreign_gradients(case: Case, where: str, net: Any, ids: Tensor, labels: Tensor) -> Iterator[float]:
-    """Yield norms of gradients of one batch, computed beside training."""
+    """Yield norms of gradients (or losses) of one batch, computed beside training."""
     for each in case.foreign:
         what, _, place = each.partition("@")
         if place == where:
@@ -96,6 +96,8 @@ def _foreign_gradient(case: Case, what: str, net: Any, ids: Tensor, labels: Tens
         "head": [net.head.weight if net.head.weight.requires_grad else shift],
     }.get(what, [shift])
     loss = cross_entropy(case, net(ids, shift)[0], labels, "sum")
+    if what == "forward":
+        return loss.item()
     if what == "backward":
         loss.backward(inputs=of)
         gradients = [shift.grad]

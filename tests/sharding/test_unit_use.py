@@ -157,7 +157,7 @@ MESSAGES = {
     "later": "Ranks have used different FSDP units in the forwards of one accumulation window",
     "PreActivation": "An FSDP unit changes its input in place",
     "Adjoint": "got a gradient that it does not reduce",
-    "FirstOrderMAML": "A gradient was asked for that the loss does not depend on",
+    "FirstOrderMAML": "A sharded parameter met a plain tensor",
 }
 """What is said of those that are refused with the default units."""
 
