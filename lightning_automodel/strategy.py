@@ -297,7 +297,7 @@ class AutomodelStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         timeout = self._options.parsed_timeout
-        process_group.join_process_group(
+        have_just_joined = process_group.join_process_group(
             cast(ClusterEnvironment, self.cluster_environment),
             self.process_group_backend,
             timeout,
@@ -306,7 +306,8 @@ class AutomodelStrategy(ParallelStrategy):
             check_processes,
         )
         self._evaluation_steps = 0
-        self._supervisor.watch(timeout, self._options.parsed_heartbeat_timeout, self._where)
+        heartbeat_timeout = self._options.parsed_heartbeat_timeout
+        self._supervisor.watch(timeout, heartbeat_timeout, self._where, have_just_joined)
 
     @override
     def setup_environment(self) -> None:

@@ -119,6 +119,7 @@ class Board:
         self.beats, self.own = 0, Record(host=self.host)  # how many records it has written, and the newest
         self.is_open = threading.Event()  # once the store has answered
         self.watched: set[int] = set()  # whose records are read with each heartbeat, beside the neighbour's
+        self.expects_all = False  # whether a member that has written nothing is silent
         self.seen: dict[int, Sighting] = {}  # other ranks, as far as their records were read
         self.lost: RankFailure | None = None  # why this rank cannot use the store any more
         self.verdicts: dict[str, RankFailure | None] = {path: None}  # what was posted at each path that is read
@@ -236,8 +237,8 @@ class Board:
         values = self.read(store, [*self._keys, *(f"record/{rank}" for rank in ranks)])
         self._see(self.seen, ranks, values[len(self._keys) :])
         self._exchange(store, values[: len(self._keys)])
-        # A rank that has written nothing yet is not watched: whoever waits for it names it.
-        if neighbour != self.rank and self.seen[neighbour].record:
+        # A rank that has written nothing may come later, unless all have just joined: whoever waits for it names it.
+        if neighbour != self.rank and (self.seen[neighbour].record or self.expects_all):
             seen, now = self.seen[neighbour], self.clock()
             if seen.is_silent(now, self.timeout_s):
                 silent = failures.missed_heartbeats(neighbour, seen.known, self.rank, now - seen.changed_at)

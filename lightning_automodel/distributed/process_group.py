@@ -163,16 +163,20 @@ def join_process_group(
     device: torch.device,
     init_method: str | None = None,
     check: Callable[[], None] = lambda: None,
-) -> None:
-    """Like :func:`initialize_distributed`, by Lightning's cluster environment; ``check`` is called meanwhile."""
+) -> bool:
+    """Like :func:`initialize_distributed`, by Lightning's cluster environment; ``check`` is called meanwhile.
+
+    Returns whether this made the group: then all ranks have come just now.
+    """
     lightning_internals.reset_seed()
     if dist.is_initialized():
         _use_existing(backend, device)
-        return
+        return False
     address, port = cluster_environment.main_address, cluster_environment.main_port
     url = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
     rank, world_size = cluster_environment.global_rank(), cluster_environment.world_size()
     _join(join.locate(init_method or url, None, rank, world_size), backend, timeout, device, check)
+    return True
 
 
 def _use_existing(backend: str, device: torch.device) -> DistInfo:

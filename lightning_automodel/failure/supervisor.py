@@ -129,10 +129,17 @@ class Supervisor:
             except Exception as error:
                 log.warning("Tearing down after a failure has raised too: %s: %s", type(error).__name__, _line(error))
 
-    def watch(self, timeout: timedelta, heartbeat_timeout: timedelta, where: Callable[[], str]) -> None:
+    def watch(
+        self,
+        timeout: timedelta,
+        heartbeat_timeout: timedelta,
+        where: Callable[[], str],
+        have_just_joined: bool = False,
+    ) -> None:
         """Start to watch the other ranks; every rank must call it. A thread asks ``where`` this rank is: its hook.
 
-        A collective may wait for ``timeout``, and a rank be silent for ``heartbeat_timeout``.
+        A collective may wait for ``timeout``, and a rank be silent for ``heartbeat_timeout``, also before its first
+        heartbeat if all ranks ``have_just_joined``.
         """
         self._end()
         if process_group.group_size() == 1:
@@ -142,6 +149,7 @@ class Supervisor:
             with contextlib.suppress(Exception):
                 faulthandler.enable()
         self._watchdog = Watchdog(timeout, where, self._patch_sigterm(), _find_ended, heartbeat_timeout)
+        self._watchdog.board.expects_all = have_just_joined
         _current.append(self)
         first_rank.run_board = self._watchdog.board
         self._watchdog.start()

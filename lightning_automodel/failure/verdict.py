@@ -1,6 +1,6 @@
 """Why collectives failed, or do not end: functions of what one rank has read of all records."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -86,50 +86,63 @@ def awaited_by_device(rank: int, records: Mapping[int, Record]) -> list[int]:
 def stuck_device(records: Mapping[int, Record], limit_s: float) -> RankFailure | None:
     """The failure of a rank for which devices of others have waited for ``limit_s`` seconds.
 
-    It has queued fewer collectives than they have. If a rank that is awaited waits for a third one, that is named; of
-    several the one whose device has nothing to do.
+    It has queued fewer collectives than they have. If its own device stands as long, they wait for each other, and it
+    is the rank whose host is elsewhere than most, or has queued the fewest. If all have queued as many, and are at the
+    same lines, they may compute for long, and the answer is None.
     """
-    awaited = {rank: awaited_by_device(rank, records) for rank in records}
-    waiting = [rank for rank, others in awaited.items() if others and records[rank].device_stood_s >= limit_s]
-    if not waiting:
-        return None
-    candidates = {other for rank in waiting for other in awaited[rank]}
-    last_ones = [rank for rank in candidates if not awaited[rank]] or [*candidates]
-    culprit = min(last_ones, key=lambda rank: (records[rank].device == Device.BUSY, _num_queued(records[rank]), rank))
-    ranks = [rank for rank in sorted(waiting) if rank != culprit] or waiting
-    record = records[culprit]
-    message = f"it is at {record.position}; {_what_devices_do(record, {rank: records[rank] for rank in ranks})}"
-    return RankFailure(culprit, record.host, record.where, failures.STUCK, message)
+    standing = {rank: record for rank, record in records.items() if record.device_stood_s >= limit_s}
+    waiting = {rank: awaited for rank in standing if (awaited := awaited_by_device(rank, records))}
+    awaited_ranks = {other for awaited in waiting.values() for other in awaited}
+    if at_work := awaited_ranks - standing.keys():
+        culprit = min(at_work, key=lambda rank: (_num_queued(records[rank]), rank))
+        return _found_stuck(culprit, records, _what_it_does(records[culprit], {r: records[r] for r in waiting}))
+    positions = Counter(record.position for record in standing.values())
+    if waiting or (len(standing) == len(records) and len(positions) > 1):
+        culprit = min(standing, key=lambda r: (positions[records[r].position], _num_queued(records[r]), r))
+        found = f"all devices have waited for each other for {_least_s(standing):.0f} s:\n{_list_devices(standing)}"
+        return _found_stuck(culprit, records, found)
+    return None
 
 
-def _what_devices_do(record: Record, waiting: Mapping[int, Record]) -> str:
+def devices_standstill(records: Mapping[int, Record], limit_s: float) -> str | None:
+    """Where all ranks are, if all devices have been busy for ``limit_s`` seconds without progress."""
+    stand = all(record.device_stood_s >= limit_s for record in records.values())
+    return _list_devices(records) if stand else None
+
+
+def _found_stuck(rank: int, records: Mapping[int, Record], found: str) -> RankFailure:
+    record = records[rank]
+    message = f"it is at {record.position}; {found}"
+    return RankFailure(rank, record.host, record.where, failures.STUCK, message)
+
+
+def _what_it_does(record: Record, waiting: Mapping[int, Record]) -> str:
     """Of a rank that is awaited, and of those whose devices wait for it."""
     first = next(iter(waiting.values()))
-    seconds = min(each.device_stood_s for each in waiting.values())
     step = f" in step {first.device_step}" if first.device_step else ""
-    ranks, waits = failures.list_ranks([*waiting]), f"has waited{step} for {seconds:.0f} s"
-    if record.device == Device.BUSY:
-        own, most = _num_queued(record), max(_num_queued(each) for each in waiting.values())
-        return f"it has queued {own} collectives, and the device of rank {ranks}, with {most} queued, {waits}"
-    return f"its device has nothing to do, while that of rank {ranks} {waits}"
+    own = {Device.IDLE: "has nothing to do", Device.FAILED: "has failed"}.get(Device(record.device), "goes on")
+    return (
+        f"its device {own}, while that of rank {failures.list_ranks([*waiting])} has waited{step} for"
+        f" {_least_s(waiting):.0f} s"
+    )
+
+
+def _list_devices(records: Mapping[int, Record]) -> str:
+    return list_positions(
+        {
+            rank: f"{record.where}, at {record.position}, {_num_queued(record)} collectives queued, its device in step"
+            f" {record.device_step}"
+            for rank, record in records.items()
+        }
+    )
+
+
+def _least_s(records: Mapping[int, Record]) -> float:
+    return min(record.device_stood_s for record in records.values())
 
 
 def _num_queued(record: Record) -> int:
     return sum(record.queued.values())
-
-
-def devices_standstill(records: Mapping[int, Record], limit_s: float) -> str | None:
-    """Where all ranks are, if all devices have been busy for ``limit_s`` seconds, and none waits for another rank.
-
-    They may compute for long, or have queued different collectives, which nothing can tell apart.
-    """
-    if not all(record.device_stood_s >= limit_s for record in records.values()):
-        return None
-    positions = {
-        rank: f"{record.where}, at {record.position}, its device in step {record.device_step}"
-        for rank, record in records.items()
-    }
-    return list_positions(positions)
 
 
 def standstill(records: Mapping[int, Record], limit_s: float) -> str | None:

@@ -118,3 +118,18 @@ def test_an_exception_of_its_thread_is_named_as_such() -> None:
     posted = Board(0, lambda: store, "run", range(2), 8.0, dict)
     posted.read(store)
     assert posted.verdicts["run"] == board.lost
+
+
+@pytest.mark.parametrize(("expects_all", "error"), [(True, MISSED_HEARTBEATS), (False, None)])
+def test_a_member_that_never_came(expects_all: bool, error: str | None) -> None:
+    """Where all have just joined it is missed like one that has fallen silent; else it may come later."""
+    store, now = dist.HashStore(), 0.0
+    board = Board(0, lambda: store, "run", range(2), 8.0, dict)
+    board.clock = lambda: now
+    board.expects_all = expects_all
+    for _ in range(20):
+        now += 1.0
+        board.beat(store)
+    board.read(store)
+    verdict = board.verdicts["run"]
+    assert (verdict and verdict.error) == error

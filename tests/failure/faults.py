@@ -35,6 +35,7 @@ TIMEOUT_S = 6.0
 LONG_TIMEOUT_S = 12.0
 HEARTBEAT_TIMEOUT_S = 3.0
 PATIENCE_S = 60.0
+NUM_ATTEMPTS = 3
 MESSAGE = "no labels here"
 NO_MEMORY = "Tried to allocate 20.00 MiB"
 DATA_ENDS = "data ends"
@@ -314,6 +315,17 @@ def fit_or_test(cell: Cell, rank: int, folder: Path) -> None:
 
 
 def run(cell: Cell, folder: Path) -> Outcome:
+    """Like `run_once`; again if the fault did not happen, since a busy machine was too slow for the ranks to join."""
+    for attempt in range(NUM_ATTEMPTS):
+        own = folder / f"attempt{attempt}"
+        own.mkdir()
+        outcome = run_once(cell, own)
+        if (own / "happened").exists():
+            break
+    return outcome
+
+
+def run_once(cell: Cell, folder: Path) -> Outcome:
     """Run all ranks until those that should have left, at most for ``PATIENCE_S`` seconds."""
     context = forked()
     with socket.create_server(("127.0.0.1", 0)) as listener:

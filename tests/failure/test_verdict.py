@@ -73,6 +73,11 @@ def idle(rank: int, queued: int, **changes: Any) -> Record:
     return record(rank, device=Device.IDLE, queued={WORLD: queued}, **place, **changes)
 
 
+def at(rank: int, queued: int, position: str = "train.py:50") -> Record:
+    """As ``reads``, at this line."""
+    return replace(reads(rank, queued), position=position)
+
+
 def sighted(seen: Record) -> Sighting:
     return Sighting(seen, NOW, missed=0, beats=9, busy=BUSY_BEATS, gap_s=0.25)
 
@@ -174,6 +179,11 @@ DEVICES: dict[str, tuple[list[Record], int | None]] = {
     "hangs in its own code": ([reads(0, 8), idle(1, 7), reads(2, 8)], 1),
     "has left out a collective": ([reads(0, 8), reads(1, 7), reads(2, 8)], 1),
     "one waits for one that waits": ([reads(0, 9), reads(1, 8), idle(2, 7)], 2),
+    "has queued as many, but others, and is elsewhere": ([at(0, 8), at(1, 8, "train.py:9"), at(2, 8)], 1),
+    "has gone farther than the others": ([at(0, 8), at(1, 9, "train.py:9"), at(2, 8)], 1),
+    "has queued the fewest, at the same line": ([at(0, 8), at(1, 7), at(2, 8)], 1),
+    "all compute, at the same line": ([at(0, 8), at(1, 8), at(2, 8)], None),
+    "not all stand": ([at(0, 8), replace(at(1, 8, "train.py:9"), device_stood_s=50.0), at(2, 8)], None),
     "of two, the one whose device is idle": ([reads(0, 8), reads(1, 7), idle(2, 7)], 2),
     "not looked at, as its host goes on": (
         [
@@ -187,10 +197,9 @@ DEVICES: dict[str, tuple[list[Record], int | None]] = {
         1,
     ),
     "not yet for so long": ([reads(0, 8, seconds=59), idle(1, 7)], None),
-    "all have queued as many": ([reads(0, 8), reads(1, 8)], None),
     "a rank computes alone, and none waits for it": ([reads(0, 8), idle(1, 8), idle(2, 8)], None),
     "the others are ahead, but not waiting": ([reads(0, 7), idle(1, 8), idle(2, 8)], None),
-    "groups of others are not compared": ([reads(0, 8), replace(reads(1, 8), queued={OTHER: 3})], None),
+    "groups of others are not compared": ([at(0, 8), replace(at(1, 8), queued={OTHER: 3})], None),
     "one group of two": ([reads(0, 8), replace(reads(1, 8), queued={WORLD: 8, OTHER: 4}), idle(2, 8)], None),
     "a subgroup waits": (
         [
@@ -220,13 +229,14 @@ def test_words_about_devices() -> None:
         " that of rank 0, 2 has waited in step 2 for 61 s"
     )
     skips = stuck_device({0: reads(0, 8), 1: reads(1, 7)}, 60.0)
-    assert str(skips) == (
-        "rank 1 on host1 is stuck in on_train_batch_end: it is at train.py:51 in log; it has queued 7 collectives, and"
-        " the device of rank 0, with 8 queued, has waited in step 2 for 61 s"
-    )
-    alike = devices_standstill({0: reads(0, 8), 1: reads(1, 8)}, 60.0)
-    assert alike is not None
-    assert alike.splitlines()[1] == "  rank 1: on_train_batch_end, at train.py:51 in log, its device in step 2"
+    assert skips is not None
+    assert str(skips).splitlines()[:3] == [
+        "rank 1 on host1 is stuck in on_train_batch_end: it is at train.py:51 in log; all devices have waited for each"
+        " other for 61 s:",
+        "  rank 0: on_train_batch_end, at train.py:50 in log, 8 collectives queued, its device in step 2",
+        "  rank 1: on_train_batch_end, at train.py:51 in log, 7 collectives queued, its device in step 2",
+    ]
+    assert devices_standstill({0: reads(0, 8), 1: reads(1, 8)}, 60.0) is not None
     assert devices_standstill({0: reads(0, 8), 1: idle(1, 8)}, 60.0) is None
 
 
