@@ -146,7 +146,7 @@ class Advice:
 def explain_out_of_memory(error: BaseException, describe: Callable[[], Mapping[str, Any]]) -> None:
     """Add to the text of an out-of-memory error what would need less; ``describe`` is the strategy's."""
     is_on_host = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    is_told = "To need less memory: " in str(error)  # by a Trainer within another one's hook
+    is_told = "need less memory" in str(error)  # by a Trainer within another one's hook
     if is_told or not (is_on_host or isinstance(error, torch.OutOfMemoryError)):
         return
     described = describe()

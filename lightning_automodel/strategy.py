@@ -115,7 +115,10 @@ class AutomodelStrategy(ParallelStrategy):
         start_method: How the ranks of a node are started, if no launcher has started them. ``"popen"``: this process
             is rank 0 and runs the script again for each other rank. ``"fork"`` (also in notebooks; one CPU thread a
             rank), ``"spawn"`` and ``"forkserver"``: as workers, from which weights and metrics come back.
-        timeout: How long a collective may wait, and how long a rank may miss its heartbeats: ``timedelta`` or minutes.
+        timeout: How long a collective may wait: ``timedelta`` or minutes.
+        heartbeat_timeout: How long a rank may miss its heartbeats, if that is less than ``timeout``: ``timedelta`` or
+            minutes. A thread sends them, which a debugger that stops all threads, or an extension that keeps Python's
+            lock, stops too.
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
         save_distributed_checkpoint: True: a checkpoint is a directory of shards. False: one file, for which rank 0
             needs host memory for the whole state. None: a directory if the model is sharded over several ranks, and
@@ -294,7 +297,7 @@ class AutomodelStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         timeout = self._options.parsed_timeout
-        process_group.join_process_group(
+        have_just_joined = process_group.join_process_group(
             cast(ClusterEnvironment, self.cluster_environment),
             self.process_group_backend,
             timeout,
@@ -303,7 +306,8 @@ class AutomodelStrategy(ParallelStrategy):
             check_processes,
         )
         self._evaluation_steps = 0
-        self._supervisor.watch(timeout, self._where)
+        heartbeat_timeout = self._options.parsed_heartbeat_timeout
+        self._supervisor.watch(timeout, heartbeat_timeout, self._where, have_just_joined)
 
     @override
     def setup_environment(self) -> None:
@@ -359,7 +363,7 @@ class AutomodelStrategy(ParallelStrategy):
 
         Args:
             scope: ``"node"`` if each node has its own disk, ``"global"`` for a shared file system.
-            timeout: How long a working rank may miss its heartbeats. None: the strategy's timeout.
+            timeout: Within which all ranks must enter the block. None: the strategy's timeout.
         """
         return FirstRankPerNode(scope=scope, timeout=self._options.timeout if timeout is None else timeout)
 
@@ -737,14 +741,19 @@ class AutomodelStrategy(ParallelStrategy):
         if isinstance(exception, lightning_internals.SIGTERMException) and self._supervisor.requeues:
             lightning_internals.save_and_requeue(self._module.trainer)
         if self._run is not None:
-            self._run.interrupt()
+            with self._supervisor.tearing_down():
+                self._run.interrupt()
 
     @override
     def teardown(self) -> None:
-        with ExitStack() as leaving:
-            leaving.callback(self._supervisor.close)
-            leaving.callback(self._teardown_training)
+        try:
             self._checkpoints.close(was_interrupted=self._supervisor.has_failed)
+        finally:
+            try:
+                with self._supervisor.tearing_down():
+                    self._teardown_training()
+            finally:
+                self._supervisor.close()
 
     def _teardown_training(self) -> None:
         trainer = None if self.lightning_module is None else self.lightning_module._trainer

@@ -6,7 +6,7 @@ import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
@@ -705,6 +705,59 @@ def unbound() -> Iterator[None]:
         world.bound_device_id = bound
 
 
+def accelerator_backends() -> dict[str, Any]:
+    """Backends of accelerators in all groups of this process, by a name that each rank of the group has for it.
+
+    Nothing public lists the groups, or returns the backend of a device. Those of gloo are left out: its collectives
+    block and raise, whatever the device.
+    """
+    found = {}
+    for group in list(dist.distributed_c10d._world.pg_names) if dist.is_initialized() else []:
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            if device.type != "cpu" and backend.name().lower() != dist.Backend.GLOO:
+                # Groups that share no rank may have one name.
+                lowest_rank = min(dist.get_process_group_ranks(group))
+                found[f"{group.group_name} of rank {lowest_rank}"] = backend
+    return found
+
+
+def num_queued(backend: Any) -> int:
+    """Collectives that this rank has queued; the group's own method raises for backends of others."""
+    return int(backend._get_sequence_number_for_group())
+
+
+def abort_backends(backends: Iterable[Any]) -> None:
+    """Free this rank's device and host from collectives that others will not join. May wait for the group's timeout.
+
+    As in torch's own function for all groups, which would also drop those of the host, NCCL's are aborted as one: each
+    by itself, they could wait for each other.
+    """
+    backends = list(backends)
+    first = next((each for each in backends if hasattr(each, "_group_start")), None)
+    if first is not None:
+        first._group_start()
+    try:
+        for backend in backends:
+            with suppress(Exception):  # one that is gone already, or cannot be aborted
+                backend.abort()
+    finally:
+        if first is not None:
+            first._group_end()
+
+
+def abort_process_groups() -> None:
+    """Leave all groups as ``destroy_process_group`` does, without waiting for what they have queued."""
+    dist.distributed_c10d._abort_process_group()
+
+
+def flight_records() -> bytes:
+    """The newest collectives of this rank, as ``torchfrtrace`` reads them. Waits for no device."""
+    c10d: Any = torch._C._distributed_c10d
+    dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
+    return cast(bytes, dump())
+
+
 _probed_states: set[type] = set()
 
 
@@ -764,6 +817,10 @@ def _probe() -> None:
     check(torch.autograd.graph, BACKWARD)
     check(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_is_view")
     check(DTensor, "_local_tensor")
+    check(dist.distributed_c10d, "_world", "_abort_process_group")
+    check(dist.ProcessGroup, "_device_types", "_get_backend")
+    check(torch._C._distributed_c10d.Backend, "_get_sequence_number_for_group")
+    check(torch._C._distributed_c10d, "_dump_fr_trace")
 
 
 _probe()

@@ -58,6 +58,10 @@ POLICY = "auto_wrap_policy must be a set of nn.Module classes or a function of a
             {"timeout": 0},
             "timeout must be positive and finite, got 0; pass a timedelta or a number of minutes, e.g. 30.",
         ),
+        (
+            {"heartbeat_timeout": -1},
+            "heartbeat_timeout must be positive and finite, got -1; pass a timedelta or a number of minutes, e.g. 30.",
+        ),
     ],
 )
 def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
@@ -90,6 +94,7 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
         ({"activation_checkpointing": nn.Linear}, f"{RECOMPUTED} <class 'torch.nn.modules.linear.Linear'>."),
         ({"timeout": "30"}, "timeout must be a timedelta or a number of minutes, got '30'."),
         ({"timeout": True}, "timeout must be a timedelta or a number of minutes, got True."),
+        ({"heartbeat_timeout": "2"}, "heartbeat_timeout must be a timedelta or a number of minutes, got '2'."),
         ({"timeout": None}, "timeout must be a timedelta or a number of minutes, got None."),
     ],
 )

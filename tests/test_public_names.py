@@ -72,6 +72,7 @@ KEYWORDS: dict[str, Any] = {
     "process_group_backend": None,
     "init_method": None,
     "timeout": 30,
+    "heartbeat_timeout": 2,
     "start_method": "popen",
     "first_rank_setup": False,
     "save_distributed_checkpoint": None,

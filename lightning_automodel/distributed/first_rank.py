@@ -123,6 +123,11 @@ _active: "list[_Block | None]" = []
 """Blocks that this process is in, outermost first; None for a part of another one."""
 
 
+def is_active() -> bool:
+    """Whether this process is in a block, where a rank may wait for longer than a collective."""
+    return bool(_active)
+
+
 def node_of(rank: int) -> str:
     """Name of this process's node: its host, and the rank of its first process, as ranks of a node are consecutive."""
     local_rank = join.number_in_environment("LOCAL_RANK")

@@ -207,11 +207,15 @@ class GradientWindows:
             with self._sync.micro_batch(ends), self._sync.backward(loss, trained_before, counts):
                 yield
             final = self._finalise(window) if ends else None
-        except BaseException:
+        except BaseException as error:
             for parameter in self.parameters:
                 parameter.grad = grads_before.get(parameter)
-            self.reset()
-            self._sync.recover()
+            try:
+                self.reset()
+                self._sync.recover()
+            except Exception as later:
+                # A device that has failed raises in each later call: the first error is the cause.
+                error.add_note(f"Dropping the window raised {type(later).__name__} too.")
             raise
         finally:
             self.in_backward = False

@@ -401,10 +401,12 @@ class FSDPGradSync(GradSync):
     def backward(self, loss: Tensor, trained: Set[nn.Parameter], counts: bool = True) -> Iterator[None]:
         """See the base class; after it, the module shows its sharded parameters. Raises if it has bypassed FSDP2."""
         self.watch()
+        ran = torch_internals.forward_order(self._groups)
         if self._first_gathers is not None:
-            self._first_gathers.before_backward()
+            heads = [group for unit in self.units if is_head(unit) for group in torch_internals.param_groups(unit)]
+            self._first_gathers.before_backward(called_head=all(group in ran for group in heads))
         if self._order == 0 or not self._retain_unsharded:  # later forwards of a window use what the first has gathered
-            for group in torch_internals.forward_order(self._groups):
+            for group in ran:
                 self._order = (self._order * 31 + self._number_of[group]) % _ORDERS
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self._reduce(Reductions.ALL if self.is_last else deferred[self._defer])

@@ -1,0 +1,40 @@
+"""Groups of accelerators. Their collectives are queued and return: they neither block the host nor raise.
+
+A rank whose peer is gone waits where its host reads from the device, until the group's timeout ends its process. Only
+an abort frees it before.
+"""
+
+import threading
+
+from lightning_automodel import torch_internals
+
+_aborting = threading.Lock()
+
+
+def exist() -> bool:
+    """Whether this process is in such a group. Not a collective, nor are the others."""
+    return bool(torch_internals.accelerator_backends())
+
+
+def num_queued() -> dict[str, int]:
+    """How many collectives this rank has queued, by group; nothing of backends that do not count them.
+
+    A group has the same name on all of its ranks.
+    """
+    counted = {}
+    for name, backend in torch_internals.accelerator_backends().items():
+        try:
+            counted[name] = torch_internals.num_queued(backend)
+        except RuntimeError:
+            continue
+    return counted
+
+
+def abort() -> None:
+    """Free this rank's device and host from all collectives, for good; groups of the host stay as they are.
+
+    It may wait for as long as a collective: call it where something else ends the process after less. Safe to call
+    twice, and from two threads: the second one waits for the first.
+    """
+    with _aborting:
+        torch_internals.abort_backends(list(torch_internals.accelerator_backends().values())[::-1])
