@@ -49,7 +49,7 @@ from lightning_automodel.options import StrategyOptions, from_keywords
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
 from lightning_automodel.sharding import checks, meta_init
-from lightning_automodel.sharding.weight_averaging import LateAverages
+from lightning_automodel.sharding.weight_averaging import LateAverages, save_unswapped
 from lightning_automodel.training_run import TrainingRun
 
 _PATIENCE_AFTER_FAILURE = timedelta(seconds=15)
@@ -407,6 +407,8 @@ class AutomodelStrategy(ParallelStrategy):
         )
         self.model = self._run.model
         self._weight_averages.set_up(module)
+        if fitting:
+            save_unswapped(module, self._patches)
         if fitting and trainer.checkpoint_callbacks and (note := note_on_hyper_parameters(module)) is not None:
             self._advice.say_once(note)
         if fitting:
