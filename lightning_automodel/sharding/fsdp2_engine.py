@@ -166,6 +166,7 @@ class FSDP2Engine(Engine):
         if self._starts_window:
             self._buffers.broadcast()
         self._starts_window = self.sync.is_last is not False
+        self.sync.start_step()
         self.sync.release(retains=True)
 
     @override
@@ -180,10 +181,12 @@ class FSDP2Engine(Engine):
     @override
     @contextmanager
     def evaluation(self) -> Iterator[None]:
+        self.sync.start_step()
         self.sync.release()
         with self._gathers.step():
             yield
         self.sync.release()
+        self.sync.end_step()
 
     @override
     def join_evaluation(self) -> None:

@@ -162,11 +162,17 @@ class GradSync:
         self._used.difference_update(self._tracked if parameters is None else parameters)
 
     def showing_shards(self) -> AbstractContextManager[None]:
-        """Context of hooks that see final gradients, where a forward leaves no parameters gathered.
+        """Context of the user's hooks, where a forward leaves no parameters gathered.
 
-        The hook would find gathered parameters in the module, which have no gradients.
+        The hook would find gathered parameters in the module, which have no gradients, or those of an open window.
         """
         return nullcontext()
+
+    def start_step(self) -> None:
+        """A training or evaluation step begins: its forwards may leave parameters gathered."""
+
+    def end_step(self) -> None:
+        """A step, with its backward, has ended: what follows are hooks, as in :meth:`showing_shards`."""
 
     def release(self) -> None:
         """Free gathered parameters, since weights may be written next or have been written."""
@@ -216,7 +222,8 @@ class FSDPGradSync(GradSync):
     ) -> None:
         super().__init__()
         self._defer, self._group = defer, group
-        self._retain_unsharded = retain_unsharded
+        self._retain_unsharded, self._is_manual = retain_unsharded, is_manual
+        self._between_steps = ExitStack()
         self.units = torch_internals.fsdp_units(model)
         self._roots = fsdp_roots(model)
         self._groups = [group for unit in self.units for group in torch_internals.param_groups(unit)]
@@ -315,6 +322,7 @@ class FSDPGradSync(GradSync):
         if self.is_last is not None:
             yield
             return
+        self.start_step()
         retained = self.units if self._retain_unsharded else []
         with torch_internals.flags_restored(retained, torch_internals.RESHARDING):
             for unit in retained:
@@ -326,6 +334,17 @@ class FSDPGradSync(GradSync):
                 yield
             finally:
                 self.is_last = None
+        if not self._is_manual:  # else the step goes on
+            self.end_step()
+
+    @override
+    def start_step(self) -> None:
+        self._between_steps.close()
+
+    @override
+    def end_step(self) -> None:
+        self.start_step()
+        self._between_steps.enter_context(self.showing_shards())
 
     @override
     @contextmanager
@@ -494,6 +513,7 @@ class FSDPGradSync(GradSync):
     @override
     def close(self) -> None:
         """Reshard the model, remove the hooks, and let FSDP2 reduce as before."""
+        self.start_step()
         self.release()
         self._stop_comparing()
         self._restored.close()
@@ -503,6 +523,7 @@ class FSDPGradSync(GradSync):
     @override
     def recover(self) -> None:
         """After an exception in a forward or backward: make the model usable again, and drop deferred gradients."""
+        self.start_step()
         self._in_backward, self._bypassed = False, []
         self._order = 0
         self._stop_comparing()
