@@ -74,6 +74,8 @@ class MicroBatches:
                     " on this rank alone, while the others wait. Begin the iterator anew where it ends, or return -1"
                     " from on_train_batch_start on all ranks to end an epoch early."
                 ) from error
+        if not self.module.automatic_optimization:
+            self.engine.sync.end_step()
         if self.module.automatic_optimization and output is not None:
             self._count(output)
         else:
@@ -163,8 +165,7 @@ class MicroBatches:
             self.advice.about_first_window(self.windows.last_step)
         if module.automatic_optimization:
             self.inputs.end_padding()
-        hooks = self.engine.sync.showing_shards() if self._ends_window else nullcontext()
-        with hooks:
+        with self.engine.sync.showing_shards():
             return plugin.post_backward(loss, module)
 
     def _objective(

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.advice import Advice, summary
+from lightning_automodel.advice import Advice, explain_out_of_memory, summary
 from lightning_automodel.checkpoint import (
     DIRECTORY_NOTE,
     RunCheckpoints,
@@ -51,7 +51,7 @@ from lightning_automodel.options import StrategyOptions, from_keywords
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
 from lightning_automodel.sharding import checks, meta_init
-from lightning_automodel.sharding.weight_averaging import LateAverages
+from lightning_automodel.sharding.weight_averaging import LateAverages, save_unswapped
 from lightning_automodel.training_run import TrainingRun
 
 _PATIENCE_AFTER_FAILURE = timedelta(seconds=15)
@@ -86,8 +86,10 @@ class AutomodelStrategy(ParallelStrategy):
         count_label_tokens: ``batch -> int | Tensor``, the number of label tokens.
         count: ``"samples"`` counts the rows that all tensors of a batch have, for classifiers with ``(x, y)``. None
             and ``"tokens"`` count label tokens, in one of the other ways.
-        defer_fsdp_grad_sync: When FSDP2 reduces gradients. True: once per window. False: after each micro-batch, which
-            takes less memory. ``"all_reduce"``: with replicas, reduce-scatter each time and all-reduce once.
+        defer_fsdp_grad_sync: When FSDP2 reduces gradients. True: once per window, until which they are kept unsharded.
+            False: after each micro-batch, which takes less memory. ``"all_reduce"``: with replicas, reduce-scatter each
+            time and all-reduce once. ``"auto"``: True if an estimate says that a window's gradients fit on every rank,
+            else False; ``describe()`` has it.
         reshard_during_accumulation: False keeps parameters gathered for a whole window; under manual optimization from
             a forward to the end of a backward, or to a step. ``"auto"``: if an estimate says that they fit, and never
             under manual optimization; ``describe()`` has it.
@@ -115,7 +117,10 @@ class AutomodelStrategy(ParallelStrategy):
         start_method: How the ranks of a node are started, if no launcher has started them. ``"popen"``: this process
             is rank 0 and runs the script again for each other rank. ``"fork"`` (also in notebooks; one CPU thread a
             rank), ``"spawn"`` and ``"forkserver"``: as workers, from which weights and metrics come back.
-        timeout: How long a collective may wait, and how long a rank may miss its heartbeats: ``timedelta`` or minutes.
+        timeout: How long a collective may wait: ``timedelta`` or minutes.
+        heartbeat_timeout: How long a rank may miss its heartbeats, if that is less than ``timeout``: ``timedelta`` or
+            minutes. A thread sends them, which a debugger that stops all threads, or an extension that keeps Python's
+            lock, stops too.
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
         save_distributed_checkpoint: True: a checkpoint is a directory of shards. False: one file, for which rank 0
             needs host memory for the whole state. None: a directory if the model is sharded over several ranks, and
@@ -294,7 +299,7 @@ class AutomodelStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         timeout = self._options.parsed_timeout
-        process_group.join_process_group(
+        have_just_joined = process_group.join_process_group(
             cast(ClusterEnvironment, self.cluster_environment),
             self.process_group_backend,
             timeout,
@@ -303,7 +308,8 @@ class AutomodelStrategy(ParallelStrategy):
             check_processes,
         )
         self._evaluation_steps = 0
-        self._supervisor.watch(timeout, self._where)
+        heartbeat_timeout = self._options.parsed_heartbeat_timeout
+        self._supervisor.watch(timeout, heartbeat_timeout, self._where, have_just_joined)
 
     @override
     def setup_environment(self) -> None:
@@ -359,7 +365,7 @@ class AutomodelStrategy(ParallelStrategy):
 
         Args:
             scope: ``"node"`` if each node has its own disk, ``"global"`` for a shared file system.
-            timeout: How long a working rank may miss its heartbeats. None: the strategy's timeout.
+            timeout: Within which all ranks must enter the block. None: the strategy's timeout.
         """
         return FirstRankPerNode(scope=scope, timeout=self._options.timeout if timeout is None else timeout)
 
@@ -403,6 +409,8 @@ class AutomodelStrategy(ParallelStrategy):
         )
         self.model = self._run.model
         self._weight_averages.set_up(module)
+        if fitting:
+            save_unswapped(module, self._patches)
         if fitting and trainer.checkpoint_callbacks and (note := note_on_hyper_parameters(module)) is not None:
             self._advice.say_once(note)
         if fitting:
@@ -741,18 +749,24 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         checks.explain(exception)
+        explain_out_of_memory(exception, self.describe)
         self._end_setup_block(exception)
         if isinstance(exception, lightning_internals.SIGTERMException) and self._supervisor.requeues:
             lightning_internals.save_and_requeue(self._module.trainer)
         if self._run is not None:
-            self._run.interrupt()
+            with self._supervisor.tearing_down():
+                self._run.interrupt()
 
     @override
     def teardown(self) -> None:
-        with ExitStack() as leaving:
-            leaving.callback(self._supervisor.close)
-            leaving.callback(self._teardown_training)
+        try:
             self._checkpoints.close(was_interrupted=self._supervisor.has_failed)
+        finally:
+            try:
+                with self._supervisor.tearing_down():
+                    self._teardown_training()
+            finally:
+                self._supervisor.close()
 
     def _teardown_training(self) -> None:
         trainer = None if self.lightning_module is None else self.lightning_module._trainer

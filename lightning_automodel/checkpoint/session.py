@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -150,9 +151,10 @@ class RunCheckpoints:
         self._defers = goes_on
         if in_background:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self._pending = self._thread.submit(write, self._background_group())
+            self._pending = self._thread.submit(_write_beside_training, module.device, write, self._background_group())
             return
-        write(None)
+        # Objects that travel through a group of devices would wait for these, and take their memory.
+        write(collectives.host_group(self._timeout) if dist.is_initialized() else None)
         if not goes_on:
             self._finish()  # no later step would link and remove what waits for this save
 
@@ -309,6 +311,22 @@ class RunCheckpoints:
         # Lightning's callback reads the weights from this entry, and loads the average into its copy itself.
         if weight_averaging.averaged_models(module):
             checkpoint[state_dict.MODEL] = own
+
+
+def _write_beside_training(
+    device: torch.device, write: Callable[[dist.ProcessGroup | None], None], group: dist.ProcessGroup | None
+) -> None:
+    """Write in a thread on the ``device`` of this rank, and on a stream of its own.
+
+    A thread begins on the first device, with the stream that training uses, and torch synchronises the current stream
+    over and over while it writes.
+    """
+    if device.type == "cpu":
+        write(group)
+        return
+    torch.accelerator.set_device_index(device)
+    with torch.Stream(device):
+        write(group)
 
 
 def _file_saver(io: CheckpointIO, storage_options: Any | None = None) -> Callable[[dict[str, Any], str], None]:
