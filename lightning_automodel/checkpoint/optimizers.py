@@ -176,21 +176,24 @@ def _restorable(
     state: dict[str, Any], owners: Owners, gather: Callable[[Any], list[Any]], class_name: str
 ) -> dict[str, Any]:
     tree, leaves = take_apart(state)
-    facts: dict[str, Any] = {}
+    plain: dict[str, Tensor] = {}
+    shapes: dict[str, _Shapes] = {}
     hidden: list[str] = []
     for path, leaf in leaves.items():
         if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
-            facts[joined(path)] = _facts(leaf, owners.of(path))
+            plain[joined(path)] = leaf
+            shapes[joined(path)] = _shapes(leaf, owners.of(path))
         elif not isinstance(leaf, (*_SIMPLE, Tensor)) and hides_shards(leaf):
             hidden.append(joined(path))
-    by_rank = gather((facts, hidden))
+    by_rank = gather((shapes, hidden))
     if hidden := list(dict.fromkeys(name for _, names in by_rank for name in names)):
         raise CheckpointError(
             f"the optimizer {class_name} keeps sharded tensors in objects that are no dicts, lists or tuples"
             f" ({some(hidden)}), and they could not be loaded again: keep them in those, or pass data_parallel='ddp',"
             " under which they are whole"
         )
-    notes = _notes([facts for facts, _ in by_rank], class_name)
+    notes = _notes([shapes for shapes, _ in by_rank])
+    _check_equal(gather({key: _digest(each) for key, each in plain.items() if notes.get(key) != "local"}), class_name)
     values: dict[str, Any] = {}
     for path, leaf in leaves.items():
         key, owner = joined(path), owners.of(path)
@@ -201,13 +204,28 @@ def _restorable(
     return {**found, NOTES: notes} if notes else found
 
 
-def _facts(tensor: Tensor, owner: Tensor | None) -> tuple[list[int], list[int] | None, list[int] | None, str | None]:
-    """Shapes of ``tensor``, of this rank's part of its ``owner`` if that is sharded, and of the whole; its content."""
+_Shapes = tuple[list[int], list[int] | None, list[int] | None]
+"""Shapes of a plain tensor, of this rank's part of its owner if that is sharded, and of the whole owner."""
+
+
+def _shapes(tensor: Tensor, owner: Tensor | None) -> _Shapes:
     shape = list(tensor.shape)
     if not isinstance(owner, DTensor):
-        return shape, None, None, _digest(tensor)
-    part, whole = list(owner.to_local().shape), list(owner.shape)
-    return shape, part, whole, None if shape == part != whole else _digest(tensor)
+        return shape, None, None
+    return shape, list(owner.to_local().shape), list(owner.shape)
+
+
+def _notes(by_rank: list[dict[str, _Shapes]]) -> dict[str, str]:
+    """Notes on plain tensors, by what all ranks know of theirs."""
+    notes: dict[str, str] = {}
+    for key in by_rank[0]:
+        found = [shapes[key] for shapes in by_rank if key in shapes]
+        has_parts = any(part != whole for _, part, whole in found)
+        if len(found) == len(by_rank) and has_parts and all(shape == part for shape, part, _ in found):
+            notes[key] = "local"
+        elif all(shape == whole for shape, _, whole in found):
+            notes[key] = "whole"
+    return notes
 
 
 def _digest(tensor: Tensor) -> str | None:
@@ -215,29 +233,18 @@ def _digest(tensor: Tensor) -> str | None:
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         return None
     values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
+    return f"{list(tensor.shape)} {hashlib.sha256(values.numpy().tobytes()).hexdigest()}"
 
 
-def _notes(by_rank: list[dict[str, Any]], class_name: str) -> dict[str, str]:
-    """Notes on plain tensors, from what each rank knows of its own."""
-    notes: dict[str, str] = {}
-    for key in dict.fromkeys(key for facts in by_rank for key in facts):
-        known = [facts.get(key) for facts in by_rank]
-        found = [each for each in known if each is not None]
-        is_everywhere = len(found) == len(known)
-        has_parts = any(part != whole for _, part, whole, _ in found)
-        if is_everywhere and has_parts and all(shape == part for shape, part, _, _ in found):
-            notes[key] = "local"
-        elif not is_everywhere or len({(tuple(shape), digest) for shape, _, _, digest in found}) > 1:
-            shapes = ", ".join("absent" if each is None else str(each[0]) for each in known)
+def _check_equal(by_rank: list[dict[str, str | None]], class_name: str) -> None:
+    """Raise CheckpointError unless the plain tensors of all ranks, whose digests these are, are equal."""
+    for key in dict.fromkeys(key for digests in by_rank for key in digests):
+        if len({digests.get(key, "absent") for digests in by_rank}) > 1:
             raise CheckpointError(
-                f"the optimizer {class_name} keeps another {key} on each rank (shapes {shapes}), and a checkpoint would"
-                " bring back rank 0's everywhere: keep a DTensor (torch.zeros_like(parameter)) or a value that all"
-                " ranks have reduced, or pass data_parallel='ddp', under which all ranks have whole parameters"
+                f"the optimizer {class_name} keeps another {key} on each rank, and a checkpoint would bring back"
+                " rank 0's everywhere: keep a DTensor (torch.zeros_like(parameter)) or a value that all ranks have"
+                " reduced, or pass data_parallel='ddp', under which all ranks have whole parameters"
             )
-        elif all(shape == whole for shape, _, whole, _ in found):
-            notes[key] = "whole"
-    return notes
 
 
 def _as_shard(part: Tensor, like: DTensor) -> DTensor:

@@ -1,4 +1,4 @@
-"""The search over kinds of state, as far as it is quick; the rest is a sweep, and `python -m tests.checkpoint.search`."""
+"""The search over kinds of state, as far as it is quick; the rest is a sweep: `python -m tests.checkpoint.search`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tests.rank_pool import RankPool
 FOUND = {
     "keys 0 and '0' beside each other": (1, 0),
     "classes of dicts in directories": (1, 5),
+    "a tensor of the size of one rank's part": (1, 115),
 }
 """Cases that once were wrong, by seed and number."""
 
