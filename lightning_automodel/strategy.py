@@ -34,8 +34,10 @@ from lightning_automodel.checkpoint import (
     describe_models,
     differing_extra_states,
     model_state,
+    named_parameters,
     note_on_hyper_parameters,
     optimizer_state,
+    restorable_state,
     whole,
 )
 from lightning_automodel.distributed import collectives, process_group
@@ -49,7 +51,7 @@ from lightning_automodel.options import StrategyOptions, from_keywords
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
 from lightning_automodel.sharding import checks, meta_init
-from lightning_automodel.sharding.weight_averaging import LateAverages
+from lightning_automodel.sharding.weight_averaging import LateAverages, save_unswapped
 from lightning_automodel.training_run import TrainingRun
 
 _PATIENCE_AFTER_FAILURE = timedelta(seconds=15)
@@ -407,6 +409,8 @@ class AutomodelStrategy(ParallelStrategy):
         )
         self.model = self._run.model
         self._weight_averages.set_up(module)
+        if fitting:
+            save_unswapped(module, self._patches)
         if fitting and trainer.checkpoint_callbacks and (note := note_on_hyper_parameters(module)) is not None:
             self._advice.say_once(note)
         if fitting:
@@ -642,7 +646,14 @@ class AutomodelStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if not self._checkpoints.names_parameters:
             return super().optimizer_state(optimizer)
-        return self._as_saved(optimizer_state(self._module, unwrap(optimizer)))
+        optimizer = unwrap(optimizer)
+        if not self._options.is_sharded or self._supervisor.has_failed:
+            return self._as_saved(optimizer_state(self._module, optimizer))
+        collectives.named_barrier("optimizer_state", self._options.parsed_timeout)
+        group = collectives.host_group(self._options.parsed_timeout) if self.world_size > 1 else None
+        return self._as_saved(
+            restorable_state(self._module, optimizer, lambda known: collectives.gather_objects(known, group))
+        )
 
     def _as_saved(self, state: dict[str, Any]) -> dict[str, Any]:
         """``state`` with this rank's shards for a directory, for one file whole on rank 0 and empty on the others.
@@ -671,6 +682,8 @@ class AutomodelStrategy(ParallelStrategy):
             if self._run is not None:
                 self._run.engine.synchronize_buffers()
         checkpoint.update(describe_models(module))
+        if not self._checkpoints.names_parameters and "optimizer_states" in checkpoint:
+            checkpoint.update(named_parameters(module, [unwrap(each) for each in self.optimizers]))
         ranks = self._saving_group()
         if self._resume is not None and "optimizer_states" in checkpoint:
             extra_states = differing_extra_states(module, filepath, ranks)

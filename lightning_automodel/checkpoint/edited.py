@@ -119,6 +119,10 @@ class EditedDirectory(Saved):
             self.entries[name] = value if isinstance(value, Tensor) else None
 
     @override
+    def optimizer_states(self) -> list[dict[str, Any]]:
+        return self._directory.optimizer_states()
+
+    @override
     def read_into(self, targets: dict[str, Any]) -> None:
         """See :meth:`.ShardDirectory.read_into`. A collective, whatever a rank's hooks have touched."""
         of_model = targets.get(MODEL, {})

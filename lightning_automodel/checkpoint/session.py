@@ -20,6 +20,7 @@ from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import paths, single_file, state_dict
 from lightning_automodel.checkpoint.edited import EditedDirectory, LazyState
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
+from lightning_automodel.checkpoint.optimizers import parameter_names
 from lightning_automodel.checkpoint.sharded import ShardDirectory, is_shard_directory, prepare_shards
 from lightning_automodel.checkpoint.single_file import WholeCheckpoint, fill_module, load_file, prepare_file
 from lightning_automodel.checkpoint.whole_modules import with_whole_modules
@@ -286,7 +287,7 @@ class RunCheckpoints:
 
         If it does not fit, every rank raises :class:`CheckpointError` before anything was changed.
         """
-        optimizers = [each for each in optimizers if state_dict.has_state(each.state_dict())]
+        optimizers = [each for each in optimizers if each.state_dict()]  # Lightning's stand-in for none has no state
         if not self.fills_optimizers:
             with on_every_rank(f"Cannot load {self._path}"):
                 fill_module(module, checkpoint, optimizers, strict)
@@ -298,7 +299,7 @@ class RunCheckpoints:
             if self._opened is not None:
                 saved = EditedDirectory(self._opened, checkpoint[state_dict.MODEL])
             else:
-                names = [state_dict.parameter_names(module, optimizer) for optimizer in optimizers]
+                names = [parameter_names(module, optimizer) for optimizer in optimizers]
                 saved = WholeCheckpoint(self._path, checkpoint, names)
         assert saved is not None
         state_dict.load_state(saved, module, optimizers, strict)

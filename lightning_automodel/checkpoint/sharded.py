@@ -33,6 +33,7 @@ from typing_extensions import override
 from lightning_automodel import torch_internals
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
+from lightning_automodel.checkpoint.optimizers import NOTES, OPTIMIZER_STATES, is_optimizer_key, optimizer_key
 from lightning_automodel.checkpoint.safe_load import MetadataUnpickler, load_plain_data
 from lightning_automodel.checkpoint.single_file import check_content
 from lightning_automodel.checkpoint.state_dict import (
@@ -42,9 +43,9 @@ from lightning_automodel.checkpoint.state_dict import (
     Saved,
     copied,
     is_extra_state,
-    optimizer_key,
     split_shards,
 )
+from lightning_automodel.checkpoint.trees import PLACE, joined, nested, take_apart
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 
@@ -172,8 +173,12 @@ def _take_shards(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
     }
     checkpoint[MODULE_VERSIONS] = torch_internals.module_versions(of_model)
     shards = {MODEL: of_model}
+    trees: dict[str, Any] = {}
     for index, state in enumerate(filter(None, checkpoint.pop("optimizer_states", []))):
-        shards[optimizer_key(index)] = state
+        key = optimizer_key(index)
+        trees[key], leaves = take_apart(state, (key,))
+        shards.update(nested({path: leaf for path, leaf in leaves.items() if path[1] != NOTES}))
+    checkpoint[OPTIMIZER_STATES] = trees
     rest, others = split_shards(checkpoint, of_model.keys())
     return {**shards, **others}, {**rest, EXTRA_STATES: objects} if objects else rest
 
@@ -201,6 +206,7 @@ class ShardDirectory(Saved):
             if not isinstance(rest, dict):
                 raise CheckpointError(f"{REST} holds a {type(rest).__name__}, which is not a checkpoint's rest")
             self._extra_state: dict[str, Any] = rest.pop(EXTRA_STATES, {})
+            self._optimizers: dict[str, Any] | None = rest.pop(OPTIMIZER_STATES, None)
             self.module_versions: dict[str, dict[str, Any]] = rest.pop(MODULE_VERSIONS, {})
             self.rest = rest
             self.entries = {
@@ -214,6 +220,19 @@ class ShardDirectory(Saved):
             # torch calls the files __<rank>_<number>.distcp.
             self.world_size = len({name.lstrip("_").partition("_")[0] for name in files})
             self._check_unreplaced()
+
+    @override
+    def optimizer_states(self) -> list[dict[str, Any]]:
+        """See :class:`.Saved`. Reads what is no tensor, of other programs' directories; not a collective."""
+        states = self._read_optimizers() if self._optimizers is None else self._optimizers
+        return [{"state": {}, **states[optimizer_key(index)]} for index in range(len(states))]
+
+    def _read_optimizers(self) -> dict[str, Any]:
+        """The states that other programs, or earlier releases of this one, have left to torch to take apart."""
+        places = {path: joined(path) for path in self.places.values() if is_optimizer_key(path[0])}
+        found: dict[str, Any] = {key: None for key in places.values() if self.entries[key] is None}
+        self._read(found, is_alone=True)
+        return nested({path: found.get(key, {PLACE: key}) for path, key in places.items()})
 
     @override
     def read_into(self, targets: dict[str, Any]) -> None:

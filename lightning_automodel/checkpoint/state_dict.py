@@ -1,7 +1,7 @@
 """The state of a model and its optimizers under the names of parameters: collected for saving, filled when loading."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
+from lightning_automodel.checkpoint.optimizers import (
+    Loading,
+    check_number,
+    no_optimizer_state,
+    parameter_names,
+    some,
+)
 from lightning_automodel.torch_internals import (
     EXTRA_STATE,
     loads_by_itself,
@@ -29,17 +36,6 @@ MODULE_VERSIONS = "lightning_automodel_module_versions"
 
 SHARDED_STATES = "lightning_automodel_shards"
 """Key in one file of a list: the places of its dicts whose tensors were sharded when it was saved."""
-
-
-def optimizer_key(index: int) -> str:
-    """Key of the state of the ``index``-th optimizer."""
-    return f"optimizer_{index}"
-
-
-def is_optimizer_key(key: str) -> bool:
-    """Whether ``key`` is the key of an optimizer's state."""
-    start, _, index = key.rpartition("_")
-    return start == "optimizer" and index.isdecimal()
 
 
 def is_extra_state(name: str) -> bool:
@@ -67,6 +63,10 @@ class Saved(ABC):
     @abstractmethod
     def read_into(self, targets: dict[str, Any]) -> None:
         """Overwrite the tensors in ``targets`` in place, and replace its other values."""
+
+    @abstractmethod
+    def optimizer_states(self) -> list[dict[str, Any]]:
+        """States of optimizers, with parameters by name and a place for each tensor (:mod:`.trees`)."""
 
     @property
     def model(self) -> dict[str, Tensor | None]:
@@ -127,35 +127,6 @@ def copied(states: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Optimizer state by parameter name, with the optimizer's own tensors; empty if :func:`has_state` is false."""
-    state = optimizer.state_dict()
-    return by_name(state, parameter_names(model, optimizer)) if has_state(state) else {}
-
-
-def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Names of an optimizer's parameters in its order."""
-    names = {id(parameter): without_wrappers(name) for name, parameter in model.named_parameters()}
-    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """An optimizer's state with parameters by name, also where they are numbered, as plain optimizers do."""
-    ids = [each for group in state["param_groups"] for each in group["params"]]
-    if not all(isinstance(each, int) for each in ids):
-        return state
-    if len(ids) != len(names):
-        raise CheckpointError(f"the saved optimizer has {len(ids)} parameters, and this run's has {len(names)}")
-    name_of = dict(zip(ids, names, strict=True))
-    groups = [{**group, "params": [name_of[each] for each in group["params"]]} for group in state["param_groups"]]
-    return {"state": {name_of.get(each, each): value for each, value in state["state"].items()}, "param_groups": groups}
-
-
-def has_state(state: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's state dict has torch's form. That of Lightning's stand-in for no optimizer is empty."""
-    return "param_groups" in state
-
-
 def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], strict: bool) -> None:
     """Fill a model and its optimizers, once everything was checked. Every rank must call it.
 
@@ -168,28 +139,26 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
     model.zero_grad()  # which ends open windows, if a hook loads weights within a fit
     of_model = model_state(model)
     parameters = {without_wrappers(name): parameter.detach() for name, parameter in model.named_parameters()}
-    names = [parameter_names(model, optimizer) for optimizer in optimizers]
     what = f"Cannot load {saved.path}"
     targets: dict[str, Any] = {}
+    loadings: list[Loading] = []
     with on_every_rank(what):
         targets[MODEL] = _model_targets(saved, model, of_model, strict)
-        keys = {name.partition(".")[0] for name in saved.entries}
-        if optimizers and (num_saved := sum(map(is_optimizer_key, keys))):
-            check_number("optimizers", num_saved, len(optimizers))
+        states = saved.optimizer_states() if optimizers else []
+        if optimizers and not states:
+            raise no_optimizer_state(0)
+        check_number("optimizers", len(states), len(optimizers))
         for index, optimizer in enumerate(optimizers):
-            own = {name: parameters[name] for name in names[index]}
-            targets[optimizer_key(index)] = _optimizer_targets(saved.entries, optimizer, own, index)
+            names = parameter_names(model, optimizer)
+            loading = Loading(states[index], saved.entries, optimizer, parameters, names, index)
+            loadings.append(loading)
+            targets.update(loading.targets)
     # Everything fits on every rank: from here on tensors are overwritten.
     saved.read_into(targets)
     with on_every_rank(what):
         _load_model(model, targets[MODEL], saved.module_versions, strict)
-    for index, optimizer in enumerate(optimizers):
-        read, packed = targets[optimizer_key(index)], optimizer.state_dict()
-        groups = packed["param_groups"]
-        ids = dict(zip(names[index], (each for group in groups for each in group["params"]), strict=True))
-        packed["state"] = {ids[name]: value for name, value in read["state"].items()}
-        packed["param_groups"] = [{**group, **each} for group, each in zip(groups, read["param_groups"], strict=True)]
-        optimizer.load_state_dict(packed)
+    for loading in loadings:
+        loading.finish()
 
 
 def _model_targets(saved: Saved, model: nn.Module, own: dict[str, Any], strict: bool) -> dict[str, Any]:
@@ -239,7 +208,7 @@ def _check_model(
 
 
 def _mismatch(missing: list[str], unknown: list[str]) -> CheckpointError:
-    differing = [f"{word} {_some(names)}" for word, names in (("missing", missing), ("unexpected", unknown)) if names]
+    differing = [f"{word} {some(names)}" for word, names in (("missing", missing), ("unexpected", unknown)) if names]
     return CheckpointError(
         f"it does not match the model: {', '.join(differing)}"
         " (with LightningModule.strict_loading = False, what both have is loaded)"
@@ -266,79 +235,6 @@ def _load_model(model: nn.Module, state: dict[str, Any], versions: Mapping[str, 
     missing = [name for name in found.missing_keys if without_wrappers(name).startswith(_loading_by_themselves(model))]
     if strict and (missing or unknown):
         raise _mismatch(missing, unknown)
-
-
-def no_optimizer_state(index: int) -> CheckpointError:
-    """The error for an optimizer of which nothing was saved."""
-    return CheckpointError(
-        f"it holds no state of optimizer {index}: it was saved with save_weights_only=True, or with fewer"
-        " optimizers; validate, test and predict can load it"
-    )
-
-
-def check_number(what: str, saved: int, own: int) -> None:
-    """Raise CheckpointError unless as many were saved as this run has."""
-    if saved != own:
-        raise CheckpointError(f"it holds {saved} {what}, and this run has {own}: {_AS_SAVED}")
-
-
-def check_groups(optimizer: Optimizer, saved: Sequence[Collection[str]], index: int) -> None:
-    """Raise CheckpointError unless as many groups were ``saved``, each with the options of this optimizer's type.
-
-    Flags may be missing: newer releases of torch have added some.
-    """
-    check_number(f"groups of parameters of optimizer {index}", len(saved), len(optimizer.param_groups))
-    needed = {name for name, value in optimizer.defaults.items() if not (value is None or isinstance(value, bool))}
-    for settings in saved:
-        if missing := sorted(needed - set(settings)):
-            raise CheckpointError(
-                f"optimizer {index} is a {type(optimizer).__name__}, and the checkpoint lacks its {_some(missing)}:"
-                f" {_AS_SAVED}"
-            )
-
-
-_AS_SAVED = "configure the optimizers that the run was saved with"
-
-
-def _optimizer_targets(
-    entries: Mapping[str, Tensor | None], optimizer: Optimizer, parameters: Mapping[str, Tensor], index: int
-) -> dict[str, Any]:
-    """What to read of an optimizer's saved state: shards for what has its parameter's shape, the rest whole."""
-    start = f"{optimizer_key(index)}."
-    settings: dict[int, set[str]] = {}
-    state: dict[str, dict[str, Tensor | None]] = {}
-    for place in (each.removeprefix(start) for each in entries if each.startswith(start)):
-        part, _, within = place.partition(".")
-        name, _, kind = within.rpartition(".")
-        if part == "param_groups":
-            group, setting, *_ = within.split(".")
-            settings.setdefault(int(group), set()).add(setting)
-        elif name in parameters:
-            state.setdefault(name, {})[kind] = _empty(entries[f"{start}{place}"], like=parameters[name])
-        elif name.rpartition(".")[0] in parameters:
-            raise CheckpointError(f"optimizer {index} keeps a dict for {name}, which cannot be loaded into shards")
-    if not settings:
-        raise no_optimizer_state(index)
-    check_groups(optimizer, list(settings.values()), index)
-    groups: list[dict[str, Any]] = []
-    for i, own in enumerate(optimizer.param_groups):
-        # By what was saved: user code may have put more into a group while it trained.
-        places = {setting: f"{start}param_groups.{i}.{setting}" for setting in settings[i] - {"params"}}
-        values = {setting: _empty(entries[place]) for setting, place in places.items() if place in entries}
-        groups.append({**{setting: own[setting] for setting in places.keys() & own.keys()}, **values})
-    return {"state": state, "param_groups": groups}
-
-
-def _empty(entry: Tensor | None, like: Tensor | None = None) -> Tensor | None:
-    if entry is None:
-        return None
-    if like is not None and entry.dim() and entry.size() == like.size():
-        return torch.empty_like(like, dtype=entry.dtype)
-    return torch.empty(entry.size(), dtype=entry.dtype)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 # --- Shards beside the model, such as callbacks' averages of the weights ----------------------------------------------

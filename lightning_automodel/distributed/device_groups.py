@@ -5,15 +5,29 @@ an abort frees it before.
 """
 
 import threading
+import weakref
+
+import torch.distributed as dist
 
 from lightning_automodel import torch_internals
 
 _aborting = threading.Lock()
+_looked_at: tuple[weakref.ref[dist.ProcessGroup], tuple[str, ...], bool] | None = None
 
 
 def exist() -> bool:
     """Whether this process is in such a group. Not a collective, nor are the others."""
-    return bool(torch_internals.accelerator_backends())
+    global _looked_at
+    world = dist.group.WORLD
+    if world is None:
+        return False
+    known, names = _looked_at, torch_internals.group_names()
+    # Asked in each step, and listing all backends takes longer than anything else there. No reference is kept to them:
+    # it would keep their connections.
+    if known is None or known[0]() is not world or known[1] != names:
+        known = weakref.ref(world), names, bool(torch_internals.accelerator_backends())
+        _looked_at = known
+    return known[2]
 
 
 def num_queued() -> dict[str, int]:

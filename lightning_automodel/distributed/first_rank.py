@@ -46,8 +46,9 @@ class FirstRankPerNode(ContextDecorator):
         group: Group of the ranks that take part; None is the default group.
         scope: Who goes first: the lowest rank of the group on each ``"node"`` (for local disks), or the lowest rank of
             the group, ``"global"`` (for a shared file system).
-        timeout: Within which all ranks must enter a block, and how long a rank that others wait for may miss
-            heartbeats: a ``timedelta`` or minutes. It does not limit the work, for which the others wait up to a day.
+        timeout: Within which all ranks must enter a block, and, outside of a run of the strategy, how long a rank that
+            others wait for may miss heartbeats (in one, its ``heartbeat_timeout``): a ``timedelta`` or minutes. It does
+            not limit the work, for which the others wait up to a day.
     """
 
     def __init__(

@@ -1,88 +1,33 @@
 """Positions of training loaders in their epoch: recorded without touching the data, and restored in a new process.
 
 A map-style loader resumes by its sampler: the epoch's indices are drawn again, from the same random states, and used
-ones are skipped, so that nothing is loaded twice. A loader with ``state_dict`` resumes by its state, each rank by its
-own. Any other loader starts over.
+ones are skipped, so that nothing is loaded twice. If its class has an ``__iter__`` of its own, which may draw ahead or
+leave batches out, used batches may be loaded again and dropped. A loader with ``state_dict`` resumes by its state, each
+rank by its own. Any other loader starts over.
 """
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import Checkpoint
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
-from typing_extensions import override
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.data.batches import is_stateful, users_own
+from lightning_automodel.data.batches import TrackedLoader, is_stateful, users_own
+from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume import loops, rng
+from lightning_automodel.resume.recording import DroppingLoader, Iteration, RecordingSampler, Target, is_plain
 
-
-@dataclass
-class Iteration:
-    """One iteration over the indices of a loader."""
-
-    states: tuple[dict[str, Any], rng.OwnStates] | None  # before its first index; None of another world size
-    start: int  # batches of the epoch that the loop had used before; not 0 if a shorter loader has started over
-
-
-class RecordingSampler(Sampler[Any]):
-    """Replaces the (batch) sampler of a DataLoader until :meth:`close`: yields the same, and can skip what was used.
-
-    ``iteration`` is the newest one, None before its first index; ``target`` one to repeat, and how many of its batches
-    to skip. ``batches`` returns how many batches of the epoch the loop has used.
-    """
-
-    def __init__(self, loader: DataLoader[Any], device: torch.device, batches: Callable[[], int]) -> None:
-        self._loader, self._device, self._batches = loader, device, batches
-        self._name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        self._inner: Any = getattr(loader, self._name)
-        self.target: tuple[Iteration, int] | None = None
-        self.iteration: Iteration | None = None
-        # DataLoader refuses to set its sampler after its construction.
-        vars(loader)[self._name] = self
-
-    def close(self) -> None:
-        """Restore the loader's own sampler."""
-        vars(self._loader)[self._name] = self._inner
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._inner, name)
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    @override
-    def __iter__(self) -> Iterator[Any]:
-        # Here and not with the first index, before which the first window's snapshot is taken.
-        self.iteration = None if self.target is None else self.target[0]
-        return self._record() if self.target is None else self._replay(*self.target)
-
-    def _record(self) -> Iterator[Any]:
-        self.iteration = Iteration((rng.global_states(self._device), rng.own_states(self._loader)), self._batches())
-        yield from self._inner
-
-    def _replay(self, iteration: Iteration, batches: int) -> Iterator[Any]:
-        now, (generators, _) = rng.global_states(self._device), rng.own_states(self._loader)
-        if iteration.states is not None:
-            rng.set_global_states(iteration.states[0], self._device)
-            rng.set_own_states(self._loader, *iteration.states[1])
-        indices = iter(self._inner)
-        for _ in range(batches):
-            next(indices, None)
-        # The first index is drawn here, under the states of that time, since drawing it may use random numbers.
-        head = [] if batches else list(islice(indices, 1))
-        rng.set_global_states(now, self._device)
-        rng.set_own_states(self._loader, generators, [])
-        yield from head
-        yield from indices
+_KEEPS_ITERATOR = (
+    "A resumed run starts over with its {name}, whose batches come from an iterator that was made before the fit or"
+    " before this epoch, or not from its sampler. To keep workers from epoch to epoch, use torch's"
+    " DataLoader(persistent_workers=True)."
+)
 
 
 class TrainingLoaders:
@@ -95,18 +40,25 @@ class TrainingLoaders:
 
     def process(self, loader: Any) -> None:
         """Record a training loader that is about to be iterated."""
-        is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         if is_stateful(loader) or _recorder(loader) is not None:
             return
-        if is_map_style:
-            progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
-            self._recorders.append(RecordingSampler(loader, self._device, lambda: progress.current.processed))
-        elif any(isinstance(callback, Checkpoint) for callback in self._trainer.callbacks):  # type: ignore[attr-defined]
-            self._say(
-                f"A run that is resumed within an epoch starts over with its {type(loader).__name__}, which is neither"
-                " a map-style DataLoader nor has state_dict() and load_state_dict(): use torchdata's"
-                " StatefulDataLoader, or resume from the end of an epoch."
+        name = type(loader).__name__
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            self._say_if_saving(
+                f"A run that is resumed within an epoch starts over with its {name}, which is neither a map-style"
+                " DataLoader nor has state_dict() and load_state_dict(): use torchdata's StatefulDataLoader, or resume"
+                " from the end of an epoch."
             )
+        else:
+            self._recorders.append(RecordingSampler(loader, self._device, self._used_and_epoch))
+
+    def _say_if_saving(self, text: str) -> None:
+        if any(isinstance(callback, Checkpoint) for callback in self._trainer.callbacks):  # type: ignore[attr-defined]
+            self._say(text)
+
+    def _used_and_epoch(self) -> tuple[int, int]:
+        fit_loop: Any = self._trainer.fit_loop
+        return fit_loop.epoch_loop.batch_progress.current.processed, fit_loop.epoch_progress.current.processed
 
     @property
     def _fetcher(self) -> Any:
@@ -131,15 +83,33 @@ class TrainingLoaders:
         found: dict[str, Any] = {"kind": _kind(loader), "generators": generators, "samplers": samplers}
         if isinstance(sampler := _innermost_sampler(loader), DistributedSampler):
             found["seed"] = sampler.seed
-        recorder = _recorder(loader)
         if is_stateful(loader) and at.stage != loops.EPOCH:  # between epochs it is at the end of one, and starts over
             ahead = self._states.get(at.batches) or [None] * (index + 1)
             found["state"] = ahead[index] if loops.prefetches(self._trainer) else _state_of(loader)
-        if recorder is not None and recorder.iteration is not None and at.is_iterated:
-            newest = recorder.iteration
-            found["iteration"] = newest.states, newest.start
-            found |= {"yielded": at.batches - newest.start, "length": sized_len(loader)}
+        recorder = _recorder(loader)
+        if recorder is not None and at.is_iterated:
+            found |= self._position_of_indices(loader, recorder, at)
         return found
+
+    def _position_of_indices(self, loader: Any, recorder: RecordingSampler, at: loops.Position) -> dict[str, Any]:
+        """Where a map-style loader is within the epoch: nothing if it has not begun."""
+        newest = recorder.iteration
+        if (newest is None and at.batches) or (newest is not None and newest.epoch < at.epochs):
+            self._say_if_saving(_KEEPS_ITERATOR.format(name=type(loader).__name__))
+            return {}
+        if newest is None:
+            return {}
+        yielded = at.batches - newest.start
+        ahead = newest.ahead(yielded)
+        return {
+            "iteration": (newest.states, newest.start),
+            "yielded": yielded,
+            "length": sized_len(loader),
+            "batch_size": _batch_size(loader),
+            "ahead": ahead if is_plain(ahead) else [],
+            # Otherwise it has drawn ahead, or has left batches out.
+            "is_one_to_one": newest.num_drawn == yielded + loops.prefetches(self._trainer),
+        }
 
     def start(self, positions: list[dict[str, Any]], at: loops.Position) -> None:
         """Resume, once the loaders are iterated and the run has started. Changes the global random states."""
@@ -150,18 +120,42 @@ class TrainingLoaders:
                 f"Training loaders go on within an epoch by {kinds}, and the checkpoint holds {saved}: pass loaders"
                 " like those that were used, or resume from the end of an epoch."
             )
-        for loader, position in zip(loaders, positions, strict=False):
-            self._restore_position(at, loader, position)
+        dropped = [
+            self._restore_position(at, loader, position) for loader, position in zip(loaders, positions, strict=False)
+        ]
         if at.is_iterated and positions:
-            iter(self._fetcher)
-        self._states = {at.batches: [position.get("state") for position in positions]}
+            with self._dropping(dropped):
+                iter(self._fetcher)
         for recorder in self._recorders:
             recorder.target = None
+        if not at.is_iterated:
+            _start_persistent_workers(loaders)
+        self._states = {at.batches: [position.get("state") for position in positions]}
         for loader, position in zip(loaders, positions, strict=False):
             goes_on = at.is_iterated and (is_stateful(loader) or "iteration" in position)
             rng.set_own_states(loader, position["generators"], [] if goes_on else position["samplers"])
 
-    def _restore_position(self, at: loops.Position, loader: Any, position: dict[str, Any]) -> None:
+    @contextmanager
+    def _dropping(self, numbers: list[int]) -> Iterator[None]:
+        """Within it, iterating the loaders loads and drops these numbers of batches of each first."""
+        combined = self._fetcher.combined_loader
+        present = combined.flattened
+        dropping = list(present)
+        with PatchStack() as patches:
+            for index, number in enumerate(numbers):
+                loader = present[index]
+                if number and isinstance(loader, TrackedLoader):
+                    patches.set(loader, "loader", DroppingLoader(loader.loader, number))
+                elif number:
+                    dropping[index] = DroppingLoader(loader, number)
+            combined.flattened = dropping
+            try:
+                yield
+            finally:
+                combined.flattened = present
+
+    def _restore_position(self, at: loops.Position, loader: Any, position: dict[str, Any]) -> int:
+        """Prepare a loader to be iterated; return how many batches are to be loaded and dropped then."""
         recorder, sampler = _recorder(loader), _innermost_sampler(loader)
         if "seed" in position and isinstance(sampler, DistributedSampler):
             # Lightning seeds its sampler from PL_GLOBAL_SEED, which may differ now, or not be set.
@@ -172,25 +166,55 @@ class TrainingLoaders:
                     set_epoch(at.epochs)
         if position.get("state") is not None:
             loader.load_state_dict(position["state"])
-        if recorder is not None and "iteration" in position:
-            iteration, yielded, length = Iteration(*position["iteration"]), position["yielded"], sized_len(loader)
-            if length is not None and length != (position["length"] or max(length, yielded)):
-                raise ValueError(
-                    f"The checkpoint was written after batch {yielded} of {position['length']}, and a training loader"
-                    f" has {length} now: pass the loader that was used, or resume from the end of an epoch."
-                )
-            if iteration.start and loops.prefetches(self._trainer):
-                self._say(
-                    "A training loader had started over within the epoch, beside one that has no length: samples of"
-                    " this epoch may be left out or used twice."
-                )
-            recorder.target = iteration, yielded
+        if recorder is None or "iteration" not in position:
+            return 0
+        yielded = position["yielded"]
+        self._check_same(loader, position)
+        iteration = Iteration(*position["iteration"], epoch=at.epochs)
+        if iteration.start and loops.prefetches(self._trainer):
+            self._say(
+                "A training loader had started over within the epoch, beside one that has no length: samples of"
+                " this epoch may be left out or used twice."
+            )
+        if not _has_own_iter(loader):
+            recorder.target = Target(iteration, yielded, position.get("ahead", []))
+            return 0
+        # A generator begins with its first batch. So at least one is drawn here, before random states are restored.
+        num_skipped = max(yielded - 1, 0) if position.get("is_one_to_one", True) else 0
+        recorder.target = Target(iteration, num_skipped, [])
+        return yielded - num_skipped
+
+    def _check_same(self, loader: Any, position: dict[str, Any]) -> None:
+        """Raise ValueError if indices of a loader like this would be other samples than those of the position."""
+        length, yielded, size = sized_len(loader), position["yielded"], _batch_size(loader)
+        if length is not None and length != (position["length"] or max(length, yielded)):
+            raise ValueError(
+                f"The checkpoint was written after batch {yielded} of {position['length']}, and a training loader"
+                f" has {length} now: pass the loader that was used, or resume from the end of an epoch."
+            )
+        if size != position.get("batch_size", size):
+            raise ValueError(
+                f"The checkpoint was written after batch {yielded} of a training loader with"
+                f" batch_size={position['batch_size']}, which is {size} now: samples of this epoch would be left out or"
+                " used twice. Pass the batch size that was used, or resume from the end of an epoch."
+            )
 
     def close(self) -> None:
         """Restore the loaders' own samplers."""
         for recorder in self._recorders:
             recorder.close()
         self._recorders = []
+
+
+def _start_persistent_workers(loaders: list[Any]) -> None:
+    """Start those that a generator starts in the first epoch alone, with a random number, as was done then."""
+    for loader in loaders:
+        if isinstance(loader, DataLoader) and loader.persistent_workers and _has_own_iter(loader):
+            DataLoader.__iter__(loader)
+
+
+def _has_own_iter(loader: Any) -> bool:
+    return type(loader).__iter__ is not DataLoader.__iter__
 
 
 def _kind(loader: Any) -> str:
@@ -202,10 +226,17 @@ def _state_of(loader: Any) -> Any:
     return copy.deepcopy(loader.state_dict()) if is_stateful(loader) else None
 
 
+def _batch_size(loader: Any) -> int | None:
+    return getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+
+
 def _recorder(loader: Any) -> RecordingSampler | None:
     samplers = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
     return next((sampler for sampler in samplers if isinstance(sampler, RecordingSampler)), None)
 
 
 def _innermost_sampler(loader: Any) -> Any:
-    return getattr(getattr(loader, "batch_sampler", None), "sampler", getattr(loader, "sampler", None))
+    own = getattr(loader, "sampler", None)
+    if isinstance(own, RecordingSampler):  # batch_size=None
+        return own.innermost
+    return getattr(getattr(loader, "batch_sampler", None), "sampler", own)

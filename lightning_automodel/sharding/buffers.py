@@ -55,8 +55,10 @@ class SharedBuffers:
 
     def _averaged(self) -> Iterator[tuple[str, Tensor]]:
         for index, average in enumerate(weight_averaging.averaged_models(self._module)):
+            # Within a validation, the others are each rank's own: the callback holds what the module is trained with.
+            saved = average.module.state_dict(keep_vars=True).keys()
             for name, buffer in average.module.named_buffers():
-                if not isinstance(buffer, DTensor):
+                if name in saved and not isinstance(buffer, DTensor):
                     yield f"{name} (average {index})", buffer
 
     def _check_shapes(self, shapes: dict[str, str]) -> None:

@@ -52,6 +52,41 @@ class LateAverages:
             averaged.update_parameters = partial(_update_locally, averaged)  # type: ignore[method-assign]
 
 
+def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> None:
+    """Make averaging callbacks save averages as averages while a validation has them in the module's place."""
+    for callback in _callbacks(module):
+        if isinstance(callback, WeightAveraging):
+            _save_unswapped(callback, patches)
+
+
+def _save_unswapped(callback: WeightAveraging, patches: PatchStack) -> None:
+    start = callback.on_validation_epoch_start
+    end = callback.on_validation_epoch_end
+    save = callback.on_save_checkpoint
+    is_swapped = False
+
+    def start_swapped(*args: Any) -> None:
+        nonlocal is_swapped
+        start(*args)
+        is_swapped = True
+
+    def end_swapped(*args: Any) -> None:
+        nonlocal is_swapped
+        end(*args)
+        is_swapped = False
+
+    def save_then_swap(trainer: "pl.Trainer", module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        save(trainer, module, checkpoint)
+        current = checkpoint.get("current_model_state")
+        if is_swapped and current is not None:
+            checkpoint["current_model_state"] = checkpoint["state_dict"]
+            checkpoint["state_dict"] = current
+
+    patches.set(callback, "on_validation_epoch_start", start_swapped)
+    patches.set(callback, "on_validation_epoch_end", end_swapped)
+    patches.set(callback, "on_save_checkpoint", save_then_swap)
+
+
 def _copy_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """The weights of ``module`` under their names, shards as shards, without wrappers and forwards."""
     copied = nn.Module()

@@ -56,7 +56,7 @@ def table(outcomes: dict[Cell, Outcome], device: str) -> str:
         others = [rank for rank in range(WORLD_SIZE) if rank != cell.rank]
         statuses = ", ".join(str(outcome.statuses[rank]) for rank in others)
         message = re.sub(r"/\S*/(tests|lightning_automodel)/", r"\1/", cause(cell, outcome.outputs[others[-1]]))
-        message = message.rpartition("RankFailedError: ")[2].replace("|", "\\|")
+        message = message.rpartition("RankFailedError: ")[2].replace("|", "\\|").replace(str(Path.home()), "~")
         raised = "" if outcome.raised_s is None else f"{outcome.raised_s:.1f}"
         lines.append(
             f"| {cell.fault} | `{cell.hook}` | {cell.rank} | {cell.engine} | {raised} | {outcome.seconds:.1f}"

@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, Subset
 from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy
 from tests import devices
+from tests.resume import own_loaders
 from tests.trainer.exactness import PLAN, VOCABULARY, WIDTH, Block
 
 try:
@@ -220,6 +221,20 @@ class Quiet(Ragged):
         return row
 
 
+class Still(Dataset):
+    """Rows that are loaded without random numbers."""
+
+    def __init__(self) -> None:
+        quiet = Quiet()
+        self.rows = [quiet[index] for index in range(len(quiet))]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.rows[index]
+
+
 class Stream(IterableDataset):
     """Every rank its own rows, in order, without a length."""
 
@@ -236,6 +251,17 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
     options: dict[str, Any] = {"batch_size": 2, "collate_fn": collate}
     rows = Subset(Ragged(), range(rank, NUM_SAMPLES - NUM_SAMPLES % ranks, ranks))
     generator = torch.Generator().manual_seed(11 + rank)
+    if (name := kind.partition(" ")[0]) in own_loaders.KINDS:
+        workers = {"num_workers": 2, "persistent_workers": "persistent" in kind} if kind.endswith("workers") else {}
+        # Threads and workers load in an order of their own, so that rows must not depend on it.
+        data = Ragged() if kind == "yielding" else Still()
+        if "distributed" in kind:
+            options["sampler"] = DistributedSampler(data, ranks, rank)
+        else:
+            data, options["shuffle"] = Subset(data, rows.indices), True
+        return own_loaders.KINDS[name](data, **workers, **options)
+    if kind.startswith("random sampler"):
+        return DataLoader(Still(), sampler=Drawing(11), num_workers=2 * kind.endswith("workers"), **options)
     if kind == "own generator":
         return DataLoader(rows, shuffle=True, generator=generator, **options)
     if kind == "global generator":
@@ -297,6 +323,19 @@ class CountingSampler(Sampler):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.epochs = state["epochs"]
+
+
+class Drawing(Sampler):
+    """Draws each index from the global generator of Python, as samplers of buckets do."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return (random.randrange(NUM_SAMPLES) for _ in range(self.length))
 
 
 class Noisy(Subset):

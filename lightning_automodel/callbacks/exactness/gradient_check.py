@@ -22,6 +22,7 @@ _FACTOR = 4
 _FACTOR_IF_PERTURBED = 8  # more of both, where rounding is known from perturbed weights alone
 _LEAST, _LEAST_IN_HALF = 16, 2  # roundings, which are no error even if the replay shows none
 _LOSS_TOLERANCE = 64  # roundings
+_MOST_ROUNDING = 0.01  # that leaves something to be said in single precision
 _HALF = 1e-4  # precisions that round more cannot tell a small error from rounding
 
 _NOT_REPEATABLE = (
@@ -110,8 +111,10 @@ class GradientCheck:
         if unequal_losses and not (is_equal or step.written or step.unequal):
             step.gradient_error = math.nan
             step.problem = unequal_losses + self._why_unequal(dtype, sample)
-        elif step.is_wrong and not self._repeats(dtype, sample):
+        elif not self._repeats(dtype, sample):
             step.problem = _NOT_REPEATABLE
+        elif not (step.is_wrong or self._is_half) and step.rounding > _MOST_ROUNDING:
+            step.problem = f"rounding is {percent(step.rounding)} of them: check with precision='64-true'"
 
     def _one_batch(
         self, found: Replayed, weights: dict[str, Tensor], dtype: torch.dtype | None, sample: dict[str, Tensor]

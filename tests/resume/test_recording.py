@@ -1,0 +1,110 @@
+"""DataLoaders with an ``__iter__`` of their own go on where they stood, or the run says that they do not."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader, Subset
+
+from tests.rank_pool import RankPool
+from tests.resume.resuming import Learner, Saver, Setting, Still, collate, compare, make_trainer, run
+from tests.resume.test_dataloaders import Recorded
+
+STOPS = (("on_train_batch_end", 3), ("on_train_epoch_end", 1), ("on_train_batch_end", 10))
+LIMITED = {"precision": "64-true", "limit_train_batches": 4}  # filters leave batches out
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "yielding",
+        "filtering",
+        "threaded",
+        "preloading",
+        pytest.param("yielding workers", marks=pytest.mark.sweep),
+        pytest.param("yielding persistent workers", marks=pytest.mark.sweep),
+    ],
+)
+@pytest.mark.every_case
+@pytest.mark.timeout(300)
+def test_goes_on(pool1: RankPool, kind: str, tmp_path: Path) -> None:
+    setting = Setting({"data_parallel": "ddp"}, LIMITED, loader=kind)
+    stops: tuple[Any, ...] = tuple((hook, min(when, 6)) for hook, when in STOPS)
+    for differing in pool1.run(compare, setting, tmp_path, *stops, timeout_s=200):
+        assert differing == []
+
+
+def what_is_said(kind: str, folder: Path) -> list[str]:
+    """Runs on every rank: the warnings of a fit that saves."""
+    setting = Setting({"data_parallel": "ddp"}, {**LIMITED, "max_epochs": 1}, loader=kind)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(setting, ModelCheckpoint(folder, every_n_train_steps=100))
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("kind", ["kept", "direct"])
+@pytest.mark.every_case
+def test_says_that_it_starts_over(pool1: RankPool, kind: str, tmp_path: Path) -> None:
+    """An iterator that was made with the loader has drawn from its sampler before anything was recorded."""
+    (told,) = pool1.run(what_is_said, kind, tmp_path)
+    about = [text for text in told if text.startswith(f"A resumed run starts over with its {kind.capitalize()},")]
+    assert len(about) == 1
+
+
+def resumed_with_batch_size(folder: Path) -> list[str]:
+    """Runs on every rank: how fits end that go on with another batch size, and as many batches."""
+    setting = Setting({"data_parallel": "ddp"}, {"max_epochs": 1, "limit_val_batches": 0})
+    found = []
+    for name, save_in in (("within", "on_train_batch_end"), ("at the end", "on_train_epoch_end")):
+        path = folder / f"{name}.ckpt"
+        trainer = make_trainer(setting, [Saver(save_in, 1, path)])
+        trainer.fit(Learner(), DataLoader(Subset(Still(), range(10)), batch_size=7, collate_fn=collate))
+        again = make_trainer(replace(setting, trainer={**setting.trainer, "max_epochs": 2}), [])
+        other = DataLoader(Subset(Still(), range(10)), batch_size=6, collate_fn=collate)
+        try:
+            again.fit(Learner(), other, ckpt_path=path)
+            found.append("resumed")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_other_batch_size(pool1: RankPool, tmp_path: Path) -> None:
+    """Ten samples are two batches of seven, or of six: after the first one, a sample would never be seen."""
+    ((within, at_the_end),) = pool1.run(resumed_with_batch_size, tmp_path)
+    assert within.startswith(
+        "The checkpoint was written after batch 1 of a training loader with batch_size=7, which is 6 now"
+    )
+    assert at_the_end == "resumed"
+
+
+def single_rows_under_another_seed(folder: Path) -> tuple[list[float], list[float]]:
+    """Runs on every rank: sums of the batches of a fit, and of one that is resumed while PL_GLOBAL_SEED differs."""
+    setting, path = Setting({"data_parallel": "ddp"}, loader="single rows", module=Recorded), folder / "stopped.ckpt"
+    os.environ["PL_GLOBAL_SEED"] = "5"
+    undisturbed, _ = run(setting, Saver("on_train_batch_end", 4, path))
+    os.environ["PL_GLOBAL_SEED"] = "6"
+    resumed, _ = run(setting, ckpt_path=path, seed=2)
+    return undisturbed.lightning_module.started[4:], resumed.lightning_module.started
+
+
+def test_single_rows_under_another_seed(pool2: RankPool, tmp_path: Path) -> None:
+    """Without batches, the sampler is the loader's own."""
+    for undisturbed, resumed in pool2.run(single_rows_under_another_seed, tmp_path):
+        assert resumed == undisturbed
+
+
+@pytest.mark.parametrize("kind", ["random sampler workers", pytest.param("random sampler", marks=pytest.mark.sweep)])
+@pytest.mark.every_case
+def test_sampler_that_draws_random_numbers_for_each_batch(pool1: RankPool, kind: str, tmp_path: Path) -> None:
+    """Workers draw indices ahead, under states that are those of no stop."""
+    setting = Setting({"data_parallel": "ddp"}, {"precision": "64-true"}, loader=kind)
+    for differing in pool1.run(compare, setting, tmp_path, *STOPS, timeout_s=200):
+        assert differing == []
