@@ -106,10 +106,12 @@ def _renamed(state: Any, new_names: Callable[[list[Any]], Mapping[Any, Any]], ki
 
 
 def named_parameters(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, list[Names]]:
-    """What to add to a file whose optimizers number parameters; empty if one trains what is not the model's."""
+    """What to add to a file whose optimizers number parameters; empty if their names are not clear."""
     known = {id(parameter) for parameter in model.parameters()}
     own = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
-    return {PARAMETER_NAMES: [parameter_names(model, each) for each in optimizers]} if own <= known else {}
+    if not own <= known or len({without_wrappers(name) for name, _ in model.named_parameters()}) < len(known):
+        return {}
+    return {PARAMETER_NAMES: [parameter_names(model, each) for each in optimizers]}
 
 
 # --- Saving -------------------------------------------------------------------------------------------------------
@@ -184,8 +186,9 @@ def _restorable(
     by_rank = gather((facts, hidden))
     if hidden := list(dict.fromkeys(name for _, names in by_rank for name in names)):
         raise CheckpointError(
-            f"the optimizer {class_name} keeps sharded tensors in objects that are no dicts, lists or tuples ({some(hidden)}), and they could not"
-            " be loaded again: keep them in those, or pass data_parallel='ddp', under which they are whole"
+            f"the optimizer {class_name} keeps sharded tensors in objects that are no dicts, lists or tuples"
+            f" ({some(hidden)}), and they could not be loaded again: keep them in those, or pass data_parallel='ddp',"
+            " under which they are whole"
         )
     notes = _notes([facts for facts, _ in by_rank], class_name)
     values: dict[str, Any] = {}
@@ -228,9 +231,9 @@ def _notes(by_rank: list[dict[str, Any]], class_name: str) -> dict[str, str]:
         elif not is_everywhere or len({(tuple(shape), digest) for shape, _, _, digest in found}) > 1:
             shapes = ", ".join("absent" if each is None else str(each[0]) for each in known)
             raise CheckpointError(
-                f"the optimizer {class_name} keeps another {key} on each rank (shapes {shapes}), and a checkpoint would bring back rank 0's"
-                " everywhere: keep a DTensor (torch.zeros_like(parameter)) or a value that all ranks have reduced, or"
-                " pass data_parallel='ddp', under which all ranks have whole parameters"
+                f"the optimizer {class_name} keeps another {key} on each rank (shapes {shapes}), and a checkpoint would"
+                " bring back rank 0's everywhere: keep a DTensor (torch.zeros_like(parameter)) or a value that all"
+                " ranks have reduced, or pass data_parallel='ddp', under which all ranks have whole parameters"
             )
         elif all(shape == whole for shape, _, whole, _ in found):
             notes[key] = "whole"

@@ -28,6 +28,7 @@ from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import weight_averaging
+from lightning_automodel.torch_internals import without_wrappers
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +139,8 @@ class RunCheckpoints:
             checkpoint.update(with_whole_modules(rest, module, f"Cannot save {target}"))
         self._pending_path = target if in_background else ""
         if self.as_directory:
-            write = prepare_shards(checkpoint, target, copy=in_background)
+            parameters = {without_wrappers(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+            write = prepare_shards(checkpoint, target, parameters, copy=in_background)
         else:
             if self.is_sharded:
                 # One file holds whole tensors: it lists what was sharded, so that loading can shard it again.

@@ -11,7 +11,7 @@ import json
 import socket
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,11 @@ from lightning_automodel.checkpoint.state_dict import (
     Saved,
     copied,
     is_extra_state,
+    shards_that_cannot_be_loaded,
     split_shards,
 )
-from lightning_automodel.checkpoint.trees import PLACE, joined, nested, take_apart
+from lightning_automodel.checkpoint.trees import PLACE, hides_shards, joined, nested, take_apart
+from lightning_automodel.checkpoint.trees import Path as TreePath
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 
@@ -103,7 +105,7 @@ class ShardWriter(torch_internals.FsspecWriter):
 
 
 def prepare_shards(
-    checkpoint: dict[str, Any], path: str, copy: bool = False
+    checkpoint: dict[str, Any], path: str, parameters: Set[str] = frozenset(), copy: bool = False
 ) -> Callable[[dist.ProcessGroup | None], None]:
     """Prepare a directory: shards of model and optimizers by every rank, the rest by rank 0. A collective.
 
@@ -113,10 +115,11 @@ def prepare_shards(
     Args:
         checkpoint: Lightning's checkpoint, with shards instead of whole tensors; states are popped from it.
         path: Path of the checkpoint, the same on every rank.
+        parameters: Names of the model's parameters.
         copy: Whether the state is copied to host memory, so that it may change before it is written.
     """
     what = f"Cannot save {path}"
-    shards, rest = _take_shards(checkpoint)
+    shards, rest = _take_shards(checkpoint, parameters)
     folder, content = "", io.BytesIO()
     try:
         with on_every_rank(what):
@@ -162,8 +165,12 @@ def _check_shared(folder: str, path: str, node: str) -> None:
         )
 
 
-def _take_shards(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Shards by place, and the rest of ``checkpoint``, from which the states of model and optimizers are popped."""
+def _take_shards(checkpoint: dict[str, Any], parameters: Set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Shards by place, and the rest of ``checkpoint``, from which the states of model and optimizers are popped.
+
+    Of what may differ between the ranks, such as buffers of a replicated model, rank 0's is saved, as in one file. Of
+    parameters and their states torch shares out the writing.
+    """
     of_model: dict[str, Any] = checkpoint.pop(MODEL)
     # Of extra states also tensors: ranks may have others, of other sizes, and the resume state has those.
     objects = {
@@ -171,16 +178,32 @@ def _take_shards(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
         for name, value in list(of_model.items())
         if not isinstance(value, Tensor) or (is_extra_state(name) and not isinstance(value, DTensor))
     }
+    for name, value in objects.items():
+        if not isinstance(value, Tensor) and hides_shards(value):
+            raise shards_that_cannot_be_loaded(name)
     checkpoint[MODULE_VERSIONS] = torch_internals.module_versions(of_model)
     shards = {MODEL: of_model}
     trees: dict[str, Any] = {}
     for index, state in enumerate(filter(None, checkpoint.pop("optimizer_states", []))):
         key = optimizer_key(index)
         trees[key], leaves = take_apart(state, (key,))
-        shards.update(nested({path: leaf for path, leaf in leaves.items() if path[1] != NOTES}))
+        shards.update(nested({path: leaf for path, leaf in leaves.items() if _is_written(path, leaf, parameters)}))
     checkpoint[OPTIMIZER_STATES] = trees
     rest, others = split_shards(checkpoint, of_model.keys())
-    return {**shards, **others}, {**rest, EXTRA_STATES: objects} if objects else rest
+    for place, each in [(MODEL, of_model), *others.items()]:
+        written = {name: value for name, value in each.items() if _is_written((place, name), value, parameters)}
+        shards[place] = written
+    return shards, {**rest, EXTRA_STATES: objects} if objects else rest
+
+
+def _is_written(path: TreePath, leaf: Any, parameters: Set[str]) -> bool:
+    """Whether this rank offers a leaf to torch."""
+    if path[1] == NOTES:
+        return False
+    if isinstance(leaf, DTensor) or group_rank() == 0:
+        return True
+    of_parameter = path[1:2] if path[0] == MODEL else path[2:3]
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and not parameters.isdisjoint(map(str, of_parameter))
 
 
 class ShardDirectory(Saved):

@@ -118,7 +118,8 @@ class WholeCheckpoint(Saved):
         self.path = path
         self.rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
         self.module_versions = module_versions(checkpoint[MODEL])
-        values = {f"{MODEL}.{without_wrappers(name)}": value for name, value in checkpoint[MODEL].items()}
+        of_model = state_dict.without_wrappers_in(checkpoint[MODEL])
+        values: dict[str, Any] = {f"{MODEL}.{name}": value for name, value in of_model.items()}
         self._optimizers: list[dict[str, Any]] = []
         noted = self.rest.pop(optimizers.PARAMETER_NAMES, None) or parameter_names
         states = [state for state in checkpoint.get("optimizer_states", []) if state]

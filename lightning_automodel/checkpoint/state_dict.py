@@ -18,6 +18,7 @@ from lightning_automodel.checkpoint.optimizers import (
     parameter_names,
     some,
 )
+from lightning_automodel.checkpoint.trees import dict_like
 from lightning_automodel.torch_internals import (
     EXTRA_STATE,
     loads_by_itself,
@@ -84,8 +85,22 @@ class Saved(ABC):
 def model_state(model: nn.Module) -> dict[str, Any]:
     """State dict of the model's own tensors, which are not copied, under names without wrappers."""
     state = model.state_dict()
-    named = {without_wrappers(name): value for name, value in state.items()}
+    named = without_wrappers_in(state)
     return with_module_versions(named, module_versions(state))
+
+
+def without_wrappers_in(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` under names without wrappers; CheckpointError if two different entries have the same one."""
+    named: dict[str, Any] = {}
+    for name, value in state.items():
+        key = without_wrappers(name)
+        if key in named and named[key] is not value:
+            raise CheckpointError(
+                f"two entries of the state are named {key} without the prefixes of torch.compile and activation"
+                f" checkpointing, one of them {name}: rename one of the modules"
+            )
+        named[key] = value
+    return named
 
 
 def whole(state: Any, keep: bool) -> Any:
@@ -219,8 +234,9 @@ def under_own_names(
     model: nn.Module, state: Mapping[str, Any], versions: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """``state`` as ``model.load_state_dict`` takes it: names with wrappers, and the versions of its modules."""
-    name_of = {without_wrappers(name): name for name in model.state_dict()}
-    named = {name_of.get(without_wrappers(name), name): value for name, value in state.items()}
+    own = model.state_dict().keys()
+    name_of = {without_wrappers(name): name for name in own}
+    named = {name if name in own else name_of.get(without_wrappers(name), name): value for name, value in state.items()}
     paths = {path: without_wrappers(f"{path}.").removesuffix(".") for path, _ in model.named_modules()}
     return with_module_versions(named, {path: versions[name] for path, name in paths.items() if name in versions})
 
@@ -264,17 +280,23 @@ def split_shards(tree: dict[str, Any], names: Collection[str]) -> tuple[dict[str
         if any(isinstance(leaf, DTensor) for leaf in each.values()):
             shards[place] = {name: each.pop(name) for name, leaf in list(each.items()) if isinstance(leaf, Tensor)}
         if any(isinstance(leaf, DTensor) for leaf in listed) or not set(names).issuperset(shards.get(place, ())):
-            raise ValueError(
-                f"The checkpoint's {place or 'top level'} holds shards in a list, or beside names that are not in the"
-                " model's state dict, so that they could not be loaded again: save shards in a dict under the names of"
-                " the parameters that they belong to, or tensor.full_tensor(), called on every rank."
-            )
+            raise shards_that_cannot_be_loaded(place or "top level")
     return rest, shards
+
+
+def shards_that_cannot_be_loaded(place: str) -> ValueError:
+    """The error for shards at a ``place`` of the checkpoint where nobody would find them again."""
+    return ValueError(
+        f"The checkpoint's {place} holds shards in a list or an object, or beside names that are not in the model's"
+        " state dict, so that they could not be loaded again: save shards in a dict under the names of the parameters"
+        " that they belong to, or tensor.full_tensor(), called on every rank."
+    )
 
 
 def with_own_dicts(tree: dict[str, Any]) -> dict[str, Any]:
     """A copy of ``tree`` whose dicts are new, down to its leaves."""
-    return {key: with_own_dicts(value) if isinstance(value, dict) else value for key, value in tree.items()}
+    items = {key: with_own_dicts(value) if isinstance(value, dict) else value for key, value in tree.items()}
+    return dict_like(tree, items)
 
 
 def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, Any]) -> None:

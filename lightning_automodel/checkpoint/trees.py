@@ -1,7 +1,8 @@
 """Nested collections taken apart into their tensors and the rest, and put together again."""
 
+import contextlib
+import copy
 import pickle
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -26,10 +27,11 @@ def take_apart(tree: Any, path: Path = ()) -> tuple[Any, dict[Path, Any]]:
 
     def walk(value: Any, path: Path) -> Any:
         if isinstance(value, Mapping):
-            return _dict_like(value, {key: walk(each, (*path, str(key))) for key, each in value.items()})
+            parts = _parts(value)
+            return dict_like(value, {key: walk(each, (*path, parts[key])) for key, each in value.items()})
         if _is_taken_apart(value):
             return _list_like(value, [walk(each, (*path, index)) for index, each in enumerate(value)])
-        while joined(path) in taken:  # {"a.b": ..., "a": {"b": ...}} or {1: ..., "1": ...}
+        while joined(path) in taken:  # {"a.b": ..., "a": {"b": ...}}
             path = (*path[:-1], f"{path[-1]}'")
         taken.add(joined(path))
         leaves[path] = value
@@ -43,7 +45,7 @@ def put_together(tree: Any, tensor: Callable[[str], Any]) -> Any:
     if isinstance(tree, Mapping):
         if tree.keys() == {PLACE}:
             return tensor(tree[PLACE])
-        return _dict_like(tree, {key: put_together(each, tensor) for key, each in tree.items()})
+        return dict_like(tree, {key: put_together(each, tensor) for key, each in tree.items()})
     if _is_taken_apart(tree):
         return _list_like(tree, [put_together(each, tensor) for each in tree])
     return tree
@@ -55,8 +57,9 @@ def places(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
         if tree.keys() == {PLACE}:
             yield path, tree[PLACE]
             return
+        parts = _parts(tree)
         for key, each in tree.items():
-            yield from places(each, (*path, str(key)))
+            yield from places(each, (*path, parts[key]))
     elif _is_taken_apart(tree):
         for index, each in enumerate(tree):
             yield from places(each, (*path, index))
@@ -81,9 +84,10 @@ def nested(leaves: Mapping[Path, Any]) -> Any:
 
 
 def hides_shards(value: Any) -> bool:
-    """Whether an object holds sharded tensors, which pickling would replace by this rank's part."""
+    """Whether an object holds sharded tensors, of which pickling would keep this rank's part."""
     survey = _Survey()
-    survey.dump(value)
+    with contextlib.suppress(Exception):  # saving says what cannot be pickled
+        survey.dump(value)
     return survey.has_shards
 
 
@@ -94,12 +98,28 @@ def _is_taken_apart(value: Any) -> bool:
     return is_list and any(isinstance(each, Tensor) or _is_taken_apart(each) for each in value)
 
 
-def _dict_like(value: Any, items: dict[Any, Any]) -> Any:
+def _parts(value: Mapping[Any, Any]) -> dict[Any, str]:
+    """Of paths, for each key: strings that differ, also where 1 and "1" are keys."""
+    parts: dict[Any, str] = {}
+    used: set[str] = set()
+    for key in value:
+        part = str(key)
+        while part in used:
+            part += "'"
+        used.add(part)
+        parts[key] = part
+    return parts
+
+
+def dict_like(value: Any, items: dict[Any, Any]) -> Any:
+    """A dict of the class of ``value`` with its keys, and these ``items``."""
     if type(value) is dict:
         return items
-    if isinstance(value, defaultdict):
-        return defaultdict(value.default_factory, items)
-    return type(value)(items)
+    if not isinstance(value, dict):
+        return type(value)(items)
+    found = copy.copy(value)  # of defaultdicts and users' classes too
+    found.update(items)
+    return found
 
 
 def _list_like(value: Any, items: list[Any]) -> Any:
