@@ -33,6 +33,7 @@ class Snapshot:
     logged: int
     state: dict[str, Any]
     callbacks: dict[str, Any]
+    beside: snapshot.BesideCallbacks
     versions: list[int]  # of frozen parameters
 
 
@@ -159,10 +160,13 @@ class Resume:
         else:
             taken = self._final or self._to_save()
             own = self._savable(taken)
-            progress = checkpoint["loops"]["fit_loop"]
-            checkpoint["loops"]["fit_loop"] = loops.counters_at(progress, taken.at, taken.logged)
+            if "loops" in checkpoint:
+                progress = checkpoint["loops"]["fit_loop"]
+                checkpoint["loops"]["fit_loop"] = loops.counters_at(progress, taken.at, taken.logged)
             if taken is self._snapshot:
-                checkpoint["callbacks"] = {**checkpoint["callbacks"], **taken.callbacks}
+                if "callbacks" in checkpoint:
+                    checkpoint["callbacks"] = {**checkpoint["callbacks"], **taken.callbacks}
+                taken.beside.put_into(checkpoint, self._trainer)
                 if taken.versions != torch_internals.versions(self._parameters):
                     self._say(
                         "A checkpoint was saved within a window in which parameters were written, as those of a teacher"
@@ -171,7 +175,9 @@ class Resume:
                     )
         own = {**own, "extra_states": extra_states}
         ranks = [own] if group is None else gather_objects(own, group)
-        checkpoint[CHECKPOINT_KEY] = {"format": FORMAT, "sizes": dict(sizes), "ranks": ranks}
+        # Without its loops, a checkpoint begins a new run, as under Lightning's own strategies.
+        if "loops" in checkpoint:
+            checkpoint[CHECKPOINT_KEY] = {"format": FORMAT, "sizes": dict(sizes), "ranks": ranks}
 
     def _to_save(self) -> Snapshot:
         """The snapshot that a checkpoint written now resumes from."""
@@ -210,7 +216,12 @@ class Resume:
             "own": self._own_state(),
         }
         return Snapshot(
-            at, logged, state, snapshot.callbacks(self._trainer), torch_internals.versions(self._parameters)
+            at,
+            logged,
+            state,
+            snapshot.callbacks(self._trainer),
+            snapshot.beside_callbacks(self._trainer),
+            torch_internals.versions(self._parameters),
         )
 
     def _savable(self, taken: Snapshot) -> dict[str, Any]:

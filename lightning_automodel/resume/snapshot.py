@@ -5,11 +5,13 @@ Nothing here synchronises or communicates, and what changes in place is copied.
 
 import copy
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
@@ -93,6 +95,53 @@ def callbacks(trainer: "pl.Trainer") -> dict[str, Any]:
     """Copies of the states of all callbacks that have one, by key."""
     states = {each.state_key: each.state_dict() for each in trainer.callbacks}  # type: ignore[attr-defined]
     return {key: _copied(state) for key, state in states.items() if state}
+
+
+@dataclass(frozen=True)
+class BesideCallbacks:
+    """Further states of a checkpoint that user code may change within a window: as of one moment."""
+
+    schedulers: list[Any]
+    options: list[list[dict[str, Any]]]  # of each optimizer's parameter groups: learning rates, momentum
+    data_module: Any  # None without a state
+
+    def put_into(self, checkpoint: dict[str, Any], trainer: "pl.Trainer") -> None:
+        """Set them in a checkpoint that was written later, but for what ``on_save_checkpoint`` has removed from it."""
+        if "lr_schedulers" in checkpoint:
+            checkpoint["lr_schedulers"] = self.schedulers
+        for state, options in zip(checkpoint["optimizer_states"], self.options, strict=False):
+            # Empty on ranks that do not write.
+            for group, present in zip(state.get("param_groups", []), options, strict=False):
+                group.update((name, value) for name, value in present.items() if name in group)
+        name = type(_data_module(trainer)).__qualname__
+        if self.data_module and name in checkpoint:
+            checkpoint[name] = self.data_module
+
+
+def beside_callbacks(trainer: "pl.Trainer") -> BesideCallbacks:
+    """Copies of the states of schedulers and the data module, and of the options of parameter groups."""
+    data_module = _data_module(trainer)
+    has_state = data_module is not None and is_overridden("state_dict", data_module, pl.LightningDataModule)
+    return BesideCallbacks(
+        [_copied(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
+        [[_options(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
+        _copied(data_module.state_dict()) if has_state else None,
+    )
+
+
+def _data_module(trainer: "pl.Trainer") -> Any:
+    return trainer.datamodule  # type: ignore[attr-defined]
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Options that schedulers change; tensors, as rates of captured steps are, change in place."""
+    kept: dict[str, Any] = {}
+    for name, value in group.items():
+        if isinstance(value, (int, float, tuple)):
+            kept[name] = value
+        elif isinstance(value, Tensor) and value.dim() == 0:
+            kept[name] = value.clone()
+    return kept
 
 
 def restore(module: "pl.LightningModule", loaded: dict[str, Any], device: torch.device) -> list[str]:

@@ -100,7 +100,7 @@ def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module], head: nn
             args, kwargs = before(root, args, kwargs)
             with torch_internals.flags_restored([root], torch_internals.RESHARDING):
                 root.set_reshard_after_backward(False, recurse=False)
-                for unit in whole_step:
+                for unit in whole_step[1:]:
                     unit.unshard()
                 output = method(*args, **kwargs)
             drop_unused(units)
