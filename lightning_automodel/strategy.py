@@ -475,6 +475,15 @@ class AutomodelStrategy(ParallelStrategy):
             self._resume.on_train_start()
 
     @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        try:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        except StopIteration as error:
+            if self.world_size == 1:
+                raise
+            raise checks.stopped_by_user_code("The transfer of a batch (transfer_batch_to_device)") from error
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._required_run.inputs.begin_training_batch()
 
