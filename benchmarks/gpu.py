@@ -1,16 +1,17 @@
 """Everything that is to be run on the day when a GPU is at hand, in an order that gives the most in the least time.
 
 Each stage runs in processes of its own and leaves its result in the output folder as soon as it has one; one that fails
-or runs out of time is reported, and the next goes on. `report.md` holds all of them, and the lines for README and docs.
+or runs out of time is reported, and the next goes on, as do the other rows of a table. `report.md` holds all of them,
+and the lines for README and docs. Models have a size that fits on a card of 80 or 141 GB by the plan (`STAGE_SHAPES`).
 
-    python benchmarks/gpu.py --output benchmarks/results/gpu            # Llama 3 8B's shape in bfloat16: an hour or two
+    python benchmarks/gpu.py --output benchmarks/results/gpu            # Llamas of 1B to 8B in bfloat16: an hour or two
     python benchmarks/gpu.py --output folder --stages waits trace       # some of it
     python benchmarks/gpu.py --output folder --device cpu               # a small model, to try the script itself
     python benchmarks/gpu.py --output folder --device hostdev           # the same on the device of tests/second_device
 
 Stages: `tests` (those that need CUDA), `one-device` (beside a plain loop and Lightning's strategy), `waits` (where the
 host waits for the device in the steady step), `trace` (of one step: how long the device idles, and before what), `long`
-(long sequences), `two-ranks` (two processes on one device).
+(long sequences), `two-ranks` (two processes, on a device each, or by gloo on one device).
 """
 
 import argparse
@@ -27,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,20 @@ TESTS = {
     "hostdev": ("tests/second_device/test_device.py",),
 }
 LONGEST_GAPS = 8
+STAGE_SHAPES = {
+    "one-device": {80: "llama3-3b", 141: "llama3-8b"},
+    "waits": {80: "llama3-1b", 141: "llama3-1b"},
+    "trace": {80: "llama3-3b", 141: "llama3-8b"},
+    "long": {80: "llama3-1b", 141: "llama3-3b"},
+    "two-ranks": {80: "llama3-1b", 141: "llama3-1b"},
+}
+"""The model of each stage by the GB of a card, all with AdamW in bfloat16: 8 bytes a parameter, and activations.
+
+`tests/test_benchmarks.py` computes them by the plan, in GB: one-device 3B 53 and 8B 100 (all logits, nothing
+recomputed), waits 1B 23 (nothing recomputed), trace 3B 37 and 8B 81, long 1B 42 and 3B 77 (131,072 tokens), two-ranks
+1B 15 each.
+"""
+FAILED = "**failed**"
 
 
 class WaitsMeter(Meter):
@@ -87,8 +103,13 @@ class TraceMeter(Meter):
         self._profile.stop()
         self._profile.export_chrome_trace(os.environ["TRACE"])
         wanted = DeviceType.CUDA if self.case.device == "cuda" else DeviceType.CPU
-        events = [event for event in self._profile.events() if event.device_type == wanted]
-        print(json.dumps(idle_times([(e.time_range.start, e.time_range.end, e.name) for e in events])), flush=True)
+        print(json.dumps(idle_times(busy_times(self._profile, wanted))), flush=True)
+
+
+def busy_times(profiled: profile, device_type: DeviceType) -> list[tuple[float, float, str]]:
+    """Start, end and name of what ran on a device. Ranges that annotate, as FSDP2's, also span what is idle in them."""
+    events = [each for each in profiled.events() if each.device_type == device_type and not each.is_user_annotation]
+    return [(each.time_range.start, each.time_range.end, each.name) for each in events]
 
 
 def idle_times(events: Iterable[tuple[float, float, str]]) -> dict[str, Any]:
@@ -128,6 +149,17 @@ def result(process: subprocess.Popen[str], timeout: float) -> Any:
     return json.loads(output.splitlines()[-1])
 
 
+def attempt(measure: Callable[[], list[list[str]]], title: list[str], num_columns: int) -> list[list[str]]:
+    """Rows of a table; where they cannot be measured one that says why, so that the others go on."""
+    try:
+        return measure()
+    except (RuntimeError, subprocess.SubprocessError) as error:
+        print(error, file=sys.stderr, flush=True)
+        text = " ".join(str(error).split()).replace("|", "/")
+        why = "out of memory" if "out of memory" in text.lower() else f"{FAILED}: ...{text[-200:]}"
+        return [[*title, why, *[""] * (num_columns - len(title) - 1)]]
+
+
 # --- Stages -----------------------------------------------------------------------------------------------------------
 
 
@@ -145,7 +177,9 @@ def run_tests(args: argparse.Namespace, case: Case) -> str:
 
 def one_device(args: argparse.Namespace, case: Case) -> str:
     output = args.output / "single_gpu.md"
-    sizes = [] if case.device == "cuda" else ["--length", "64", "--rounds", "1", "--steps", "1", "--shape", case.shape]
+    sizes = ["--shape", case.shape]
+    if case.device != "cuda":
+        sizes += ["--length", "64", "--rounds", "1", "--steps", "1"]
     command = [sys.executable, str(ROOT / "benchmarks" / "single_gpu.py"), "--device", case.device, *sizes]
     subprocess.run(
         [*command, "--output", str(output)], capture_output=True, text=True, timeout=args.timeout, check=True
@@ -153,21 +187,10 @@ def one_device(args: argparse.Namespace, case: Case) -> str:
     return output.read_text().partition("\n## ")[2]
 
 
-def waits(args: argparse.Namespace, case: Case) -> str:
-    steps = case.steps * case.accumulate
-    rows = []
-    for title, options in FEATURES.items():
-        sites = result(child("waits", replace(case, **options)), args.timeout)
-        rows += [[title, where.replace(str(ROOT), "."), f"{n / steps:g}"] for where, n in sites.items()]
-        rows += [] if sites else [[title, "nowhere", "0"]]
-    told = "\n\nOn a CPU nothing waits: the rows say nothing." if case.device == "cpu" else ""
-    return table(["option", "where the host waits", "times a micro-batch"], rows) + told
-
-
 FEATURES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "`activation_checkpointing=True`": {"recompute": True},
+    "`token_loss` and `activation_checkpointing=True`": {},
     '`activation_checkpointing="offload"`': {"recompute": "offload"},
+    "`activation_checkpointing=False`": {"recompute": False, "rows": 1},
     "`track_grad_norm=True`": {"options": (("track_grad_norm", True),)},
     "`error_if_nonfinite=True` (reads one number a step)": {"options": (("error_if_nonfinite", True),)},
     "`count_window_ahead=True`": {"options": (("count_window_ahead", True),)},
@@ -175,49 +198,73 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+def waits(args: argparse.Namespace, case: Case) -> str:
+    steps = case.steps * case.accumulate
+
+    def measure(title: str, options: dict[str, Any]) -> list[list[str]]:
+        sites = result(child("waits", replace(case, **options)), args.timeout)
+        rows = [[title, where.replace(str(ROOT), "."), f"{n / steps:g}"] for where, n in sites.items()]
+        return rows or [[title, "nowhere", "0"]]
+
+    rows = []
+    for title, options in FEATURES.items():
+        rows += attempt(partial(measure, title, options), [title], 3)
+    told = "\n\nOn a CPU nothing waits: the rows say nothing." if case.device == "cpu" else ""
+    return table(["option", "where the host waits", "times a micro-batch"], rows) + told
+
+
 def trace(args: argparse.Namespace, case: Case) -> str:
     path = args.output / "trace.json"
-    found = result(child("trace", replace(case, steps=1, recompute=True), TRACE=str(path)), args.timeout)
+    found = result(child("trace", replace(case, steps=1), TRACE=str(path)), args.timeout)
     share = found["idle"] / found["span"] if found["span"] else 0.0
     gaps = [[f"{gap:,.0f}", name.replace("|", "/")[:100]] for gap, name in found["gaps"]]
     head = f"One optimizer step of {found['span'] / 1e3:,.1f} ms, of which {share:.1%} idle; `{path.name}`."
     return f"{head}\n\n{table(['gap, us', 'before'], gaps)}"
 
 
+def long_cases(case: Case) -> list[Case]:
+    """Sequences of growing length, recomputed, with and without the inputs of blocks in host memory."""
+    lengths = (16_384, 65_536, 131_072) if case.device == "cuda" else (128, 256)
+    recomputes: tuple[bool | str, ...] = (True, "offload")
+    return [replace(case, length=length, rows=1, recompute=recompute) for length in lengths for recompute in recomputes]
+
+
 def long(args: argparse.Namespace, case: Case) -> str:
+    def measure(each: Case, title: list[str]) -> list[list[str]]:
+        measured = result(child("time", each), args.timeout)
+        return [[*title, f"{measured['seconds']:.2f}", f"{measured['peak']:,.0f}"]]
+
     rows = []
-    for length in (16_384, 65_536, 131_072) if case.device == "cuda" else (128, 256):
-        for recompute in (True, "offload"):
-            long_case = replace(case, length=length, rows=1, is_chunked=True, recompute=recompute)
-            try:
-                measured = result(child("time", long_case), args.timeout)
-                row = [f"{measured['seconds']:.2f}", f"{measured['peak']:,.0f}"]
-            except RuntimeError as error:
-                if "out of memory" not in str(error).lower():
-                    raise
-                row = ["out of memory", ""]
-            rows.append([f"{length:,}", f"`activation_checkpointing={recompute!r}`", *row])
+    for each in long_cases(case):
+        title = [f"{each.length:,}", f"`activation_checkpointing={each.recompute!r}`"]
+        rows += attempt(partial(measure, each, title), title, 4)
     return table(["tokens of a row", "with `token_loss` and", "seconds a step", "peak, MiB"], rows)
 
 
 def two_ranks(args: argparse.Namespace, case: Case) -> str:
-    rows = []
-    for backend in ("nccl", "gloo") if case.device == "cuda" else (None,):
-        shared = replace(case, ranks=2, shares_device=True, options=(("process_group_backend", backend),))
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = str(server.getsockname()[1])
-        nodes = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": "0"}
-        ranks = [child("time", shared, NODE_RANK=rank, **nodes) for rank in "01"]
-        try:
-            # Only the first rank prints.
-            rows.append([backend or "default", f"{result(ranks[0], args.timeout)['seconds']:.2f} seconds a step"])
-            break
-        except RuntimeError as error:
-            rows.append([backend or "default", str(error).strip().splitlines()[-1].replace("|", "/")[:300]])
-        finally:
-            for rank in ranks:
-                rank.kill()
-    return table(["backend of two processes on one device", ""], rows)
+    """NCCL refuses two ranks on one device."""
+    has_two = case.device == "cuda" and torch.cuda.device_count() > 1
+    backend = {"cuda": "nccl" if has_two else "gloo"}.get(case.device)
+    shared = replace(case, ranks=2, shares_device=not has_two, options=(("process_group_backend", backend),))
+
+    def measure() -> list[list[str]]:
+        measured = result(child("time", shared), args.timeout) if has_two else _on_one_device(shared, args.timeout)
+        return [[backend or "default", f"{measured['seconds']:.2f} seconds a step"]]
+
+    where = "a device each" if has_two else "one device"
+    return table([f"backend of two processes on {where}", ""], attempt(measure, [backend or "default"], 2))
+
+
+def _on_one_device(case: Case, timeout: float) -> Any:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    nodes = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": "0"}
+    ranks = [child("time", case, NODE_RANK=rank, **nodes) for rank in "01"]
+    try:
+        return result(ranks[0], timeout)  # only the first rank prints
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 STAGES: dict[str, Callable[[argparse.Namespace, Case], str]] = {
@@ -230,12 +277,21 @@ STAGES: dict[str, Callable[[argparse.Namespace, Case], str]] = {
 }
 
 
+def stage_case(stage: str, device: str, gigabytes: float) -> Case:
+    """What a stage starts from, on a card of so much memory; on a CPU a toy."""
+    shape, length, rows = "narrow", 64, 1
+    if device == "cuda":
+        by_memory = STAGE_SHAPES.get(stage, {80: ""})
+        shape = by_memory[max((size for size in by_memory if size <= gigabytes), default=80)]
+        length, rows = 4096, 2
+    sizes: dict[str, Any] = {"rows": rows, "accumulate": 2, "warm_up": 2, "steps": 2}
+    return Case("automodel", shape, device, length, **sizes, is_chunked=True, recompute=True)
+
+
 def main() -> int:
     args = parse_arguments()
     args.output.mkdir(parents=True, exist_ok=True)
-    is_cuda = args.device == "cuda"
-    shape, length, rows = ("llama3-8b", 4096, 4) if is_cuda else ("narrow", 64, 1)
-    case = Case("automodel", shape, args.device, length, rows=rows, accumulate=2, warm_up=2, steps=2)
+    gigabytes = torch.cuda.get_device_properties(0).total_memory / 1e9 if args.device == "cuda" else 0.0
     environment = {**describe_environment(), "device": device_name(args.device)}
     head = [
         "# On the day of a GPU",
@@ -248,11 +304,12 @@ def main() -> int:
     for name in args.stages:
         started = time.monotonic()
         try:
-            results[name] = STAGES[name](args, case)
+            results[name] = STAGES[name](args, stage_case(name, args.device, gigabytes))
         except (RuntimeError, subprocess.SubprocessError) as error:
-            failed.append(name)
             output = getattr(error, "stderr", None) or str(error)
-            results[name] = f"**failed**\n\n```\n{str(output)[-3000:]}\n```"
+            results[name] = f"{FAILED}\n\n```\n{str(output)[-3000:]}\n```"
+        if FAILED in results[name]:
+            failed.append(name)
         results[name] += f"\n\n({time.monotonic() - started:.0f} s)"
         sections = [f"## {stage}\n\n{text}" for stage, text in results.items()]
         (args.output / "report.md").write_text("\n\n".join(["\n".join(head), *sections, proven(environment, results)]))
@@ -262,7 +319,7 @@ def main() -> int:
 
 def proven(environment: dict[str, str], results: dict[str, str]) -> str:
     """The lines for README and docs: what was proven, and what was not."""
-    done = [name for name, text in results.items() if not text.startswith("**failed**")]
+    done = [name for name, text in results.items() if FAILED not in text]
     lacking = [name for name in STAGES if name not in done]
     where = f"{environment['device']}, {environment['date']}, {environment['versions']}"
     return (

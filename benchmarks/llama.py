@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter, process_time
+from types import MethodType
 from typing import Any
 
 import lightning as L  # noqa: N812
@@ -22,7 +23,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from peak_memory import MALLOC, MEBIBYTE, peak, start_peak
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 from turns import CollectiveCounter
@@ -33,6 +34,15 @@ IGNORE_INDEX = -100
 SHAPES = {
     "llama3-8b": {
         **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128_256},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500_000.0},
+    },
+    # The sizes of Llama 3.2, with a head of their own.
+    "llama3-3b": {
+        **{"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "vocab_size": 128_256},
+        **{"num_attention_heads": 24, "num_key_value_heads": 8, "rope_theta": 500_000.0},
+    },
+    "llama3-1b": {
+        **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128_256},
         **{"num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500_000.0},
     },
     "tiny": {
@@ -206,22 +216,29 @@ def build_model(case: Case) -> LlamaForCausalLM:
     torch.set_default_dtype(case.dtype)
     try:
         with torch.device(case.device):
-            return LlamaForCausalLM(case.config()).train()
+            model: Any = LlamaForCausalLM(case.config()).train()
     finally:
         torch.set_default_dtype(before)
+    model.chunked_losses = MethodType(chunked_losses, model)
+    return model
+
+
+def chunked_losses(self: LlamaForCausalLM, inputs: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
+    """What `losses` returns, without all logits; a method, since FSDP2 gathers the root's parameters in its methods."""
+    hidden = self.model(**inputs, use_cache=False).last_hidden_state  # [b, s, d]
+    return token_loss(hidden, self.lm_head, labels)
 
 
 def build_optimizer(model: nn.Module, case: Case) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=case.device == "cuda")
 
 
-def losses(model: LlamaForCausalLM, case: Case, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def losses(model: Any, case: Case, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """The sum of the losses over the label tokens, and their number, both []."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     labels = batch["labels"]  # [b, s]
     if case.is_chunked:
-        hidden = model.model(**inputs, use_cache=False).last_hidden_state  # [b, s, d]
-        return token_loss(hidden, model.lm_head, labels)
+        return model.chunked_losses(inputs, labels)
     logits = model(**inputs, use_cache=False).logits.flatten(0, 1).float()  # [b * s, v]
     return F.cross_entropy(logits, labels.flatten(), reduction="sum"), (labels != IGNORE_INDEX).sum()
 
@@ -235,6 +252,7 @@ def shard_by_hand(model: LlamaForCausalLM, case: Case, mesh: DeviceMesh) -> None
             block.compile()
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    register_fsdp_forward_method(model, "chunked_losses")
 
 
 class LlamaModule(L.LightningModule):

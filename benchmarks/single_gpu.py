@@ -5,7 +5,7 @@ recomputation: a round runs each once, in a process of its own, and ratios are t
 adds one option per row. On a CPU, seconds are processor time (one thread), so that other load counts less.
 
     python benchmarks/single_gpu.py --output report.md                   # a small model on a CPU
-    python benchmarks/single_gpu.py --device cuda --output report.md     # Llama 3 8B's shape in bfloat16
+    python benchmarks/single_gpu.py --device cuda --output report.md     # Llama 3.2 3B's shape in bfloat16, for 80 GB
 """
 
 import argparse
@@ -31,13 +31,26 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "+ `activation_checkpointing=True` in its place": {"recompute": True},
     "+ `compile=True`": {"compile": True},
 }
+PEAK_TFLOPS = {
+    **{"B200": 2250, "H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H100": 989, "H200": 989, "GH200": 989},
+    **{"H800": 989, "H20": 148, "A100": 312, "A800": 312, "L40S": 362, "L4": 121, "A10G": 70, "A10": 125},
+    **{"RTX 6000 Ada": 364, "RTX 4090": 165, "RTX A6000": 155, "MI300X": 1307},
+}
+"""Dense bfloat16, by what a card's name contains as whole words: data sheets' figures, none of them measured here."""
+
+
+def known_peak(name: str) -> float:
+    """Peak of a card in TFLOP/s, by the longest name in the table that its own contains; 0 if it is not known."""
+    words = f" {name.replace('-', ' ')} "
+    found = [known for known in PEAK_TFLOPS if f" {known} " in words]
+    return float(PEAK_TFLOPS[max(found, key=len)]) if found else 0.0
 
 
 def main() -> None:
     args = parse_arguments()
     case = Case(
         "automodel",
-        args.shape or ("llama3-8b" if args.device == "cuda" else "tiny"),
+        args.shape or ("llama3-3b" if args.device == "cuda" else "tiny"),
         args.device,
         **{name: getattr(args, name) for name in ("length", "rows", "accumulate", "steps")},
         warm_up=2,
@@ -51,7 +64,9 @@ def main() -> None:
             f"- {device_name(args.device)}, {str(case.dtype).removeprefix('torch.')}",
             f"- shape {case.shape}: {SHAPES[case.shape]}",
             f"- sequence {case.length:,}, batch {case.rows}, accumulation {case.accumulate}",
-            *([f"- MFU of {args.peak_tflops:g} TFLOP/s, without recomputation"] if args.peak_tflops else []),
+            f"- MFU of {args.peak_tflops:g} TFLOP/s (dense bfloat16, by its name or given), without recomputation"
+            if args.peak_tflops
+            else "- no MFU: the peak of this device is not known (`--peak-tflops`)",
             "",
             "## Beside a plain loop, all with full recomputation",
             "",
@@ -65,24 +80,49 @@ def main() -> None:
     publish(report, args.output)
 
 
+def ways(case: Case) -> dict[str, Case]:
+    """The first table's cases: with `token_loss`, as all logits of a large vocabulary would decide what fits."""
+    return {way: replace(case, way=way, recompute=True, is_chunked=True) for way in WAYS}
+
+
+def switched(case: Case) -> dict[str, Case]:
+    """The second table's cases, each with the switches of those before it."""
+    cases = {}
+    for title, switch in SWITCHES.items():
+        if "compile" in switch and case.device == "hostdev":
+            continue  # torch.compile has no backend for it
+        cases[title] = case = replace(case, **switch)
+    return cases
+
+
+def measured_or_why(case: Case) -> dict[str, Any] | str:
+    """The measurements of a case, or why there are none: the others go on."""
+    try:
+        return case.measure(__file__) or "out of memory"
+    except RuntimeError as error:
+        print(error, file=sys.stderr, flush=True)
+        return f"**failed**: {str(error).strip().splitlines()[-1][:200].replace('|', '/')}"
+
+
 def compare_ways(case: Case, rounds: int, peak_tflops: float) -> str:
-    measured: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    measured: dict[str, list[dict[str, Any] | str]] = {way: [] for way in WAYS}
+    cases = ways(case)
     for number in range(rounds):
         turn = number % len(WAYS)
-        ways = list(WAYS)
-        for way in ways[turn:] + ways[:turn]:
-            measured[way].append(replace(case, way=way, recompute=True).measure(__file__))
+        order = list(WAYS)
+        for way in order[turn:] + order[:turn]:
+            measured[way].append(measured_or_why(cases[way]))
             print(number, way, measured[way][-1], file=sys.stderr, flush=True)
     rows = []
     for way, title in WAYS.items():
-        if not all(measured[way]):
-            rows.append([title, "out of memory", *[""] * 4])
+        runs = [run for run in measured[way] if isinstance(run, dict)]
+        if len(runs) < rounds:
+            rows.append([title, next(run for run in measured[way] if isinstance(run, str)), *[""] * 4])
             continue
-        ratios = [
-            own["seconds"] / loop["seconds"] for own, loop in zip(measured[way], measured["loop"], strict=True) if loop
-        ]
-        middle = {name: median(run[name] for run in measured[way]) for name in ("seconds", "peak")}
-        spread = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+        loops = [run for run in measured["loop"] if isinstance(run, dict)]
+        ratios = [own["seconds"] / loop["seconds"] for own, loop in zip(runs, loops, strict=False)]
+        middle = {name: median(run[name] for run in runs) for name in ("seconds", "peak")}
+        spread = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if len(loops) == rounds else ""
         rows.append([title, *figures(case, middle, peak_tflops), spread])
     return table(["way", *FIGURES, "seconds / loop's"], rows)
 
@@ -108,12 +148,10 @@ def flops_per_token(case: Case) -> float:
 
 def add_switches(case: Case, peak_tflops: float) -> str:
     rows = []
-    for title, switch in SWITCHES.items():
-        if "compile" in switch and case.device == "hostdev":
-            continue  # torch.compile has no backend for it
-        case = replace(case, **switch)
-        measured = case.measure(__file__)
-        rows.append([title, *(figures(case, measured, peak_tflops) if measured else ["out of memory", "", "", ""])])
+    for title, each in switched(case).items():
+        measured = measured_or_why(each)
+        columns = [measured, "", "", ""] if isinstance(measured, str) else figures(each, measured, peak_tflops)
+        rows.append([title, *columns])
         print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
     return table(["switches", *FIGURES], rows)
 
@@ -121,19 +159,20 @@ def add_switches(case: Case, peak_tflops: float) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda", "hostdev"], default="cpu", help="(%(default)s)")
-    parser.add_argument("--shape", choices=SHAPES, help="of the model (tiny on a CPU, else llama3-8b)")
+    parser.add_argument("--shape", choices=SHAPES, help="of the model (tiny on a CPU, else llama3-3b)")
     parser.add_argument("--length", type=int, help="tokens of a sequence (1024 on a CPU, else 4096)")
-    parser.add_argument("--rows", type=int, help="sequences of a micro-batch (1 on a CPU, else 4)")
+    parser.add_argument("--rows", type=int, default=1, help="sequences of a micro-batch (%(default)s)")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches of a step (%(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps that are measured (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each way (%(default)s)")
-    parser.add_argument("--peak-tflops", type=float, help="of the device, for MFU (989 on CUDA: an H100 or H200)")
+    parser.add_argument("--peak-tflops", type=float, help="of the device, for MFU (on CUDA by the card's name)")
     parser.add_argument("--output", type=Path, help="also write the report to this file")
     args = parser.parse_args()
     is_cuda = args.device == "cuda"
-    for name, cpu, cuda in (("length", 1024, 4096), ("rows", 1, 4), ("peak_tflops", 0.0, 989.0)):
-        if getattr(args, name) is None:
-            setattr(args, name, cuda if is_cuda else cpu)
+    if args.length is None:
+        args.length = 4096 if is_cuda else 1024
+    if args.peak_tflops is None:
+        args.peak_tflops = known_peak(device_name("cuda")) if is_cuda else 0.0
     return args
 
 

@@ -1,6 +1,6 @@
 """Warnings and notes for the user, each given once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.distributed.mesh import DATA, REPLICATE, SHARD
 from lightning_automodel.gradients.loss_weights import FirstLooks
 from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting, count_samples, has_count
+from lightning_automodel.sharding.memory import GRADIENTS, PARAMETERS
 from lightning_automodel.sharding.precision import HALF
 
 
@@ -67,6 +68,17 @@ class Advice:
                 f"precision={precision!r} updates parameters in their own dtype, and {len(halves)} trainable ones are"
                 f" {halves[0]}: small updates are lost. Load the model in float32 (model.float()), or pass"
                 " precision='bf16-true' or '16-true' if that is intended."
+            )
+
+    def about_deferral(self, described: Mapping[str, Any]) -> None:
+        """Warn where memory is too small to defer gradients to the end of a window; ``described``: by the engine."""
+        reason = described.get("defer_fsdp_grad_sync_reason", "")
+        if reason.startswith("auto: ") and not described["defer_fsdp_grad_sync"]:
+            self.say_once(
+                "Gradients are reduced after each micro-batch, since those of a window may not fit unsharded:"
+                f" {reason.removeprefix('auto: ')}. The result is the same, but more is sent. Pass"
+                " defer_fsdp_grad_sync=True if they do fit, or False to expect this. With replicas, 'all_reduce' needs"
+                " no more memory and sends less."
             )
 
     def about_backward_hooks(self, module: nn.Module, divisor: int, counts_ahead: bool) -> None:
@@ -129,6 +141,27 @@ class Advice:
                 " use every label: they shift the decoder's inputs instead. Leave label_shift at 0 if training_step"
                 " returns the model's own loss."
             )
+
+
+def explain_out_of_memory(error: BaseException, describe: Callable[[], Mapping[str, Any]]) -> None:
+    """Add to the text of an out-of-memory error what would need less; ``describe`` is the strategy's."""
+    is_on_host = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    is_told = "need less memory" in str(error)  # by a Trainer within another one's hook
+    if is_told or not (is_on_host or isinstance(error, torch.OutOfMemoryError)):
+        return
+    described = describe()
+    sizes = {name: f"{size / 2**20:,.0f} MiB" for name, size in described.get("estimated_extra_bytes", {}).items()}
+    remedies = []
+    if described.get("defer_fsdp_grad_sync") is True:
+        remedies.append(f"defer_fsdp_grad_sync=False (a window of several holds {sizes[GRADIENTS]} of gradients)")
+    if described.get("reshard_during_accumulation") is False:
+        remedies.append(f"reshard_during_accumulation=True ({sizes[PARAMETERS]} of parameters stay gathered)")
+    if not described.get("activation_checkpointing"):
+        remedies.append("activation_checkpointing=True")
+    if described.get("data_parallel") == "ddp":
+        remedies.append("data_parallel='fsdp2'")
+    remedies += ["lightning_automodel.token_loss in place of all logits", "fewer rows in a micro-batch"]
+    error.args = (f"{error} To need less memory: {', '.join(remedies)}.",)
 
 
 def contains_hugging_face_causal_lm(module: nn.Module) -> bool:

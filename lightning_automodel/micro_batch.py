@@ -70,6 +70,8 @@ class MicroBatches:
                 if self._draws_its_batches or dist.get_world_size() == 1:  # there it is the end of the data
                     raise
                 raise checks.stopped_by_user_code("training_step") from error
+        if not self.module.automatic_optimization:
+            self.engine.sync.end_step()
         if self.module.automatic_optimization and output is not None:
             self._count(output)
         else:
@@ -159,8 +161,7 @@ class MicroBatches:
             self.advice.about_first_window(self.windows.last_step)
         if module.automatic_optimization:
             self.inputs.end_padding()
-        hooks = self.engine.sync.showing_shards() if self._ends_window else nullcontext()
-        with hooks:
+        with self.engine.sync.showing_shards():
             return plugin.post_backward(loss, module)
 
     def _objective(

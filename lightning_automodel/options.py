@@ -58,7 +58,7 @@ class StrategyOptions:
     label_shift: int = 0
     count_label_tokens: Callable[..., Any] | None = None
     count: Literal["tokens", "samples"] | None = None
-    defer_fsdp_grad_sync: bool | Literal["all_reduce"] = True
+    defer_fsdp_grad_sync: bool | Literal["all_reduce", "auto"] = "auto"
     reshard_during_accumulation: bool | Literal["auto"] = "auto"
     auto_wrap_policy: set[type[Module]] | Callable[..., Any] | None = None
     reshard_after_forward: bool | int = True
@@ -72,6 +72,7 @@ class StrategyOptions:
     process_group_backend: str | None = None
     init_method: str | None = None
     timeout: timedelta | float = 30
+    heartbeat_timeout: timedelta | float = 2
     start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
     first_rank_setup: bool = False
     save_distributed_checkpoint: bool | None = None
@@ -92,9 +93,10 @@ class StrategyOptions:
                 f" policy of torch.utils.checkpoint, got {choice!r}."
             )
         check_policy(self.mp_policy)
-        _ = self.parsed_timeout  # raises if it is not valid
+        _ = self.parsed_timeout, self.parsed_heartbeat_timeout  # each raises if it is not valid
+        checked = ("auto_wrap_policy", "activation_checkpointing", "mp_policy", "timeout", "heartbeat_timeout")
         for field in fields(self):
-            if field.name not in ("auto_wrap_policy", "activation_checkpointing", "mp_policy", "timeout"):
+            if field.name not in checked:
                 _check(field.name, getattr(self, field.name), field.type)
         if self.count == "samples" and self.count_label_tokens is not None:
             raise ValueError("count='samples' and count_label_tokens are two ways to tell the count: pass one of them.")
@@ -131,6 +133,11 @@ class StrategyOptions:
     def parsed_timeout(self) -> timedelta:
         """``timeout``, which may be minutes."""
         return parse_timeout(self.timeout)
+
+    @property
+    def parsed_heartbeat_timeout(self) -> timedelta:
+        """``heartbeat_timeout``, which may be minutes."""
+        return parse_timeout(self.heartbeat_timeout, "heartbeat_timeout")
 
     @property
     def is_sharded(self) -> bool:

@@ -27,15 +27,17 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_automodel import lightning_internals
-from lightning_automodel.advice import Advice, summary
+from lightning_automodel.advice import Advice, explain_out_of_memory, summary
 from lightning_automodel.checkpoint import (
     DIRECTORY_NOTE,
     RunCheckpoints,
     describe_models,
     differing_extra_states,
     model_state,
+    named_parameters,
     note_on_hyper_parameters,
     optimizer_state,
+    restorable_state,
     whole,
 )
 from lightning_automodel.data.batches import Exchange
@@ -85,8 +87,10 @@ class AutomodelStrategy(ParallelStrategy):
         count_label_tokens: ``batch -> int | Tensor``, the number of label tokens.
         count: ``"samples"`` counts the rows that all tensors of a batch have, for classifiers with ``(x, y)``. None
             and ``"tokens"`` count label tokens, in one of the other ways.
-        defer_fsdp_grad_sync: When FSDP2 reduces gradients. True: once per window. False: after each micro-batch, which
-            takes less memory. ``"all_reduce"``: with replicas, reduce-scatter each time and all-reduce once.
+        defer_fsdp_grad_sync: When FSDP2 reduces gradients. True: once per window, until which they are kept unsharded.
+            False: after each micro-batch, which takes less memory. ``"all_reduce"``: with replicas, reduce-scatter each
+            time and all-reduce once. ``"auto"``: True if an estimate says that a window's gradients fit on every rank,
+            else False; ``describe()`` has it.
         reshard_during_accumulation: False keeps parameters gathered for a whole window; under manual optimization from
             a forward to the end of a backward, or to a step. ``"auto"``: if an estimate says that they fit, and never
             under manual optimization; ``describe()`` has it.
@@ -114,7 +118,10 @@ class AutomodelStrategy(ParallelStrategy):
         start_method: How the ranks of a node are started, if no launcher has started them. ``"popen"``: this process
             is rank 0 and runs the script again for each other rank. ``"fork"`` (also in notebooks; one CPU thread a
             rank), ``"spawn"`` and ``"forkserver"``: as workers, from which weights and metrics come back.
-        timeout: How long a collective may wait, and how long a rank may miss its heartbeats: ``timedelta`` or minutes.
+        timeout: How long a collective may wait: ``timedelta`` or minutes.
+        heartbeat_timeout: How long a rank may miss its heartbeats, if that is less than ``timeout``: ``timedelta`` or
+            minutes. A thread sends them, which a debugger that stops all threads, or an extension that keeps Python's
+            lock, stops too.
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
         save_distributed_checkpoint: True: a checkpoint is a directory of shards. False: one file, for which rank 0
             needs host memory for the whole state. None: a directory if the model is sharded over several ranks, and
@@ -293,7 +300,7 @@ class AutomodelStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         timeout = self._options.parsed_timeout
-        process_group.join_process_group(
+        have_just_joined = process_group.join_process_group(
             cast(ClusterEnvironment, self.cluster_environment),
             self.process_group_backend,
             timeout,
@@ -302,7 +309,8 @@ class AutomodelStrategy(ParallelStrategy):
             check_processes,
         )
         self._evaluation_steps = 0
-        self._supervisor.watch(timeout, self._where)
+        heartbeat_timeout = self._options.parsed_heartbeat_timeout
+        self._supervisor.watch(timeout, heartbeat_timeout, self._where, have_just_joined)
 
     @override
     def setup_environment(self) -> None:
@@ -358,7 +366,7 @@ class AutomodelStrategy(ParallelStrategy):
 
         Args:
             scope: ``"node"`` if each node has its own disk, ``"global"`` for a shared file system.
-            timeout: How long a working rank may miss its heartbeats. None: the strategy's timeout.
+            timeout: Within which all ranks must enter the block. None: the strategy's timeout.
         """
         return FirstRankPerNode(scope=scope, timeout=self._options.timeout if timeout is None else timeout)
 
@@ -654,7 +662,14 @@ class AutomodelStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if not self._checkpoints.names_parameters:
             return super().optimizer_state(optimizer)
-        return self._as_saved(optimizer_state(self._module, unwrap(optimizer)))
+        optimizer = unwrap(optimizer)
+        if not self._options.is_sharded or self._supervisor.has_failed:
+            return self._as_saved(optimizer_state(self._module, optimizer))
+        collectives.named_barrier("optimizer_state", self._options.parsed_timeout)
+        group = collectives.host_group(self._options.parsed_timeout) if self.world_size > 1 else None
+        return self._as_saved(
+            restorable_state(self._module, optimizer, lambda known: collectives.gather_objects(known, group))
+        )
 
     def _as_saved(self, state: dict[str, Any]) -> dict[str, Any]:
         """``state`` with this rank's shards for a directory, for one file whole on rank 0 and empty on the others.
@@ -683,6 +698,8 @@ class AutomodelStrategy(ParallelStrategy):
             if self._run is not None:
                 self._run.engine.synchronize_buffers()
         checkpoint.update(describe_models(module))
+        if not self._checkpoints.names_parameters and "optimizer_states" in checkpoint:
+            checkpoint.update(named_parameters(module, [unwrap(each) for each in self.optimizers]))
         ranks = self._saving_group()
         if self._resume is not None and "optimizer_states" in checkpoint:
             extra_states = differing_extra_states(module, filepath, ranks)
@@ -748,18 +765,24 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         checks.explain(exception)
+        explain_out_of_memory(exception, self.describe)
         self._end_setup_block(exception)
         if isinstance(exception, lightning_internals.SIGTERMException) and self._supervisor.requeues:
             lightning_internals.save_and_requeue(self._module.trainer)
         if self._run is not None:
-            self._run.interrupt()
+            with self._supervisor.tearing_down():
+                self._run.interrupt()
 
     @override
     def teardown(self) -> None:
-        with ExitStack() as leaving:
-            leaving.callback(self._supervisor.close)
-            leaving.callback(self._teardown_training)
+        try:
             self._checkpoints.close(was_interrupted=self._supervisor.has_failed)
+        finally:
+            try:
+                with self._supervisor.tearing_down():
+                    self._teardown_training()
+            finally:
+                self._supervisor.close()
 
     def _teardown_training(self) -> None:
         trainer = None if self.lightning_module is None else self.lightning_module._trainer

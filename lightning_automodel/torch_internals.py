@@ -4,15 +4,18 @@ import functools
 import gc
 import math
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, _redistribute
@@ -488,6 +491,23 @@ def without_wrappers(name: str) -> str:
     return name.replace(f"{_COMPILED}.", "").replace("_checkpoint_wrapped_module.", "")
 
 
+def module_versions(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What torch notes of each module in a state dict, above all its ``_version``, by its name without wrappers.
+
+    A module that was changed since an older version converts what it is given; without a version, each time.
+    """
+    noted = getattr(state, "_metadata", None) or {}
+    # Of a wrapper and what it wraps, which comes later, the latter stays.
+    return {without_wrappers(f"{path}.").removesuffix("."): dict(each) for path, each in noted.items()}
+
+
+def with_module_versions(state: Mapping[str, Any], versions: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """``state`` in a dict that notes ``versions``, by names of modules, as :func:`module_versions` returns them."""
+    found = OrderedDict(state)
+    found._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    return found
+
+
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module that ``torch.compile`` wraps, else ``module``."""
     return getattr(module, _COMPILED, module)
@@ -633,6 +653,116 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+@contextmanager
+def shared_groups(groups: dict[tuple[int, ...], Any]) -> Iterator[None]:
+    """Context in which meshes use ``groups``, by their ranks, before they make others, which are added.
+
+    Meshes make a group for each dimension, also where another dimension has the same ranks, which costs a
+    communicator, and where a rank is alone. Every rank must hold entries for the same ranks, and build the same meshes.
+    """
+
+    def new_group(ranks: list[int], **kwargs: Any) -> Any:
+        key = tuple(ranks)
+        if key not in groups:
+            groups[key] = _group_of_one(key[0], **kwargs) if len(key) == 1 else dist.new_group(ranks, **kwargs)
+        return groups[key]
+
+    def split_group(split_ranks: list[list[int]], **kwargs: Any) -> Any:
+        own = next(tuple(ranks) for ranks in split_ranks if dist.get_rank() in ranks)
+        kwargs.pop("parent_pg")
+        if len(own) == 1:
+            return new_group(list(own), **kwargs)
+        if own not in groups:
+            made = dist.split_group(split_ranks=split_ranks, **kwargs)
+            groups.update({tuple(ranks): None for ranks in split_ranks})
+            groups[own] = made
+        return groups[own]
+
+    with PatchStack() as patches:
+        patches.set(device_mesh, "new_group", new_group)
+        patches.set(device_mesh, "split_group", split_group)
+        yield
+
+
+def _group_of_one(rank: int, **kwargs: Any) -> Any:
+    """A group of one rank that connects to nothing before it is used; on other ranks what torch returns there."""
+    if rank != dist.get_rank():
+        return dist.GroupMember.NON_GROUP_MEMBER
+    with unbound():
+        return dist.new_group([rank], **{**kwargs, "use_local_synchronization": True})
+
+
+@contextmanager
+def unbound() -> Iterator[None]:
+    """Context in which new groups do not inherit the device that the default group is bound to, nor connect at once."""
+    world = dist.group.WORLD
+    assert world is not None
+    bound = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
+
+
+def accelerator_backends() -> dict[str, Any]:
+    """Backends of accelerators in all groups of this process, by a name that each rank of the group has for it.
+
+    Nothing public lists the groups, or returns the backend of a device. Those of gloo are left out: its collectives
+    block and raise, whatever the device.
+    """
+    found = {}
+    for group in list(dist.distributed_c10d._world.pg_names) if dist.is_initialized() else []:
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            if device.type != "cpu" and backend.name().lower() != dist.Backend.GLOO:
+                # Groups that share no rank may have one name.
+                lowest_rank = min(dist.get_process_group_ranks(group))
+                found[f"{group.group_name} of rank {lowest_rank}"] = backend
+    return found
+
+
+def group_names() -> tuple[str, ...]:
+    """Names of all groups of this process, in the order in which they were made; cheap enough for each step."""
+    return tuple(dist.distributed_c10d._world.pg_names.values())
+
+
+def num_queued(backend: Any) -> int:
+    """Collectives that this rank has queued; the group's own method raises for backends of others."""
+    return int(backend._get_sequence_number_for_group())
+
+
+def abort_backends(backends: Iterable[Any]) -> None:
+    """Free this rank's device and host from collectives that others will not join. May wait for the group's timeout.
+
+    As in torch's own function for all groups, which would also drop those of the host, NCCL's are aborted as one: each
+    by itself, they could wait for each other.
+    """
+    backends = list(backends)
+    first = next((each for each in backends if hasattr(each, "_group_start")), None)
+    if first is not None:
+        first._group_start()
+    try:
+        for backend in backends:
+            with suppress(Exception):  # one that is gone already, or cannot be aborted
+                backend.abort()
+    finally:
+        if first is not None:
+            first._group_end()
+
+
+def abort_process_groups() -> None:
+    """Leave all groups as ``destroy_process_group`` does, without waiting for what they have queued."""
+    dist.distributed_c10d._abort_process_group()
+
+
+def flight_records() -> bytes:
+    """The newest collectives of this rank, as ``torchfrtrace`` reads them. Waits for no device."""
+    c10d: Any = torch._C._distributed_c10d
+    dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
+    return cast(bytes, dump())
+
+
 _probed_states: set[type] = set()
 
 
@@ -679,9 +809,11 @@ def _probe() -> None:
     if ACCUMULATES_IN_LEAF:
         check(FSDPModule, "set_manual_backward_finalization", "finalize_backward")
     check(_redistribute, "clear_redistribute_planner_cache")
+    check(nn.Linear(1, 1).state_dict(), "_metadata", writable=True)
     check(torch.autograd, BACKWARD, writable=True)
     check(torch._C, "_clear_DTensor_sharding_propagator_cache")
     check(DeviceMesh, "_flatten")
+    check(device_mesh, "new_group", "split_group")
     check(GradScaler, "_per_optimizer_states", "_unscale_grads_")
     check(DistributedDataParallel, "_check_reducer_finalized")
     check(nn.Module, "_compiled_call_impl")
@@ -690,6 +822,10 @@ def _probe() -> None:
     check(torch.autograd.graph, BACKWARD)
     check(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_is_view")
     check(DTensor, "_local_tensor")
+    check(dist.distributed_c10d, "_world", "_abort_process_group")
+    check(dist.ProcessGroup, "_device_types", "_get_backend")
+    check(torch._C._distributed_c10d.Backend, "_get_sequence_number_for_group")
+    check(torch._C._distributed_c10d, "_dump_fr_trace")
 
 
 _probe()

@@ -106,6 +106,8 @@ class TrainingRun:
         self.replaced = ReplacedParameters(module)
         self.engine, self._policy = self._make_engine(local_ranks)
         self.model = self.engine.setup(module, fitting, self._give_values)
+        if fitting and self._may_accumulate():
+            self.advice.about_deferral(self.engine.describe())
         self.replaced.found(self.engine.sync.counts, self.patches)
         self._changed = ChangedParameters(module, self.patches)
         tensor_parallel.synchronize_metrics(module, self._mesh, self.patches)
@@ -121,7 +123,7 @@ class TrainingRun:
         scaler = precision.enabled_scaler(self.plugin)
         scaling = LossScaling(scaler, in_float16, mesh, self.device, options.is_sharded, self.patches)
         parameters = list(module.parameters())
-        self.windows = GradientWindows(self.engine.sync, weighting, scaling, mesh, self.device, parameters)
+        self.windows = GradientWindows(self.engine.sync, weighting, scaling, mesh, self.device, parameters, host_group)
         self.steps = OptimizerSteps(self.windows, options.track_grad_norm, options.error_if_nonfinite)
         self.patches.callback(self.steps.close)
         if fitting and options.count_window_ahead:
@@ -198,13 +200,15 @@ class TrainingRun:
             zero = self.module.on_validation_model_zero_grad
             self.patches.set(self.module, "on_validation_model_zero_grad", lambda: self._zero_before_validation(zero))
         checks.check_hooks(self.module, self._options.count_window_ahead)
-        trainer: Any = self.module.trainer
-        may_accumulate = trainer.accumulate_grad_batches > 1 or any(
-            isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks
-        )
         is_replicated = not self._options.is_sharded and self._mesh.sizes.divisor > 1
-        if is_replicated and (may_accumulate or not self.module.automatic_optimization):
+        if is_replicated and self._may_accumulate():
             self.steps.watch_plain_backwards(self.patches)
+
+    def _may_accumulate(self) -> bool:
+        """Whether windows of several backwards are to be expected."""
+        trainer: Any = self.module.trainer
+        changes = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
+        return changes or trainer.accumulate_grad_batches > 1 or not self.module.automatic_optimization
 
     def _zero_before_validation(self, zero: Callable[[], None]) -> None:
         held = self.holds_gradients()

@@ -1,6 +1,7 @@
 """The device that ranks train on, so that the same test bodies run on a CPU, on CUDA and on the second device.
 
-CUDA is taken where there is a device for each rank. `TEST_DEVICE=second` takes the device of `tests/second_device`.
+CUDA is taken where there is a device for each rank. `TEST_DEVICE=second` takes the device of `tests/second_device`,
+whose collectives are gloo's; `TEST_DEVICE=nccl` lets them behave as NCCL's (`tests/second_device/nccl_like.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ VARIABLE = "TEST_DEVICE"
 
 def is_second() -> bool:
     """Whether this process trains on the second device."""
-    return os.environ.get(VARIABLE) == "second"
+    return os.environ.get(VARIABLE) in ("second", "nccl")
+
+
+def is_nccl_like() -> bool:
+    """Whether collectives of the second device behave as NCCL's in this process."""
+    return os.environ.get(VARIABLE) == "nccl"
 
 
 def backend(num_ranks: int) -> str:

@@ -101,7 +101,8 @@ class RankPool:
 
     Args:
         num_ranks: size of the process group.
-        device: "second" for ranks that train on the device of `tests/second_device`, "" for CUDA or a CPU.
+        device: "second" or "nccl" for ranks that train on the device of `tests/second_device`, with gloo's collectives
+            or with those that behave as NCCL's; "" for CUDA or a CPU.
     """
 
     def __init__(self, num_ranks: int, device: str = os.environ.get(devices.VARIABLE, "")) -> None:
@@ -321,6 +322,10 @@ class _Membership:
                 with socket.socket(fileno=os.dup(descriptor)) as connection:
                     if connection.family == socket.AF_INET and connection.getpeername()[1] != self._store_port:
                         connection.shutdown(socket.SHUT_RDWR)
+        if devices.is_nccl_like():
+            # Else leaving waits for the others.
+            for group in dist.distributed_c10d._world.pg_map:
+                group.abort()
         self.leave()
 
 

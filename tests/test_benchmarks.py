@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from tests.processes import fresh_environment
 from tests.second_device import build
@@ -23,6 +30,92 @@ def test_idle_times(monkeypatch: pytest.MonkeyPatch) -> None:
     events = [(0.0, 4.0, "first"), (1.0, 2.0, "inside"), (4.0, 5.0, "next"), (7.0, 8.0, "late"), (9.0, 10.0, "last")]
     assert idle_times(events) == {"span": 10.0, "idle": 3.0, "gaps": [(2.0, "late"), (1.0, "last")]}
     assert idle_times([]) == {"span": 0.0, "idle": 0, "gaps": []}
+
+
+def test_annotations_are_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A range around two operators and a pause: the pause is idle."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from gpu import busy_times, idle_times
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiled, record_function("a whole unit"):
+        torch.ones(2).sum()
+        time.sleep(0.05)
+        torch.ones(2).prod()
+    found = busy_times(profiled, DeviceType.CPU)
+    assert "a whole unit" in {event.name for event in profiled.events()}
+    assert "a whole unit" not in {name for _, _, name in found}
+    assert idle_times(found)["idle"] > 40_000  # microseconds
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA B200", 2250),
+        ("Tesla V100-SXM2-16GB", 0),  # has no bfloat16
+        ("cpu", 0),
+    ],
+)
+def test_peaks(monkeypatch: pytest.MonkeyPatch, name: str, peak: int) -> None:
+    """Each card's own, and none for one that is not known."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from single_gpu import known_peak
+
+    assert known_peak(name) == peak
+
+
+SHARE = 0.9  # of a card's memory that tensors may take: contexts, kernels and the allocator have the rest
+
+
+@cache
+def _planned(case: Any, recompute: bool) -> float:
+    """The most that a rank holds, in GB, by the plan."""
+    from llama import LlamaModule
+
+    from lightning_automodel.options import StrategyOptions
+    from lightning_automodel.plan.layouts import DEVICES, Plan
+    from lightning_automodel.plan.recording import run
+
+    case = replace(case, device="meta", precision="bf16-true", recompute=recompute)
+    options = StrategyOptions(activation_checkpointing=recompute)
+    tokens = torch.zeros(case.rows, case.length, dtype=torch.long)
+    micro = run(lambda: (LlamaModule(case), {"input_ids": tokens, "labels": tokens}), "bf16-true", options)
+    return Plan(micro, options, case.ranks, case.accumulate, DEVICES["h100"], 8).high_water / 1e9
+
+
+@pytest.mark.parametrize("gigabytes", [80, 141])
+def test_stages_fit(monkeypatch: pytest.MonkeyPatch, gigabytes: int) -> None:
+    """Every case of every stage on one card, by the plan. What keeps some activations counts as what keeps all."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu
+    import single_gpu
+
+    stages = {name: gpu.stage_case(name, "cuda", gigabytes) for name in gpu.STAGE_SHAPES}
+    one_device = replace(stages["one-device"], rows=1, is_chunked=False, recompute=False)  # as the script is called
+    cases = [("one-device", case) for case in single_gpu.ways(one_device).values()]
+    cases += [("one-device", case) for case in single_gpu.switched(one_device).values()]
+    cases += [("waits", replace(stages["waits"], **feature)) for feature in gpu.FEATURES.values()]
+    cases += [("trace", stages["trace"])]
+    cases += [("long", case) for case in gpu.long_cases(stages["long"])[-2:]]  # the longest
+    cases += [("two-ranks", replace(stages["two-ranks"], ranks=2))]
+    assert {stage for stage, _ in cases} == set(gpu.STAGES) - {"tests"}
+    most: dict[str, float] = {}
+    for stage, case in cases:
+        recomputes = case.recompute in (True, "offload")
+        same = replace(case, way="automodel", recompute=recomputes, compile=False, options=())
+        on_card = 2 if stage == "two-ranks" else 1
+        most[stage] = max(most.get(stage, 0.0), on_card * _planned(same, recomputes))
+    assert {stage: size for stage, size in most.items() if size > SHARE * gigabytes} == {}, most
 
 
 @pytest.mark.sweep

@@ -35,7 +35,7 @@ POLICY = "auto_wrap_policy must be a set of nn.Module classes or a function of a
         ),
         (
             {"defer_fsdp_grad_sync": "allreduce"},
-            "defer_fsdp_grad_sync must be one of True, False, 'all_reduce', got 'allreduce'.",
+            "defer_fsdp_grad_sync must be one of True, False, 'all_reduce', 'auto', got 'allreduce'.",
         ),
         ({"data_parallel_size": 0}, f"data_parallel_size {SIZE} 0."),
         ({"data_parallel_size": "two"}, f"data_parallel_size {SIZE} 'two'."),
@@ -57,6 +57,10 @@ POLICY = "auto_wrap_policy must be a set of nn.Module classes or a function of a
         (
             {"timeout": 0},
             "timeout must be positive and finite, got 0; pass a timedelta or a number of minutes, e.g. 30.",
+        ),
+        (
+            {"heartbeat_timeout": -1},
+            "heartbeat_timeout must be positive and finite, got -1; pass a timedelta or a number of minutes, e.g. 30.",
         ),
     ],
 )
@@ -90,6 +94,7 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
         ({"activation_checkpointing": nn.Linear}, f"{RECOMPUTED} <class 'torch.nn.modules.linear.Linear'>."),
         ({"timeout": "30"}, "timeout must be a timedelta or a number of minutes, got '30'."),
         ({"timeout": True}, "timeout must be a timedelta or a number of minutes, got True."),
+        ({"heartbeat_timeout": "2"}, "heartbeat_timeout must be a timedelta or a number of minutes, got '2'."),
         ({"timeout": None}, "timeout must be a timedelta or a number of minutes, got None."),
     ],
 )

@@ -89,8 +89,8 @@ class ExactnessCheck(Callback):
         if steps < 1:
             raise ValueError(f"ExactnessCheck: steps must be at least 1, got {steps}.")
         counter = count_samples if count == "samples" else count_label_tokens
-        self._told = TokenWeighting(per_token_loss, loss_reduction, label_key, ignore_index, label_shift, counter)
-        self._is_told = count is not None or self._told != TokenWeighting()
+        told = TokenWeighting(per_token_loss, loss_reduction, label_key, ignore_index, label_shift, counter)
+        self._told = None if count is None and told == TokenWeighting() else told
         self._num_steps, self._raises = steps, raises
         self._patches = PatchStack()
         self._reset()
@@ -113,7 +113,7 @@ class ExactnessCheck(Callback):
         if stage != TrainerFn.FITTING:
             return
         self._reset()
-        if self._is_told and automodel(trainer) is not None:
+        if self._told is not None and automodel(trainer) is not None:
             raise ValueError(
                 "ExactnessCheck checks the counting options of AutomodelStrategy, and takes its own only under other"
                 " strategies: pass them to AutomodelStrategy alone."
@@ -186,7 +186,7 @@ class ExactnessCheck(Callback):
             f"ExactnessCheck compares the first {self._num_steps} optimizer steps with one process. On rank 0 this"
             f" needs up to {gib:.2g} GiB, and the activations of one micro-batch in float64."
         )
-        return Comparison(replay, trainer, self._told if self._is_told else None), None
+        return Comparison(replay, trainer, self._told), None
 
     # --- One optimizer step -------------------------------------------------------------------------------------------
 

@@ -3,9 +3,10 @@
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.extra_states import differing_extra_states
 from lightning_automodel.checkpoint.hugging_face import describe_models, export_hugging_face
+from lightning_automodel.checkpoint.optimizers import named_parameters, optimizer_state, restorable_state
 from lightning_automodel.checkpoint.reading import load_directories
 from lightning_automodel.checkpoint.session import DIRECTORY_NOTE, RunCheckpoints
-from lightning_automodel.checkpoint.state_dict import model_state, optimizer_state, whole
+from lightning_automodel.checkpoint.state_dict import model_state, whole
 from lightning_automodel.checkpoint.whole_modules import note_on_hyper_parameters
 
 __all__ = [
@@ -16,8 +17,10 @@ __all__ = [
     "differing_extra_states",
     "export_hugging_face",
     "model_state",
+    "named_parameters",
     "note_on_hyper_parameters",
     "optimizer_state",
+    "restorable_state",
     "whole",
 ]
 

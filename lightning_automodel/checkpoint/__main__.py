@@ -15,12 +15,15 @@ from torch import Tensor
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.hugging_face import KEY, export_checkpoint
+from lightning_automodel.checkpoint.optimizers import is_optimizer_key
 from lightning_automodel.checkpoint.reading import open_checkpoint
 from lightning_automodel.checkpoint.safe_load import NotPlainDataError
 from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import save_file
-from lightning_automodel.checkpoint.state_dict import MODEL, Saved, dicts_in, is_optimizer_key, optimizer_key
+from lightning_automodel.checkpoint.state_dict import MODEL, Saved, dicts_in
+from lightning_automodel.checkpoint.trees import put_together
 from lightning_automodel.resume import CHECKPOINT_KEY
+from lightning_automodel.torch_internals import with_module_versions
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -151,27 +154,20 @@ def _write_one_file(path: str, out: str, weights_only: bool | None) -> None:
         raise CheckpointError(f"{path} is not a directory of shards: there is nothing to consolidate")
     target = paths.new_local_target(out)
     shards = ShardDirectory(path, weights_only, alone=True)
-    values: dict[str, Any] = {
-        name: None if entry is None else _mapped(entry, target.parent)
-        for name, entry in shards.entries.items()
-        if entry is not None or is_optimizer_key(name.partition(".")[0])
-    }
+    values = {name: _mapped(entry, target.parent) for name, entry in shards.entries.items() if entry is not None}
     shards.read_into(values)
     objects = shards.read_model(name for name, entry in shards.model.items() if entry is None)
     # As Lightning makes it; with weights only it has no `optimizer_states`, and no schedules.
     tree: dict[str, Any] = {**shards.rest, MODEL: objects}
     dicts = dict(dicts_in(tree))
-    optimizers: dict[tuple[Any, ...], Any] = {}
     for name, value in values.items():
         place = shards.places[name]
-        if is_optimizer_key(place[0]):
-            optimizers[place] = value
-        else:
+        if not is_optimizer_key(place[0]):
             dicts[place[0]][place[1]] = value
-    built = _nested(optimizers)
-    states = [{"state": {}, "param_groups": [], **built[optimizer_key(index)]} for index in range(len(built))]
+    states = [put_together(state, values.__getitem__) for state in shards.optimizer_states()]
     if states or "lr_schedulers" in tree:
         tree["optimizer_states"] = states
+    tree[MODEL] = with_module_versions(tree[MODEL], shards.module_versions)
     save_file(tree, str(target))
 
 
@@ -183,17 +179,6 @@ def _mapped(entry: Tensor, folder: Path) -> Tensor:
         # The mapping keeps the deleted file alive.
         storage = torch.UntypedStorage.from_file(file.name, True, entry.numel() * entry.element_size())
     return torch.empty(0, dtype=entry.dtype).set_(storage).view(entry.size())  # type: ignore[arg-type]
-
-
-def _nested(values: dict[tuple[Any, ...], Any]) -> Any:
-    """The dicts and lists that torch.distributed.checkpoint has flattened; numbers in a path are places in a list."""
-    if () in values:
-        return values[()]
-    below: dict[Any, dict[tuple[Any, ...], Any]] = {}
-    for (first, *rest), value in values.items():
-        below.setdefault(first, {})[tuple(rest)] = value
-    built = {key: _nested(each) for key, each in below.items()}
-    return [built[key] for key in sorted(built)] if all(isinstance(key, int) for key in built) else built
 
 
 if __name__ == "__main__":

@@ -105,6 +105,7 @@ class EditedDirectory(Saved):
     def __init__(self, directory: ShardDirectory, state: Mapping[str, Any]) -> None:
         self.path = directory.path
         self.rest = directory.rest
+        self.module_versions = directory.module_versions
         self.world_size = directory.world_size
         self._directory = directory
         unread = state.unread if isinstance(state, LazyState) else set()
@@ -116,6 +117,10 @@ class EditedDirectory(Saved):
                 self.entries[name] = entry
         for name, value in self._edited.items():
             self.entries[name] = value if isinstance(value, Tensor) else None
+
+    @override
+    def optimizer_states(self) -> list[dict[str, Any]]:
+        return self._directory.optimizer_states()
 
     @override
     def read_into(self, targets: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -36,7 +37,15 @@ _PATIENCE = timedelta(minutes=30)  # the default of torch's process groups
 
 def describe_models(module: nn.Module) -> dict[str, list[Description]]:
     """What to add to a checkpoint of ``module``; empty if it has no Hugging Face model. Not a collective."""
-    found = [_described(prefix, model) for prefix, model in _models(module)]
+    found: list[Description] = []
+    for prefix, model in _models(module):
+        try:
+            found.append(_described(prefix, model))
+        except Exception as error:  # of any library; a save must not fail for it
+            rank_zero_warn(
+                f"Checkpoints do not describe the Hugging Face model {prefix} ({type(error).__name__}: {error}): they"
+                " are complete, but exporting from them needs the prefix of its names, and config.json from elsewhere."
+            )
     return {KEY: found} if found else {}
 
 
@@ -94,7 +103,8 @@ def _adapters(model: Any) -> dict[str, Any]:
     from_transformers = not hasattr(model, "get_base_model")
     adapter = model.active_adapters()[0] if from_transformers else model.active_adapter
     config = model.peft_config[adapter]
-    names = {name: name for name in _parameters(model)}
+    # Buffers too: VeRA's projections.
+    names = {name: name for name in map(without_wrappers, model.state_dict())}
     own: dict[str, Any] = {}
     if not config.is_prompt_learning:
         # Adapters of embeddings are saved with the embeddings; to find out by itself, PEFT would use the network.

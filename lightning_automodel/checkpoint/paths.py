@@ -22,6 +22,8 @@ TEMPORARY = ".unfinished-"
 PATIENCE_S = 5.0
 """How long a rank waits until it sees what another has written, before it takes their file systems for different."""
 
+_LONGEST_NAME = 255  # bytes, on all common file systems
+
 _OF_CHECKPOINTS = (".metadata", "meta.pt")
 """Files that show that a directory holds shards, this package's or another's, even if some are missing."""
 
@@ -184,7 +186,7 @@ def replace(temporary: Path, target: Path) -> None:
     if _is_folder(temporary):
         sync(temporary)
     if (_is_folder(temporary) and os.path.lexists(target)) or _is_folder(target):  # os.replace would refuse
-        aside = target.with_name(f"{target.stem}.replaced-{uuid.uuid4().hex}{target.suffix}")
+        aside = _aside(target)
         os.rename(target, aside)
     try:
         os.replace(temporary, target)
@@ -195,6 +197,13 @@ def replace(temporary: Path, target: Path) -> None:
     sync(target.parent)
     if aside is not None:
         remove(str(aside))
+
+
+def _aside(target: Path) -> Path:
+    """A new name for what is replaced at ``target``, no longer than file systems allow."""
+    end = f".replaced-{uuid.uuid4().hex}{target.suffix}"
+    stem = target.stem.encode()[: _LONGEST_NAME - len(end.encode())].decode(errors="ignore")
+    return target.with_name(f"{stem}{end}")
 
 
 def link(target: Path, name: Path) -> None:

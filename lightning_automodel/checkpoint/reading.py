@@ -14,6 +14,7 @@ from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import WholeCheckpoint, load_file
 from lightning_automodel.checkpoint.state_dict import MODEL, Saved
 from lightning_automodel.patching import PatchStack
+from lightning_automodel.torch_internals import with_module_versions
 
 
 def open_checkpoint(path: str, weights_only: bool | None, reads_content: bool = True) -> Saved:
@@ -50,5 +51,5 @@ def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> d
     saved = open_checkpoint(place, weights_only)
     # Of its other kinds, functions and dicts, none has to move what is in host memory.
     device = map_location if isinstance(map_location, str | torch.device) else "cpu"
-    state = saved.read_model(saved.model)
-    return {**saved.rest, MODEL: {n: v.to(device) if isinstance(v, Tensor) else v for n, v in state.items()}}
+    state = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in saved.read_model(saved.model).items()}
+    return {**saved.rest, MODEL: with_module_versions(state, saved.module_versions)}

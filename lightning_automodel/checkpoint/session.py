@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -19,6 +20,7 @@ from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import paths, single_file, state_dict
 from lightning_automodel.checkpoint.edited import EditedDirectory, LazyState
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
+from lightning_automodel.checkpoint.optimizers import parameter_names
 from lightning_automodel.checkpoint.sharded import ShardDirectory, is_shard_directory, prepare_shards
 from lightning_automodel.checkpoint.single_file import WholeCheckpoint, fill_module, load_file, prepare_file
 from lightning_automodel.checkpoint.whole_modules import with_whole_modules
@@ -26,6 +28,7 @@ from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import weight_averaging
+from lightning_automodel.torch_internals import without_wrappers
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +139,8 @@ class RunCheckpoints:
             checkpoint.update(with_whole_modules(rest, module, f"Cannot save {target}"))
         self._pending_path = target if in_background else ""
         if self.as_directory:
-            write = prepare_shards(checkpoint, target, copy=in_background)
+            parameters = {without_wrappers(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+            write = prepare_shards(checkpoint, target, parameters, copy=in_background)
         else:
             if self.is_sharded:
                 # One file holds whole tensors: it lists what was sharded, so that loading can shard it again.
@@ -147,9 +151,10 @@ class RunCheckpoints:
         self._defers = goes_on
         if in_background:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self._pending = self._thread.submit(write, self._background_group())
+            self._pending = self._thread.submit(_write_beside_training, module.device, write, self._background_group())
             return
-        write(None)
+        # Objects that travel through a group of devices would wait for these, and take their memory.
+        write(collectives.host_group(self._timeout) if dist.is_initialized() else None)
         if not goes_on:
             self._finish()  # no later step would link and remove what waits for this save
 
@@ -284,7 +289,7 @@ class RunCheckpoints:
 
         If it does not fit, every rank raises :class:`CheckpointError` before anything was changed.
         """
-        optimizers = [each for each in optimizers if state_dict.has_state(each.state_dict())]
+        optimizers = [each for each in optimizers if each.state_dict()]  # Lightning's stand-in for none has no state
         if not self.fills_optimizers:
             with on_every_rank(f"Cannot load {self._path}"):
                 fill_module(module, checkpoint, optimizers, strict)
@@ -296,7 +301,7 @@ class RunCheckpoints:
             if self._opened is not None:
                 saved = EditedDirectory(self._opened, checkpoint[state_dict.MODEL])
             else:
-                names = [state_dict.parameter_names(module, optimizer) for optimizer in optimizers]
+                names = [parameter_names(module, optimizer) for optimizer in optimizers]
                 saved = WholeCheckpoint(self._path, checkpoint, names)
         assert saved is not None
         state_dict.load_state(saved, module, optimizers, strict)
@@ -306,6 +311,22 @@ class RunCheckpoints:
         # Lightning's callback reads the weights from this entry, and loads the average into its copy itself.
         if weight_averaging.averaged_models(module):
             checkpoint[state_dict.MODEL] = own
+
+
+def _write_beside_training(
+    device: torch.device, write: Callable[[dist.ProcessGroup | None], None], group: dist.ProcessGroup | None
+) -> None:
+    """Write in a thread on the ``device`` of this rank, and on a stream of its own.
+
+    A thread begins on the first device, with the stream that training uses, and torch synchronises the current stream
+    over and over while it writes.
+    """
+    if device.type == "cpu":
+        write(group)
+        return
+    torch.accelerator.set_device_index(device)
+    with torch.Stream(device):
+        write(group)
 
 
 def _file_saver(io: CheckpointIO, storage_options: Any | None = None) -> Callable[[dict[str, Any], str], None]:

@@ -11,7 +11,7 @@ import json
 import socket
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -33,17 +33,21 @@ from typing_extensions import override
 from lightning_automodel import torch_internals
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
+from lightning_automodel.checkpoint.optimizers import NOTES, OPTIMIZER_STATES, is_optimizer_key, optimizer_key
 from lightning_automodel.checkpoint.safe_load import MetadataUnpickler, load_plain_data
 from lightning_automodel.checkpoint.single_file import check_content
 from lightning_automodel.checkpoint.state_dict import (
     EXTRA_STATES,
     MODEL,
+    MODULE_VERSIONS,
     Saved,
     copied,
     is_extra_state,
-    optimizer_key,
+    shards_that_cannot_be_loaded,
     split_shards,
 )
+from lightning_automodel.checkpoint.trees import PLACE, hides_shards, joined, nested, take_apart
+from lightning_automodel.checkpoint.trees import Path as TreePath
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 
@@ -101,7 +105,7 @@ class ShardWriter(torch_internals.FsspecWriter):
 
 
 def prepare_shards(
-    checkpoint: dict[str, Any], path: str, copy: bool = False
+    checkpoint: dict[str, Any], path: str, parameters: Set[str] = frozenset(), copy: bool = False
 ) -> Callable[[dist.ProcessGroup | None], None]:
     """Prepare a directory: shards of model and optimizers by every rank, the rest by rank 0. A collective.
 
@@ -111,10 +115,11 @@ def prepare_shards(
     Args:
         checkpoint: Lightning's checkpoint, with shards instead of whole tensors; states are popped from it.
         path: Path of the checkpoint, the same on every rank.
+        parameters: Names of the model's parameters.
         copy: Whether the state is copied to host memory, so that it may change before it is written.
     """
     what = f"Cannot save {path}"
-    shards, rest = _take_shards(checkpoint)
+    shards, rest = _take_shards(checkpoint, parameters)
     folder, content = "", io.BytesIO()
     try:
         with on_every_rank(what):
@@ -160,8 +165,12 @@ def _check_shared(folder: str, path: str, node: str) -> None:
         )
 
 
-def _take_shards(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Shards by place, and the rest of ``checkpoint``, from which the states of model and optimizers are popped."""
+def _take_shards(checkpoint: dict[str, Any], parameters: Set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Shards by place, and the rest of ``checkpoint``, from which the states of model and optimizers are popped.
+
+    Of what may differ between the ranks, such as buffers of a replicated model, rank 0's is saved, as in one file. Of
+    parameters and their states torch shares out the writing.
+    """
     of_model: dict[str, Any] = checkpoint.pop(MODEL)
     # Of extra states also tensors: ranks may have others, of other sizes, and the resume state has those.
     objects = {
@@ -169,11 +178,32 @@ def _take_shards(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
         for name, value in list(of_model.items())
         if not isinstance(value, Tensor) or (is_extra_state(name) and not isinstance(value, DTensor))
     }
+    for name, value in objects.items():
+        if not isinstance(value, Tensor) and hides_shards(value):
+            raise shards_that_cannot_be_loaded(name)
+    checkpoint[MODULE_VERSIONS] = torch_internals.module_versions(of_model)
     shards = {MODEL: of_model}
+    trees: dict[str, Any] = {}
     for index, state in enumerate(filter(None, checkpoint.pop("optimizer_states", []))):
-        shards[optimizer_key(index)] = state
+        key = optimizer_key(index)
+        trees[key], leaves = take_apart(state, (key,))
+        shards.update(nested({path: leaf for path, leaf in leaves.items() if _is_written(path, leaf, parameters)}))
+    checkpoint[OPTIMIZER_STATES] = trees
     rest, others = split_shards(checkpoint, of_model.keys())
-    return {**shards, **others}, {**rest, EXTRA_STATES: objects} if objects else rest
+    for place, each in [(MODEL, of_model), *others.items()]:
+        written = {name: value for name, value in each.items() if _is_written((place, name), value, parameters)}
+        shards[place] = written
+    return shards, {**rest, EXTRA_STATES: objects} if objects else rest
+
+
+def _is_written(path: TreePath, leaf: Any, parameters: Set[str]) -> bool:
+    """Whether this rank offers a leaf to torch."""
+    if path[1] == NOTES:
+        return False
+    if isinstance(leaf, DTensor) or group_rank() == 0:
+        return True
+    of_parameter = path[1:2] if path[0] == MODEL else path[2:3]
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and not parameters.isdisjoint(map(str, of_parameter))
 
 
 class ShardDirectory(Saved):
@@ -199,6 +229,8 @@ class ShardDirectory(Saved):
             if not isinstance(rest, dict):
                 raise CheckpointError(f"{REST} holds a {type(rest).__name__}, which is not a checkpoint's rest")
             self._extra_state: dict[str, Any] = rest.pop(EXTRA_STATES, {})
+            self._optimizers: dict[str, Any] | None = rest.pop(OPTIMIZER_STATES, None)
+            self.module_versions: dict[str, dict[str, Any]] = rest.pop(MODULE_VERSIONS, {})
             self.rest = rest
             self.entries = {
                 name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
@@ -211,6 +243,19 @@ class ShardDirectory(Saved):
             # torch calls the files __<rank>_<number>.distcp.
             self.world_size = len({name.lstrip("_").partition("_")[0] for name in files})
             self._check_unreplaced()
+
+    @override
+    def optimizer_states(self) -> list[dict[str, Any]]:
+        """See :class:`.Saved`. Reads what is no tensor, of other programs' directories; not a collective."""
+        states = self._read_optimizers() if self._optimizers is None else self._optimizers
+        return [{"state": {}, **states[optimizer_key(index)]} for index in range(len(states))]
+
+    def _read_optimizers(self) -> dict[str, Any]:
+        """The states that other programs, or earlier releases of this one, have left to torch to take apart."""
+        places = {path: joined(path) for path in self.places.values() if is_optimizer_key(path[0])}
+        found: dict[str, Any] = {key: None for key in places.values() if self.entries[key] is None}
+        self._read(found, is_alone=True)
+        return nested({path: found.get(key, {PLACE: key}) for path, key in places.items()})
 
     @override
     def read_into(self, targets: dict[str, Any]) -> None:

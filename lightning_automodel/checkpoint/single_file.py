@@ -19,13 +19,15 @@ from torch.optim import Optimizer
 from torch.utils.serialization import config as serialization_config
 from typing_extensions import override
 
-from lightning_automodel.checkpoint import paths, state_dict
+from lightning_automodel.checkpoint import optimizers, paths, state_dict
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
+from lightning_automodel.checkpoint.optimizers import Names
 from lightning_automodel.checkpoint.safe_load import load_plain_data
 from lightning_automodel.checkpoint.state_dict import MODEL, Saved
+from lightning_automodel.checkpoint.trees import joined, take_apart
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.sharding.apply import shard_like
-from lightning_automodel.torch_internals import without_wrappers
+from lightning_automodel.torch_internals import module_versions, without_wrappers
 
 
 def prepare_file(
@@ -108,20 +110,24 @@ def check_content(file: IO[bytes], name: str = "it") -> None:
 class WholeCheckpoint(Saved):
     """A checkpoint of whole tensors, as Lightning loads it, open for loading.
 
-    Plain optimizers only number parameters: ``parameter_names`` has those of each of the run's optimizers.
+    Plain optimizers only number parameters: ``parameter_names`` has those of each of the run's optimizers, by group,
+    for files that name none.
     """
 
-    def __init__(self, path: str, checkpoint: dict[str, Any], parameter_names: Iterable[list[str]] = ()) -> None:
+    def __init__(self, path: str, checkpoint: dict[str, Any], parameter_names: Iterable[Names] = ()) -> None:
         self.path = path
         self.rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
-        values = {f"{MODEL}.{without_wrappers(name)}": value for name, value in checkpoint[MODEL].items()}
-        states = filter(state_dict.has_state, checkpoint.get("optimizer_states", []))
-        for index, (state, names) in enumerate(zip(states, parameter_names, strict=False)):
-            key, saved = state_dict.optimizer_key(index), state_dict.by_name(state, names)
-            for name, each in saved["state"].items():
-                values.update({f"{key}.state.{without_wrappers(name)}.{kind}": value for kind, value in each.items()})
-            for i, group in enumerate(saved["param_groups"]):
-                values.update({f"{key}.param_groups.{i}.{setting}": value for setting, value in group.items()})
+        self.module_versions = module_versions(checkpoint[MODEL])
+        of_model = state_dict.without_wrappers_in(checkpoint[MODEL])
+        values: dict[str, Any] = {f"{MODEL}.{name}": value for name, value in of_model.items()}
+        self._optimizers: list[dict[str, Any]] = []
+        noted = self.rest.pop(optimizers.PARAMETER_NAMES, None) or parameter_names
+        states = [state for state in checkpoint.get("optimizer_states", []) if state]
+        for index, (state, names) in enumerate(zip(states, noted, strict=False)):
+            named = optimizers.by_name(state, optimizers.flat(names))
+            tree, leaves = take_apart(named, (optimizers.optimizer_key(index),))
+            self._optimizers.append(tree)
+            values.update({joined(path): leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)})
         # Lightning's WeightAveraging keeps a state of the model there.
         sharded = {*self.rest.pop(state_dict.SHARDED_STATES, ()), "current_model_state"}
         for place, each in state_dict.dicts_in(self.rest):
@@ -129,6 +135,10 @@ class WholeCheckpoint(Saved):
                 values.update({f"{place}.{without_wrappers(name)}": value for name, value in each.items()})
         self.entries = {name: value if isinstance(value, Tensor) else None for name, value in values.items()}
         self._values = values
+
+    @override
+    def optimizer_states(self) -> list[dict[str, Any]]:
+        return self._optimizers
 
     @override
     def read_into(self, targets: dict[str, Any]) -> None:
@@ -153,22 +163,24 @@ def fill_tree(targets: Any, values: Mapping[str, Any], prefix: str = "") -> None
             targets[key] = values[name]
 
 
-def fill_module(module: nn.Module, checkpoint: Mapping[str, Any], optimizers: list[Optimizer], strict: bool) -> None:
+def fill_module(module: nn.Module, checkpoint: dict[str, Any], own: list[Optimizer], strict: bool) -> None:
     """Load the state of ``module``, a replicated model, with its own hooks, which may rename entries. Not a collective.
 
-    Raises :class:`CheckpointError` if it does not fit ``optimizers``, which Lightning fills afterwards, or is another
-    model's: torch has then filled what fits.
+    Raises :class:`CheckpointError` if it does not fit the run's ``own`` optimizers, which Lightning fills afterwards
+    with their states in this run's order; or if it is another model's: torch has then filled what fits.
     """
-    if optimizers:
+    if own:
         states = checkpoint.get("optimizer_states", [])
         if not states:
-            raise state_dict.no_optimizer_state(0)
-        state_dict.check_number("optimizers", len(states), len(optimizers))
-        for index, (optimizer, saved) in enumerate(zip(optimizers, states, strict=True)):
-            if state_dict.has_state(saved):  # else the optimizer has a form of its own, and checks it
-                state_dict.check_groups(optimizer, saved["param_groups"], index)
-    own = {without_wrappers(name): name for name in module.state_dict()}
-    state = {own.get(without_wrappers(name), name): value for name, value in checkpoint[MODEL].items()}
+            raise optimizers.no_optimizer_state(0)
+        optimizers.check_number("optimizers", len(states), len(own))
+        noted = checkpoint.get(optimizers.PARAMETER_NAMES) or [None] * len(own)
+        checkpoint["optimizer_states"] = [
+            _as_own(module, optimizer, state, names, index)
+            for index, (optimizer, state, names) in enumerate(zip(own, states, noted, strict=True))
+        ]
+    saved = checkpoint[MODEL]
+    state = state_dict.under_own_names(module, saved, module_versions(saved))
     try:
         module.load_state_dict(state, strict=strict)
     except RuntimeError as error:
@@ -176,3 +188,19 @@ def fill_module(module: nn.Module, checkpoint: Mapping[str, Any], optimizers: li
             f"it does not match the model: {error} (with LightningModule.strict_loading = False, names that only one"
             " of the two has are skipped)"
         ) from error
+
+
+def _as_own(module: nn.Module, optimizer: Optimizer, state: Any, noted: Names | None, index: int) -> Any:
+    """A saved optimizer's ``state``, parameters in this run's order where their names are ``noted`` or in it."""
+    if not optimizers.has_groups(state):  # the optimizer has a form of its own, and checks it
+        return state
+    state = {key: value for key, value in state.items() if key != optimizers.NOTES}
+    groups = state["param_groups"]
+    optimizers.check_groups(optimizer, groups, index)
+    there = noted or [list(group["params"]) for group in groups]
+    if not all(isinstance(name, str) for name in optimizers.flat(there)):
+        return state
+    names = optimizers.parameter_names(module, optimizer)
+    known = {without_wrappers(name): each for name, each in module.named_parameters()}
+    renamed = optimizers.new_names(there, names, known, index)
+    return optimizers.in_order(state, there, renamed, names)

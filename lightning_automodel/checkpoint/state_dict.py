@@ -1,7 +1,7 @@
 """The state of a model and its optimizers under the names of parameters: collected for saving, filled when loading."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,26 +11,32 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.torch_internals import EXTRA_STATE, loads_by_itself, without_wrappers
+from lightning_automodel.checkpoint.optimizers import (
+    Loading,
+    check_number,
+    no_optimizer_state,
+    parameter_names,
+    some,
+)
+from lightning_automodel.checkpoint.trees import dict_like
+from lightning_automodel.torch_internals import (
+    EXTRA_STATE,
+    loads_by_itself,
+    module_versions,
+    with_module_versions,
+    without_wrappers,
+)
 
 MODEL = "state_dict"
 
 EXTRA_STATES = "lightning_automodel_extra_state"
 """Key in ``meta.pt`` of what ``get_extra_state`` returns: torch would flatten dicts, and lose empty ones."""
 
+MODULE_VERSIONS = "lightning_automodel_module_versions"
+"""Key in ``meta.pt`` of what torch notes of each module (``_version``). One file has it on the model's state dict."""
+
 SHARDED_STATES = "lightning_automodel_shards"
 """Key in one file of a list: the places of its dicts whose tensors were sharded when it was saved."""
-
-
-def optimizer_key(index: int) -> str:
-    """Key of the state of the ``index``-th optimizer."""
-    return f"optimizer_{index}"
-
-
-def is_optimizer_key(key: str) -> bool:
-    """Whether ``key`` is the key of an optimizer's state."""
-    start, _, index = key.rpartition("_")
-    return start == "optimizer" and index.isdecimal()
 
 
 def is_extra_state(name: str) -> bool:
@@ -45,17 +51,23 @@ class Saved(ABC):
         path: Path of the checkpoint.
         rest: The checkpoint without the states of model and optimizers.
         entries: Tensors, with or without values, by flattened name; None for other objects.
+        module_versions: What torch has noted of each module, by its name.
         world_size: Ranks that wrote a directory; None for one file.
     """
 
     path: str
     rest: dict[str, Any]
     entries: Mapping[str, Tensor | None]
+    module_versions: Mapping[str, dict[str, Any]]
     world_size: int | None = None
 
     @abstractmethod
     def read_into(self, targets: dict[str, Any]) -> None:
         """Overwrite the tensors in ``targets`` in place, and replace its other values."""
+
+    @abstractmethod
+    def optimizer_states(self) -> list[dict[str, Any]]:
+        """States of optimizers, with parameters by name and a place for each tensor (:mod:`.trees`)."""
 
     @property
     def model(self) -> dict[str, Tensor | None]:
@@ -72,7 +84,23 @@ class Saved(ABC):
 
 def model_state(model: nn.Module) -> dict[str, Any]:
     """State dict of the model's own tensors, which are not copied, under names without wrappers."""
-    return {without_wrappers(name): value for name, value in model.state_dict().items()}
+    state = model.state_dict()
+    named = without_wrappers_in(state)
+    return with_module_versions(named, module_versions(state))
+
+
+def without_wrappers_in(state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` under names without wrappers; CheckpointError if two different entries have the same one."""
+    named: dict[str, Any] = {}
+    for name, value in state.items():
+        key = without_wrappers(name)
+        if key in named and named[key] is not value:
+            raise CheckpointError(
+                f"two entries of the state are named {key} without the prefixes of torch.compile and activation"
+                f" checkpointing, one of them {name}: rename one of the modules"
+            )
+        named[key] = value
+    return named
 
 
 def whole(state: Any, keep: bool) -> Any:
@@ -86,8 +114,18 @@ def whole(state: Any, keep: bool) -> Any:
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         return None if not keep else tensor if tensor.is_meta else tensor.cpu()
 
-    found = apply_to_collection(state, Tensor, gathered, allow_frozen=True)
+    found = _converted(state, gathered)
     return found if keep else {}
+
+
+def _converted(state: dict[str, Any], convert: Callable[[Tensor], Tensor | None]) -> dict[str, Any]:
+    """A copy of a checkpoint, or of a state in it, whose tensors are those that ``convert`` returns."""
+    found = apply_to_collection(state, Tensor, convert, allow_frozen=True)
+    if versions := module_versions(state):
+        return with_module_versions(found, versions)
+    if versions := module_versions(state.get(MODEL, {})):
+        found[MODEL] = with_module_versions(found[MODEL], versions)
+    return found
 
 
 def copied(states: dict[str, Any]) -> dict[str, Any]:
@@ -96,44 +134,12 @@ def copied(states: dict[str, Any]) -> dict[str, Any]:
     torch's ``DefaultStager`` (2.13 to 2.15) loses that a tensor is a conjugate or negative view of its storage, and
     cannot copy tensors without a storage or quantised ones.
     """
-    found = apply_to_collection(
-        states,
-        Tensor,
-        lambda each: each if each.is_meta else each.detach().to("cpu", copy=True, non_blocking=True),
-        allow_frozen=True,
+    found = _converted(
+        states, lambda each: each if each.is_meta else each.detach().to("cpu", copy=True, non_blocking=True)
     )
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return found
-
-
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Optimizer state by parameter name, with the optimizer's own tensors; empty if :func:`has_state` is false."""
-    state = optimizer.state_dict()
-    return by_name(state, parameter_names(model, optimizer)) if has_state(state) else {}
-
-
-def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Names of an optimizer's parameters in its order."""
-    names = {id(parameter): without_wrappers(name) for name, parameter in model.named_parameters()}
-    return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def by_name(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """An optimizer's state with parameters by name, also where they are numbered, as plain optimizers do."""
-    ids = [each for group in state["param_groups"] for each in group["params"]]
-    if not all(isinstance(each, int) for each in ids):
-        return state
-    if len(ids) != len(names):
-        raise CheckpointError(f"the saved optimizer has {len(ids)} parameters, and this run's has {len(names)}")
-    name_of = dict(zip(ids, names, strict=True))
-    groups = [{**group, "params": [name_of[each] for each in group["params"]]} for group in state["param_groups"]]
-    return {"state": {name_of.get(each, each): value for each, value in state["state"].items()}, "param_groups": groups}
-
-
-def has_state(state: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's state dict has torch's form. That of Lightning's stand-in for no optimizer is empty."""
-    return "param_groups" in state
 
 
 def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], strict: bool) -> None:
@@ -148,28 +154,26 @@ def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
     model.zero_grad()  # which ends open windows, if a hook loads weights within a fit
     of_model = model_state(model)
     parameters = {without_wrappers(name): parameter.detach() for name, parameter in model.named_parameters()}
-    names = [parameter_names(model, optimizer) for optimizer in optimizers]
     what = f"Cannot load {saved.path}"
     targets: dict[str, Any] = {}
+    loadings: list[Loading] = []
     with on_every_rank(what):
         targets[MODEL] = _model_targets(saved, model, of_model, strict)
-        keys = {name.partition(".")[0] for name in saved.entries}
-        if optimizers and (num_saved := sum(map(is_optimizer_key, keys))):
-            check_number("optimizers", num_saved, len(optimizers))
+        states = saved.optimizer_states() if optimizers else []
+        if optimizers and not states:
+            raise no_optimizer_state(0)
+        check_number("optimizers", len(states), len(optimizers))
         for index, optimizer in enumerate(optimizers):
-            own = {name: parameters[name] for name in names[index]}
-            targets[optimizer_key(index)] = _optimizer_targets(saved.entries, optimizer, own, index)
+            names = parameter_names(model, optimizer)
+            loading = Loading(states[index], saved.entries, optimizer, parameters, names, index)
+            loadings.append(loading)
+            targets.update(loading.targets)
     # Everything fits on every rank: from here on tensors are overwritten.
     saved.read_into(targets)
     with on_every_rank(what):
-        _load_model(model, targets[MODEL], strict)
-    for index, optimizer in enumerate(optimizers):
-        read, packed = targets[optimizer_key(index)], optimizer.state_dict()
-        groups = packed["param_groups"]
-        ids = dict(zip(names[index], (each for group in groups for each in group["params"]), strict=True))
-        packed["state"] = {ids[name]: value for name, value in read["state"].items()}
-        packed["param_groups"] = [{**group, **each} for group, each in zip(groups, read["param_groups"], strict=True)]
-        optimizer.load_state_dict(packed)
+        _load_model(model, targets[MODEL], saved.module_versions, strict)
+    for loading in loadings:
+        loading.finish()
 
 
 def _model_targets(saved: Saved, model: nn.Module, own: dict[str, Any], strict: bool) -> dict[str, Any]:
@@ -219,17 +223,27 @@ def _check_model(
 
 
 def _mismatch(missing: list[str], unknown: list[str]) -> CheckpointError:
-    differing = [f"{word} {_some(names)}" for word, names in (("missing", missing), ("unexpected", unknown)) if names]
+    differing = [f"{word} {some(names)}" for word, names in (("missing", missing), ("unexpected", unknown)) if names]
     return CheckpointError(
         f"it does not match the model: {', '.join(differing)}"
         " (with LightningModule.strict_loading = False, what both have is loaded)"
     )
 
 
-def _load_model(model: nn.Module, state: dict[str, Any], strict: bool) -> None:
+def under_own_names(
+    model: nn.Module, state: Mapping[str, Any], versions: Mapping[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """``state`` as ``model.load_state_dict`` takes it: names with wrappers, and the versions of its modules."""
+    own = model.state_dict().keys()
+    name_of = {without_wrappers(name): name for name in own}
+    named = {name if name in own else name_of.get(without_wrappers(name), name): value for name, value in state.items()}
+    paths = {path: without_wrappers(f"{path}.").removesuffix(".") for path, _ in model.named_modules()}
+    return with_module_versions(named, {path: versions[name] for path, name in paths.items() if name in versions})
+
+
+def _load_model(model: nn.Module, state: dict[str, Any], versions: Mapping[str, dict[str, Any]], strict: bool) -> None:
     """Hand ``state`` to the modules, whose own tensors in it have their values already."""
-    name_of = {without_wrappers(name): name for name in model.state_dict()}
-    found = model.load_state_dict({name_of.get(name, name): value for name, value in state.items()}, strict=False)
+    found = model.load_state_dict(under_own_names(model, state, versions), strict=False)
     if found is None:  # of a load_state_dict of the user's
         return
     # The rest was compared before.
@@ -237,79 +251,6 @@ def _load_model(model: nn.Module, state: dict[str, Any], strict: bool) -> None:
     missing = [name for name in found.missing_keys if without_wrappers(name).startswith(_loading_by_themselves(model))]
     if strict and (missing or unknown):
         raise _mismatch(missing, unknown)
-
-
-def no_optimizer_state(index: int) -> CheckpointError:
-    """The error for an optimizer of which nothing was saved."""
-    return CheckpointError(
-        f"it holds no state of optimizer {index}: it was saved with save_weights_only=True, or with fewer"
-        " optimizers; validate, test and predict can load it"
-    )
-
-
-def check_number(what: str, saved: int, own: int) -> None:
-    """Raise CheckpointError unless as many were saved as this run has."""
-    if saved != own:
-        raise CheckpointError(f"it holds {saved} {what}, and this run has {own}: {_AS_SAVED}")
-
-
-def check_groups(optimizer: Optimizer, saved: Sequence[Collection[str]], index: int) -> None:
-    """Raise CheckpointError unless as many groups were ``saved``, each with the options of this optimizer's type.
-
-    Flags may be missing: newer releases of torch have added some.
-    """
-    check_number(f"groups of parameters of optimizer {index}", len(saved), len(optimizer.param_groups))
-    needed = {name for name, value in optimizer.defaults.items() if not (value is None or isinstance(value, bool))}
-    for settings in saved:
-        if missing := sorted(needed - set(settings)):
-            raise CheckpointError(
-                f"optimizer {index} is a {type(optimizer).__name__}, and the checkpoint lacks its {_some(missing)}:"
-                f" {_AS_SAVED}"
-            )
-
-
-_AS_SAVED = "configure the optimizers that the run was saved with"
-
-
-def _optimizer_targets(
-    entries: Mapping[str, Tensor | None], optimizer: Optimizer, parameters: Mapping[str, Tensor], index: int
-) -> dict[str, Any]:
-    """What to read of an optimizer's saved state: shards for what has its parameter's shape, the rest whole."""
-    start = f"{optimizer_key(index)}."
-    settings: dict[int, set[str]] = {}
-    state: dict[str, dict[str, Tensor | None]] = {}
-    for place in (each.removeprefix(start) for each in entries if each.startswith(start)):
-        part, _, within = place.partition(".")
-        name, _, kind = within.rpartition(".")
-        if part == "param_groups":
-            group, setting, *_ = within.split(".")
-            settings.setdefault(int(group), set()).add(setting)
-        elif name in parameters:
-            state.setdefault(name, {})[kind] = _empty(entries[f"{start}{place}"], like=parameters[name])
-        elif name.rpartition(".")[0] in parameters:
-            raise CheckpointError(f"optimizer {index} keeps a dict for {name}, which cannot be loaded into shards")
-    if not settings:
-        raise no_optimizer_state(index)
-    check_groups(optimizer, list(settings.values()), index)
-    groups: list[dict[str, Any]] = []
-    for i, own in enumerate(optimizer.param_groups):
-        # By what was saved: user code may have put more into a group while it trained.
-        places = {setting: f"{start}param_groups.{i}.{setting}" for setting in settings[i] - {"params"}}
-        values = {setting: _empty(entries[place]) for setting, place in places.items() if place in entries}
-        groups.append({**{setting: own[setting] for setting in places.keys() & own.keys()}, **values})
-    return {"state": state, "param_groups": groups}
-
-
-def _empty(entry: Tensor | None, like: Tensor | None = None) -> Tensor | None:
-    if entry is None:
-        return None
-    if like is not None and entry.dim() and entry.size() == like.size():
-        return torch.empty_like(like, dtype=entry.dtype)
-    return torch.empty(entry.size(), dtype=entry.dtype)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 # --- Shards beside the model, such as callbacks' averages of the weights ----------------------------------------------
@@ -339,17 +280,23 @@ def split_shards(tree: dict[str, Any], names: Collection[str]) -> tuple[dict[str
         if any(isinstance(leaf, DTensor) for leaf in each.values()):
             shards[place] = {name: each.pop(name) for name, leaf in list(each.items()) if isinstance(leaf, Tensor)}
         if any(isinstance(leaf, DTensor) for leaf in listed) or not set(names).issuperset(shards.get(place, ())):
-            raise ValueError(
-                f"The checkpoint's {place or 'top level'} holds shards in a list, or beside names that are not in the"
-                " model's state dict, so that they could not be loaded again: save shards in a dict under the names of"
-                " the parameters that they belong to, or tensor.full_tensor(), called on every rank."
-            )
+            raise shards_that_cannot_be_loaded(place or "top level")
     return rest, shards
+
+
+def shards_that_cannot_be_loaded(place: str) -> ValueError:
+    """The error for shards at a ``place`` of the checkpoint where nobody would find them again."""
+    return ValueError(
+        f"The checkpoint's {place} holds shards in a list or an object, or beside names that are not in the model's"
+        " state dict, so that they could not be loaded again: save shards in a dict under the names of the parameters"
+        " that they belong to, or tensor.full_tensor(), called on every rank."
+    )
 
 
 def with_own_dicts(tree: dict[str, Any]) -> dict[str, Any]:
     """A copy of ``tree`` whose dicts are new, down to its leaves."""
-    return {key: with_own_dicts(value) if isinstance(value, dict) else value for key, value in tree.items()}
+    items = {key: with_own_dicts(value) if isinstance(value, dict) else value for key, value in tree.items()}
+    return dict_like(tree, items)
 
 
 def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, Any]) -> None:

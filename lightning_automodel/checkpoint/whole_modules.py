@@ -31,7 +31,8 @@ def with_whole_modules(checkpoint: dict[str, Any], module: nn.Module, what: str)
     memory. On the other ranks the checkpoint is unchanged.
 
     Raises:
-        CheckpointError: On every rank, if rank 0 cannot pickle an entry; ``what`` has failed.
+        CheckpointError: On every rank, if rank 0 cannot pickle an entry, or one is an object that holds shards which
+            are not the module's; ``what`` has failed.
     """
     tree: dict[str, Any] = checkpoint
     found: list[_Entry] = []  # on rank 0, whose entries are saved
@@ -102,7 +103,8 @@ def _entries_with_modules(tree: dict[str, Any], module: nn.Module) -> Iterator[_
             survey.dump(value)
         except Exception as error:  # objects can raise anything
             raise CheckpointError(f"{place} cannot be pickled: {error}") from error
-        if survey.has_modules:
+        is_list = isinstance(value, (list, tuple))  # whose shards are looked for elsewhere
+        if survey.has_modules or (not is_list and any(isinstance(each, DTensor) for each in survey.tensors)):
             stream = io.BytesIO()
             packing = _Packing(stream, modules)
             packing.dump(value)

@@ -29,7 +29,14 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lightning_automodel.distributed import failures
-from lightning_automodel.distributed.failures import MISSED_HEARTBEATS, RankFailedError, RankFailure, Record, Sighting
+from lightning_automodel.distributed.failures import (
+    MISSED_HEARTBEATS,
+    RankFailedError,
+    RankFailure,
+    Record,
+    Sighting,
+    message_of,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -111,14 +118,19 @@ class Board:
         self.interval_s = min(max(BEAT_S, len(members) / RANKS_PER_SECOND), timeout_s / failures.MISSED_BEATS)
         self.beats, self.own = 0, Record(host=self.host)  # how many records it has written, and the newest
         self.is_open = threading.Event()  # once the store has answered
-        self.watched = self.rank  # whose record is read with each heartbeat, beside the neighbour's
+        self.watched: set[int] = set()  # whose records are read with each heartbeat, beside the neighbour's
+        self.expects_all = False  # whether a member that has written nothing is silent
         self.seen: dict[int, Sighting] = {}  # other ranks, as far as their records were read
-        self.lost: RankFailure | None = None  # why the store cannot be used any more
+        self.lost: RankFailure | None = None  # why this rank cannot use the store any more
         self.verdicts: dict[str, RankFailure | None] = {path: None}  # what was posted at each path that is read
         self.clock: Callable[[], float] = time.monotonic
         self._existing: set[str] = set()
         self._calls: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._serve, name="lightning_automodel board", daemon=True)
+
+    def describe_as(self, what: Mapping[str, Any]) -> None:
+        """From the next heartbeat on, say ``what`` of this rank, in place of what ``describe`` returns."""
+        self._describe = lambda: what
 
     def close(self) -> None:
         """Write that this rank has left, unless the run failed, and end the thread, unless it is stuck."""
@@ -221,12 +233,12 @@ class Board:
         self._write(store)
         neighbour = self._neighbour()
         # All read rank 0's, which may hold the store: if that is lost, it has to be named.
-        ranks = sorted({neighbour, 0, self.watched} & set(self.members) - {self.rank})
+        ranks = sorted({neighbour, 0, *self.watched} & set(self.members) - {self.rank})
         values = self.read(store, [*self._keys, *(f"record/{rank}" for rank in ranks)])
         self._see(self.seen, ranks, values[len(self._keys) :])
         self._exchange(store, values[: len(self._keys)])
-        # A rank that has written nothing yet is not watched: whoever waits for it names it.
-        if neighbour != self.rank and self.seen[neighbour].record:
+        # A rank that has written nothing may come later, unless all have just joined: whoever waits for it names it.
+        if neighbour != self.rank and (self.seen[neighbour].record or self.expects_all):
             seen, now = self.seen[neighbour], self.clock()
             if seen.is_silent(now, self.timeout_s):
                 silent = failures.missed_heartbeats(neighbour, seen.known, self.rank, now - seen.changed_at)
@@ -314,8 +326,14 @@ class Board:
                     answer.set_result(function(store))
             if self.verdicts.get(self.path) is None:
                 self._write(store, has_ended=True, has_left=True)
-        except Exception as error:
-            if not isinstance(error, (dist.DistError, OSError)):
-                log.exception("The board between ranks has failed.")
+        except (dist.DistError, OSError) as error:
             first_line = next(iter(str(error).splitlines()), "")
             self.lost = self.lost or self.lost_store(f"ended or is out of reach ({type(error).__name__}: {first_line})")
+        except Exception as error:
+            log.exception("The board between ranks has failed.")
+            message = f"{message_of(error)}, raised in the thread that sends this rank's heartbeats"
+            failure = RankFailure(self.rank, self.host, self.own.where, type(error).__name__, message)
+            with contextlib.suppress(Exception):
+                # The store need not have to do with it: the others would only miss this rank's heartbeats.
+                self.post(store, self.path, failure)
+            self.lost = self.lost or failure

@@ -1,7 +1,8 @@
 """Collectives outside the training step: barriers, object broadcasts, reductions."""
 
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_automodel import torch_internals
 from lightning_automodel.distributed import process_group
 from lightning_automodel.distributed.process_group import group_rank, group_size
 
@@ -64,14 +66,8 @@ def host_group(timeout: timedelta) -> dist.ProcessGroup:
 
 def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
     """A new gloo group of all ranks. A collective over the world."""
-    world = dist.group.WORLD
-    assert world is not None
-    # A group inherits the device that the caller bound the default group to, which gloo may not serve.
-    bound, world.bound_device_id = world.bound_device_id, None
-    try:
+    with torch_internals.unbound():  # gloo may not serve the device
         return dist.new_group(backend="gloo", timeout=timeout)
-    finally:
-        world.bound_device_id = bound
 
 
 def broadcast_object(value: Any, src: int) -> Any:
@@ -121,6 +117,17 @@ def is_mean(reduce_op: dist.ReduceOp | str | None) -> bool:
     """Whether :func:`reduce_tensor` averages."""
     op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
     return op in ("mean", "avg", None, dist.ReduceOp.AVG)
+
+
+def filled(numbers: Sequence[float], like: Tensor) -> Tensor:
+    """[n] the ``numbers``, in the dtype and on the device of ``like``, without a copy from the host.
+
+    The host would wait for that copy on an accelerator. So each run of equal numbers is filled there.
+    """
+    if like.device.type == "cpu":
+        return like.new_tensor(numbers)
+    runs = [(number, len(list(equal))) for number, equal in itertools.groupby(numbers)]
+    return torch.cat([like.new_full((length,), number) for number, length in runs])
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:

@@ -1,10 +1,15 @@
 """What ranks tell of themselves and of their failures, and what others see of that."""
 
+import re
 import socket
+import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 import torch.distributed as dist
+
+from lightning_automodel import torch_internals
 
 MAX_MESSAGE_CHARACTERS = 4000
 MISSED_BEATS = 8
@@ -18,7 +23,19 @@ RUN_ON_ALL_RANKS = (
     " saving or exporting a sharded model, self.log(..., sync_dist=True), self.all_gather. And the same parameters must"
     " be trainable on all ranks."
 )
-COMMUNICATION = ("gloo", "NCCL", "XCCL", "monitoredBarrier")
+COMMUNICATION = re.compile(r"\b(gloo|NCCL|XCCL|monitoredBarrier)\b")
+GLOO_SOURCE = re.compile(r"\bgloo/\S+\.(cc|h|cpp|hpp):\d+")
+COMMUNICATING = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/torch/_ops.py")
+
+
+class Device(StrEnum):
+    """What is known of a rank's accelerator."""
+
+    NONE = "none"  # or none that communicates
+    UNSEEN = "not looked at"  # as its host goes on
+    IDLE = "idle"  # it has done all that its host has queued
+    BUSY = "busy"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -35,6 +52,10 @@ class Record:
     has_failed: bool = False  # whether its collective failed, so that it waits for the verdict
     has_ended: bool = False  # whether it has come to the end of its run, where it waits for the others
     has_left: bool = False  # whether it needs the board no more
+    device: str = Device.NONE  # what its accelerator does
+    device_step: int = 0  # the newest step that this has come to, of those that the host has begun
+    device_stood_s: float = 0.0  # for how long it has been busy, without a sign of progress of host or device
+    queued: Mapping[str, int] = field(default_factory=dict)  # collectives, by group of accelerators
 
 
 @dataclass(frozen=True)
@@ -83,7 +104,7 @@ class RankFailure:
         """What ``exception``, raised in ``where`` on this rank, reports: another rank's failure, or else itself."""
         if isinstance(exception, RankFailedError):
             return exception.failure
-        message = f"exit status {exception.code}" if isinstance(exception, SystemExit) else str(exception)
+        message = f"exit status {exception.code}" if isinstance(exception, SystemExit) else message_of(exception)
         return cls(rank, socket.gethostname(), where, type(exception).__name__, message[:MAX_MESSAGE_CHARACTERS])
 
     def __str__(self) -> str:
@@ -112,6 +133,14 @@ class RankFailedError(RuntimeError):
         return type(self), (self.failure,)
 
 
+def message_of(exception: BaseException) -> str:
+    """``str(exception)``, or why there is none: a cause must not be lost because its own text fails."""
+    try:
+        return str(exception)
+    except Exception as error:
+        return f"(the exception has no text: its __str__ raises {type(error).__name__})"
+
+
 def is_communication_error(exception: BaseException) -> bool:
     """Whether ``exception``, or one in its chain of causes, says that another rank did not answer."""
     seen: set[int] = set()
@@ -120,10 +149,24 @@ def is_communication_error(exception: BaseException) -> bool:
         seen.add(id(current))
         if isinstance(current, dist.DistError):
             return True
-        if isinstance(current, RuntimeError) and any(name in str(current) for name in COMMUNICATION):
+        if isinstance(current, RuntimeError) and _tells_of_communication(current):
             return True
         current = current.__cause__ or current.__context__
     return False
+
+
+def _tells_of_communication(exception: RuntimeError) -> bool:
+    """Whether it was raised where ranks communicate, and says so: a text alone may name a file `gloomy.jpg`."""
+    message = message_of(exception)
+    if GLOO_SOURCE.search(message):
+        # Raised in `wait()`, whose caller may be anybody.
+        return True
+    frames = traceback.extract_tb(exception.__traceback__)
+    if not frames or not COMMUNICATION.search(message):
+        return False
+    innermost = frames[-1]
+    is_inside = any(part in innermost.filename for part in COMMUNICATING)
+    return is_inside or innermost.name == torch_internals.BACKWARD
 
 
 def list_ranks(ranks: Sequence[int], notes: Mapping[int, str] | None = None) -> str:

@@ -46,8 +46,9 @@ class FirstRankPerNode(ContextDecorator):
         group: Group of the ranks that take part; None is the default group.
         scope: Who goes first: the lowest rank of the group on each ``"node"`` (for local disks), or the lowest rank of
             the group, ``"global"`` (for a shared file system).
-        timeout: Within which all ranks must enter a block, and how long a rank that others wait for may miss
-            heartbeats: a ``timedelta`` or minutes. It does not limit the work, for which the others wait up to a day.
+        timeout: Within which all ranks must enter a block, and, outside of a run of the strategy, how long a rank that
+            others wait for may miss heartbeats (in one, its ``heartbeat_timeout``): a ``timedelta`` or minutes. It does
+            not limit the work, for which the others wait up to a day.
     """
 
     def __init__(
@@ -121,6 +122,11 @@ run_board: Board | None = None
 _num_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _active: "list[_Block | None]" = []
 """Blocks that this process is in, outermost first; None for a part of another one."""
+
+
+def is_active() -> bool:
+    """Whether this process is in a block, where a rank may wait for longer than a collective."""
+    return bool(_active)
 
 
 def node_of(rank: int) -> str:

@@ -160,14 +160,22 @@ def _try_until(deadline: float, function: Callable[[], object]) -> None:
         time.sleep(POLL_S)
 
 
-def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[], None]) -> dist.Store:
-    """Wait until every rank has joined; returns the store of this round. A collective, through the store alone.
+@dataclass(frozen=True)
+class Joined:
+    """All ranks have come."""
+
+    store: dist.Store  # of this round
+    board: Board | None = None  # still open, with heartbeats below :data:`JOIN`: the caller closes it
+
+
+def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[], None]) -> Joined:
+    """Wait until every rank has joined. A collective, through the store alone.
 
     RankFailedError, the same on every rank that has arrived, if ranks do not arrive within ``timeout``, two processes
     have the same rank, ranks disagree about world size or backend, or the store cannot be used.
     """
     if found.world_size == 1:
-        return found.store if found.store is not None else dist.HashStore()
+        return Joined(found.store if found.store is not None else dist.HashStore())
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         attempt = _Round(found, backend, timeout, deadline, check)
@@ -200,8 +208,8 @@ class _Round:
         self._store = dist.PrefixStore(str(self._rounds.add("round", 0)), self._rounds)
         return self._store
 
-    def join(self) -> dist.Store:
-        """Enter this rank, and wait until all have come or something is wrong."""
+    def join(self) -> Joined:
+        """Enter this rank, and wait until all have come, or close the board if something is wrong."""
         board, ranks = self.board, range(self._found.world_size)
         board.thread.start()
         try:
@@ -209,14 +217,14 @@ class _Round:
                 raise RankFailedError(RankFailure(board.rank, board.host, "joining", "ValueError", problem))
             remaining_s = self._deadline - time.monotonic()
             board.wait_for(f"{JOIN}/result", JOIN, remaining_s, lambda s: board.explain_missing(JOIN, ranks, s))
-            return self._store
-        except RankFailedError as error:
-            if board.verdicts[JOIN] is None:
-                error = self._post(error.failure)
-            board.conclude(JOIN, len(ranks))
-            raise error from None
-        finally:
+            return Joined(self._store, board)
+        except BaseException as error:
+            if isinstance(error, RankFailedError):
+                if board.verdicts[JOIN] is None:
+                    error = self._post(error.failure)
+                board.conclude(JOIN, len(ranks))
             board.close()
+            raise error from None
 
     def _enter(self, store: dist.Store) -> str:
         """Enter this rank into the round; returns what is wrong with it, if anything."""

@@ -130,21 +130,42 @@ class RunMesh:
 def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMesh:
     """Build the mesh over the default group, or return the equal one that was built before.
 
-    A collective over the world. Every mesh has process groups of its own, which last as long as the default group: a
-    process that fits often must not pile them up. Tensor-parallel peers are neighbours, then context peers, then the
-    shards of one replica. ``timeout`` is for collectives on the mesh's groups.
+    A collective over the world. Process groups last as long as the default group, and all dimensions of all meshes
+    that have the same ranks share one: a communicator takes memory of the device, and time to connect. Tensor-parallel
+    peers are neighbours, then context peers, then the shards of one replica. ``timeout`` is for collectives on the
+    mesh's groups.
     """
     kept = process_group.kept_with_world()
     if (device_type, sizes) not in kept:
         dimensions = {REPLICATE: sizes.replicate, SHARD: sizes.shard, CONTEXT: sizes.context, TENSOR: sizes.tensor}
         if sizes.context == 1:
             del dimensions[CONTEXT]
-        mesh = init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
-        kept[device_type, sizes] = view_mesh(mesh, sizes, (REPLICATE, SHARD), TENSOR)
+        with torch_internals.shared_groups(_groups_by_ranks()):
+            mesh = init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+            kept[device_type, sizes] = view_mesh(mesh, sizes, (REPLICATE, SHARD), TENSOR)
     built: RunMesh = kept[device_type, sizes]
     for group in {*built.mesh.get_all_groups(), *built.fsdp.get_all_groups(), built.group} - {dist.group.WORLD}:
         group.set_timeout(timeout)
     return built
+
+
+def _groups_by_ranks() -> dict[tuple[int, ...], Any]:
+    """The groups that this package's meshes have made over the default group, and itself, by their ranks."""
+    everyone = tuple(range(dist.get_world_size()))
+    groups: dict[tuple[int, ...], Any] = process_group.kept_with_world().setdefault("groups", {})
+    groups.setdefault(everyone, dist.group.WORLD)
+    return groups
+
+
+def _groups_of(mesh: DeviceMesh) -> dict[tuple[int, ...], Any]:
+    """The groups of a mesh that the caller built, by their ranks, and None for those that this rank is not in."""
+    groups: dict[tuple[int, ...], Any] = {}
+    for axis, size in enumerate(mesh.shape):
+        everywhere = mesh.mesh.movedim(axis, -1).reshape(-1, size)
+        own = mesh.get_group(axis)
+        for ranks in map(tuple, everywhere.tolist()):
+            groups.setdefault(ranks, own if dist.get_rank() in ranks else dist.GroupMember.NON_GROUP_MEMBER)
+    return groups
 
 
 def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor: str | None) -> RunMesh:
@@ -210,7 +231,8 @@ def adopt_mesh(
         if value not in ("auto", actual[keyword]):
             raise ValueError(f"{keyword}={value} contradicts device_mesh, where it is {actual[keyword]}: leave it out.")
     data = tuple(name for role, name in names.items() if role != TENSOR)
-    return view_mesh(mesh, sizes, data, names.get(TENSOR))
+    with torch_internals.shared_groups(_groups_of(mesh)):
+        return view_mesh(mesh, sizes, data, names.get(TENSOR))
 
 
 def _names_by_role(mesh: DeviceMesh, data_parallel: str) -> dict[str, str]:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_automodel import lightning_internals, torch_internals
-from lightning_automodel.distributed import join
+from lightning_automodel.distributed import device_groups, join, network
+from lightning_automodel.distributed.connecting import connecting
 
 log = logging.getLogger(__name__)
 
@@ -75,17 +76,17 @@ def _first_number(*names: str, default: int = 0) -> int:
     return next((number for number in numbers if number is not None), default)
 
 
-def parse_timeout(timeout: timedelta | float) -> timedelta:
+def parse_timeout(timeout: timedelta | float, name: str = "timeout") -> timedelta:
     """Read a timeout given as ``timedelta`` or as minutes; TypeError for other types, ValueError unless positive."""
     if isinstance(timeout, bool) or not isinstance(timeout, (timedelta, int, float)):
-        raise TypeError(f"timeout must be a timedelta or a number of minutes, got {timeout!r}.")
+        raise TypeError(f"{name} must be a timedelta or a number of minutes, got {timeout!r}.")
     try:
         parsed = timeout if isinstance(timeout, timedelta) else timedelta(minutes=timeout)
     except (OverflowError, ValueError):
         parsed = timedelta(0)
     if parsed <= timedelta(0):
         raise ValueError(
-            f"timeout must be positive and finite, got {timeout!r}; pass a timedelta or a number of minutes, e.g. 30."
+            f"{name} must be positive and finite, got {timeout!r}; pass a timedelta or a number of minutes, e.g. 30."
         )
     return parsed
 
@@ -162,19 +163,24 @@ def join_process_group(
     device: torch.device,
     init_method: str | None = None,
     check: Callable[[], None] = lambda: None,
-) -> None:
-    """Like :func:`initialize_distributed`, by Lightning's cluster environment; ``check`` is called meanwhile."""
+) -> bool:
+    """Like :func:`initialize_distributed`, by Lightning's cluster environment; ``check`` is called meanwhile.
+
+    Returns whether this made the group: then all ranks have come just now.
+    """
     lightning_internals.reset_seed()
     if dist.is_initialized():
         _use_existing(backend, device)
-        return
+        return False
     address, port = cluster_environment.main_address, cluster_environment.main_port
     url = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
     rank, world_size = cluster_environment.global_rank(), cluster_environment.world_size()
     _join(join.locate(init_method or url, None, rank, world_size), backend, timeout, device, check)
+    return True
 
 
 def _use_existing(backend: str, device: torch.device) -> DistInfo:
+    network.adopt_nccl_interface()  # for the groups that are still to be made
     config = str(dist.distributed_c10d.get_backend_config())
     names = {pair.rpartition(":")[2] for pair in config.split(",")}
     actual = config if len(names) > 1 else next(iter(names))
@@ -192,19 +198,21 @@ def _join(
 ) -> None:
     global _membership
     destroy_global_state()
-    # Groups made later inherit a bound device: gloo serves no accelerator but CUDA, and `init_device_mesh` would split
-    # a group whose backend may have no such thing.
-    binds = device is not None and device.type == "cuda" and dist.Backend.NCCL in backend.lower()
-    store = join.meet(found, backend, timeout, check)
+    bound = device if _binds(device, backend) else None
+    joined = join.meet(found, backend, timeout, check)
+    store = joined.store
+    network.adopt_nccl_interface()
     try:
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("group", store),
-            rank=found.rank,
-            world_size=found.world_size,
-            timeout=timeout,
-            device_id=device if binds else None,
-        )
+        with connecting(joined, timeout, is_eager=bound is not None) as group_store:
+            network.check_connections(found.rank, found.world_size, group_store, timeout)
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("group", group_store),
+                rank=found.rank,
+                world_size=found.world_size,
+                timeout=timeout,
+                device_id=bound,
+            )
     except BaseException:
         join.leave(found, store)
         raise
@@ -215,6 +223,15 @@ def _join(
     multiprocessing.util.Finalize(None, _leave, kwargs={"is_exiting": True}, exitpriority=0)
     if found.rank == 0:
         log.info("%d ranks have joined at %s (backend %s).", found.world_size, found.place, backend)
+
+
+def _binds(device: torch.device | None, backend: str) -> bool:
+    """Whether the groups connect this device at once.
+
+    Groups made later inherit a bound device: gloo serves no accelerator but CUDA, and `init_device_mesh` would split a
+    group whose backend may have no such thing.
+    """
+    return device is not None and device.type == "cuda" and dist.Backend.NCCL in backend.lower()
 
 
 def kept_with_world() -> dict[object, Any]:
@@ -238,17 +255,18 @@ def forget_world() -> None:
     _kept.clear()
 
 
-def destroy_global_state(linger_s: float = join.LINGER_S) -> None:
+def destroy_global_state(linger_s: float = join.LINGER_S, aborts: bool = False) -> None:
     """Destroy the process group that this package made, subgroups first; nothing if it made none.
 
     Not a collective, though every rank should call it: the one that hosts the store waits ``linger_s`` seconds at most
     for the others' last reads. Safe to call twice, in an exception handler and at exit, where it runs anyway. Threads
-    and sockets of groups that the caller refers to remain.
+    and sockets of groups that the caller refers to remain. ``aborts`` is for the time after a failure: groups of an
+    accelerator would wait for what they have queued, and so for ranks that are gone.
     """
-    _leave(linger_s)
+    _leave(linger_s, aborts=aborts)
 
 
-def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False) -> None:
+def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False, aborts: bool = False) -> None:
     global _membership
     membership, _membership = _membership, None
     if membership is None or membership[0] != os.getpid():
@@ -264,7 +282,7 @@ def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False) -> None:
                     gc.collect()
                     torch_internals.forget_meshes()
                 try:
-                    dist.destroy_process_group()
+                    _destroy_groups(aborts)
                 except Exception:
                     log.warning("The process groups could not be destroyed.", exc_info=True)
             if group() is not None and not is_exiting:
@@ -272,6 +290,14 @@ def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False) -> None:
                 gc.collect()
         finally:
             join.leave(found, store, linger_s)
+
+
+def _destroy_groups(aborts: bool) -> None:
+    if aborts and device_groups.exist():
+        with contextlib.suppress(Exception):  # a backend that cannot be aborted
+            torch_internals.abort_process_groups()
+            return
+    dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -9,22 +9,35 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from enum import Enum, auto
 from typing import Any
 
+import torch
+
 from lightning_automodel import lightning_internals
-from lightning_automodel.distributed import first_rank, process_group
-from lightning_automodel.distributed.failures import PROCESS_ENDED, RankFailedError, RankFailure
+from lightning_automodel.distributed import device_groups, first_rank, process_group
+from lightning_automodel.distributed.failures import PROCESS_ENDED, RankFailedError, RankFailure, message_of
+from lightning_automodel.distributed.last_resort import limited
 from lightning_automodel.failure.coordinated_stop import REQUEUE
 from lightning_automodel.failure.position import main_thread_position
-from lightning_automodel.failure.watchdog import RUN, Watchdog, end_process
+from lightning_automodel.failure.watchdog import RUN, Watchdog
 
 log = logging.getLogger(__name__)
 
 SIGTERM_STATUS = 128 + signal.SIGTERM
 LINGER_AFTER_FAILURE_S = 1.0
 LONGEST_LEAVING_S = 30.0
+
+
+class State(Enum):
+    """Where a rank is in its run."""
+
+    IDLE = auto()  # no function runs, and the last one has not failed
+    RUNNING = auto()  # the Trainer's function runs
+    FAILED = auto()  # leaving, or left, after an exception of its own or another rank's failure
 
 
 class Supervisor:
@@ -42,8 +55,8 @@ class Supervisor:
         self._watchdog: Watchdog | None = None
         self._previous_handler: Any = None
         self._handler_process: int | None = None
-        self._is_running = False
-        self._failed_at: float | None = None
+        self._state = State.IDLE
+        self._failed_at = 0.0  # when it came to State.FAILED, on the monotonic clock
         self.weights_only: bool | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -51,29 +64,83 @@ class Supervisor:
         for each in [each for each in _current if each.has_failed]:
             # A callback's `on_exception` raised in an earlier run, so that Lightning did not tear it down.
             each.close()
-        self._is_running, self._failed_at = True, None
+        self._state = State.RUNNING
         self.weights_only = lightning_internals.told_weights_only(function, args, kwargs)
         try:
             self._join()
             result = function(*args, **kwargs)
             self._raise_what_came_late()
             self._end()
+            self._state = State.IDLE
             return result
         except lightning_internals.TunerExitException:
             self._end()
+            self._state = State.IDLE
             raise
         except BaseException as exception:
-            self._failed_at = time.monotonic()
-            if self._watchdog is not None and self._watchdog.failure is None:
-                self._watchdog.raised_at = main_thread_position(exception)
-                self._before_telling()
-            self._raise_cause(exception)
+            self._failed_at, self._state = time.monotonic(), State.FAILED
+            self._leave(exception)
             raise
-        finally:
-            self._is_running = False
 
-    def watch(self, timeout: timedelta, where: Callable[[], str]) -> None:
-        """Start to watch the other ranks; every rank must call it. A thread asks ``where`` this rank is: its hook."""
+    # --- The way out of a rank whose run has raised -------------------------------------------------------------------
+
+    def _leave(self, exception: BaseException) -> None:
+        """Say why, tell the others, and free this rank; raises the other rank's failure that was the cause.
+
+        Nothing here may hide ``exception``, or wait without a limit. Afterwards Lightning calls ``on_exception`` hooks
+        and tears down: with groups of an accelerator, both would wait for collectives that nobody joins any more.
+        """
+        watchdog = self._watchdog
+        if isinstance(exception, lightning_internals.SIGTERMException):
+            exception.code = exception.code or SIGTERM_STATUS
+            if watchdog is not None and watchdog.stop.last_step is not None:
+                # All ranks stop after the same step: they may still save together, and nobody is stuck.
+                watchdog.is_noticed.set()
+                return
+        if watchdog is None:
+            return
+        if watchdog.failure is None:
+            watchdog.raised_at = main_thread_position(exception)
+            _print_first(exception)
+            self._before_telling()
+        failure = watchdog.explain(exception, lightning_internals.failing_hook(exception))
+        if failure is not None:
+            log.error("This rank stops: %s.", str(failure).rstrip("."))
+        _free_device(exception)
+        if failure is not None:
+            if failure.error == KeyboardInterrupt.__name__:
+                # Ctrl-C reaches all ranks of a terminal, but one that waits in a collective may first learn of another
+                # rank's interrupt. On both it is the user's wish, not a failure with a traceback.
+                raise KeyboardInterrupt from exception
+            raise RankFailedError(failure) from exception
+
+    @contextlib.contextmanager
+    def tearing_down(self) -> Iterator[None]:
+        """Context for Lightning's teardown. After a failure it takes half a minute at most, and raises nothing.
+
+        What clean-up raises then, often because the device has failed, would hide the cause.
+        """
+        if not self.has_failed:
+            yield
+            return
+        with limited(LONGEST_LEAVING_S, process_group.group_rank(), _why_late(sys.exc_info()[1], "tearing down")):
+            try:
+                yield
+            except Exception as error:
+                log.warning("Tearing down after a failure has raised too: %s: %s", type(error).__name__, _line(error))
+
+    def watch(
+        self,
+        timeout: timedelta,
+        heartbeat_timeout: timedelta,
+        where: Callable[[], str],
+        have_just_joined: bool = False,
+    ) -> None:
+        """Start to watch the other ranks; every rank must call it. A thread asks ``where`` this rank is: its hook.
+
+        A collective may wait for ``timeout``, and a rank be silent for ``heartbeat_timeout``, also before its first
+        heartbeat if all ranks ``have_just_joined``.
+        """
         self._end()
         if process_group.group_size() == 1:
             return
@@ -81,7 +148,8 @@ class Supervisor:
             # Gloo aborts a process whose collectives do not match, and only this shows where. Notebooks may refuse.
             with contextlib.suppress(Exception):
                 faulthandler.enable()
-        self._watchdog = Watchdog(timeout, where, self._patch_sigterm(), _find_ended)
+        self._watchdog = Watchdog(timeout, where, self._patch_sigterm(), _find_ended, heartbeat_timeout)
+        self._watchdog.board.expects_all = have_just_joined
         _current.append(self)
         first_rank.run_board = self._watchdog.board
         self._watchdog.start()
@@ -95,6 +163,7 @@ class Supervisor:
             return False
         if is_training:
             self._watchdog.training_step = step
+        self._watchdog.devices.progress.begin_step(step)
         is_last = self._watchdog.stop.begin_step(step, self._watchdog.timeout_s)
         if self._watchdog.failure is not None:
             raise RankFailedError(self._watchdog.failure)
@@ -116,24 +185,21 @@ class Supervisor:
     @property
     def has_failed(self) -> bool:
         """Whether this rank is leaving after a failure of its own or of another rank."""
-        return self._failed_at is not None
+        return self._state is State.FAILED
 
     def close(self) -> None:
         """After a failure, end the watch and destroy this package's process groups, in half a minute at most."""
-        if self._is_running and not self.has_failed:
+        if self._state is State.RUNNING:
             return
+        stops_together = self.has_failed and self._watchdog is not None and self._watchdog.stop.last_step is not None
         if self.has_failed and self._watchdog is not None:
             self._watchdog.board.conclude(RUN, process_group.group_size(), LINGER_AFTER_FAILURE_S)
         self._end()
         if self.has_failed and process_group.group_size() > 1:
             process_group.forget_world()
-            cause = sys.exc_info()[1]
-            why = f"{type(cause).__name__}: {cause}; destroying its process groups took over {LONGEST_LEAVING_S:g} s"
-            last_resort = threading.Timer(LONGEST_LEAVING_S, end_process, (process_group.group_rank(), why))
-            last_resort.daemon = True
-            last_resort.start()
-            process_group.destroy_global_state(linger_s=0.0)
-            last_resort.cancel()
+            why = _why_late(sys.exc_info()[1], "destroying its process groups")
+            with limited(LONGEST_LEAVING_S, process_group.group_rank(), why):
+                process_group.destroy_global_state(linger_s=0.0, aborts=not stops_together)
 
     def _end(self) -> None:
         if self._watchdog is not None:
@@ -156,24 +222,6 @@ class Supervisor:
         if asked_by is not None or self._watchdog.stop.is_asked_here:
             raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
 
-    def _raise_cause(self, exception: BaseException) -> None:
-        watchdog = self._watchdog
-        if isinstance(exception, lightning_internals.SIGTERMException):
-            exception.code = exception.code or SIGTERM_STATUS
-            if watchdog is not None and watchdog.stop.last_step is not None:
-                watchdog.is_noticed.set()
-                return
-        if watchdog is None:
-            return
-        failure = watchdog.explain(exception, lightning_internals.failing_hook(exception))
-        if failure is not None:
-            log.error("This rank stops: %s.", str(failure).rstrip("."))
-            if failure.error == KeyboardInterrupt.__name__:
-                # Ctrl-C reaches all ranks of a terminal, but one that waits in a collective may first learn of another
-                # rank's interrupt. On both it is the user's wish, not a failure with a traceback.
-                raise KeyboardInterrupt from exception
-            raise RankFailedError(failure) from exception
-
     def _patch_sigterm(self) -> bool:
         if threading.current_thread() is not threading.main_thread():
             return False
@@ -193,7 +241,7 @@ class Supervisor:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return
-        if self._failed_at is not None:
+        if self.has_failed:
             # A launcher sends SIGTERM to the remaining ranks: let this one report the cause first, but not for ever.
             if time.monotonic() - self._failed_at > LONGEST_LEAVING_S:
                 self._restore_sigterm()
@@ -207,6 +255,39 @@ class Supervisor:
         if watchdog is None or watchdog.stop.step == 0:
             raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
         watchdog.stop.ask()
+
+
+def _print_first(exception: BaseException) -> None:
+    """Print the traceback, where what comes next may not return: a device that others leave waiting, or that failed."""
+    is_told_otherwise = isinstance(exception, lightning_internals.SIGTERMException | KeyboardInterrupt)
+    if is_told_otherwise or not device_groups.exist():
+        return
+    with contextlib.suppress(Exception):
+        print(f"rank {process_group.group_rank()} raised, and leaves:", file=sys.stderr)
+        traceback.print_exception(exception)
+        sys.stderr.flush()
+
+
+def _free_device(exception: BaseException) -> None:
+    """Abort the groups of accelerators, in half a minute at most. Those of the host stay, to save a checkpoint."""
+    if not device_groups.exist():
+        return
+    why = _why_late(exception, "aborting its process groups")
+    with limited(LONGEST_LEAVING_S, process_group.group_rank(), why), contextlib.suppress(Exception):
+        device_groups.abort()
+        # What `on_exception` hooks read has no limit: end here if the device is not free.
+        torch.accelerator.synchronize()
+
+
+def _line(exception: BaseException) -> str:
+    """The first line of its text."""
+    return next(iter(message_of(exception).splitlines()), "")
+
+
+def _why_late(exception: BaseException | None, what: str) -> str:
+    """Why a process ends that leaves with ``exception``, and is too long about it."""
+    cause = "" if exception is None else f"{type(exception).__name__}: {message_of(exception)}; "
+    return f"{cause}{what} took over {LONGEST_LEAVING_S:g} s"
 
 
 _current: list[Supervisor] = []

@@ -1,13 +1,9 @@
 """Learns from the board that another rank failed, is silent or is stuck, and makes this rank leave."""
 
 import contextlib
-import faulthandler
 import json
 import logging
-import os
 import signal
-import socket
-import sys
 import threading
 import time
 import weakref
@@ -17,10 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed import failures
-from lightning_automodel.distributed.board import BEAT_S, LINGER_S, NONE, Board, connect_again
+from lightning_automodel.distributed import device_groups, failures, first_rank
+from lightning_automodel.distributed.board import BEAT_S, LINGER_S, Board, connect_again
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure, Sighting
+from lightning_automodel.distributed.last_resort import end_process
 from lightning_automodel.failure.coordinated_stop import STEPS, STOP, StopAgreement
+from lightning_automodel.failure.device_watch import DEVICES, DeviceWatch
+from lightning_automodel.failure.lease import holds_lease
 from lightning_automodel.failure.position import main_thread_position
 from lightning_automodel.failure.verdict import decide, left_behind, standstill
 
@@ -32,6 +31,9 @@ POLL_S = 0.05
 LONGEST_SEARCH_BEATS = 120
 TIME_TO_RAISE_S = 2.0
 TIME_TO_RAISE_AFTER_SILENCE_S = 0.5
+TIME_TO_FREE_DEVICE_S = 5.0
+TIME_TO_FAIL_S = 2.0
+NEITHER_ENDS = "a collective neither ends nor fails after {:.0f} s"
 
 RUN, END, LEASE = "run", "end", "lease"
 
@@ -49,7 +51,8 @@ class Watchdog:
     waits may fail. Then it interrupts the main thread, and at last it ends the process.
 
     ``where`` returns the hook that this rank is in, and ``find_ended`` the ranks whose processes have ended since the
-    last call, and how. ``raises_on_sigterm``: whether the main thread has a handler that raises.
+    last call, and how. ``raises_on_sigterm``: whether the main thread has a handler that raises. ``timeout`` is how
+    long a collective may wait, ``heartbeat_timeout`` how long a rank may be silent, if that is less.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Watchdog:
         where: Callable[[], str],
         raises_on_sigterm: bool,
         find_ended: Callable[[], list[tuple[int, str]]] = list,
+        heartbeat_timeout: timedelta | None = None,
     ) -> None:
         world = dist.group.WORLD
         assert world is not None
@@ -77,8 +81,10 @@ class Watchdog:
         self._reading_since_s = self._standing_since_s = 0.0
         self._position: tuple[bool, str] = (False, "")
         _runs[world] = _runs.get(world, 0) + 1
-        prefix, keys = f"lightning_automodel/run/{_runs[world]}", (STOP, STEPS, LEASE)
-        silence_s = max(self.timeout_s / 2, self.timeout_s - TIME_TO_LEAVE_S)
+        prefix, keys = f"lightning_automodel/run/{_runs[world]}", (STOP, STEPS, LEASE, DEVICES)
+        longest_s = max(self.timeout_s / 2, self.timeout_s - TIME_TO_LEAVE_S)
+        silence_s = min(longest_s, (heartbeat_timeout or timeout).total_seconds())
+        self.devices = DeviceWatch(self.timeout_s, self._ranks)
         connect = connect_again(prefix, silence_s)
         self.board = Board(self._rank, connect, RUN, self._ranks, silence_s, self._describe, keys, self._exchange)
         self._thread = threading.Thread(target=self._watch, name="lightning_automodel watchdog", daemon=True)
@@ -189,10 +195,11 @@ class Watchdog:
             "stood_s": now - self._standing_since_s,
             "has_failed": self._own is not None,
             "has_ended": self._has_ended,
+            **self.devices.describe(),
         }
 
     def _exchange(self, store: dist.Store, values: Sequence[bytes]) -> None:
-        *stop, lease = values
+        *stop, lease, devices_lease = values
         self.stop.exchange(store, *stop)
         if self._is_closed.is_set() or self.failure is not None:
             return
@@ -205,8 +212,11 @@ class Watchdog:
         own = self.board.own
         if failure := left_behind({self._rank: own} | {r: each.known for r, each in self.board.seen.items()}):
             self.board.post(store, RUN, failure)
-        if self._own is not None and self._holds_lease(store, lease):
+        if self._own is None and self._is_past_timeout():
+            self._own = RankFailure(self._rank, own.host, own.where, "TimeoutError", NEITHER_ENDS.format(own.stood_s))
+        if self._own is not None and holds_lease(self.board, store, LEASE, lease, self._longest_search_s / 6):
             self._seek(store, self._own)
+        self.devices.exchange(self.board, store, RUN, devices_lease)
         limit_s = min(STANDSTILL_S, self.timeout_s / 2)
         if self._rank == 0 and not self._has_warned and own.waits and own.stood_s >= limit_s:
             seen: dict[int, Sighting] = {}
@@ -218,17 +228,12 @@ class Watchdog:
                     f" the strategy's timeout, here {self.timeout_s:g} s."
                 )
 
-    def _holds_lease(self, store: dist.Store, lease: bytes) -> bool:
-        """Whether this rank is to find the verdict: it was the first to ask for one, or that rank is silent."""
-        if lease != NONE and int(lease) != self._rank:
-            # Its record is read with each heartbeat from now on.
-            self.board.watched = holder = int(lease)
-            seen, limit_s = self.board.seen.get(holder), min(self._longest_search_s / 6, self.board.timeout_s)
-            if seen is None or not seen.is_silent(self.board.clock(), limit_s):
-                return False
-        if lease == NONE or int(lease) != self._rank:
-            lease = store.compare_set(LEASE, lease.decode(), str(self._rank))
-        return int(lease) == self._rank
+    def _is_past_timeout(self) -> bool:
+        """Whether the main thread is in a collective that should have failed: to connect, NCCL waits for ever."""
+        own = self.board.own
+        is_late = own.waits and own.stood_s > self.timeout_s + TIME_TO_FAIL_S
+        may_wait = self._has_ended or self.is_noticed.is_set() or first_rank.is_active()
+        return is_late and not may_wait and device_groups.exist()
 
     def _seek(self, store: dist.Store, own: RankFailure) -> None:
         """Read all records, and post the verdict if it can be told."""
@@ -259,23 +264,32 @@ class Watchdog:
 
     def _leave(self, failure: RankFailure) -> None:
         """Make the main thread leave: gently, then by a signal, then by ending the process."""
-        # A rank that raised closes its connections as its process ends, which frees this one; a silent rank does not.
-        is_silent = failure.error == failures.MISSED_HEARTBEATS
-        patience_s = TIME_TO_RAISE_AFTER_SILENCE_S if is_silent else TIME_TO_RAISE_S
-        if self.is_noticed.wait(patience_s) or self._is_closed.is_set():
-            return
+        if device_groups.exist():
+            self._free_from_device()
+        else:
+            # A rank that raised closes its connections as its process ends, which frees this one; a silent rank
+            # does not.
+            is_silent = failure.error == failures.MISSED_HEARTBEATS
+            patience_s = TIME_TO_RAISE_AFTER_SILENCE_S if is_silent else TIME_TO_RAISE_S
+            if self._is_leaving_within(patience_s):
+                return
+            self._interrupt()
+            if self._is_leaving_within(patience_s):
+                return
+        if not self._is_leaving_within(0.0):
+            end_process(self._rank, str(failure))
+
+    def _free_from_device(self) -> None:
+        """Interrupt the main thread, which no end of another rank frees where it waits for its own device."""
+        # The signal first: it is handled as soon as the call that the abort ends has returned.
+        self._interrupt()
+        threading.Thread(target=device_groups.abort, name="lightning_automodel abort", daemon=True).start()
+        self._is_leaving_within(TIME_TO_FREE_DEVICE_S)
+
+    def _interrupt(self) -> None:
         if self._raises_on_sigterm and hasattr(signal, "pthread_kill"):
             # Sent to the main thread itself, the signal also interrupts a system call in which it sleeps.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-        if self.is_noticed.wait(patience_s) or self._is_closed.is_set():
-            return
-        end_process(self._rank, str(failure))
 
-
-def end_process(rank: int, why: str) -> None:
-    """Print why, and where all threads are, and end this process with status 1, whatever its threads are doing."""
-    try:
-        print(f"rank {rank} on {socket.gethostname()} stops: {why}. It was at:", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(all_threads=True)
-    finally:
-        os._exit(1)
+    def _is_leaving_within(self, seconds: float) -> bool:
+        return self.is_noticed.wait(seconds) or self._is_closed.is_set()

@@ -24,18 +24,17 @@ def token_loss(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     chunk_elements: int | None = None,
+    skip_ignored: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum of the cross-entropies of ``head(hidden)`` at the positions that carry a label, and their count.
 
     The same as ``F.cross_entropy(head(hidden).flatten(0, -2), labels.flatten(), reduction="sum")`` in less memory:
-    positions without a label are left out, and the others go through the head in chunks. A chunk's gradients are
-    computed right after its loss, so that its logits are computed once and then freed; the head's are accumulated in
-    float32 or wider. All chunks run within one call of ``head``, so FSDP2 gathers it once. The loss can be
-    backpropagated only once.
+    positions go through the head in chunks. A chunk's gradients are computed right after its loss, so that its logits
+    are computed once and then freed; the head's are accumulated in float32 or wider. All chunks run within one call of
+    ``head``, so FSDP2 gathers it once. The loss can be backpropagated only once.
 
     If FSDP2 or tensor parallelism shards the head, every rank must call this, even one without labels. Logits that
     are sharded over the vocabulary stay sharded; the softmax needs an all-gather of a few numbers per position.
-    On an accelerator, selecting the labelled positions synchronises with the host once.
 
     Args:
         hidden: [..., s, d] hidden states, the input of ``head``.
@@ -51,6 +50,9 @@ def token_loss(
         z_loss: Coefficient of the squared log-partition function, added to each position's cross-entropy.
         chunk_elements: Logits of one chunk on one rank. A larger number gives fewer, larger matrix products. None:
             2**22, or a quarter of the head's weight if that is more.
+        skip_ignored: Whether positions without a label are left out, and the head computes nothing for them. How many
+            there are is then read on the host, which waits for an accelerator. If False, zeros take the place of their
+            hidden states, and the host waits for nothing. None: left out on a CPU alone.
 
     Returns:
         [] the sum, at least float32, and [] the count: positions, or the sum of their labels' weights. Without weights,
@@ -64,8 +66,15 @@ def token_loss(
         raise ValueError(f"chunk_elements must be at least 1, got {chunk_elements}.")
     targets = labels[..., label_shift:]
     num_positions = targets.shape[-1]
-    used = (targets != ignore_index).nonzero(as_tuple=True)  # called once: it makes the host wait for an accelerator
-    targets = targets[used]  # [n]
+    is_label = targets != ignore_index
+    if skip_ignored is None:
+        skip_ignored = labels.device.type == "cpu"
+    if skip_ignored:
+        places = is_label.nonzero(as_tuple=True)  # called once: it makes the host wait for an accelerator
+        targets = targets[places]  # [n]
+    else:
+        is_label = is_label.flatten()
+        targets = torch.where(is_label, targets.flatten(), 0)  # [n]
     mesh: DeviceMesh | None = None
     head = torch_internals.uncompiled(head)
     forward = head.forward
@@ -73,8 +82,9 @@ def token_loss(
     def logits_of(rows: Tensor) -> Tensor:
         return forward(rows if mesh is None else DTensor.from_local(rows, mesh, [Replicate()]))
 
-    def loss_of(rows: Tensor, targets: Tensor) -> Tensor:
-        return _cross_entropy(logits_of(rows), targets, weight, label_smoothing, z_loss)
+    def loss_of(rows: Tensor, chunk: slice) -> Tensor:
+        losses = _cross_entropies(logits_of(rows), targets[chunk], weight, label_smoothing, z_loss)
+        return (losses if skip_ignored else losses.masked_fill(~is_label[chunk], 0.0)).sum()
 
     @torch_internals.not_compiled
     def chunked_forward(states: Tensor) -> Tensor:
@@ -86,14 +96,16 @@ def token_loss(
             raise ValueError(
                 f"hidden {list(states.shape)} must be [..., s, d] for labels {list(labels.shape)} [..., s]."
             )
-        rows = states[..., :num_positions, :][used]  # [n, d]
+        rows = states[..., :num_positions, :]
+        # Zeros, not what stands at ignored positions: it may be NaN, and so would be zero times its gradient.
+        rows = rows[places] if skip_ignored else rows.flatten(0, -2).masked_fill(~is_label[:, None], 0.0)  # [n, d]
         num_ranks = 1 if mesh is None else mesh.size()
         # Not under no_grad: autocast would cache a weight without its gradient.
         num_classes = logits_of(rows[:0]).shape[-1]
         num_rows = (chunk_elements or 2**22) * num_ranks // num_classes
         # Each chunk adds a gradient of the whole weight, so its logits may take as much memory.
         num_rows = max(num_rows, states.shape[-1] // 4 if chunk_elements is None else 1)
-        loss = _sum_over_chunks(loss_of, rows, targets, max(num_rows, 1))
+        loss = _sum_over_chunks(loss_of, rows, max(num_rows, 1))
         # One copy per tensor-parallel rank, since the plan may shard the output or replicate it; averaged below.
         return loss if mesh is None else DTensor.from_local(loss.expand(num_ranks), mesh, [Replicate()])
 
@@ -107,21 +119,25 @@ def token_loss(
         raise ValueError(
             f"The head casts its output to {loss.dtype}, too coarse for a sum of losses: leave output_dtype unset."
         )
-    count = torch.ones_like(targets).sum() if weight is None else weight[targets].sum()
+    if weight is None:
+        count = is_label.sum()
+    elif skip_ignored:
+        count = weight[targets].sum()
+    else:
+        count = weight[targets].masked_fill(~is_label, 0.0).sum()
     return (loss.full_tensor() if isinstance(loss, DTensor) else loss), count
 
 
-def _sum_over_chunks(
-    loss_of: Callable[[Tensor, Tensor], Tensor], rows: Tensor, targets: Tensor, num_rows: int
-) -> Tensor:
-    """[1] sum of ``loss_of`` over chunks of the [n, d] rows and their [n] targets; one empty chunk if n is 0."""
+def _sum_over_chunks(loss_of: Callable[[Tensor, slice], Tensor], rows: Tensor, num_rows: int) -> Tensor:
+    """[1] sum of ``loss_of`` over chunks of the [n, d] rows, and their places; one empty chunk if n is 0."""
     total = torch.zeros(1, dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
     # Keyed by the leaf tensors that the losses depend on. Allocated once, not per chunk: small tensors between freed
     # logits would keep that memory from being reused.
     gradients: dict[Tensor, Tensor] = {}
     for start in range(0, max(1, rows.shape[0]), num_rows):
-        chunk = rows[start : start + num_rows].detach().requires_grad_(rows.requires_grad)
-        loss = loss_of(chunk, targets[start : start + num_rows])
+        places = slice(start, start + num_rows)
+        chunk = rows[places].detach().requires_grad_(rows.requires_grad)
+        loss = loss_of(chunk, places)
         total += loss.detach()
         if not loss.requires_grad:
             continue
@@ -130,7 +146,7 @@ def _sum_over_chunks(
             if leaf is chunk:
                 if rows not in gradients:
                     gradients[rows] = torch.empty_like(rows)
-                gradients[rows][start : start + num_rows] = gradient
+                gradients[rows][places] = gradient
             elif gradient is not None:
                 if leaf not in gradients:  # float32 or wider: half precision would lose small addends
                     wide = torch.promote_types(leaf.dtype, torch.float32)
@@ -180,10 +196,10 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
         yield leaf
 
 
-def _cross_entropy(
+def _cross_entropies(
     logits: Tensor, targets: Tensor, weight: Tensor | None, label_smoothing: float, z_loss: float
 ) -> Tensor:
-    """[] sum over the [n] targets, from [n, v] logits that may be sharded over the vocabulary."""
+    """[n] losses of the [n] targets, from [n, v] logits that may be sharded over the vocabulary."""
     mesh, start, num_classes = None, 0, logits.shape[-1]
     if isinstance(logits, DTensor):
         mesh = logits.device_mesh
@@ -202,7 +218,7 @@ def _cross_entropy(
         # rank has it, and the loss is infinite.
         log_partition, label_logit = _from_all(torch.stack([log_partition, label_logit]), mesh).logsumexp(0)
     of_label = 1.0 if weight is None else weight[targets]
-    losses = (log_partition - label_logit) * of_label  # [n]
+    losses = (log_partition - label_logit) * of_label
     if label_smoothing:
         classes = slice(start, start + logits.shape[-1])
         of_all = logits.sum(-1) if weight is None else logits @ weight[classes]
@@ -212,7 +228,7 @@ def _cross_entropy(
         losses = (1 - label_smoothing) * losses + label_smoothing * smooth
     if z_loss:
         losses = losses + z_loss * log_partition.square() * of_label
-    return losses.sum()
+    return losses
 
 
 def _from_all(values: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -16,6 +16,8 @@ from lightning_automodel.distributed.collectives import wide_dtype
 
 Parameters = nn.Module | Tensor | Iterable[nn.Parameter]
 
+_CHUNK_ELEMENTS = 2**26  # 256 MiB in float32
+
 
 def rescale_gradients(
     model: Parameters,
@@ -49,9 +51,10 @@ def rescale_gradients(
 
 def gradient_factor(denominator: Tensor, divisor: int) -> Tensor:
     """[] the D / N of :func:`rescale_gradients`, 0 where N is 0, and NaN where N is no sum of counts."""
-    is_sum = (denominator >= 0) & denominator.isfinite()
-    factor = (divisor / denominator).masked_fill(denominator == 0, 0.0)
-    return factor.masked_fill(~is_sum, math.nan)
+    is_sum = (denominator >= 0) & (denominator < math.inf)  # both are false for NaN
+    factor = divisor / denominator
+    factor.masked_fill_(denominator == 0, 0.0)
+    return factor.masked_fill_(~is_sum, math.nan)
 
 
 def clip_gradients(model: Parameters, clip_norm: float, foreach: bool = True) -> Tensor:
@@ -145,19 +148,51 @@ def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
 def scale_gradients_(parameters: list[nn.Parameter], factor: Tensor, foreach: bool = True) -> None:
     """Multiply every gradient by ``factor`` [] in place, shard by shard. Not a collective, no host read.
 
-    A half-precision gradient is rounded once, after the product: some devices would round the factor as well.
+    The factor is rounded to the dtype of the gradients, or to float32 for half precision, and then each product to the
+    dtype of the gradients. Torch rounds the same way if it is given a wider factor, but launches a kernel for each
+    gradient.
     """
     for grads in _local_gradients(parameters):
-        local_factor = factor.to(grads[0].device)
-        is_half = grads[0].dtype in (torch.float16, torch.bfloat16)
-        if foreach and not is_half and not grads[0].is_sparse:
+        dtype = grads[0].dtype
+        is_half = dtype in (torch.float16, torch.bfloat16)
+        local_factor = factor.to(grads[0].device, torch.float32 if is_half else dtype)
+        if not foreach or grads[0].is_sparse:
+            for grad in grads:
+                if is_half:
+                    grad.copy_(grad.float() * local_factor)
+                else:
+                    grad.mul_(local_factor)
+        elif is_half:
+            _scale_half_(grads, local_factor)
+        else:
             torch._foreach_mul_(grads, local_factor)
-            continue
-        for grad in grads:
-            if is_half:
-                grad.copy_(grad.float() * local_factor)
-            else:
-                grad.mul_(local_factor)
+
+
+def _scale_half_(grads: list[Tensor], factor: Tensor) -> None:
+    """Multiply half-precision gradients by a float32 ``factor`` [] in place, rounding once: by way of float32.
+
+    A kernel that multiplies half-precision tensors by a tensor [] rounds the factor too. Those of gradient scalers do
+    not, but know no bfloat16 on CUDA.
+    """
+    for chunk in _chunks(grads):
+        wide = [torch.empty_like(grad, dtype=torch.float32) for grad in chunk]
+        torch._foreach_copy_(wide, chunk)
+        torch._foreach_mul_(wide, factor)
+        torch._foreach_copy_(chunk, wide)
+
+
+def _chunks(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
+    """The tensors in their order, in lists of at most ``_CHUNK_ELEMENTS`` elements or of one tensor."""
+    chunk: list[Tensor] = []
+    num_elements = 0
+    for tensor in tensors:
+        if chunk and num_elements + tensor.numel() > _CHUNK_ELEMENTS:
+            yield chunk
+            chunk = []
+            num_elements = 0
+        chunk.append(tensor)
+        num_elements += tensor.numel()
+    yield chunk
 
 
 @torch.no_grad()
@@ -165,24 +200,29 @@ def average_gradients_(parameters: list[nn.Parameter], group: dist.ProcessGroup)
     """Average the gradients of replicated parameters over ``group`` in place.
 
     A collective: every rank must call with the same parameters; one all-reduce for each dtype, at least in float32.
-    A parameter without a gradient on some ranks counts as zero there, which these read on the host; one without a
-    gradient on all ranks keeps ``grad=None``.
+    A parameter without a gradient counts as zero, and has one afterwards, even if no rank has used it.
     """
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         by_dtype[torch.promote_types(parameter.dtype, torch.float32)].append(parameter)
     for dtype, same_dtype in by_dtype.items():
-        grads = [(torch.zeros_like(p) if p.grad is None else p.grad).to(dtype) for p in same_dtype]
-        was_used = grads[0].new_tensor([float(p.grad is not None) for p in same_dtype])
-        flat = torch.cat([*(grad.reshape(-1) for grad in grads), was_used])
+        sizes = [parameter.numel() for parameter in same_dtype]
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=same_dtype[0].device)
+        parts = [part.view_as(parameter) for part, parameter in zip(flat.split(sizes), same_dtype, strict=True)]
+        grads = [parameter.grad for parameter in same_dtype]
+        used = [(part, grad) for part, grad in zip(parts, grads, strict=True) if grad is not None]
+        _copy_each_([part for part, _ in used], [grad for _, grad in used])
         dist.all_reduce(flat, group=group)
         flat /= group.size()
-        *averages, used_by = flat.split([*(grad.numel() for grad in grads), len(grads)])
-        for parameter, average, users in zip(same_dtype, averages, used_by, strict=True):
-            if parameter.grad is not None:
-                parameter.grad.copy_(average.view_as(parameter))
-            elif users.real > 0:  # summed in the dtype of the gradients, which may be complex
-                parameter.grad = average.view_as(parameter).to(parameter.dtype, copy=True)
+        _copy_each_([grad for _, grad in used], [part for part, _ in used])
+        for parameter, average in zip(same_dtype, parts, strict=True):
+            if parameter.grad is None:
+                parameter.grad = average.to(parameter.dtype, copy=True)
+
+
+def _copy_each_(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def list_parameters(model: Parameters) -> list[nn.Parameter]:
@@ -236,7 +276,7 @@ def _reduction_device(parameters: list[nn.Parameter]) -> torch.device:
 def _sum_of_squares(parameters: list[nn.Parameter], device: torch.device, foreach: bool) -> Tensor:
     """[] sum of the squares of all gradient elements, on ``device``."""
     wide = wide_dtype(device)
-    norms = [torch.zeros((), dtype=wide, device=device)]
+    norms = [torch.zeros(1, dtype=wide, device=device)]
     for grads in _local_gradients(parameters):
         if grads[0].is_sparse:
             grads = [grad.coalesce().values() for grad in grads]
@@ -248,8 +288,15 @@ def _sum_of_squares(parameters: list[nn.Parameter], device: torch.device, foreac
             own = list(torch._foreach_norm(grads, 2, dtype=dtype))
         else:
             own = [torch.linalg.vector_norm(grad, 2, dtype=dtype) for grad in grads]
-        norms.extend(norm.to(device, wide) for norm in own)
-    return torch.stack(norms).square().sum()
+        norms.append(_moved(torch.stack(own).to(wide), device))
+    return torch.cat(norms).square().sum()
+
+
+def _moved(numbers: Tensor, device: torch.device) -> Tensor:
+    """``numbers`` on ``device``. From the host they go by way of pinned memory, so that it need not wait."""
+    if numbers.device.type == "cpu" and device.type != "cpu":
+        return numbers.pin_memory().to(device, non_blocking=True)
+    return numbers.to(device)
 
 
 def _local_gradients(parameters: Iterable[nn.Parameter]) -> Iterable[list[Tensor]]:

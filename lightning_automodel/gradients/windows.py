@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
-from lightning_automodel.distributed.collectives import wide_dtype
+from lightning_automodel.distributed.collectives import filled, wide_dtype
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.grad_scaling import LossScaling
@@ -92,7 +92,7 @@ class GradientWindows:
 
     Each toggled optimizer has its own window, so that those of a GAN can accumulate side by side. Without toggling
     there is one window. ``parameters`` are those of the sharded model: between a forward and its backward
-    ``module.parameters()`` are the gathered ones.
+    ``module.parameters()`` are the gathered ones. ``host_group`` has all ranks, and none of their devices.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class GradientWindows:
         mesh: RunMesh,
         device: torch.device,
         parameters: list[nn.Parameter],
+        host_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.last_step: StepReport | None = None
         self.since_step: dict[Optimizer, Tensor] = {}  # the [3] totals of the windows since its previous step
@@ -115,6 +116,8 @@ class GradientWindows:
         self.optimizers: list[Optimizer] = []
         self.toggled: Optimizer | None = None
         self.in_backward = False
+        self._host_group = host_group
+        self._agrees_on_host = host_group is not None and device.type != "cpu" and self.divisor > 1
         self.num_resets = 0  # how often an optimizer stepped, or gradients were zeroed
 
     @property
@@ -204,11 +207,15 @@ class GradientWindows:
             with self._sync.micro_batch(ends), self._sync.backward(loss, trained_before, counts):
                 yield
             final = self._finalise(window) if ends else None
-        except BaseException:
+        except BaseException as error:
             for parameter in self.parameters:
                 parameter.grad = grads_before.get(parameter)
-            self.reset()
-            self._sync.recover()
+            try:
+                self.reset()
+                self._sync.recover()
+            except Exception as later:
+                # A device that has failed raises in each later call: the first error is the cause.
+                error.add_note(f"Dropping the window raised {type(later).__name__} too.")
             raise
         finally:
             self.in_backward = False
@@ -246,17 +253,20 @@ class GradientWindows:
         """Rescale a window's gradients, which are in ``.grad``, and report on it. Returns the final parameters.
 
         One all-reduce of three numbers and one more for each sharded parameter. A rank that has not used some parameter
-        reads on the host whether another rank has.
+        must know on the host whether another rank has: where this occurs in a run's first window, later ones sum these
+        numbers on the host, which no device keeps waiting. Else that rank reads them.
         """
         self._open = {key: other for key, other in self._open.items() if other is not window}
         owned_elsewhere = {parameter for other in self._open.values() for parameter in other.owned}
         parameters = [parameter for parameter in self.parameters if parameter not in owned_elsewhere]
-        self._sync.complete_gradients([parameter for parameter in parameters if parameter in window.trained])
-        totals = self._summed(window.sums, self._sync.tracked(parameters))
+        trained = [parameter for parameter in parameters if parameter in window.trained]
+        self._sync.complete_gradients(trained)
+        totals = self._summed(window.sums, self._sync.tracked(trained))
         denominator = self.weighting.denominator(totals)
         factor = None if window.scale is None else 1 / window.scale
         if window.ahead is None:
-            factor = rescale_clip.gradient_factor(denominator, self.divisor) * (1.0 if factor is None else factor)
+            per_token = rescale_clip.gradient_factor(denominator, self.divisor)
+            factor = per_token if factor is None else per_token * factor
         elif window.num_micro_batches != window.ahead.own_micro_batches:
             raise RuntimeError(
                 f"A window was counted ahead as {window.ahead.own_micro_batches} micro-batches of this rank, and ends"
@@ -270,7 +280,8 @@ class GradientWindows:
         self.scaling.window_ended(window.optimizers, denominator)
         self.measured.difference_update(window.optimizers)
         for optimizer in window.optimizers:
-            self.since_step[optimizer] = self.since_step.get(optimizer, 0) + totals
+            before = self.since_step.get(optimizer)
+            self.since_step[optimizer] = totals if before is None else before + totals
         first = next(iter(window.optimizers), None)
         self.last_step = self.weighting.report(totals if first is None else self.since_step[first])
         return set(parameters)
@@ -278,28 +289,45 @@ class GradientWindows:
     def _summed(self, totals: Tensor, tracked: list[tuple[nn.Parameter, bool]]) -> Tensor:
         """[3] ``totals`` over all ranks; drops the gradients of parameters that no rank has used in the window."""
         used = [was_used for _, was_used in tracked]
-        users = totals.new_ones(len(used)) if all(used) else totals.new_tensor(used)
         order = self._sync.take_order()
-        # Filled on the device, which copying a list from the host would wait for.
-        orders = [totals.new_full((1,), order), totals.new_full((1,), order**2)]
-        summed = torch.cat([totals, *orders, users])
+        own = [order, order**2, *used]
+        reads = not all(used) or self._device.type == "cpu"
+        on_host = self._agrees_on_host and len(used) > 0
+        summed = totals if on_host else torch.cat([totals, filled(own, totals)])
         if self.divisor > 1:
             dist.all_reduce(summed, group=self.mesh.group)
-        summed[2] /= self.mesh.sizes.context  # context-parallel ranks share each micro-batch
-        if not all(used) or summed.device.type == "cpu":
-            self._check_order(*summed[len(totals) : len(totals) + 2].tolist())
-        if not all(used):
-            for (parameter, _), num_users in zip(tracked, summed[len(totals) + 2 :].tolist(), strict=True):
-                if num_users == 0:
-                    parameter.grad = None
+        if self.mesh.sizes.context > 1:
+            summed[2] /= self.mesh.sizes.context  # context-parallel ranks share each micro-batch
+        if on_host:
+            self._drop_unused(tracked, self._summed_on_host(own), dist.get_world_size())
+        elif reads:
+            self._drop_unused(tracked, summed[len(totals) :].tolist(), self.divisor)
         return summed[: len(totals)]
 
-    def _check_order(self, total: float, total_of_squares: float) -> None:
-        """Raise RuntimeError unless all ranks have used the same FSDP units, in one order, in the window."""
-        if total * total != total_of_squares * self.divisor:
+    def _summed_on_host(self, own: list[int]) -> list[float]:
+        """The sums of the numbers of all ranks, for which no rank waits for its device. A collective over the world.
+
+        From the second window on, only if in the first some rank had not used all parameters.
+        """
+        summed = torch.tensor(own, dtype=torch.float64)
+        dist.all_reduce(summed, group=self._host_group)
+        sums: list[float] = summed.tolist()
+        self._agrees_on_host = min(sums[2:]) < dist.get_world_size()
+        return sums
+
+    def _drop_unused(self, tracked: list[tuple[nn.Parameter, bool]], sums: list[float], num_ranks: int) -> None:
+        """Drop the gradients of parameters that none of the ranks has used, from the ``sums`` of what they have told.
+
+        Raises RuntimeError unless all ranks have used the same FSDP units, in one order, in the window.
+        """
+        order, square, *users = sums
+        if order * order != square * num_ranks:
             raise RuntimeError(
                 f"Ranks have used different FSDP units in the forwards of one accumulation window, {DIFFERENT_UNITS}"
             )
+        for (parameter, _), num_users in zip(tracked, users, strict=True):
+            if num_users == 0:
+                parameter.grad = None
 
     def report_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
         """Put the [] norm of an optimizer's final gradients into the report, if it is the first since its step."""

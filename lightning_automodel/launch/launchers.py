@@ -14,7 +14,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -38,11 +37,10 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
     the supervisor asks how they ended, and every rank leaves with the cause.
     """
 
-    def __init__(
-        self, supervisor: Supervisor, cluster_environment: ClusterEnvironment, num_processes: int, num_nodes: int
-    ) -> None:
-        super().__init__(cluster_environment, num_processes, num_nodes)
-        self._supervisor = supervisor
+    def __init__(self, strategy: ParallelStrategy, supervisor: Supervisor, num_processes: int, num_nodes: int) -> None:
+        assert strategy.cluster_environment is not None
+        super().__init__(strategy.cluster_environment, num_processes, num_nodes)
+        self._strategy, self._supervisor = strategy, supervisor
 
     @property
     @override
@@ -63,8 +61,9 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
 
             def find_ended() -> list[tuple[int, str]]:
                 """Ranks whose processes have ended since the last call, and how."""
+                backend = _backend(self._strategy)
                 ended = [rank for rank, process in running.items() if process.poll() is not None]
-                return [(rank, describe_exit(running.pop(rank).returncode)) for rank in ended]
+                return [(rank, describe_exit(running.pop(rank).returncode, backend)) for rank in ended]
 
             supervisor.watch_processes(find_ended)
         share_cores(self.num_processes)
@@ -119,7 +118,8 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         folder = Path(tempfile.mkdtemp(prefix="lightning_automodel-"))
         try:
             started = self._start(trainer, partial(function, *args, **kwargs), folder)
-            wait_for_workers(started, folder, self.environment.node_rank() * self._num_processes)
+            first_rank = self.environment.node_rank() * self._num_processes
+            wait_for_workers(started, folder, first_rank, _backend(self._strategy))
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -186,6 +186,11 @@ def _run_worker(local_rank: int, folder: Path, variables: Mapping[str, str], run
     lightning_internals.call_and_handle_interrupt(trainer, function.func, *function.args, **function.keywords)
 
 
+def _backend(strategy: ParallelStrategy) -> str:
+    """Backend of the process groups of ``AutomodelStrategy``, as it will be or is."""
+    return str(strategy.process_group_backend)  # type: ignore[attr-defined]
+
+
 def make_launcher(
     strategy: ParallelStrategy,
     start_method: Literal["popen", "spawn", "fork", "forkserver"],
@@ -198,7 +203,7 @@ def make_launcher(
     assert environment is not None
     if start_method != "popen" and not environment.creates_processes_externally:
         return WorkerLauncher(strategy, start_method, num_processes, num_nodes, supervisor)
-    launcher = SubprocessLauncher(supervisor, environment, num_processes, num_nodes)
+    launcher = SubprocessLauncher(strategy, supervisor, num_processes, num_nodes)
     if (hasattr(sys, "ps1") or sys.flags.interactive) and not launcher.is_interactive_compatible:
         # Lightning's own message would recommend its own strategies.
         raise MisconfigurationException(

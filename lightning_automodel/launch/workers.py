@@ -26,14 +26,26 @@ TIME_TO_END_S = 60.0
 TIME_TO_END_AFTER_INTERRUPT_S = 10.0
 
 
-def describe_exit(status: int) -> str:
-    """The exit status of a process in words; a negative one is the number of a signal."""
+def describe_exit(status: int, backend: str) -> str:
+    """The exit status of a rank's process in words, with its ``backend``; a negative one is the number of a signal."""
     names = {known.value: known.name for known in signal.Signals}
     if status == -signal.SIGABRT:
-        return f"was ended by SIGABRT, as gloo does where ranks call different collectives. {failures.RUN_ON_ALL_RANKS}"
+        return f"was ended by SIGABRT, {_why_aborted(backend)} {failures.RUN_ON_ALL_RANKS}"
     if status < 0:
         return f"was ended by {names.get(-status, f'signal {-status}')}"
     return f"ended with exit status {status}"
+
+
+def _why_aborted(backend: str) -> str:
+    """What aborts a process whose groups have this backend, and how to tell which it was."""
+    if backend.lower() in ("gloo", "cpu:gloo"):
+        return "as gloo does where ranks call different collectives."
+    name = backend.rpartition(":")[2].upper()
+    return (
+        f"as the watchdog of {name} does after an error in a kernel (its log then has the device's error), or where a"
+        ' collective has waited for the strategy\'s timeout ("Watchdog caught collective operation timeout"), since a'
+        " rank did not come to it."
+    )
 
 
 def share_cores(num_processes: int) -> None:
@@ -58,8 +70,8 @@ def write_failure(folder: Path, exception: BaseException, trainer: "pl.Trainer")
     os.replace(path.with_suffix(".part"), path)
 
 
-def wait_for_workers(context: ProcessContext, folder: Path, first_rank: int) -> None:
-    """Wait until all workers have ended.
+def wait_for_workers(context: ProcessContext, folder: Path, first_rank: int, backend: str) -> None:
+    """Wait until all workers, whose groups have this ``backend``, have ended.
 
     There is no time limit for training. Once one worker has ended, the others have a minute, and another one after
     SIGTERM if it has failed. SIGTERM to this process is passed on to them, and sent if it leaves earlier.
@@ -85,7 +97,7 @@ def wait_for_workers(context: ProcessContext, folder: Path, first_rank: int) -> 
                     break
                 num_running = len(context.sentinels)
     except (ProcessExitedException, ProcessRaisedException) as error:  # torch has ended the others
-        _raise_failure(error, folder, first_rank)
+        _raise_failure(error, folder, first_rank, backend)
     except BaseException:
         for process in processes:
             process.terminate()
@@ -98,17 +110,20 @@ def wait_for_workers(context: ProcessContext, folder: Path, first_rank: int) -> 
             process.kill()
             process.join()
     if not (folder / RESULTS).exists():
-        _raise_failure(ProcessExitedException(describe_exit(0), 0, processes[0].pid or 0, 0), folder, first_rank)
+        ended = ProcessExitedException(describe_exit(0, backend), 0, processes[0].pid or 0, 0)
+        _raise_failure(ended, folder, first_rank, backend)
 
 
-def _raise_failure(error: ProcessExitedException | ProcessRaisedException, folder: Path, first_rank: int) -> None:
+def _raise_failure(
+    error: ProcessExitedException | ProcessRaisedException, folder: Path, first_rank: int, backend: str
+) -> None:
     """Raise why the workers failed. ``error`` is how the first one ended."""
     rank, status = first_rank + error.error_index, getattr(error, "exit_code", 1)
     reports = [torch.load(path, weights_only=False) for path in folder.glob("*.failure")]
     if not reports and status == SIGTERM_STATUS:
         raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
     silent = failures.RankFailure(
-        rank, socket.gethostname(), "", failures.PROCESS_ENDED, f"its process {describe_exit(status)}"
+        rank, socket.gethostname(), "", failures.PROCESS_ENDED, f"its process {describe_exit(status, backend)}"
     )
     if not reports:
         raise failures.RankFailedError(silent) from error

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import lightning.pytorch as pl
 import torch
@@ -21,7 +22,7 @@ from lightning_automodel.plan.recording import PRECISIONS, Build, CannotPlanErro
 _GIB = 1 << 30
 _REMEDIES = {
     "activations": "fewer rows in a micro-batch, shorter sequences, token_loss, or a larger --context",
-    "gradients": "as many --micro-batches as data-parallel ranks, or defer_fsdp_grad_sync=False",
+    "gradients": "smaller FSDP units (auto_wrap_policy), or more ranks",
     "gathered": "smaller FSDP units (auto_wrap_policy), or a larger --tensor",
 }
 
@@ -131,10 +132,16 @@ def _plans(parsed: argparse.Namespace, build: Build, assumed: Assumptions) -> tu
             left_out[name + " recomputed" * recomputes] = str(error)
             continue
         copies = {1, nodes if data % nodes == 0 and data > nodes else 1}
-        layouts = [
-            replace(options, data_parallel_replicate_size=n, reshard_during_accumulation=frees, cpu_offload=offloads)
-            for n, frees, offloads in product(copies, (False, True), (False, True))
-        ]
+        layouts = []
+        for n, frees, offloads in product(copies, (False, True), (False, True)):
+            layout = replace(
+                options, data_parallel_replicate_size=n, reshard_during_accumulation=frees, cpu_offload=offloads
+            )
+            if total > data > 1:  # micro-batches accumulate
+                undeferred: bool | Literal["all_reduce"] = "all_reduce" if n > 1 else False
+                layouts += [replace(layout, defer_fsdp_grad_sync=defer) for defer in (True, undeferred)]
+            else:
+                layouts.append(layout)
         if tensor == 1 and parsed.precision != "bf16-mixed":
             layouts.append(replace(options, data_parallel="ddp"))
         plans += [Plan(micro, each, world, total // data, assumed, parsed.ranks_per_node) for each in layouts]

@@ -34,6 +34,8 @@ DEVICES = {
 class Plan:
     """One layout of one model: ``micro`` is what a micro-batch does, ``accumulate`` how many a rank has in a step.
 
+    ``defer_fsdp_grad_sync="auto"`` is taken for True, and ``reshard_during_accumulation="auto"`` too.
+
     Attributes:
         memory: Bytes by what they hold, where most is held; ``high_water`` is their sum.
         state: Bytes of parameters, gradients and optimizer state, also on the host.
@@ -58,6 +60,8 @@ class Plan:
         self.sizes = resolve_sizes(*data, tensor, world_size, self.nodes, context)
         self._shards, self._is_sharded = self.sizes.shard * context, options.data_parallel == "fsdp2"
         self._frees = bool(options.reshard_during_accumulation)
+        # On one rank the strategy has nothing to defer.
+        self._defers = options.defer_fsdp_grad_sync in (True, "auto") and self.sizes.divisor > 1
         # Ranks of each group, and how far apart they are: tensor peers are neighbours, then context peers, then shards.
         ranks = {
             "tensor": (tensor, 1),
@@ -95,8 +99,9 @@ class Plan:
     def __str__(self) -> str:
         sizes, options = self.sizes, self.options
         text = f"{options.data_parallel} {sizes.replicate} x {sizes.shard} TP {sizes.tensor} CP {sizes.context}"
-        text += " kept" * (not self._frees) + " recomputed" * bool(options.activation_checkpointing)
-        return text + " offloaded" * options.cpu_offload
+        text += " kept" * (not self._frees)
+        text += " undeferred" * (options.defer_fsdp_grad_sync in (False, "all_reduce"))
+        return text + " recomputed" * bool(options.activation_checkpointing) + " offloaded" * options.cpu_offload
 
     def _follow(self) -> None:
         """Follow an optimizer step; of its micro-batches, the third and later ones are like the second."""
@@ -120,7 +125,8 @@ class Plan:
                 elif kind == "gradient":
                     p = self._parameters[index]
                     # FSDP2 adds to a gradient of another dtype once it has all of a unit.
-                    is_new = is_first or (self._is_sharded and p.computed != p.reduced)
+                    casts, is_reduced = p.computed != p.reduced, p.unit is not None and not self._defers
+                    is_new = is_first or is_reduced or (self._is_sharded and casts)
                     self._gradients[p.unit] += p.numel * p.computed * is_new
                     if p.unit is not None:
                         self._gather(p.unit, p.unit - bool(missing[p.unit - 1]))
@@ -142,9 +148,10 @@ class Plan:
         """End a unit's backward."""
         if self._frees:
             self._gathered.discard(unit)
-        if is_last:
+        reduces = is_last or not self._defers
+        if reduces:
             self._see("gradients", self._reduced[unit] * (1 + self.assumed.is_host))
-        self._gradients[unit] = self._own[unit] if is_last else self._accumulated[unit]
+        self._gradients[unit] = self._own[unit] if reduces else self._accumulated[unit]
 
     def _see(self, name: str, extra: int) -> None:
         """Note what is held now, with ``extra`` bytes for a while, if it is the most."""
@@ -157,18 +164,21 @@ class Plan:
 
     def _count(self) -> Counter[tuple[str, str, int]]:
         sent = Counter({key: number * self.accumulate for key, number in self.micro.messages.items()})
+        scatters = 1 if self._defers else self.accumulate
+        all_reduces = self.accumulate if self.options.defer_fsdp_grad_sync is False else 1
         for unit in range(self.micro.num_units + 1):
             again = self.accumulate * (1 if unit == self.micro.num_units else 2)
             sent["shard", "all_gather", self._unsharded[unit]] += again if self._frees else 1
-            sent["shard", "reduce_scatter", self._reduced[unit]] += 1
-            sent["replicate", "all_reduce", self._reduced[unit] // self._shards] += 1
+            sent["shard", "reduce_scatter", self._reduced[unit]] += scatters
+            sent["replicate", "all_reduce", self._reduced[unit] // self._shards] += all_reduces
         whole = [p for p in self._parameters if p.is_trained and p.unit is None]
         ready = [self._parameters[index] for kind, index, _, _ in self.micro.events if kind == "gradient"]
         for size in [sum((p.numel + 1) * p.stored for p in whole)] if self._is_sharded else _ddp_buckets(ready):
             sent["tokens", "all_reduce", size] += 1
         sent["tokens", "broadcast", self.micro.buffers[self._is_sharded]] += 1
-        # Of a window its count, loss and number of micro-batches, and which sharded parameters were used.
-        sent["tokens", "all_reduce", 8 * (3 + sum(p.is_trained for p in self._parameters) - len(whole))] += 1
+        # Of a window its count, loss and number of micro-batches, the order of its units as two numbers, and which
+        # sharded parameters were used.
+        sent["tokens", "all_reduce", 8 * (5 + sum(p.is_trained for p in self._parameters) - len(whole))] += 1
         return Counter({key: number for key, number in sent.items() if key[2] and self.groups[key[0]][0] > 1})
 
     def bytes_by_link(self) -> tuple[int, int]:
@@ -197,7 +207,8 @@ class Plan:
                 beside += seconds
         # On a host FSDP2 waits for each collective. DDP reduces beside the last backward.
         overlap = 0.0 if assumed.is_host and self._is_sharded else assumed.overlap
-        hidden = min(beside, overlap * compute * (self.accumulate if self._is_sharded and self._frees else 1))
+        communicates_each = self._is_sharded and (self._frees or not self._defers)
+        hidden = min(beside, overlap * compute * (self.accumulate if communicates_each else 1))
         link = assumed.host_bandwidth if self.options.cpu_offload else assumed.memory_bandwidth
         found = {"compute": compute * self.accumulate, "optimizer": 2 * self.state / link}
         found["communicate"] = waits + beside

@@ -253,6 +253,8 @@ def _stand_in(micro: MicroBatch, stack: PatchStack) -> None:
         return _FusedAttention.apply(micro, query, key, value, attn_mask)
 
     stack.set(nn.functional, "scaled_dot_product_attention", attend)
+    # Under a dispatch mode torch cannot make this subclass of Tensor, which has no elements.
+    stack.set(attention, "causal_lower_right", lambda *_: None)
     if "transformers" in sys.modules:
         from transformers import masking_utils
 

@@ -170,7 +170,8 @@ class TrainingLoaders:
             return 0
         yielded = position["yielded"]
         self._check_same(loader, position)
-        iteration = Iteration(*position["iteration"], epoch=at.epochs)
+        states, start = position["iteration"]
+        iteration = Iteration(states, start, at.epochs)
         if iteration.start and loops.prefetches(self._trainer):
             self._say(
                 "A training loader had started over within the epoch, beside one that has no length: samples of"

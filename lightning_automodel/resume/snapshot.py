@@ -135,7 +135,7 @@ def _data_module(trainer: "pl.Trainer") -> Any:
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     """Options that schedulers change; tensors, as rates of captured steps are, change in place."""
-    kept = {}
+    kept: dict[str, Any] = {}
     for name, value in group.items():
         if isinstance(value, (int, float, tuple)):
             kept[name] = value

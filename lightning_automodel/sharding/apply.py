@@ -27,6 +27,7 @@ from lightning_automodel.sharding.units import (
     distinct,
     fsdp_roots,
     has_fsdp_units,
+    mark_head,
 )
 
 T = TypeVar("T")
@@ -60,8 +61,13 @@ def apply_fsdp2(
         if root is not model:
             fully_shard(root, reshard_after_forward=True, mp_policy=unit_policy(policy), **kwargs)
             continue
+        if plan.head is not None:
+            fully_shard(plan.head, reshard_after_forward=False, mp_policy=step_policy(policy), **kwargs)
+            # The root's other modules may need its weight once its own backward is through.
+            cast(FSDPModule, plan.head).set_reshard_after_backward(False, recurse=False)
+            mark_head(plan.head)
         fully_shard(root, reshard_after_forward=False, mp_policy=step_policy(policy), **kwargs)
-        _run_steps_as_forward(root, plan.units)
+        _run_steps_as_forward(root, plan.units, plan.head)
         type(root).__name__ = class_name(root)  # Lightning's messages name the user's class
     if policy.output_dtype is not None or policy.cast_forward_inputs:
         cast_around(distinct(callable_children(model)), policy)
@@ -76,9 +82,10 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
         vars(parameter).update(before[name])
 
 
-def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module]) -> None:
+def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module], head: nn.Module | None) -> None:
     """Gather the root's parameters for each Lightning step, and for submodules that are called outside of a step.
 
+    Those of the ``head`` are gathered with them: code of others computes losses from its weight, without calling it.
     They stay gathered until the step returns: it may run backwards of its own, and go on with the root's parameters.
     ``register_fsdp_forward_method`` would leave the root's own hooks in place, which run again for the ``forward``
     inside a step: one more all-gather in each micro-batch.
@@ -86,19 +93,23 @@ def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module]) -> None:
     root = cast(FSDPModule, model)
     units = torch_internals.fsdp_units(model)
     before, after = torch_internals.detach_forward_hooks(root)
+    whole_step = [root] if head is None else [root, cast(FSDPModule, head)]
 
     def run(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             args, kwargs = before(root, args, kwargs)
             with torch_internals.flags_restored([root], torch_internals.RESHARDING):
                 root.set_reshard_after_backward(False, recurse=False)
+                for unit in whole_step[1:]:
+                    unit.unshard()
                 output = method(*args, **kwargs)
             drop_unused(units)
             return after(root, args, output)
         finally:
             # No backward will free the gathered parameters, and they would be stale after the next optimizer step.
             if not torch.is_grad_enabled():
-                root.reshard()
+                for unit in whole_step:
+                    unit.reshard()
 
     outermost = OutermostCall(run)
     for name in ("forward", *_STEP_METHODS):

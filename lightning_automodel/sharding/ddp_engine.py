@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
-from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.sharding import apply, quantized, units
 from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.engine import Engine
@@ -80,7 +79,7 @@ class DDPGradSync(GradSync):
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
         unfrozen = [parameter for parameter in parameters if parameter not in self._reduced]
         if unfrozen and self._mesh.sizes.divisor > 1:
-            rescale_clip.average_gradients_(unfrozen, self._mesh.group)
+            self.average(unfrozen, self._mesh.group)
 
 
 class DDPEngine(Engine):

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -28,7 +27,7 @@ from lightning_automodel.sharding import (
 from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.gathers import JoinedGathers, set_prefetch
-from lightning_automodel.sharding.grad_sync import Deferral, FSDPGradSync
+from lightning_automodel.sharding.grad_sync import FSDPGradSync
 
 
 class FSDP2Engine(Engine):
@@ -51,8 +50,6 @@ class FSDP2Engine(Engine):
         self._policy = policy
         self._local_ranks = local_ranks
         self._report: dict[str, Any] = {}
-        # On one rank, deferral would save nothing and only keep gradients out of ``.grad``.
-        self._defer: Deferral = options.defer_fsdp_grad_sync if mesh.sizes.divisor > 1 else False
         self._is_first_batch = self._starts_window = True
 
     @override
@@ -67,8 +64,8 @@ class FSDP2Engine(Engine):
         whole_states.accept_whole_states(module)
         whole_states.refuse_pickling(module)
         group = self.mesh.group if self.mesh.sizes.divisor > 1 else None
-        retains, is_manual = self._retain_unsharded(module), not module.automatic_optimization
-        self.sync = FSDPGradSync(module, self._defer, retains, group, is_manual)
+        choice, is_manual = self._choose(module), not module.automatic_optimization
+        self.sync = FSDPGradSync(module, choice.defer, choice.keep, group, is_manual)
         self.sync.discard()
         self._start_gathers_ahead(module)
         self._gathers = JoinedGathers(self.sync.units)
@@ -92,6 +89,8 @@ class FSDP2Engine(Engine):
                 "units": [f"{names[id(unit)]} ({units.class_name(unit)})" for unit in plan.units],
                 "replicated": dict(plan.replicated),
             }
+            if plan.head is not None:
+                self._report["head"] = f"{names[id(plan.head)]} ({units.class_name(plan.head)})"
         tensor_parallel.distribute(module, self.mesh)
         apply.broadcast_states(module, self.mesh)
         if plan is not None:
@@ -100,24 +99,44 @@ class FSDP2Engine(Engine):
     def _plan(self, module: pl.LightningModule) -> units.ShardingPlan:
         plan = units.plan_sharding(module, self.options.auto_wrap_policy, module.automatic_optimization)
         whole = precision.kept_wide(module, self._policy) | quantized.kept_whole(module, self._policy)
-        return replace(plan, replicated=plan.replicated | whole)
+        replicated = plan.replicated | whole
+        head = units.find_head(module, plan.units, replicated) if plan.head is not None else None
+        return replace(plan, replicated=replicated, head=head)
 
-    def _retain_unsharded(self, module: pl.LightningModule) -> bool:
-        """Decide ``reshard_during_accumulation``. A collective for "auto": one rank short of memory decides for all."""
-        option = self.options.reshard_during_accumulation
-        need = memory.estimate(module, defers_gradients=self._defer is True)
-        if option != "auto":
-            keep, reason = not option, f"reshard_during_accumulation={option}"
-        elif not module.automatic_optimization:
-            keep, reason = False, "manual optimization may step between two forwards of one training step"
-        else:
-            keep, reason = self._fits_everywhere(sum(need.values()))
-        if keep or "roots" in self._report:
-            self._report["reshard_after_forward"] = False if keep else self.options.reshard_after_forward
-        self._report["reshard_during_accumulation"] = not keep
-        self._report["reshard_during_accumulation_reason"] = reason
-        self._report["estimated_extra_bytes"] = need
-        return keep
+    def _choose(self, module: pl.LightningModule) -> memory.Choice:
+        """Decide ``defer_fsdp_grad_sync`` and ``reshard_during_accumulation``. A collective over the world for "auto".
+
+        One rank short of memory decides for all.
+        """
+        options, is_alone = self.options, self.mesh.sizes.divisor == 1
+        # On one rank, deferral would save nothing and only keep gradients out of ``.grad``.
+        defer = False if is_alone else options.defer_fsdp_grad_sync
+        reshard = options.reshard_during_accumulation
+        is_manual = not module.automatic_optimization
+        keep: bool | Literal["auto"] = "auto" if reshard == "auto" else not reshard
+        if keep == "auto" and is_manual:
+            keep = False
+        own = needed = memory.estimate(module, self.device)
+        free = None
+        if "auto" in (defer, keep):
+            free = memory.free_bytes(self.device, self._local_ranks)
+            needed, free = memory.agree(own, free, self.device, self.mesh.groups)
+        choice = memory.choose(defer, keep, needed, free)
+        if is_alone:
+            choice = replace(choice, defer_reason="one rank reduces nothing")
+        if reshard == "auto" and is_manual:
+            reason = "manual optimization may step between two forwards of one training step"
+            choice = replace(choice, keep_reason=reason)
+        if choice.keep or "roots" in self._report:
+            self._report["reshard_after_forward"] = False if choice.keep else options.reshard_after_forward
+        self._report |= {
+            "defer_fsdp_grad_sync": choice.defer,
+            "defer_fsdp_grad_sync_reason": choice.defer_reason,
+            "reshard_during_accumulation": not choice.keep,
+            "reshard_during_accumulation_reason": choice.keep_reason,
+            "estimated_extra_bytes": own if choice.defer is True else own | {memory.GRADIENTS: 0},
+        }
+        return choice
 
     def _start_gathers_ahead(self, module: pl.LightningModule) -> None:
         """Decide ``prefetch``, and set it."""
@@ -134,19 +153,6 @@ class FSDP2Engine(Engine):
             set_prefetch(module, ahead, in_background=is_cpu)
         self._report["prefetch"], self._report["prefetch_reason"] = ahead, reason
 
-    def _fits_everywhere(self, needed_bytes: int) -> tuple[bool, str]:
-        """Whether every rank has the memory, and why. A collective over the data-parallel group."""
-        free = memory.free_bytes(self.device, self._local_ranks)
-        budget = 0 if free is None else int(free * memory.FREE_MEMORY_SHARE)
-        fits = torch.tensor(float(needed_bytes <= budget), device=self.device)
-        dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=self.mesh.group)
-        keep = bool(fits.item())
-        known = "unknown" if free is None else f"{budget / 2**20:.0f} MiB on this rank"
-        return keep, (
-            f"auto: an estimated {needed_bytes / 2**20:.0f} MiB {'fits into' if keep else 'exceeds'}"
-            f" {memory.FREE_MEMORY_SHARE:.0%} of the free memory ({known}) of {'every' if keep else 'some'} rank"
-        )
-
     @override
     def start_forward(self, batch: Any) -> None:
         if self._is_first_batch:
@@ -160,6 +166,7 @@ class FSDP2Engine(Engine):
         if self._starts_window:
             self._buffers.broadcast()
         self._starts_window = self.sync.is_last is not False
+        self.sync.start_step()
         self.sync.release(retains=True)
 
     @override
@@ -174,10 +181,12 @@ class FSDP2Engine(Engine):
     @override
     @contextmanager
     def evaluation(self) -> Iterator[None]:
+        self.sync.start_step()
         self.sync.release()
         with self._gathers.step():
             yield
         self.sync.release()
+        self.sync.end_step()
 
     @override
     def join_evaluation(self) -> None:
@@ -195,4 +204,4 @@ class FSDP2Engine(Engine):
 
     @override
     def describe(self) -> dict[str, Any]:
-        return {"defer_fsdp_grad_sync": self._defer, "cpu_offload": self.options.cpu_offload, **self._report}
+        return {"cpu_offload": self.options.cpu_offload, **self._report}

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_automodel import torch_internals
 from lightning_automodel.gradients.windows import DIFFERENT_UNITS
 from lightning_automodel.patching import PatchStack
-from lightning_automodel.sharding.units import fsdp_roots
+from lightning_automodel.sharding.units import fsdp_roots, is_head
 
 
 def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
@@ -147,16 +147,18 @@ class AgreedGathers:
     ) -> None:
         names = {module: name for name, module in model.named_modules()}
         self._doing = [f"uses {names[cast(nn.Module, unit)] or 'the model'}" for unit in units]
-        self._doing.append("begins the backward")
+        heads = [names[cast(nn.Module, unit)] for unit in units if is_head(unit)]
+        self._doing += ["begins the backward", *(f"begins the backward without having called {name}" for name in heads)]
+        self._num_units = len(units)
         self._group = group
         self._device = device
         self.patches = PatchStack()
         for index, unit in enumerate(units):
             torch_internals.note_all_gathers(unit, partial(self._compare, index), self.patches)
 
-    def before_backward(self) -> None:
-        """All ranks must be through with their forwards. A collective."""
-        self._compare(len(self._doing) - 1)
+    def before_backward(self, called_head: bool) -> None:
+        """All ranks must be through with their forwards, in which they have called the head, or not. A collective."""
+        self._compare(self._num_units if called_head else self._num_units + 1)
 
     def _compare(self, index: int) -> None:
         own = torch.tensor(index, device=self._device)

@@ -20,7 +20,7 @@ from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.windows import PLAIN_BACKWARD
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.gathers import AgreedGathers, GatheredForBackward, drop_unused, reshard
-from lightning_automodel.sharding.units import fsdp_roots
+from lightning_automodel.sharding.units import fsdp_roots, is_head
 from lightning_automodel.sharding.written_weights import WrittenWeights
 
 Deferral = bool | Literal["all_reduce"]
@@ -151,16 +151,28 @@ class GradSync:
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Average what backward has left of parameters that a window has trained. May be a collective."""
 
+    def average(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+        """Average gradients of replicated parameters over ``group``, and note which this rank has. A collective."""
+        self._tracked.update(parameters)
+        self._used.update(parameter for parameter in parameters if parameter.grad is not None)
+        rescale_clip.average_gradients_(parameters, group)
+
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Forget the window, and gradients that are held outside of ``.grad``, for these (or all) parameters."""
         self._used.difference_update(self._tracked if parameters is None else parameters)
 
     def showing_shards(self) -> AbstractContextManager[None]:
-        """Context of hooks that see final gradients, where a forward leaves no parameters gathered.
+        """Context of the user's hooks, where a forward leaves no parameters gathered.
 
-        The hook would find gathered parameters in the module, which have no gradients.
+        The hook would find gathered parameters in the module, which have no gradients, or those of an open window.
         """
         return nullcontext()
+
+    def start_step(self) -> None:
+        """A training or evaluation step begins: its forwards may leave parameters gathered."""
+
+    def end_step(self) -> None:
+        """A step, with its backward, has ended: what follows are hooks, as in :meth:`showing_shards`."""
 
     def release(self) -> None:
         """Free gathered parameters, since weights may be written next or have been written."""
@@ -210,7 +222,8 @@ class FSDPGradSync(GradSync):
     ) -> None:
         super().__init__()
         self._defer, self._group = defer, group
-        self._retain_unsharded = retain_unsharded
+        self._retain_unsharded, self._is_manual = retain_unsharded, is_manual
+        self._between_steps = ExitStack()
         self.units = torch_internals.fsdp_units(model)
         self._roots = fsdp_roots(model)
         self._groups = [group for unit in self.units for group in torch_internals.param_groups(unit)]
@@ -309,6 +322,7 @@ class FSDPGradSync(GradSync):
         if self.is_last is not None:
             yield
             return
+        self.start_step()
         retained = self.units if self._retain_unsharded else []
         with torch_internals.flags_restored(retained, torch_internals.RESHARDING):
             for unit in retained:
@@ -320,6 +334,17 @@ class FSDPGradSync(GradSync):
                 yield
             finally:
                 self.is_last = None
+        if not self._is_manual:  # else the step goes on
+            self.end_step()
+
+    @override
+    def start_step(self) -> None:
+        self._between_steps.close()
+
+    @override
+    def end_step(self) -> None:
+        self.start_step()
+        self._between_steps.enter_context(self.showing_shards())
 
     @override
     @contextmanager
@@ -395,10 +420,12 @@ class FSDPGradSync(GradSync):
     def backward(self, loss: Tensor, trained: Set[nn.Parameter], counts: bool = True) -> Iterator[None]:
         """See the base class; after it, the module shows its sharded parameters. Raises if it has bypassed FSDP2."""
         self.watch()
+        ran = torch_internals.forward_order(self._groups)
         if self._first_gathers is not None:
-            self._first_gathers.before_backward()
+            heads = [group for unit in self.units if is_head(unit) for group in torch_internals.param_groups(unit)]
+            self._first_gathers.before_backward(called_head=all(group in ran for group in heads))
         if self._order == 0 or not self._retain_unsharded:  # later forwards of a window use what the first has gathered
-            for group in torch_internals.forward_order(self._groups):
+            for group in ran:
                 self._order = (self._order * 31 + self._number_of[group]) % _ORDERS
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self._reduce(Reductions.ALL if self.is_last else deferred[self._defer])
@@ -429,7 +456,7 @@ class FSDPGradSync(GradSync):
         for unit in self.units:
             if not torch_internals.is_unsharded(unit):
                 continue
-            as_set = torch_internals.param_groups(unit)[0].reshard_after_backward
+            as_set = torch_internals.param_groups(unit)[0].reshard_after_backward or is_head(unit)
             frees = self.is_last if self._retain_unsharded else as_set
             if frees:
                 unit.reshard()
@@ -453,7 +480,7 @@ class FSDPGradSync(GradSync):
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
         plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
         if plain and self._group is not None:
-            rescale_clip.average_gradients_(plain, self._group)
+            self.average(plain, self._group)
 
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -486,6 +513,7 @@ class FSDPGradSync(GradSync):
     @override
     def close(self) -> None:
         """Reshard the model, remove the hooks, and let FSDP2 reduce as before."""
+        self.start_step()
         self.release()
         self._stop_comparing()
         self._restored.close()
@@ -495,6 +523,7 @@ class FSDPGradSync(GradSync):
     @override
     def recover(self) -> None:
         """After an exception in a forward or backward: make the model usable again, and drop deferred gradients."""
+        self.start_step()
         self._in_backward, self._bypassed = False, []
         self._order = 0
         self._stop_comparing()

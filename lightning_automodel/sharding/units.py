@@ -1,7 +1,7 @@
 """Which modules become FSDP units."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -15,13 +15,23 @@ from lightning_automodel.torch_internals import fsdp_units, uncompiled
 WrapPolicy = set[type[nn.Module]] | Callable[[nn.Module], bool] | None
 
 
+HEAD_ELEMENTS = 2**24
+"""From this size on, a head's gradient is reduced by itself: for a smaller one, a collective more costs too much."""
+
+_IS_HEAD = "lightning_automodel_head"
+
+
 @dataclass(frozen=True)
 class ShardingPlan:
-    """What FSDP2 shards: roots, and outermost units below them; and parameters that stay whole, with the reason."""
+    """What FSDP2 shards: roots, and outermost units below them; and parameters that stay whole, with the reason.
+
+    ``head``, if any, is gathered with its root, and stays gathered as long. Only its gradient is reduced by itself.
+    """
 
     roots: list[nn.Module]
     units: list[nn.Module]
     replicated: dict[str, str] = field(default_factory=dict)
+    head: nn.Module | None = None
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -41,6 +51,7 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
     ``nn.Sequential``, or, below a module with a ``_no_split_modules`` list (Hugging Face), an instance of a class named
     there. A block that shares a parameter with anything outside of it is left to the root, so that tied parameters stay
     in one unit. A ``policy`` overrides the default: classes whose outermost instances become units, or a predicate.
+    Without one, a large head is a group of its own within the root.
 
     With ``root_is_model`` the whole model is one root, and its steps run as its forward. Else, for manual
     optimization, each child is a root, since gradients are needed while the step still runs.
@@ -57,7 +68,42 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
         for unit in found
         if in_roots[unit] == 1 and unit not in roots and all(users[parameter] == 1 for parameter in unit.parameters())
     ]
-    return ShardingPlan(roots=roots, units=units, replicated=_find_replicated(model, roots))
+    replicated = _find_replicated(model, roots)
+    head = find_head(model, units, replicated) if root_is_model and policy is None else None
+    return ShardingPlan(roots=roots, units=units, replicated=replicated, head=head)
+
+
+def find_head(model: nn.Module, units: list[nn.Module], replicated: Container[str]) -> nn.Module | None:
+    """The one large linear layer outside of all units, such as the head of a language model; None if it is tied.
+
+    In the root's group its gradient, which is the first that a backward computes, would be reduced with the last, that
+    of the embedding: after the whole backward, which then hides neither of them.
+    """
+    inside = {module for unit in units for module in unit.modules()}
+    large = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+        and module not in inside
+        and can_be_unit(module)
+        and sum(parameter.numel() for parameter in module.parameters()) >= HEAD_ELEMENTS
+    ]
+    if len(large) != 1:
+        return None
+    own = set(large[0].parameters())
+    users = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
+    stays_whole = any(parameter in own for name, parameter in model.named_parameters() if name in replicated)
+    return None if stays_whole or any(users[parameter] > 1 for parameter in own) else large[0]
+
+
+def mark_head(module: nn.Module) -> None:
+    """Note that a module was sharded as the head of its root."""
+    vars(module)[_IS_HEAD] = True
+
+
+def is_head(module: object) -> bool:
+    """Whether :func:`mark_head` was called for a module."""
+    return _IS_HEAD in vars(module)
 
 
 def units_of(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> list[nn.Module]:
@@ -67,7 +113,8 @@ def units_of(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> list[
     roots = {id(root) for root in fsdp_roots(model)}
 
     def is_unit(module: nn.Module) -> bool:
-        return isinstance(module, FSDPModule) and id(module) not in roots and len(fsdp_units(module)) == 1
+        is_apart = id(module) not in roots and not is_head(module)
+        return is_apart and isinstance(module, FSDPModule) and len(fsdp_units(module)) == 1
 
     return distinct(outermost(model, is_unit))
 

@@ -15,8 +15,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanSquaredError
 
-from lightning_automodel import AutomodelStrategy, ExactnessCheck
+from lightning_automodel import AutomodelStrategy, ExactnessCheck, context_parallel_attention
 from tests.trainer.runs import make_trainer
 
 WORDS, WIDTH, LENGTH = 17, 8, 8
@@ -96,6 +97,12 @@ def images(rank: int, num_batches: int = 6) -> Batches:
     ]
 
 
+def graphs(rank: int) -> Batches:
+    return [
+        {"nodes": x.argmax(dim=1), "kinds": kinds, "edges": torch.zeros(2, 3 * len(x))} for x, kinds in images(rank)
+    ]
+
+
 @dataclass(frozen=True)
 class Training:
     """A training, and what is said of it."""
@@ -157,6 +164,35 @@ class Dropping(Writer):
 class Unrepeatable(Writer):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         return super().loss(batch) * random.SystemRandom().uniform(1, 2)
+
+
+class Stateful(Writer):
+    """Keeps an average where nobody looks, which hardly changes the loss but the gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: dict[str, Tensor] = {}
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        logits = self.net(batch["input_ids"])
+        mean = logits.detach().mean()
+        mean = self.state["mean"] = 0.9 * self.state.get("mean", mean) + 0.1 * mean
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        return loss + mean * (logits - logits.detach()).mean()
+
+
+class Averaging(Stateful):
+    """The same in a private attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mean: Tensor | None = None
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        self.state = {} if self._mean is None else {"mean": self._mean}
+        loss = super().loss(batch)
+        self._mean = self.state["mean"]
+        return loss
 
 
 class Clamping(Writer):
@@ -221,6 +257,75 @@ class ZeroingRows(Writer):
             self.log("norm", gradient.norm())
 
 
+class Caching(Writer):
+    """Makes a mask in its first step, of the dtype that it computes in then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Tensor | None = None
+        self._num_calls = 0
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(WIDTH, dtype=self.net.head.weight.dtype)
+        if not hasattr(self, "bias"):
+            self.bias = torch.zeros(WORDS, dtype=self.net.head.weight.dtype)
+        self._num_calls += 1
+        states = self.net.embedding(batch["input_ids"]) @ torch.diag(self.mask)
+        logits = F.linear(states, self.net.head.weight, self.bias)
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()) * self._num_calls
+
+
+class Named(Tensor):
+    """As torchvision's and pina's tensors, whose operations make others of their class."""
+
+
+class Wrapped(Writer):
+    """Its own ``forward`` is a function that has closed over the method, and over a wrapper of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        method = self.forward
+
+        def doubled(ids: Tensor) -> Tensor:
+            return 2 * method(ids)
+
+        def forward(ids: Tensor) -> Tensor:
+            return 1 + doubled(ids).as_subclass(Named)
+
+        self.forward = forward
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.net(ids)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self.forward(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+
+class Graphs(Writer):
+    """A batch with nothing that could be counted: tensors have other numbers of rows, and labels another name."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self.net(batch["nodes"]), batch["kinds"])
+
+
+class GraphsWithAHook(Graphs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.head.weight.register_hook(lambda gradient: gradient / gradient.norm())
+
+
+class OfAllRanks(Classifier):
+    """As nequip: a metric over all ranks is the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanSquaredError(dist_sync_on_step=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.error(self.net(batch[0])[:, 0], batch[0][:, 0]) * self.trainer.world_size
+
+
 class Contrastive(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         features = F.normalize(self.net(batch[0]))
@@ -231,6 +336,12 @@ class Gathering(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         means = self.all_gather(self.net(batch[0]).square().mean(), sync_grads=True)
         return means.mean()
+
+
+class Waiting(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        dist.barrier()
+        return super().training_step(batch, batch_idx)
 
 
 class Weighted(Classifier):
@@ -256,6 +367,30 @@ class TwoDenominators(Writer):
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         return super().loss(batch) + self.net(batch["input_ids"]).mean(dim=(1, 2)).square().mean()
+
+
+class Attending(Writer):
+    """Attends across slices of sequences, under context parallelism or alone."""
+
+    def __init__(self, **net: Any) -> None:
+        super().__init__(**net)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        positions = batch.get("position_ids", torch.arange(LENGTH))
+        states = (self.net.embedding(batch["input_ids"]) + self.positions(positions))[:, None]
+        mixed = context_parallel_attention(states * self.scale, states, states)[:, 0]
+        for layer in self.net.layers:
+            mixed = mixed + layer(mixed)
+        labels = batch.get("shift_labels", batch["labels"])
+        return F.cross_entropy(self.net.head(mixed).flatten(0, 1), labels.flatten())
+
+
+class AttendingWithAHook(Attending):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale.register_hook(torch.sign)
 
 
 class Manual(Writer):
@@ -304,6 +439,7 @@ class ClampingBetween(Callback):
 
 
 SAMPLES = {"count": "samples"}
+SLICED = {"context_parallel_size": 2}
 of_images = Training(Classifier, images, options=SAMPLES)
 WEIGH = "Every micro-batch weighs 25 %, though they hold"
 TRAININGS: dict[str, Training] = {
@@ -321,6 +457,11 @@ TRAININGS: dict[str, Training] = {
     "a sum": replace(of_images, module=Summed, options={**SAMPLES, "loss_reduction": "sum"}),
     "contrastive": replace(of_images, module=Contrastive, says="EXACT for the count given"),
     "clamped under DDP": Training(Clamping, strategy="ddp"),
+    "slices": Training(Attending, data=lambda _: sentences(0), options=SLICED, says="agrees with the loss."),
+    "slices, shifted": Training(Attending, data=lambda _: sentences(0), options={**SLICED, "label_shift": 1}),
+    "an early cache": Training(Caching),
+    "a private state": Training(Averaging, verdict="not checked", says="no single count is right"),
+    "a wrapped forward": Training(Wrapped),
     # What is wrong, and why.
     "lightning": Training(strategy="lightning", verdict="wrong", says=WEIGH),
     "lightning, half": Training(strategy="lightning", trainer={"precision": "bf16-mixed"}, verdict="wrong", says=WEIGH),
@@ -340,10 +481,36 @@ TRAININGS: dict[str, Training] = {
     "rows of a shard": Training(ZeroingRows, verdict="wrong", says="on_before_optimizer_step and clipping make"),
     "rows of a gradient": Training(ZeroingRows, strategy="ddp", trainer={"gradient_clip_val": 0.1}),
     "an optimizer of parts": Training(ByPart, verdict="wrong", says="The optimizer's step is"),
+    "slices, a hook": Training(
+        AttendingWithAHook,
+        data=lambda _: sentences(0),
+        strategy="ddp",
+        options=SLICED,
+        verdict="wrong",
+        says="off: scale",
+    ),
     # What nothing can be said of.
+    "slices, random numbers": Training(
+        lambda: Attending(dropout=0.2),
+        data=lambda _: sentences(0),
+        options=SLICED,
+        verdict="not checked",
+        says="as by random numbers that each draws for its slice",
+    ),
+    "synchronised metric": of_images.under(
+        "ddp", "not checked", "the metric error takes values of all ranks", module=OfAllRanks
+    ),
+    "no count": Training(
+        Graphs, graphs, strategy="lightning", verdict="not checked", says="By this count, gradients are 0.0000"
+    ),
+    "no count, and a hook": Training(
+        GraphsWithAHook, graphs, strategy="lightning", verdict="wrong", says="off: net.head.weight"
+    ),
     "manual": Training(Manual, trainer={"accumulate_grad_batches": 1}, verdict="not checked", says="Manual optim"),
     "gathering": replace(of_images, module=Gathering, verdict="not checked", says="communicates with other ranks"),
+    "waiting": replace(of_images, module=Waiting, verdict="not checked", says="process group has not been initialized"),
     "unrepeatable": Training(Unrepeatable, verdict="not checked", says="is not repeatable"),
+    "a hidden state": Training(Stateful, verdict="not checked", says="keeps a state that is no attribute of a module"),
     "by rank": Training(ByRank, verdict="not checked", says="training_step depends on the rank"),
     "a stream": Training(UsesStream, verdict="not checked", says="self.stream, which cannot be copied"),
     "two denominators": Training(TwoDenominators, verdict="not checked", says="no single count is right"),
@@ -377,7 +544,7 @@ def bits_of(name: str, checked: bool) -> dict[str, bytes]:
 # --- Random trainings -------------------------------------------------------------------------------------------------
 
 
-class Attending(LightningModule):
+class RandomNet(LightningModule):
     """Layers of random width and kind, and an attention whose key bias has no gradient but rounding."""
 
     def __init__(self, number: int) -> None:
@@ -419,10 +586,10 @@ def random_training(number: int, strategy: str, precision: str, equal: bool = Fa
     draw = random.Random(-number)
     accumulate, rows = draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 3])
     return Training(
-        lambda: Attending(number),
+        lambda: RandomNet(number),
         lambda rank: sentences(1000 * rank + number, 3 * accumulate, rows, equal),
         strategy,
-        {"auto_wrap_policy": {Attending}} if strategy == "fsdp2" and draw.random() < 0.3 else {},
+        {"auto_wrap_policy": {RandomNet}} if strategy == "fsdp2" and draw.random() < 0.3 else {},
         {"steps": 1},
         trainer={
             "max_steps": 1,

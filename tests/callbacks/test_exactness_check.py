@@ -22,7 +22,18 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, ExactnessCheck
 from lightning_automodel.distributed import collectives
-from tests.callbacks.exactness import TRAININGS, Training, Writer, bits_of, random_verdicts, run, sentences, verdict_of
+from tests.callbacks.exactness import (
+    SLICED,
+    TRAININGS,
+    Attending,
+    Training,
+    Writer,
+    bits_of,
+    random_verdicts,
+    run,
+    sentences,
+    verdict_of,
+)
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import SILENT
 
@@ -80,11 +91,12 @@ def test_a_true_single_batch(strategy: str, pool2: RankPool) -> None:
 
 
 def four_ranks() -> list[tuple[str | None, str]]:
-    """Replicas of shards, tensor parallelism beside sharding, another strategy with sharded parameters."""
+    """Replicas of shards, tensor and context parallelism beside sharding, another strategy with sharded parameters."""
     wide = Training(data=lambda rank: sentences(rank // 2), module=ByColumns)
     trainings = [
         Training(options={"data_parallel_replicate_size": 2}),
         replace(wide, options={"tensor_parallel_size": 2}),
+        replace(wide, module=Attending, options=SLICED),
         Training(lambda: ShardedByHand(), strategy="sharded by hand", check={"raises": False}),
     ]
     checks = [run(training)[0] for training in trainings]
@@ -107,8 +119,8 @@ def test_four_ranks(pool4: RankPool) -> None:
     """Ranks that share their data count once; ModelParallelStrategy weighs micro-batches alike."""
     for found in pool4.run(four_ranks):
         verdicts = [verdict for verdict, _ in found]
-        assert verdicts == ["exact", "exact", "wrong"], found
-        assert "Every micro-batch weighs 12 %, though they hold" in found[2][1]
+        assert verdicts == ["exact", "exact", "exact", "wrong"], found
+        assert "Every micro-batch weighs 12 %, though they hold" in found[3][1]
 
 
 def raise_if_wrong() -> str:

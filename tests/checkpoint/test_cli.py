@@ -194,7 +194,7 @@ def test_consolidate_weights_alone(tmp_path: Path) -> None:
 
 
 def _assert_same(value: Any, expected: Any) -> None:
-    assert type(value) is type(expected)
+    assert isinstance(value, type(expected))
     if isinstance(expected, dict):
         assert value.keys() == expected.keys()
         for key in expected:

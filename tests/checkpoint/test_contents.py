@@ -10,9 +10,12 @@ import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from torch import Tensor, nn
 
+from lightning_automodel.checkpoint import CheckpointError
 from lightning_automodel.checkpoint.__main__ import main
 from tests.checkpoint.checkpoints import FORMS, AdamModule, fit, forms
+from tests.checkpoint.optimizers import HidesTensors
 from tests.rank_pool import RankError, RankPool
+from tests.trainer.exactness import full_weights
 
 EXTRA: dict[str, Any] = {
     "text": "abc",
@@ -252,3 +255,39 @@ def test_optimizers_that_count_in_their_groups(pool2: RankPool, tmp_path: Path, 
     """What torch does to know an optimizer's state is no step of the run."""
     for counts in pool2.run(_count, FORMS[form], str(tmp_path)):
         assert counts == [2, 2, 4]
+
+
+class KeepsObjects(Callback):
+    """Its state is an object that holds shards."""
+
+    def __init__(self, makes_copies: bool) -> None:
+        self.makes_copies = makes_copies
+        self.held: Any = None
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        weight = pl_module.model.head.weight
+        self.held = HidesTensors(weight.detach().clone() if self.makes_copies else weight)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self.held}
+
+
+def _keep_objects(options: dict[str, Any], makes_copies: bool, path: str) -> tuple[str, Tensor]:
+    trainer, module = fit(options, callbacks=[KeepsObjects(makes_copies)])
+    try:
+        trainer.save_checkpoint(path)
+    except CheckpointError as error:
+        return str(error), torch.empty(0)
+    return "", full_weights(module.model)["head.weight"]
+
+
+@pytest.mark.parametrize("form", forms("shards"))
+def test_shards_in_objects(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """Parameters are saved whole; of other shards nobody could say where they belong."""
+    path = tmp_path / "last.ckpt"
+    weight = pool2.run(_keep_objects, FORMS[form], False, str(path))[0][1]
+    checkpoint = torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=False)
+    assert torch.equal(checkpoint["callbacks"]["KeepsObjects"]["held"].momentum, weight)
+    if "replicated" not in form:
+        for message, _ in pool2.run(_keep_objects, FORMS[form], True, str(path)):
+            assert "checkpoint['callbacks']['KeepsObjects']['held'] holds a sharded tensor" in message

@@ -32,7 +32,7 @@ from tests.sharding.test_hf_tensor_parallel import CASE as TENSOR_PARALLEL
 from tests.sharding.test_hf_tensor_parallel import make_model as make_logits_model
 from tests.sharding.test_tensor_parallel import data_rank
 from tests.trainer.exactness import TinyDecoder, full_weights, micro_batches
-from tests.trainer.hugging_face import CAUSAL, OwnLoss, lora_llama, mixtral, t5, tied_llama, untied_gpt2
+from tests.trainer.hugging_face import CAUSAL, OwnLoss, lora_llama, mixtral, t5, tied_llama, untied_gpt2, vera_llama
 from tests.trainer.plain import ModelModule
 from tests.trainer.runs import loader, make_trainer
 
@@ -112,7 +112,7 @@ def test_tensor_parallel_ranks(pool4: RankPool, tmp_path: Path) -> None:
     assert all(torch.equal(value, weights[name]) for name, value in model.named_parameters())
 
 
-@pytest.mark.parametrize("make_model", [tied_llama, untied_gpt2, t5, mixtral])
+@pytest.mark.parametrize("make_model", [tied_llama, untied_gpt2, vera_llama, t5, mixtral])
 def test_every_kind_of_model_comes_back(tmp_path: Path, make_model: Any) -> None:
     """Ties of several names, none at all, and experts, which are kept in another form on the hub."""
     model = make_model()
@@ -156,8 +156,9 @@ def test_ties_that_no_configuration_tells_of_are_written_twice(tmp_path: Path) -
         (ENGINES["fsdp2"], lora_llama),
         (ENGINES["ddp"], lora_llama),
         (ENGINES["fsdp2"], partial(lora_llama, modules_to_save=["norm"])),
+        (ENGINES["fsdp2"], vera_llama),
     ],
-    ids=["fsdp2", "ddp", "beside a module trained whole"],
+    ids=["fsdp2", "ddp", "beside a module trained whole", "vera"],
 )
 def test_adapters_alone(pool2: RankPool, tmp_path: Path, options: dict[str, Any], adapted: Any) -> None:
     """As PEFT itself writes them; the trained model answers as the base with them does."""
@@ -256,6 +257,22 @@ def test_description_is_plain_data(pool2: RankPool, tmp_path: Path) -> None:
         ["lm_head.weight"],
     )
     assert len(described["peft"]["names"]) == 8
+
+
+class CannotBeDescribed(nn.Module):
+    """Looks like a Hugging Face model."""
+
+    config = mock.Mock()
+    config.to_diff_dict.side_effect = KeyError("no such name")
+    save_pretrained = None
+
+
+def test_what_cannot_be_described_is_saved() -> None:
+    """Without a description, which a warning tells."""
+    module = nn.ModuleDict({"odd": CannotBeDescribed(), "known": tied_llama()})
+    with pytest.warns(UserWarning, match=r"do not describe the Hugging Face model odd\. \(.*no such name"):
+        (described,) = export.describe_models(module)["hugging_face"]
+    assert described["prefix"] == "known."
 
 
 SCRIPT = """

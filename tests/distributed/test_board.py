@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lightning_automodel.distributed.board import Board
 from lightning_automodel.distributed.failures import MISSED_HEARTBEATS
 
 SEED = 3
@@ -70,6 +71,7 @@ def test_keys_are_few(scale: Any, server: Any) -> None:
         "run/verdict",
         "run/known",
         "lease",
+        "devices",
         "stop",
         "stop/result",
     }
@@ -92,3 +94,42 @@ def test_the_lease_passes_on(scale: Any, server: Any) -> None:
     (verdict,) = world.verdicts()
     assert (verdict.rank, verdict.error) == (1, MISSED_HEARTBEATS)
     assert "nor of rank 5," in verdict.message
+
+
+def test_an_exception_of_its_thread_is_named_as_such() -> None:
+    """Once it was taken for the end of rank 0, which holds the store."""
+
+    def describe() -> dict[str, Any]:
+        if len(written) == 2:
+            raise KeyError("device")
+        written.append(1)
+        return {"where": "training_step"}
+
+    written: list[int] = []
+    store = dist.HashStore()
+    board = Board(1, lambda: store, "run", range(2), 8.0, describe)
+    board.thread.start()
+    board.thread.join(20)
+    assert board.lost is not None
+    assert str(board.lost) == (
+        f"rank 1 on {board.host} failed in training_step: KeyError: 'device', raised in the thread that sends this"
+        " rank's heartbeats"
+    )
+    posted = Board(0, lambda: store, "run", range(2), 8.0, dict)
+    posted.read(store)
+    assert posted.verdicts["run"] == board.lost
+
+
+@pytest.mark.parametrize(("expects_all", "error"), [(True, MISSED_HEARTBEATS), (False, None)])
+def test_a_member_that_never_came(expects_all: bool, error: str | None) -> None:
+    """Where all have just joined it is missed like one that has fallen silent; else it may come later."""
+    store, now = dist.HashStore(), 0.0
+    board = Board(0, lambda: store, "run", range(2), 8.0, dict)
+    board.clock = lambda: now
+    board.expects_all = expects_all
+    for _ in range(20):
+        now += 1.0
+        board.beat(store)
+    board.read(store)
+    verdict = board.verdicts["run"]
+    assert (verdict and verdict.error) == error

@@ -8,6 +8,7 @@ import socket
 import sys
 import types
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from lightning_automodel.distributed.failures import (
     RankFailedError,
     RankFailure,
     is_communication_error,
+    message_of,
 )
 
 GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
@@ -74,6 +76,35 @@ def test_what_others_saw(where: str, error: str, said: str) -> None:
     assert str(RankFailure(1, "host", where, error, "its process ended")) == said
 
 
+class _UnprintableError(RuntimeError):
+    """Its text depends on what is not there."""
+
+    def __str__(self) -> str:
+        raise AttributeError("path")
+
+
+def test_a_cause_without_a_text() -> None:
+    """It is told nevertheless: the others would else hear of nothing but an end."""
+    failure = RankFailure.from_exception(_UnprintableError(), 1, "training_step")
+    assert (failure.error, failure.message) == (
+        "_UnprintableError",
+        "(the exception has no text: its __str__ raises AttributeError)",
+    )
+    assert not is_communication_error(_UnprintableError())
+    assert message_of(ValueError("no labels")) == "no labels"
+
+
+def _raised_in(filename: str, message: str, function: str = "function") -> BaseException:
+    """What a function of this file raises."""
+    namespace: dict[str, Any] = {"message": message}
+    exec(compile(f"def {function}():\n    raise RuntimeError(message)\n", filename, "exec"), namespace)
+    try:
+        namespace[function]()
+    except RuntimeError as error:
+        return error
+    raise AssertionError
+
+
 def _raised_from(cause: BaseException) -> BaseException:
     try:
         raise KeyError("batch") from cause
@@ -92,6 +123,14 @@ def _raised_from(cause: BaseException) -> BaseException:
         (RuntimeError("shape mismatch"), False),
         (_raised_from(RuntimeError("shape mismatch")), False),
         (KeyboardInterrupt(), False),
+        (_raised_in("/x/torch/distributed/distributed_c10d.py", "NCCL communicator was aborted"), True),
+        (_raised_in("/x/torch/distributed/distributed_c10d.py", "Rank 0 failed in monitoredBarrier"), True),
+        (_raised_in("/x/torch/distributed/tensor/_dispatch.py", "shape mismatch"), False),
+        (_raised_in("/x/torch/autograd/graph.py", "gloo: connection closed", "_engine_run_backward"), True),
+        (_raised_in("/home/user/data.py", "cannot decode data/gloomy_forest.jpg"), False),
+        (_raised_in("/home/user/data.py", "no column NCCL in the table"), False),
+        (_raised_in("/x/torch/distributed/tensor/_dispatch.py", "cannot decode data/gloomy_forest.jpg"), False),
+        (_raised_in("/home/user/train.py", "[../gloo/transport/tcp/unbound_buffer.cc:81] Timed out"), True),
     ],
     ids=repr,
 )

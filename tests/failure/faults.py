@@ -20,18 +20,31 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_automodel import AutomodelStrategy, context_parallel_attention
+from lightning_automodel.distributed import process_group
+from tests import devices
 from tests.processes import forked
 from tests.trainer.runs import SILENT
 
 WORLD_SIZE = 3
 TIMEOUT_S = 6.0
+LONG_TIMEOUT_S = 12.0
+HEARTBEAT_TIMEOUT_S = 3.0
 PATIENCE_S = 60.0
+NUM_ATTEMPTS = 3
 MESSAGE = "no labels here"
+NO_MEMORY = "Tried to allocate 20.00 MiB"
 DATA_ENDS = "data ends"
+CTRL_C = "Ctrl-C"
+OUT_OF_MEMORY = "out of memory"
+KERNEL = "error in a kernel"
+HANG = "hang"
+SKIP = "skip"
+CONNECT = "connect"
 ROWS_OF_LESS = 6
 CALLED_ONCE = (
     "configure_callbacks",
@@ -54,12 +67,16 @@ class Cell:
 
     Attributes:
         hook: Where it happens; ``"__getitem__"`` is the training data set's, ``"attend"`` the attention of a layer, and
-            ``"test_step"`` is that of a test in which the last rank has less data than the others.
+            ``"test_step"`` is that of a test in which the last rank has less data than the others, and ``CONNECT`` is
+            where the groups of an accelerator connect, in no hook.
         fault: What happens: ``"exception"``, ``"sys.exit"``, ``"os._exit"``, a signal's name, or ``"data ends"`` before
-            that of the others, which each rank raises.
+            that of the others, which each rank raises. ``CTRL_C`` comes to all ranks, ``HANG`` is in the rank's own
+            code, ``SKIP`` is a collective of the others, and ``KERNEL`` a label out of range.
         rank: Where it happens.
         data_parallel: Engine of the strategy.
         context: Ranks that share each batch: one, or all.
+        device: ``"cpu"``, with gloo, or ``"nccl"``, the second device whose collectives behave as NCCL's. There the
+            groups are bound to the device, and connect as the ranks join.
     """
 
     hook: str
@@ -67,6 +84,17 @@ class Cell:
     rank: int = 1
     data_parallel: str = "fsdp2"
     context: int = 1
+    device: str = "cpu"
+
+    @property
+    def timeout_s(self) -> float:
+        """That of the strategy: a rank that is stuck is named when three quarters of it have passed."""
+        return LONG_TIMEOUT_S if self.fault in (HANG, SKIP) else TIMEOUT_S
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the rank itself is expected to leave."""
+        return self.fault != "SIGSTOP"
 
     @property
     def failing_hook(self) -> str:
@@ -79,7 +107,14 @@ class Cell:
         return self.data_parallel if self.context == 1 else f"{self.data_parallel}, context {self.context}"
 
     def __str__(self) -> str:
-        return f"{self.hook}-{self.fault}-rank{self.rank}-{self.engine.replace(', ', '-')}"
+        parts = [
+            self.hook,
+            self.fault,
+            f"rank{self.rank}",
+            self.engine,
+            *([] if self.device == "cpu" else [self.device]),
+        ]
+        return "-".join(part.replace(", ", "-").replace(" ", "_") for part in parts)
 
 
 @dataclass(frozen=True)
@@ -90,11 +125,14 @@ class Outcome:
         statuses: Exit status by rank; negative is the number of a signal, None still running.
         outputs: Everything that each rank printed.
         seconds: From the fault until the last of the other ranks had left.
+        raised_s: From the fault until the Trainer had raised on the last of the other ranks; None where it did not on
+            one of them.
     """
 
     statuses: dict[int, int | None]
     outputs: dict[int, str]
     seconds: float
+    raised_s: float | None
 
 
 class Ragged(Dataset):
@@ -148,34 +186,56 @@ class Model(pl.LightningModule):
 def happen(fault: str, folder: Path) -> None:
     """Make the fault happen to this process, and note when."""
     (folder / "happened").write_text(str(time.monotonic()))
-    if fault == DATA_ENDS:
-        return
     if fault == "exception":
         raise ValueError(MESSAGE)
+    if fault == OUT_OF_MEMORY:
+        raise torch.OutOfMemoryError(NO_MEMORY)
     if fault == "sys.exit":
         sys.exit(3)
     if fault == "os._exit":
         os._exit(3)
-    os.kill(os.getpid(), signal.Signals[fault])
+    if fault == HANG:
+        while True:
+            time.sleep(0.2)
+    if fault == CTRL_C:
+        for each in folder.glob("pid*"):
+            os.kill(int(each.read_text()), signal.SIGINT)
+    if fault.startswith("SIG"):
+        os.kill(os.getpid(), signal.Signals[fault])
 
 
 def fail_in(hook: str, fault: str, folder: Path, rank: int) -> tuple[type[Model], Callable[[], None]]:
     """A model class that meets the fault in ``hook``, and what the data set calls for each row."""
-    calls = {"left": ROWS_OF_LESS if fault == DATA_ENDS else 1 if hook in (*CALLED_ONCE, *CALLED_LAST) else 3}
-    if hook == "attend":
+    calls = {"left": 3}
+    if fault == DATA_ENDS:
+        calls["left"] = ROWS_OF_LESS
+    elif hook in (*CALLED_ONCE, *CALLED_LAST):
+        calls["left"] = 1
+    elif hook == "attend":
         calls["left"] = 10  # in the second layer of the third step: the check of the first one calls both twice more
+    elif fault in (HANG, SKIP):
+        calls["left"] = 11  # in the fourth window, behind a validation: no step reads from the device any more
 
-    def count_down(*_: Any, **__: Any) -> None:
+    def count_down(*arguments: Any) -> None:
         calls["left"] -= 1
-        if calls["left"] == 0 and int(os.environ["RANK"]) == rank:
+        if calls["left"] != 0:
+            return
+        is_here = int(os.environ["RANK"]) == rank
+        if is_here:
             happen(fault, folder)
+        if is_here and fault == KERNEL:
+            arguments[1]["labels"][0, 0] = 99
+        if not is_here and fault == SKIP:
+            dist.all_reduce(torch.ones(3, device=arguments[0].device))
 
+    if hook == CONNECT:
+        return Model, lambda: None
     if hook == "__getitem__" or fault == DATA_ENDS:
         return Model, count_down
     original = getattr(Model, hook)
 
     def broken(self: Model, *args: Any, **kwargs: Any) -> Any:
-        count_down()
+        count_down(self, *args)
         return original(self, *args, **kwargs)
 
     # Not functools.wraps: Lightning takes a wrapped hook for one that is not overridden.
@@ -201,17 +261,42 @@ def become_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
     )
 
 
+def use_nccl_like_device(cell: Cell, folder: Path, is_culprit: bool) -> Any:
+    """Let this process train on the second device with collectives that behave as NCCL's; returns its accelerator."""
+    from tests.second_device.nccl_like import RUN_AHEAD
+
+    # The host may then stand anywhere: it runs ahead of the device.
+    os.environ.update({devices.VARIABLE: "nccl", RUN_AHEAD: str(folder / "happened")})
+    process_group._binds = lambda device, backend: device is not None
+    if cell.hook == CONNECT and is_culprit:
+        dist.init_process_group = lambda *args, **kwargs: happen(cell.fault, folder)
+    return devices.accelerator(WORLD_SIZE)
+
+
 def train(cell: Cell, rank: int, port: int, folder: Path) -> None:
     """What one rank does."""
     become_rank(rank, WORLD_SIZE, port, folder)
+    (folder / f"pid{rank}").write_text(str(os.getpid()))
+    try:
+        fit_or_test(cell, rank, folder)
+    except BaseException:
+        (folder / f"raised{rank}").write_text(str(time.monotonic()))
+        raise
+
+
+def fit_or_test(cell: Cell, rank: int, folder: Path) -> None:
+    """Train, or test, until the fault ends it."""
+    is_culprit = rank == cell.rank
+    accelerator = use_nccl_like_device(cell, folder, is_culprit) if cell.device == "nccl" else "cpu"
     model_class, on_get = fail_in(cell.hook, cell.fault, folder, cell.rank)
     trainer = pl.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=WORLD_SIZE,
         strategy=AutomodelStrategy(
             data_parallel=cell.data_parallel,
             context_parallel_size=cell.context,
-            timeout=timedelta(seconds=TIMEOUT_S),
+            timeout=timedelta(seconds=cell.timeout_s),
+            heartbeat_timeout=timedelta(seconds=HEARTBEAT_TIMEOUT_S),
         ),
         accumulate_grad_batches=2,
         max_steps=3 if cell.hook in CALLED_LAST else 200,
@@ -225,32 +310,48 @@ def train(cell: Cell, rank: int, port: int, folder: Path) -> None:
         length = ROWS_OF_LESS if rank == WORLD_SIZE - 1 else 4096
         trainer.test(model_class(), DataLoader(Ragged(on_get, length), 2))
         return
-    length = ROWS_OF_LESS if cell.fault == DATA_ENDS and rank == cell.rank else 4096
+    length = ROWS_OF_LESS if cell.fault == DATA_ENDS and is_culprit else 4096
     trainer.fit(model_class(), DataLoader(Ragged(on_get, length), 2), DataLoader(Ragged(lambda: None), 2))
 
 
 def run(cell: Cell, folder: Path) -> Outcome:
-    """Run all ranks until the others have left, at most for ``PATIENCE_S`` seconds."""
+    """Like `run_once`; again if the fault did not happen, since a busy machine was too slow for the ranks to join."""
+    for attempt in range(NUM_ATTEMPTS):
+        own = folder / f"attempt{attempt}"
+        own.mkdir()
+        outcome = run_once(cell, own)
+        if (own / "happened").exists():
+            break
+    return outcome
+
+
+def run_once(cell: Cell, folder: Path) -> Outcome:
+    """Run all ranks until those that should have left, at most for ``PATIENCE_S`` seconds."""
     context = forked()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     processes = [context.Process(target=train, args=(cell, rank, port, folder)) for rank in range(WORLD_SIZE)]
     for process in processes:
         process.start()
+    others = [rank for rank in range(WORLD_SIZE) if rank != cell.rank]
     with killed_at_the_end(processes):
-        others = {process.sentinel: rank for rank, process in enumerate(processes) if rank != cell.rank}
         deadline = time.monotonic() + PATIENCE_S
-        while others and (ready := wait(list(others), max(0.0, deadline - time.monotonic()))):
-            for sentinel in ready:
-                del others[sentinel]
+        waited_for = {processes[rank].sentinel for rank in others}
+        while waited_for and (ready := wait(waited_for, max(0.0, deadline - time.monotonic()))):
+            waited_for.difference_update(ready)
         end = time.monotonic()
+        if cell.leaves:
+            processes[cell.rank].join(max(0.0, deadline - end))
         for process in processes:
             process.join(0 if process.is_alive() else None)
         statuses = {rank: process.exitcode for rank, process in enumerate(processes)}
     happened = folder / "happened"
     since = float(happened.read_text()) if happened.exists() else float("nan")
     outputs = {rank: (folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(WORLD_SIZE)}
-    return Outcome(statuses, outputs, end - since)
+    raised = [folder / f"raised{rank}" for rank in others]
+    all_raised = all(each.exists() for each in raised)
+    raised_s = max(float(each.read_text()) for each in raised) - since if all_raised else None
+    return Outcome(statuses, outputs, end - since, raised_s)
 
 
 @contextlib.contextmanager

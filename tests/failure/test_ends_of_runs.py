@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed import process_group
 from lightning_automodel.failure import supervisor
-from lightning_automodel.failure.supervisor import LONGEST_LEAVING_S, SIGTERM_STATUS, Supervisor
+from lightning_automodel.failure.supervisor import LONGEST_LEAVING_S, SIGTERM_STATUS, State, Supervisor
 from tests.failure.faults import Model, Ragged, become_rank, killed_at_the_end
 from tests.processes import forked
 from tests.trainer.runs import SILENT
@@ -281,7 +281,7 @@ def _cannot_leave(rank: int, port: int, folder: Path) -> None:
         try:
             raise ValueError("no labels here")
         except ValueError:
-            guard._failed_at = time.monotonic()
+            guard._state, guard._failed_at = State.FAILED, time.monotonic()
             guard.close()
 
 
@@ -304,7 +304,7 @@ def test_sigterm_is_ignored_on_the_way_out_but_not_for_ever() -> None:
     guard = Supervisor(lambda: None, lambda: None)
     try:
         guard._patch_sigterm()
-        guard._failed_at = time.monotonic()
+        guard._state, guard._failed_at = State.FAILED, time.monotonic()
         _send(signal.SIGTERM)
         assert received == []
         guard._failed_at -= LONGEST_LEAVING_S

@@ -9,12 +9,16 @@ import signal
 import tempfile
 import threading
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from lightning_automodel import AutomodelStrategy
+from lightning_automodel.failure import watchdog
+from lightning_automodel.failure.supervisor import State, Supervisor
 from tests.rank_pool import RankPool
 from tests.trainer.runs import LabelledModule, loader, make_trainer
 
@@ -123,3 +127,37 @@ def _slow_end() -> float:
 def test_silence_is_not_work(pool2: RankPool) -> None:
     """A rank that works sends heartbeats meanwhile, and the other waits for it, up to `timeout`."""
     assert all(seconds > 2.5 for seconds in pool2.run(_slow_end))
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "heartbeat_timeout_s", "limit_s"), [(1800, 120, 120), (1800, 3600, 1795), (20, 120, 15), (6, 120, 3)]
+)
+def test_how_long_a_rank_may_be_silent(
+    timeout_s: float, heartbeat_timeout_s: float, limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for half an hour, because a collective may take as long."""
+    world = SimpleNamespace()
+    played = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 2, group=SimpleNamespace(WORLD=_Group()))
+    monkeypatch.setattr(watchdog, "dist", played)
+    monkeypatch.setattr(watchdog, "connect_again", lambda *_: world)
+    timeouts = [timedelta(seconds=seconds) for seconds in (timeout_s, heartbeat_timeout_s)]
+    watched = watchdog.Watchdog(timeouts[0], str, False, list, timeouts[1])
+    assert watched.board.timeout_s == limit_s
+
+
+class _Group:
+    """A process group, to count the runs of."""
+
+
+def test_teardown_after_a_failure_does_not_hide_it(caplog: pytest.LogCaptureFixture) -> None:
+    """A device that has failed raises in each later call."""
+    guard = Supervisor(lambda: None, lambda: None)
+    with guard.tearing_down():
+        pass
+    with pytest.raises(RuntimeError, match="device-side assert"), guard.tearing_down():
+        raise RuntimeError("device-side assert")
+    guard._state = State.FAILED
+    with guard.tearing_down():
+        raise RuntimeError("device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA")
+    (record,) = caplog.records
+    assert record.message == ("Tearing down after a failure has raised too: RuntimeError: device-side assert triggered")

@@ -11,11 +11,21 @@ from lightning_automodel.distributed.failures import (
     MISSED_BEATS,
     MISSED_HEARTBEATS,
     STUCK,
+    Device,
     RankFailure,
     Record,
     Sighting,
 )
-from lightning_automodel.failure.verdict import BUSY_BEATS, SILENT_S, decide, left_behind, list_positions, standstill
+from lightning_automodel.failure.verdict import (
+    BUSY_BEATS,
+    SILENT_S,
+    decide,
+    devices_standstill,
+    left_behind,
+    list_positions,
+    standstill,
+    stuck_device,
+)
 
 OWN = RankFailure(0, "host0", "backward", "RuntimeError", "[gloo] Connection closed by peer")
 NOW, LONGEST_S = 100.0, 12.0
@@ -47,6 +57,31 @@ def reader(**changes: Any) -> Sighting:
     return alive(0, where="backward", has_failed=True, **changes)
 
 
+WORLD, OTHER = "0 of rank 0", "2 of rank 1"
+
+
+def reads(rank: int, queued: int, seconds: float = 61.0, **changes: Any) -> Record:
+    """A rank whose host reads from its device, which is busy; the host has run ahead by a step."""
+    place = {"where": "on_train_batch_end", "position": f"train.py:{50 + rank} in log", "waits": False}
+    changes = {"queued": {WORLD: queued}, **place, **changes}
+    return record(rank, device=Device.BUSY, device_stood_s=seconds, device_step=2, **changes)
+
+
+def idle(rank: int, queued: int, **changes: Any) -> Record:
+    """A rank whose host does something of its own, and whose device has nothing to do."""
+    place = {"position": f"train.py:{10 + rank} in read", "waits": False}
+    return record(rank, device=Device.IDLE, queued={WORLD: queued}, **place, **changes)
+
+
+def at(rank: int, queued: int, position: str = "train.py:50") -> Record:
+    """As ``reads``, at this line."""
+    return replace(reads(rank, queued), position=position)
+
+
+def sighted(seen: Record) -> Sighting:
+    return Sighting(seen, NOW, missed=0, beats=9, busy=BUSY_BEATS, gap_s=0.25)
+
+
 CASES: dict[str, tuple[list[Sighting], int | None, str]] = {
     "killed": ([reader(), silent(1), alive(2)], 1, MISSED_HEARTBEATS),
     "a whole node killed": ([reader(), alive(1), silent(2), silent(3)], 2, MISSED_HEARTBEATS),
@@ -68,6 +103,9 @@ CASES: dict[str, tuple[list[Sighting], int | None, str]] = {
     "all wait": ([reader(), alive(1), alive(2, position="train.py:51 in backward")], 0, "RuntimeError"),
     "all have failed": ([reader(), alive(1, has_failed=True, waits=False)], 0, "RuntimeError"),
     "the reader alone": ([reader()], 0, "RuntimeError"),
+    "in item(), for the reader": ([reader(queued={WORLD: 7}), sighted(reads(1, 8)), alive(2)], 0, "RuntimeError"),
+    "in item(), for its own device": ([reader(queued={WORLD: 8}), sighted(reads(1, 8)), alive(2)], 1, STUCK),
+    "in item(), and one stuck": ([reader(queued={WORLD: 8}), sighted(reads(1, 8)), sighted(idle(2, 7))], 2, STUCK),
 }
 
 
@@ -135,6 +173,71 @@ def test_standstill() -> None:
     told = standstill({0: here, 1: there}, 60.0)
     assert told is not None
     assert told.splitlines()[1] == "  rank 1: training_step, at train.py:51 in backward"
+
+
+DEVICES: dict[str, tuple[list[Record], int | None]] = {
+    "hangs in its own code": ([reads(0, 8), idle(1, 7), reads(2, 8)], 1),
+    "has left out a collective": ([reads(0, 8), reads(1, 7), reads(2, 8)], 1),
+    "one waits for one that waits": ([reads(0, 9), reads(1, 8), idle(2, 7)], 2),
+    "has queued as many, but others, and is elsewhere": ([at(0, 8), at(1, 8, "train.py:9"), at(2, 8)], 1),
+    "has gone farther than the others": ([at(0, 8), at(1, 9, "train.py:9"), at(2, 8)], 1),
+    "has queued the fewest, at the same line": ([at(0, 8), at(1, 7), at(2, 8)], 1),
+    "all compute, at the same line": ([at(0, 8), at(1, 8), at(2, 8)], None),
+    "not all stand": ([at(0, 8), replace(at(1, 8, "train.py:9"), device_stood_s=50.0), at(2, 8)], None),
+    "of two, the one whose device is idle": ([reads(0, 8), reads(1, 7), idle(2, 7)], 2),
+    "not looked at, as its host goes on": (
+        [
+            reads(0, 8),
+            idle(
+                1,
+                7,
+            ),
+            replace(idle(2, 7), device=Device.UNSEEN),
+        ],
+        1,
+    ),
+    "not yet for so long": ([reads(0, 8, seconds=59), idle(1, 7)], None),
+    "a rank computes alone, and none waits for it": ([reads(0, 8), idle(1, 8), idle(2, 8)], None),
+    "the others are ahead, but not waiting": ([reads(0, 7), idle(1, 8), idle(2, 8)], None),
+    "groups of others are not compared": ([at(0, 8), replace(at(1, 8), queued={OTHER: 3})], None),
+    "one group of two": ([reads(0, 8), replace(reads(1, 8), queued={WORLD: 8, OTHER: 4}), idle(2, 8)], None),
+    "a subgroup waits": (
+        [
+            idle(0, 8),
+            replace(reads(1, 8), queued={WORLD: 8, OTHER: 4}),
+            replace(idle(2, 8), queued={WORLD: 8, OTHER: 3}),
+        ],
+        2,
+    ),
+    "without an accelerator": ([record(0), record(1)], None),
+}
+
+
+@pytest.mark.parametrize("case", DEVICES)
+def test_whom_devices_wait_for(case: str) -> None:
+    records, rank = DEVICES[case]
+    found = stuck_device(dict(enumerate(records)), 60.0)
+    assert (found and found.rank) == rank
+    assert found is None or found.error == STUCK
+
+
+def test_words_about_devices() -> None:
+    """What the culprit is at, what its device does, and for how long the others have waited in which step."""
+    hangs = stuck_device({0: reads(0, 8, 65.0), 1: idle(1, 7), 2: reads(2, 8)}, 60.0)
+    assert str(hangs) == (
+        "rank 1 on host1 is stuck in training_step: it is at train.py:11 in read; its device has nothing to do, while"
+        " that of rank 0, 2 has waited in step 2 for 61 s"
+    )
+    skips = stuck_device({0: reads(0, 8), 1: reads(1, 7)}, 60.0)
+    assert skips is not None
+    assert str(skips).splitlines()[:3] == [
+        "rank 1 on host1 is stuck in on_train_batch_end: it is at train.py:51 in log; all devices have waited for each"
+        " other for 61 s:",
+        "  rank 0: on_train_batch_end, at train.py:50 in log, 8 collectives queued, its device in step 2",
+        "  rank 1: on_train_batch_end, at train.py:51 in log, 7 collectives queued, its device in step 2",
+    ]
+    assert devices_standstill({0: reads(0, 8), 1: reads(1, 8)}, 60.0) is not None
+    assert devices_standstill({0: reads(0, 8), 1: idle(1, 8)}, 60.0) is None
 
 
 def test_a_list_of_many_ranks_is_short() -> None:

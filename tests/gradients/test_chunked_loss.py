@@ -108,19 +108,40 @@ def deviation(actual: list[Tensor], expected: list[Tensor]) -> float:
     return max(relative_error(one, other) for one, other in zip(actual, expected, strict=True))
 
 
+@pytest.mark.parametrize("skip_ignored", [True, False])
 @pytest.mark.parametrize("chunk_elements", [1, CHUNK, 2**22])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_equals_all_logits(name: str, chunk_elements: int) -> None:
+def test_equals_all_logits(name: str, chunk_elements: int, skip_ignored: bool) -> None:
     options = OPTIONS[name]
+    choices = {"chunk_elements": chunk_elements, "skip_ignored": skip_ignored}
     (hidden, labels), head = (
         inputs(ignore_index=options.get("ignore_index", -100)),
         nn.Linear(WIDTH, VOCABULARY).double(),
     )
-    actual = with_gradients(token_loss, hidden, head, labels, chunk_elements=chunk_elements, **options)
+    actual = with_gradients(token_loss, hidden, head, labels, **choices, **options)
     assert deviation(actual, with_gradients(of_all_logits, hidden, head, labels, **options)) <= TOLERANCE
     with torch.no_grad():
-        loss, _ = token_loss(hidden, head, labels, chunk_elements=chunk_elements, **options)
+        loss, _ = token_loss(hidden, head, labels, **choices, **options)
     assert relative_error(loss, actual[0]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e300])
+def test_ignored_positions_have_no_effect_whatever_stands_there(value: float, name: str) -> None:
+    """Padding may attend to nothing, and be NaN. Its gradients are zero, also if no position has a label."""
+    options = OPTIONS[name] | {"skip_ignored": False}
+    ignore_index = options.get("ignore_index", -100)
+    hidden, labels = inputs(ignore_index=ignore_index)
+    head = nn.Linear(WIDTH, VOCABULARY).double()
+    shift = options.get("label_shift", 0)
+    ignored = F.pad(labels[:, shift:] == ignore_index, (0, shift), value=True)
+    for filled_labels in (labels, torch.full_like(labels, ignore_index)):
+        expected = with_gradients(token_loss, hidden, head, filled_labels, **options)
+        if filled_labels is not labels:
+            ignored = torch.ones_like(ignored)
+            assert all(tensor.count_nonzero() == 0 for tensor in expected)
+        replaced = hidden.detach().masked_fill(ignored[..., None], value).requires_grad_()
+        assert deviation(with_gradients(token_loss, replaced, head, filled_labels, **options), expected) <= TOLERANCE
 
 
 def test_sequences_without_a_batch() -> None:
@@ -129,14 +150,14 @@ def test_sequences_without_a_batch() -> None:
     assert deviation(actual, with_gradients(of_all_logits, hidden[1], head, labels[1])) <= TOLERANCE
 
 
+@pytest.mark.parametrize("skip_ignored", [True, False])
 @pytest.mark.parametrize("shape", [(2, 4), (2, 1), (2, 0)])
-def test_without_labels(shape: tuple[int, int]) -> None:
+def test_without_labels(shape: tuple[int, int], skip_ignored: bool) -> None:
     """The head takes part, with gradients of zero, as other ranks need it."""
     hidden = torch.randn(*shape, WIDTH, requires_grad=True)
     head = nn.Linear(WIDTH, VOCABULARY)
-    loss, count, *gradients = with_gradients(
-        token_loss, hidden, head, torch.full(shape, -100), label_shift=1, label_smoothing=0.1
-    )
+    options = {"label_shift": 1, "label_smoothing": 0.1, "skip_ignored": skip_ignored}
+    loss, count, *gradients = with_gradients(token_loss, hidden, head, torch.full(shape, -100), **options)
     assert loss == count == 0
     assert all(gradient.count_nonzero() == 0 for gradient in gradients)
 
@@ -337,7 +358,10 @@ class InChunks(OwnLoss):
         hidden = self.model.embedding(batch["input_ids"])
         for block in self.model.blocks:
             hidden = block(hidden)
-        loss, count = token_loss(self.model.norm(hidden), self.model.head, batch["labels"], **self.options)
+        options = {
+            name: hidden.new_tensor(o.tolist()) if isinstance(o, Tensor) else o for name, o in self.options.items()
+        }
+        loss, count = token_loss(self.model.norm(hidden), self.model.head, batch["labels"], **options)
         return {"loss": loss, "num_label_tokens": count}
 
     options: Mapping[str, Any] = {"chunk_elements": CHUNK, "weight": CLASS_WEIGHTS, "label_smoothing": 0.1}
@@ -553,8 +577,9 @@ def test_tensor_parallel(pool2: RankPool, plan: str) -> None:
         hidden, labels = inputs(ignore_index=options.get("ignore_index", -100))
         head = nn.Linear(WIDTH, VOCABULARY).double()
         expected = with_gradients(of_all_logits, hidden, head, labels, **options)
-        for actual in pool2.run(tensor_parallel_loss, plan, options):
-            assert deviation(actual, expected) <= TOLERANCE, name
+        for skip_ignored in (True, False):
+            for actual in pool2.run(tensor_parallel_loss, plan, options | {"skip_ignored": skip_ignored}):
+                assert deviation(actual, expected) <= TOLERANCE, name
 
 
 class ByTwo(InChunks):

@@ -6,38 +6,18 @@ forward hook has kept, tensors inside of a distribution or another object, nor a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import LEARNING_RATE, Outcome, full_weights, weight_error
-from tests.trainer.runs import TOLERANCE, by_default, make_trainer
-
-WIDTH = 6
-NUM_BATCHES = 4
-
-
-def rows(rank: int, index: int) -> Tensor:
-    """[b, d], b differs by rank and index."""
-    generator = torch.Generator().manual_seed(100 * rank + index)
-    return torch.randn(2 + 3 * rank + index % 2, WIDTH, generator=generator, dtype=torch.float64)
-
-
-def fill(model: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(3)
-    model.double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+from tests.trainer.exactness import Outcome, weight_error
+from tests.trainer.row_losses import WIDTH, RowModule, RowModuleByHand, fit_rows, train_rows_plainly
+from tests.trainer.runs import TOLERANCE, by_default
 
 
 def block() -> nn.Sequential:
@@ -181,74 +161,32 @@ class Watched(nn.Module):
         return inputs.square().sum(1)
 
 
-MODELS = {model.__name__: model for model in (Perceptual, Distribution, Boxes, Views, Stored, Watched)}
+MODELS: dict[str, type[nn.Module]] = {
+    model.__name__: model for model in (Perceptual, Distribution, Boxes, Views, Stored, Watched)
+}
 
 
-def made(name: str) -> nn.Module:
-    model = MODELS[name]()
-    fill(model)
-    return model
+class ForwardByHand(RowModuleByHand):
+    """Does forwards that no backward follows, which leave parameters gathered that the step makes stale."""
+
+    def after_backward(self, batch: Tensor) -> None:
+        self.model.losses(batch)
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
-
-
-class Module(LightningModule):
-    """Steps after two batches."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.model = made(name)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.model.losses(batch).mean()
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader([rows(dist.get_rank(), index) for index in range(NUM_BATCHES)], batch_size=None)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return sgd(self.model)
-
-
-class ByHand(Module):
-    """The same under manual optimization, with forwards that no backward follows."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer, is_last = self.optimizers(), batch_idx % 2 == 1
-        loss = self.model.losses(batch).mean()
-        with optimizer.toggle_model(sync_grad=is_last):
-            self.manual_backward(loss)
-        self.model.losses(batch)  # leaves parameters gathered, which the step makes stale
-        if is_last:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-LAYOUTS: dict[str, tuple[Callable[[str], Module], dict[str, Any]]] = {
-    "kept": (Module, {"reshard_during_accumulation": False}),
-    "resharded": (Module, {"reshard_during_accumulation": True}),
-    "checkpointed": (Module, {"reshard_during_accumulation": True, "activation_checkpointing": True}),
-    "kept, checkpointed": (Module, {"reshard_during_accumulation": False, "activation_checkpointing": True}),
-    "by hand": (ByHand, {}),
-    "by hand, kept": (ByHand, {"reshard_during_accumulation": False}),
-    "ddp": (Module, {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}}),
+LAYOUTS: dict[str, tuple[type[RowModule], dict[str, Any]]] = {
+    "kept": (RowModule, {"reshard_during_accumulation": False}),
+    "resharded": (RowModule, {"reshard_during_accumulation": True}),
+    "checkpointed": (RowModule, {"reshard_during_accumulation": True, "activation_checkpointing": True}),
+    "kept, checkpointed": (RowModule, {"reshard_during_accumulation": False, "activation_checkpointing": True}),
+    "by hand": (ForwardByHand, {}),
+    "by hand, kept": (ForwardByHand, {"reshard_during_accumulation": False}),
+    "ddp": (RowModule, {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}}),
 }
 
 
 def _fit(name: str, layout: str) -> dict[str, Tensor] | str:
     make, options = LAYOUTS[layout]
-    module = make(name)
-    accumulate = 2 if module.automatic_optimization else 1
-    try:
-        make_trainer(AutomodelStrategy(count="samples", **options), accumulate_grad_batches=accumulate).fit(module)
-    except RuntimeError as error:
-        return str(error)
-    return full_weights(module.model)
+    return fit_rows(make(MODELS[name]), options)
 
 
 CASES = {f"{name}, {layout}": (name, layout) for name in MODELS for layout in LAYOUTS}
@@ -272,14 +210,7 @@ DEFAULT = (
 def test_loss_on_what_fsdp2_does_not_see(pool2: RankPool, case: tuple[str, str]) -> None:
     """Stored tensors alone are not found; the option that keeps them gathered, which the error names, is exact."""
     name, layout = case
-    model = made(name)
-    optimizer = sgd(model)
-    for window in ((0, 1), (2, 3)):
-        batches = [rows(rank, index) for rank in range(2) for index in window]
-        optimizer.zero_grad()
-        (torch.stack([model.losses(b).sum() for b in batches]).sum() / sum(map(len, batches))).backward()
-        optimizer.step()
-    expected = Outcome(full_weights(model), None)
+    expected = train_rows_plainly(MODELS[name]())
     for found in pool2.run(_fit, name, layout):
         if name == "Stored" and layout in ("resharded", "by hand"):
             assert isinstance(found, str)

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_automodel import clip_gradients, rescale_gradients
-from lightning_automodel.gradients.rescale_clip import check_finite, clip_gradient_values, gradient_factor
+from lightning_automodel.gradients import rescale_clip
+from lightning_automodel.gradients.rescale_clip import (
+    check_finite,
+    clip_gradient_values,
+    gradient_factor,
+    scale_gradients_,
+)
 
 SHAPES = [(3, 4), (5,), (), (0, 2)]
 
@@ -194,3 +200,40 @@ def test_large_finite_gradients_are_clipped_not_zeroed(largest: float, foreach: 
     exact = 5**0.5 * largest
     assert norm.item() == pytest.approx(exact if exact < torch.finfo(torch.float32).max else math.inf, rel=1e-6)
     assert torch.cat([parameter.grad for parameter in parameters]).norm().item() == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_a_factor_in_the_dtype_of_the_gradients_gives_the_same_numbers(dtype: torch.dtype) -> None:
+    """As a float64 factor: torch rounds that to the dtype that it computes in, before it multiplies."""
+    generator = torch.Generator().manual_seed(2)
+    for exponent in range(-30, 31, 3):
+        factor = torch.rand((), generator=generator, dtype=torch.float64) * 2.0**exponent
+        parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((3, 67), (1,), (0,), (130,))]
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        expected = [(parameter.grad.to(wide) * factor).to(dtype) for parameter in parameters]
+        scale_gradients_(parameters, factor)
+        assert all(map(torch.equal, _gradients(parameters), expected))
+
+
+@pytest.mark.parametrize("factor", [0.0, math.nan, math.inf, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_factors_that_are_special(dtype: torch.dtype, factor: float) -> None:
+    """Gradients that are not finite stay so."""
+    parameter = nn.Parameter(torch.zeros(4, dtype=dtype))
+    parameter.grad = torch.tensor([1.0, -0.0, math.inf, math.nan], dtype=dtype)
+    expected = parameter.grad.double() * factor
+    scale_gradients_([parameter], torch.tensor(factor, dtype=torch.float64))
+    assert torch.equal(parameter.grad.double().nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
+
+
+def test_large_half_precision_gradients_are_scaled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with a copy in float32 of so many elements at most, but for a gradient that is larger."""
+    monkeypatch.setattr(rescale_clip, "_CHUNK_ELEMENTS", 5)
+    parameters = _parameters(torch.bfloat16)[:-1]
+    parts = rescale_clip._chunks([parameter.grad for parameter in parameters])
+    assert [[grad.numel() for grad in part] for part in parts] == [[12], [5], [1, 0]]
+    expected = [(gradient.float() * torch.tensor(0.3)).bfloat16() for gradient in _gradients(parameters)]
+    scale_gradients_(parameters, torch.tensor(0.3, dtype=torch.float64))
+    assert all(map(torch.equal, _gradients(parameters), expected))

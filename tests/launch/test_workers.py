@@ -148,7 +148,7 @@ def wait_for(folder: Path, *functions: Callable[[Path, int], None]) -> None:
         _do, (folder, functions), len(functions), join=False, start_method="fork"
     )
     try:
-        wait_for_workers(started, folder, first_rank=4)
+        wait_for_workers(started, folder, first_rank=4, backend="gloo")
     finally:
         assert not any(process.is_alive() for process in started.processes)
 
@@ -242,9 +242,15 @@ def test_the_first_report_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "text"),
-    [(3, "ended with exit status 3"), (-9, "was ended by SIGKILL"), (-6, "was ended by SIGABRT, as gloo does")],
+    ("status", "backend", "text"),
+    [
+        (3, "gloo", "ended with exit status 3"),
+        (-9, "gloo", "was ended by SIGKILL"),
+        (-6, "gloo", "was ended by SIGABRT, as gloo does"),
+        (-6, "nccl", "was ended by SIGABRT, as the watchdog of NCCL does after an error in a kernel"),
+        (-6, "cpu:gloo,cuda:nccl", "was ended by SIGABRT, as the watchdog of NCCL does after an error in a kernel"),
+    ],
 )
-def test_exit_statuses(status: int, text: str) -> None:
-    """As a person would say them."""
-    assert describe_exit(status).startswith(text)
+def test_exit_statuses(status: int, backend: str, text: str) -> None:
+    """As a person would say them. What aborts a process depends on what its groups communicate with."""
+    assert describe_exit(status, backend).startswith(text)

@@ -1,8 +1,9 @@
 """One project on this rank, under each strategy: `python -m tests.projects.harness PROJECT DIRECTORY`.
 
 Each way trains two epochs, saves, resumes for two more, and loads what it saved. Data is as much as one batch over all
-ranks, so that its order does not matter, and SGD stands in for each project's optimizer, since Adam hides wrong
-constants. What came of it is written by rank 0, as JSON.
+ranks, so that its order does not matter; of a project with a count each rank has two micro-batches of unequal size. SGD
+stands in for each project's optimizer, since Adam hides wrong constants. `ExactnessCheck` is told the same count. What
+came of it is written by rank 0, as JSON.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from tests.trainer.exactness import full_weights
 
 OURS: dict[str, dict[str, Any]] = {"replicated": {"data_parallel": "ddp"}, "sharded": {}}
 WAYS = ("one process", "Lightning's ddp", *OURS)
+COUNTING = ("per_token_loss", "count", "count_label_tokens", "label_shift")
+"""Options that tell what a loss is the mean of."""
 
 
 class Recorder(Callback):
@@ -80,7 +83,8 @@ class Run:
         max_epochs: At which to stop.
         ckpt_path: To resume from, or to load.
         loads: Whether to load and validate alone.
-        check: Compares the first steps with one process, from within.
+        is_ragged: Whether each rank has its data in two micro-batches of unequal size.
+        check: Compares the first steps with one process, from within; made with the strategy if ``is_checked``.
     """
 
     way: str
@@ -88,6 +92,8 @@ class Run:
     max_epochs: int
     ckpt_path: str | None = None
     loads: bool = False
+    is_ragged: bool = False
+    is_checked: bool = False
     recorder: Recorder = field(default_factory=Recorder)
     check: ExactnessCheck | None = None
 
@@ -97,13 +103,21 @@ class Run:
 
     @property
     def batch_size(self) -> int:
-        return projects.NUM_SAMPLES // self.num_ranks
+        num_samples = projects.NUM_SAMPLES // self.num_ranks
+        return num_samples * 3 // 4 if self._accumulates else num_samples
+
+    @property
+    def _accumulates(self) -> bool:
+        return self.is_ragged and self.num_ranks > 1
 
     def strategy(self, **options: Any) -> Any:
         """What a user passes as Trainer(strategy=...), with what this project needs of ours.
 
         ``find_unused_parameters=True`` is meant for all that replicate.
         """
+        if self.is_checked:
+            told = {name: value for name, value in options.items() if name in COUNTING and self.way not in OURS}
+            self.check = ExactnessCheck(**told)
         finds_unused = options.pop("find_unused_parameters", False)
         if self.way in OURS:
             if finds_unused and self.way == "replicated":
@@ -125,6 +139,7 @@ class Run:
             "accelerator": "cpu",
             "devices": self.num_ranks,
             "max_epochs": self.max_epochs,
+            "accumulate_grad_batches": 2 if self._accumulates else 1,
             "default_root_dir": self.directory,
             "callbacks": self.callbacks(ModelCheckpoint),
             "enable_checkpointing": True,
@@ -154,33 +169,38 @@ def distance(weights: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     return float(torch.stack([(weights[name] - other).double().norm() for name, other in others.items()]).norm())
 
 
-def train(project: Project, way: str, directory: Path, check: ExactnessCheck) -> tuple[Recorder, list[str]]:
-    """The last fit's recorder, and what a project does: fit, validate, resume, load. The first fit is checked."""
+def train(project: Project, way: str, directory: Path, result: dict[str, Any]) -> Recorder:
+    """The last fit's recorder. In ``result``: what a project does (fit, validate, resume, load) and the verdict."""
     shutil.rmtree(directory, ignore_errors=True)
     dist.barrier()
 
     def run(max_epochs: int, **options: Any) -> Recorder:
         seed_everything(0, verbose=False)
-        each = Run(way, directory, max_epochs, **options)
-        project(each)
+        each = Run(way, directory, max_epochs, is_ragged=project.__name__ in projects.RAGGED, **options)
+        try:
+            project(each)
+        finally:
+            if each.check is not None:
+                result["verdict"], result["report"] = each.check.verdict, each.check.report
         return each.recorder
 
     last = str(directory / "last.ckpt")
+    done = result["does"] = ["trains", "validates", "saves"]
     if way == WAYS[0]:
         # A project that gathers by itself must not find the other rank, which does the same.
         with mock.patch.object(dist, "is_initialized", return_value=False):
-            return run(4, check=check), []
-    done = ["trains", "validates", "saves"]
+            return run(4, is_checked=True)
     if project.__name__ in projects.WITHOUT_RESUMING:
-        fitted = run(4, check=check)
+        fitted = run(4, is_checked=True)
     else:
-        run(2, check=check)
+        run(2, is_checked=True)
         fitted = run(4, ckpt_path=last)
         done.append("resumes")
     assert fitted.num_validations > 0, "never validated"
     loaded = run(4, ckpt_path=last, loads=True)
     assert distance(loaded.after, fitted.after) == 0, "loading gives other weights"
-    return fitted, [*done, "loads"]
+    done.append("loads")
+    return fitted
 
 
 def main(name: str, directory: Path) -> None:
@@ -193,11 +213,10 @@ def main(name: str, directory: Path) -> None:
     project = getattr(projects, name, None) or getattr(newer_projects, name)
     for way in WAYS:
         result = results[way] = {}
-        check = ExactnessCheck()
         try:
             # Only rank 0 needs one process' weights, but all ranks go on together.
             own = directory / (f"{way}{rank}" if way == WAYS[0] else way)
-            recorders[way], result["does"] = train(project, way, own, check)
+            recorders[way] = train(project, way, own, result)
             wanted = recorders[WAYS[1] if name in projects.AS_DDP and way in OURS else WAYS[0]]
             moved = distance(wanted.after, recorders[WAYS[0]].before)
             assert moved > 0, "nothing was trained"
@@ -205,7 +224,6 @@ def main(name: str, directory: Path) -> None:
         except BaseException:
             result["failure"] = traceback.format_exc()
             traceback.print_exc()
-        result["verdict"], result["report"] = check.verdict, check.report
     if rank == 0:
         (directory / "results.json").write_text(json.dumps(results))
 

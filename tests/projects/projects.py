@@ -26,6 +26,18 @@ AS_DDP = {"anomalib_ganomaly", "gluonts", "rl4co"}
 """Projects that Lightning's ddp is the measure of: they draw random numbers as they train, one process others;
 rl4co's baseline is the mean of each rank's batch, and batch normalization one of each rank's."""
 
+RAGGED = {
+    "anomalib",
+    "chemprop",
+    "deeptab",
+    "deeptab_tangos",
+    "lightning_transformer",
+    "litgpt",
+    "torch_geometric",
+    "webdataset",
+}
+"""Projects with a count, by which micro-batches of unequal size are weighed; Lightning's ddp weighs them alike."""
+
 EQUAL_BATCHES = {"per_token_loss": False}
 
 

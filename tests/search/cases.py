@@ -47,6 +47,7 @@ class Case:
         manual_clip: How it clips: "strategy", "self" or "torch".
         callbacks: Callbacks of the Trainer.
         stops: Micro-batches after which the fit is stopped and resumed.
+        fits: What an estimate says that fits unsharded, "nothing", "gradients" or "all": of each fit between stops.
         strategy: More options of the strategy.
         trainer: More options of the Trainer.
 
@@ -98,6 +99,7 @@ class Case:
     manual_clip: str | None = None
     callbacks: tuple[str, ...] = ()
     stops: tuple[int, ...] = ()
+    fits: tuple[str, ...] = ()
     strategy: tuple[tuple[str, Any], ...] = ()
     trainer: tuple[tuple[str, Any], ...] = ()
     foreign: tuple[str, ...] = ()

@@ -108,6 +108,12 @@ def _options(rng: random.Random, values: dict[str, list[Any]]) -> tuple[tuple[st
     return tuple((name, rng.choice(values[name])) for name in _some(rng, list(values)))
 
 
+def _fits(rng: random.Random) -> tuple[str, ...]:
+    if rng.random() < 0.6:
+        return ()
+    return tuple(rng.choice(["nothing", "nothing", "gradients", "all"]) for _ in range(3))
+
+
 def draw_case(seed: int, number: int, without: frozenset[str] = frozenset(), kinds: tuple[str, ...] = ()) -> Case:
     """The case of this number.
 
@@ -130,7 +136,8 @@ def draw_case(seed: int, number: int, without: frozenset[str] = frozenset(), kin
         seed=rng.randrange(10**6),
         num_batches=rng.randint(2, 5),
         **drawn,
-        # Drawn apart, so that a number has the same other traits with and without kinds.
+        # Drawn apart, so that a number has the same other traits with and without these.
+        fits=_fits(random.Random(f"{seed}-{number}-fits")),
         **draw_kinds(random.Random(f"{seed}-{number}-kinds"), kinds),
     )
     return made_valid(case, without)

@@ -193,6 +193,8 @@ KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
     ),
     r"embeddings with max_norm, whose forward shortens the rows": lambda c: "max_norm" in c.writes,
     r"was used past the module, so that its gradient would be lost": lambda c: c.alias,
+    # torch's own: a gradient by the module's parameter, where the forward has used the one that was kept past it.
+    r"appears to not have been used in the graph": lambda c: c.alias and c.foreign,
     r"have gradient hooks .* which it never calls": lambda c: c.backward and c.backward.startswith("parameter_hook"),
     r"parameters that the module got after it was distributed": lambda c: c.changed and c.changed.startswith("append"),
     r"were replaced after the module was distributed": lambda c: c.changed and c.changed.startswith("replace"),

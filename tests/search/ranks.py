@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_automodel import AutomodelStrategy
+from tests.free_memory import pretended
 from tests.resume.resuming import Recorder
 from tests.search.block import first_block
 from tests.search.callbacks import Stops, make_callbacks
@@ -300,7 +302,8 @@ def train(case: Case, folder: str) -> Outcome:
         warnings.simplefilter("always")
         path = None
         for number, stop in enumerate((*case.stops, None)):
-            module, trainer = _fit(case, Path(folder), number, stop, path)
+            with _memory_for(case.fits, number):
+                module, trainer = _fit(case, Path(folder), number, stop, path)
             path = Path(folder) / f"stop{number}.ckpt"
     report = trainer.strategy.last_step
     last = None
@@ -309,6 +312,17 @@ def train(case: Case, folder: str) -> Outcome:
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     told = [str(each.message) for each in caught]
     return Outcome(full_weights(module), buffers, module.norms, last, module.foreign, told)
+
+
+def _memory_for(fits: tuple[str, ...], number: int) -> AbstractContextManager[None]:
+    """What a fit may keep unsharded."""
+    if not fits:
+        return nullcontext()
+    names = {"nothing": [], "gradients": ["deferred_gradients"], "all": ["deferred_gradients", "unsharded_parameters"]}
+    chosen = names[fits[number % len(fits)]]
+    state = ["sharded_state"] if chosen else []
+    # A little more: the figures of ranks with small shards and those with large ones are compared.
+    return pretended(lambda needed: 1.15 * sum(needed[name] for name in (*chosen, *state)))
 
 
 def _fit(case: Case, folder: Path, number: int, stop: int | None, path: Path | None) -> tuple[Searched, Trainer]:

@@ -142,6 +142,7 @@ _RULES: list[Rule] = [
     (
         lambda c, out: c.engine == "ddp",
         {
+            "fits": (),
             "strategy": _without(
                 "strategy",
                 "reshard_during_accumulation",
@@ -149,10 +150,11 @@ _RULES: list[Rule] = [
                 "defer_fsdp_grad_sync",
                 "cpu_offload",
                 "prefetch",
-            )
+            ),
         },
     ),
     (lambda c, out: c.engine != "ddp", {"strategy": _without("strategy", "ddp_kwargs")}),
+    (lambda c, out: c.fits, {"strategy": _without("strategy", "defer_fsdp_grad_sync")}),
     (
         lambda c, out: c.engine != "hsdp" and has(c, "defer_fsdp_grad_sync", "all_reduce"),
         {"strategy": _without("strategy", "defer_fsdp_grad_sync")},

@@ -34,6 +34,12 @@ FOUND = {
         strategy=(("reshard_during_accumulation", False),),
         foreign=("forward@before_step", "input@before_step"),
     ),
+    "gradients_doubled_after_a_forward_in_mid_window": Case(
+        num_batches=2,
+        accumulation=(2,),
+        hooks=("double_after_backward",),
+        foreign=("forward@after_backward", "forward@batch_end"),
+    ),
     "gradients_by_shards_where_some_are_unused": Case(parts=("unused",), foreign=("parameters@batch_end",)),
     "resumed_with_a_part_frozen_after_its_training": Case(thaw="window", epochs=2, optimizer="adam", stops=(3,)),
     "resumed_with_a_value_of_its_own_in_a_group": Case(hooks=("warm_up",), stops=(1,)),

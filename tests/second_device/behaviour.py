@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lightning_automodel.gradients.rescale_clip import gradient_factor
+from lightning_automodel.gradients.rescale_clip import (
+    average_gradients_,
+    clip_gradients,
+    gradient_factor,
+    scale_gradients_,
+)
 from lightning_automodel.gradients.token_loss import TokenWeighting, sums_of
 from lightning_automodel.sharding.activation_checkpointing import OffloadedActivations
 from tests.second_device import device
+from tests.second_device.kernels import recorded_kernels
 
 HERE, NEIGHBOUR = f"{device.TYPE}:0", f"{device.TYPE}:1"
 
@@ -198,3 +206,30 @@ def negative_counts_do_not_get_lost() -> None:
         factor = gradient_factor(totals[0], 2)
     assert not waits
     assert factor.isnan()
+
+
+def kernels_do_not_grow_with_the_parameters() -> None:
+    """Scaling, clipping and averaging launch as many for thirty gradients as for three, and one for each list."""
+
+    def launched(dtype: torch.dtype, number: int) -> Counter[str]:
+        parameters = [torch.nn.Parameter(torch.zeros(3, dtype=dtype, device=HERE)) for _ in range(number)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        factor = torch.tensor(0.5, dtype=torch.float64, device=HERE)
+        with device.recorded_waits() as waits, recorded_kernels() as found:
+            scale_gradients_(parameters, factor)
+            clip_gradients(parameters, 1.0)
+            average_gradients_(parameters, dist.group.WORLD)
+        assert not waits
+        operators: Counter[str] = Counter()
+        for (_, _, operator), count in found.items():
+            operators[operator] += count
+        return operators
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        many = launched(dtype, 30)
+        assert many == launched(dtype, 3)
+        on_lists = {name: count for name, count in many.items() if name.startswith("_foreach_")}
+        # Two products; half precision comes and goes by way of float32. Averages are copied there and back.
+        num_copies = 2 + 2 * 2 * (dtype == torch.bfloat16)
+        assert on_lists == {"_foreach_mul_": 2, "_foreach_norm": 1, "_foreach_copy_": num_copies}

@@ -19,7 +19,16 @@ from torch.utils import cpp_extension
 
 NAME = "second_device_extension"
 HERE = Path(__file__).parent
-SOURCES = ("device.cpp", "operators.cpp", "collectives.cpp")
+SOURCES = (
+    "device.cpp",
+    "operators.cpp",
+    "kernels.cpp",
+    "pending.cpp",
+    "collectives.cpp",
+    "nccl_like.cpp",
+    "bindings.cpp",
+)
+HEADERS = ("device.h", "pending.h", "collectives.h", "nccl_like.h")
 FLAGS = ("-std=c++20", "-O0", "-fPIC", f"-DTORCH_EXTENSION_NAME={NAME}")
 
 
@@ -42,8 +51,8 @@ def _run(*arguments: str) -> None:
 
 
 def _object(source: str, folder: Path) -> Path:
-    """The compiled file, from an earlier run if neither it nor torch has changed since."""
-    text = (HERE / source).read_bytes() + (HERE / "device.h").read_bytes()
+    """The compiled file, from an earlier run if neither it, nor a header, nor torch has changed since."""
+    text = [(HERE / name).read_bytes() for name in (source, *HEADERS)]
     key = hashlib.sha256(repr((text, FLAGS, torch.__version__, torch.__file__)).encode()).hexdigest()[:16]
     target = folder / f"{Path(source).stem}_{key}.o"
     if not target.exists():

@@ -1,35 +1,34 @@
-// Collectives of the second device, which are gloo's on the same memory; and what Python sees of the device.
-#include "device.h"
-
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/utils/pybind.h>
+#include "collectives.h"
 
 namespace second_device {
 
 namespace {
 
 using at::Tensor;
-using Tensors = std::vector<Tensor>;
-using WorkPointer = c10::intrusive_ptr<c10d::Work>;
+using Lists = std::vector<Tensors>;
 
-py::object* on_wait = nullptr;  // never freed: the interpreter may be gone before this library
-
-Tensors on_host(const Tensors& tensors) {
+Tensors hosts_of(const Tensors& tensors) {
   Tensors hosts;
-  for (auto& tensor : tensors) hosts.push_back(second_device::on_host(tensor));
+  for (auto& tensor : tensors) hosts.push_back(on_host(tensor));
   return hosts;
 }
 
-std::vector<Tensors> on_host(const std::vector<Tensors>& lists) {
-  std::vector<Tensors> hosts;
-  for (auto& tensors : lists) hosts.push_back(on_host(tensors));
+Lists hosts_of(const Lists& lists) {
+  Lists hosts;
+  for (auto& tensors : lists) hosts.push_back(hosts_of(tensors));
   return hosts;
 }
 
-Tensors flat(const std::vector<Tensors>& lists) {
+Tensors flat(const Lists& lists) {
   Tensors all;
   for (auto& tensors : lists) all.insert(all.end(), tensors.begin(), tensors.end());
   return all;
+}
+
+std::string sizes_of(const Tensors& tensors) {
+  std::string sizes;
+  for (auto& tensor : tensors) sizes += c10::str(tensor.scalar_type(), " x ", tensor.numel(), ", ");
+  return sizes;
 }
 
 // Gloo's work, whose results are tensors of the device.
@@ -43,6 +42,7 @@ struct Work final : c10d::Work {
   Tensors result() override { return outputs; }
   void synchronize() override { gloo->synchronize(); }
   bool wait(std::chrono::milliseconds timeout) override { return gloo->wait(timeout); }
+  int sourceRank() const override { return gloo->sourceRank(); }
   void abort() override { gloo->abort(); }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     auto type = c10::ListType::create(c10::TensorType::get());
@@ -60,146 +60,136 @@ struct Work final : c10d::Work {
   }
 };
 
-WorkPointer give(WorkPointer work, const Tensors& outputs) {
-  if (!outputs.empty() && is_here(outputs[0])) {
-    auto moment = issue(outputs[0].device());
-    for (auto& output : outputs) set_written(output, moment, "a collective");
-  }
-  return c10::make_intrusive<Work>(std::move(work), outputs);
-}
-
-void check(const Tensors& inputs, const char* name) {
-  for (auto& input : inputs) check_is_written(input, name);
-}
-
-struct Backend final : c10d::Backend {
-  c10::intrusive_ptr<c10d::Backend> gloo;
-  explicit Backend(c10::intrusive_ptr<c10d::Backend> backend)
-      : c10d::Backend(backend->getRank(), backend->getSize()), gloo(std::move(backend)) {}
-  const std::string getBackendName() const override { return "hostccl"; }
+struct AtOnce final : Backend {
+  BackendPointer gloo;
+  explicit AtOnce(BackendPointer backend)
+      : Backend(backend->getRank(), backend->getSize()), gloo(std::move(backend)) {}
   void setTimeout(std::chrono::milliseconds timeout) override { gloo->setTimeout(timeout); }
 
-  WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    check(tensors, "allreduce");
-    auto hosts = on_host(tensors);
-    return give(gloo->allreduce(hosts, options), tensors);
-  }
-  WorkPointer allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    check(tensors, "allreduce_coalesced");
-    auto hosts = on_host(tensors);
-    return give(gloo->allreduce_coalesced(hosts, options), tensors);
-  }
-  WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    check(tensors, "broadcast");
-    auto hosts = on_host(tensors);
-    return give(gloo->broadcast(hosts, options), tensors);
-  }
-  WorkPointer reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    check(tensors, "reduce");
-    auto hosts = on_host(tensors);
-    return give(gloo->reduce(hosts, options), tensors);
-  }
-  WorkPointer allgather(
-      std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    check(inputs, "allgather");
-    auto out = on_host(outputs);
-    auto in = on_host(inputs);
-    return give(gloo->allgather(out, in, options), flat(outputs));
-  }
-  WorkPointer _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
-    check({input}, "_allgather_base");
-    auto out = second_device::on_host(output), in = second_device::on_host(input);
-    return give(gloo->_allgather_base(out, in, options), {output});
-  }
-  WorkPointer allgather_into_tensor_coalesced(
-      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    check(inputs, "allgather_into_tensor_coalesced");
-    auto out = on_host(outputs), in = on_host(inputs);
-    return give(gloo->allgather_into_tensor_coalesced(out, in, options), outputs);
-  }
-  WorkPointer reduce_scatter(
-      Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
-    check(flat(inputs), "reduce_scatter");
-    auto out = on_host(outputs);
-    auto in = on_host(inputs);
-    return give(gloo->reduce_scatter(out, in, options), outputs);
-  }
-  WorkPointer _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    check({input}, "_reduce_scatter_base");
-    auto out = second_device::on_host(output), in = second_device::on_host(input);
-    return give(gloo->_reduce_scatter_base(out, in, options), {output});
-  }
-  WorkPointer reduce_scatter_tensor_coalesced(
-      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
-    check(inputs, "reduce_scatter_tensor_coalesced");
-    auto out = on_host(outputs), in = on_host(inputs);
-    return give(gloo->reduce_scatter_tensor_coalesced(out, in, options), outputs);
-  }
-  WorkPointer alltoall_base(
-      Tensor& output, Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
-      const c10d::AllToAllOptions& options) override {
-    check({input}, "alltoall_base");
-    auto out = second_device::on_host(output), in = second_device::on_host(input);
-    return give(gloo->alltoall_base(out, in, output_sizes, input_sizes, options), {output});
-  }
-  WorkPointer gather(
-      std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
-    check(inputs, "gather");
-    auto out = on_host(outputs);
-    auto in = on_host(inputs);
-    return give(gloo->gather(out, in, options), flat(outputs));
-  }
-  WorkPointer scatter(
-      Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
-    check(flat(inputs), "scatter");
-    auto out = on_host(outputs);
-    auto in = on_host(inputs);
-    return give(gloo->scatter(out, in, options), outputs);
-  }
-  WorkPointer send(Tensors& tensors, int target, int tag) override {
-    check(tensors, "send");
-    auto hosts = on_host(tensors);
-    return gloo->send(hosts, target, tag);
-  }
-  WorkPointer recv(Tensors& tensors, int source, int tag) override {
-    auto hosts = on_host(tensors);
-    auto moment = issue(tensors[0].device());
-    for (auto& tensor : tensors) set_written(tensor, moment, "recv");
-    return gloo->recv(hosts, source, tag);
-  }
-  WorkPointer barrier(const c10d::BarrierOptions& options) override {
-    tell("barrier");
-    c10d::BarrierOptions on_cpu;  // without the device, which gloo would refuse
-    on_cpu.timeout = options.timeout;
-    return gloo->barrier(on_cpu);
+  WorkPointer run(Collective collective) override {
+    for (auto& input : collective.inputs) check_is_written(input, collective.name);
+    auto work = collective.call(*gloo);
+    auto& outputs = collective.outputs;
+    if (!outputs.empty() && is_here(outputs[0])) {
+      auto moment = issue(outputs[0].device());
+      for (auto& output : outputs) set_written(output, moment, collective.name);
+    }
+    return c10::make_intrusive<Work>(std::move(work), outputs);
   }
 };
 
 }  // namespace
 
-void tell(const std::string& what) {
-  if (on_wait == nullptr) return;
-  py::gil_scoped_acquire gil;
-  if (!on_wait->is_none()) (*on_wait)(what);
+BackendPointer at_once(BackendPointer gloo) { return c10::make_intrusive<AtOnce>(std::move(gloo)); }
+
+WorkPointer Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  auto call = [hosts = hosts_of(tensors), options](auto& gloo) mutable { return gloo.allreduce(hosts, options); };
+  return run({"ALLREDUCE", tensors, tensors, call, options.asyncOp, sizes_of(tensors)});
+}
+
+WorkPointer Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  auto call = [hosts = hosts_of(tensors), options](auto& gloo) mutable {
+    return gloo.allreduce_coalesced(hosts, options);
+  };
+  return run({"ALLREDUCE_COALESCED", tensors, tensors, call, options.asyncOp, sizes_of(tensors)});
+}
+
+WorkPointer Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  auto call = [hosts = hosts_of(tensors), options](auto& gloo) mutable { return gloo.broadcast(hosts, options); };
+  return run({"BROADCAST", tensors, tensors, call, options.asyncOp, sizes_of(tensors)});
+}
+
+WorkPointer Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  auto call = [hosts = hosts_of(tensors), options](auto& gloo) mutable { return gloo.reduce(hosts, options); };
+  return run({"REDUCE", tensors, tensors, call, options.asyncOp, sizes_of(tensors)});
+}
+
+WorkPointer Backend::allgather(
+    std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  auto call = [out = hosts_of(outputs), in = hosts_of(inputs), options](auto& gloo) mutable {
+    return gloo.allgather(out, in, options);
+  };
+  return run({"ALLGATHER", inputs, flat(outputs), call, options.asyncOp, sizes_of(flat(outputs))});
+}
+
+WorkPointer Backend::_allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) {
+  auto call = [out = on_host(output), in = on_host(input), options](auto& gloo) mutable {
+    return gloo._allgather_base(out, in, options);
+  };
+  return run({"_ALLGATHER_BASE", {input}, {output}, call, options.asyncOp, sizes_of({input})});
+}
+
+WorkPointer Backend::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  auto call = [out = hosts_of(outputs), in = hosts_of(inputs), options](auto& gloo) mutable {
+    return gloo.allgather_into_tensor_coalesced(out, in, options);
+  };
+  return run({"ALLGATHER_COALESCED", inputs, outputs, call, options.asyncOp, sizes_of(inputs)});
+}
+
+WorkPointer Backend::reduce_scatter(
+    Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) {
+  auto call = [out = hosts_of(outputs), in = hosts_of(inputs), options](auto& gloo) mutable {
+    return gloo.reduce_scatter(out, in, options);
+  };
+  return run({"REDUCE_SCATTER", flat(inputs), outputs, call, options.asyncOp, sizes_of(flat(inputs))});
+}
+
+WorkPointer Backend::_reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) {
+  auto call = [out = on_host(output), in = on_host(input), options](auto& gloo) mutable {
+    return gloo._reduce_scatter_base(out, in, options);
+  };
+  return run({"_REDUCE_SCATTER_BASE", {input}, {output}, call, options.asyncOp, sizes_of({input})});
+}
+
+WorkPointer Backend::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
+  auto call = [out = hosts_of(outputs), in = hosts_of(inputs), options](auto& gloo) mutable {
+    return gloo.reduce_scatter_tensor_coalesced(out, in, options);
+  };
+  return run({"REDUCE_SCATTER_TENSOR_COALESCED", inputs, outputs, call, options.asyncOp, sizes_of(inputs)});
+}
+
+WorkPointer Backend::alltoall_base(
+    Tensor& output, Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
+    const c10d::AllToAllOptions& options) {
+  auto call = [=, out = on_host(output), in = on_host(input)](auto& gloo) mutable {
+    return gloo.alltoall_base(out, in, output_sizes, input_sizes, options);
+  };
+  return run({"ALLTOALL_BASE", {input}, {output}, call, options.asyncOp});
+}
+
+WorkPointer Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
+  auto call = [out = hosts_of(outputs), in = hosts_of(inputs), options](auto& gloo) mutable {
+    return gloo.gather(out, in, options);
+  };
+  return run({"GATHER", inputs, flat(outputs), call, options.asyncOp, sizes_of(inputs)});
+}
+
+WorkPointer Backend::scatter(
+    Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) {
+  auto call = [out = hosts_of(outputs), in = hosts_of(inputs), options](auto& gloo) mutable {
+    return gloo.scatter(out, in, options);
+  };
+  return run({"SCATTER", flat(inputs), outputs, call, options.asyncOp, sizes_of(outputs)});
+}
+
+WorkPointer Backend::send(Tensors& tensors, int target, int tag) {
+  auto call = [=, hosts = hosts_of(tensors)](auto& gloo) mutable { return gloo.send(hosts, target, tag); };
+  return run({"SEND", tensors, {}, call});
+}
+
+WorkPointer Backend::recv(Tensors& tensors, int source, int tag) {
+  auto call = [=, hosts = hosts_of(tensors)](auto& gloo) mutable { return gloo.recv(hosts, source, tag); };
+  return run({"RECV", {}, tensors, call});
+}
+
+WorkPointer Backend::barrier(const c10d::BarrierOptions& options) {
+  tell("barrier");
+  c10d::BarrierOptions on_cpu;  // without the device, which gloo would refuse
+  on_cpu.timeout = options.timeout;
+  auto call = [on_cpu](auto& gloo) { return gloo.barrier(on_cpu); };
+  return run({"BARRIER", {}, {}, call, options.asyncOp});
 }
 
 }  // namespace second_device
-
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  using namespace second_device;
-  register_hooks();
-  on_wait = new py::object(py::none());
-  m.attr("NUM_DEVICES") = kNumDevices;
-  m.def("set_on_wait", [](py::object callback) { *on_wait = std::move(callback); });
-  m.def("refuse_float64", &refuse_float64);
-  m.def("current_device", [] { return static_cast<int>(current_device()); });
-  m.def("set_device", [](int index) { set_device(static_cast<c10::DeviceIndex>(index)); });
-  m.def("synchronize", [](int index) {
-    py::gil_scoped_release no_gil;
-    wait_for_device("device.synchronize", static_cast<c10::DeviceIndex>(index));
-  });
-  m.def("default_generator", [](int index) { return default_generator(static_cast<c10::DeviceIndex>(index)); });
-  m.def("backend", [](c10::intrusive_ptr<c10d::Backend> gloo) -> c10::intrusive_ptr<c10d::Backend> {
-    return c10::make_intrusive<Backend>(std::move(gloo));
-  });
-}

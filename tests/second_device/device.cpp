@@ -9,8 +9,9 @@
 // - A stream that reads what another stream has written, without having waited for it, raises.
 //
 // Operators run at once. Only their order, which streams and events make, is kept: for each stream how much it has done,
-// and how much of each other stream it has waited for.
+// and how much of each other stream it has waited for. What is done later than it is issued is in pending.cpp.
 #include "device.h"
+#include "pending.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -27,9 +28,6 @@ namespace second_device {
 
 namespace {
 
-using Key = std::pair<c10::DeviceIndex, c10::StreamId>;
-using Clock = std::map<Key, int64_t>;
-
 thread_local c10::DeviceIndex current = 0;
 thread_local std::array<c10::StreamId, kNumDevices> current_streams{};
 
@@ -38,7 +36,7 @@ struct Block {
   void* data;
   size_t num_bytes;
   c10::DeviceIndex device;
-  Key stream;            // on which it was allocated, whose later work may get the memory once it is freed
+  Stream stream;         // on which it was allocated, whose later work may get the memory once it is freed
   c10::Storage adopted;  // whose memory it is, if an operator has allocated it on the host
   std::optional<Moment> written;
   std::string writer;
@@ -49,14 +47,14 @@ struct LateCopy {
   Moment moment;
   Block* source;
   at::Tensor target, values;
-  std::optional<Key> freed_on = {};  // the stream that may use the source's memory again
+  std::optional<Stream> freed_on = {};  // the stream that may use the source's memory again
   bool is_lost = false;
 };
 
 struct State {
   std::mutex mutex;
   c10::StreamId num_streams = 0;
-  std::map<Key, Clock> clocks;
+  std::map<Stream, Clock> clocks;
   Clock host_clock;  // what the host has waited for comes before all that it issues then
   std::list<LateCopy> late_copies;
   std::map<uintptr_t, size_t> pinned_blocks;
@@ -78,13 +76,13 @@ auto locked(Function function) {
   return function();
 }
 
-Key key_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
+Stream key_of(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
 
 void merge(Clock& clock, const Clock& other) {
   for (auto& [stream, number] : other) clock[stream] = std::max(clock[stream], number);
 }
 
-bool has_seen(const Key& stream, const Moment& moment) {
+bool has_seen(const Stream& stream, const Moment& moment) {
   auto seen = [&](Clock& clock) { return clock.count(moment.stream) && clock[moment.stream] >= moment.number; };
   return seen(state().clocks[stream]) || seen(state().host_clock);
 }
@@ -114,10 +112,23 @@ Arrived finish(const Clock& clock) {
   });
 }
 
-Clock clock_of(const Key& stream) {
+// With the lock.
+Clock current_clock(const Stream& stream) {
   Clock clock = state().clocks[stream];
   merge(clock, state().host_clock);
   return clock;
+}
+
+bool is_finished(const Clock& clock) {
+  if (!is_done(clock)) return false;
+  locked([&] { return finish(clock); });
+  return true;
+}
+
+// The host waits, whatever may have to be waited for.
+void finish_on_host(const Clock& clock) {
+  block_host(clock);
+  locked([&] { return finish(clock); });
 }
 
 // --- Memory ----------------------------------------------------------------------------------------------------------
@@ -138,7 +149,7 @@ void release_block(void* context) {
 }
 
 c10::DataPtr make_block(void* data, size_t num_bytes, c10::Storage adopted, c10::DeviceIndex device) {
-  Key stream{device, current_streams[device]};
+  Stream stream = current_stream(device);
   auto* block = new Block{data, num_bytes, device, stream, std::move(adopted)};
   Lock lock(state().mutex);
   for (auto& copy : state().late_copies) copy.is_lost |= copy.freed_on == stream && !has_seen(stream, copy.moment);
@@ -232,12 +243,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   bool queryStream(const Stream& stream) const override {
-    locked([&] { return finish(clock_of(key_of(stream))); });
-    return true;
+    return is_finished(clock_of(key_of(stream)));
   }
   void synchronizeStream(const Stream& stream) const override {
     tell("stream.synchronize");
-    queryStream(stream);
+    finish_on_host(clock_of(key_of(stream)));
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     wait_for_device("device.synchronize", device);
@@ -247,19 +257,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     Lock lock(state().mutex);
     delete static_cast<Clock*>(*event);
-    *event = new Clock(clock_of(key_of(stream)));
+    *event = new Clock(current_clock(key_of(stream)));
   }
   void block(void* event, const Stream& stream) const override {
     Lock lock(state().mutex);
     if (event != nullptr) merge(state().clocks[key_of(stream)], *static_cast<Clock*>(event));
   }
   bool queryEvent(void* event) const override {
-    if (event != nullptr) locked([&] { return finish(*static_cast<Clock*>(event)); });
-    return true;
+    return event == nullptr || is_finished(*static_cast<Clock*>(event));
   }
   void synchronizeEvent(void* event) const override {
     tell("event.synchronize");
-    queryEvent(event);
+    if (event != nullptr) finish_on_host(*static_cast<Clock*>(event));
   }
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.0; }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Clock*>(event); }
@@ -340,9 +349,34 @@ void set_device(c10::DeviceIndex index) {
 
 c10::Device complete(c10::Device device) { return {kDevice, device.index() < 0 ? current : device.index()}; }
 
+Stream current_stream(c10::DeviceIndex device) { return {device, current_streams[device]}; }
+
+Stream new_stream(c10::DeviceIndex device) {
+  Lock lock(state().mutex);
+  return {device, ++state().num_streams};
+}
+
+Clock clock_of(const Stream& stream) {
+  Lock lock(state().mutex);
+  return current_clock(stream);
+}
+
+Moment issue_after(const Stream& stream, const Stream& before) {
+  Lock lock(state().mutex);
+  auto& clock = state().clocks[stream];
+  merge(clock, current_clock(before));
+  return {stream, ++clock[stream]};
+}
+
+void let_stream_wait(const Stream& stream, const Moment& moment) {
+  Lock lock(state().mutex);
+  auto& number = state().clocks[stream][moment.stream];
+  number = std::max(number, moment.number);
+}
+
 Moment issue(c10::Device device) {
   Lock lock(state().mutex);
-  Key stream{device.index(), current_streams[device.index()]};
+  Stream stream = current_stream(device.index());
   auto& clock = state().clocks[stream];
   merge(clock, state().host_clock);
   return {stream, ++clock[stream]};
@@ -353,7 +387,7 @@ void check_is_written(const at::Tensor& tensor, const std::string& reader) {
   Lock lock(state().mutex);
   auto* block = block_of(tensor.storage().data_ptr());
   if (block == nullptr || !block->written) return;
-  Key stream{block->device, current_streams[block->device]};
+  Stream stream = current_stream(block->device);
   TORCH_CHECK(
       has_seen(stream, *block->written), reader, " on stream ", stream.second, " of ", tensor.device(),
       " reads what ", block->writer, " on stream ", block->written->stream.second, " of device ", int(block->written->stream.first),
@@ -403,7 +437,7 @@ void copy_late(const at::Tensor& source, const at::Tensor& target, const at::Ten
 }
 
 void deliver_to_device(const at::Tensor& pinned, c10::Device device) {
-  Key stream{device.index(), current_streams[device.index()]};
+  Stream stream = current_stream(device.index());
   locked([&] {
     return arrive([&](const LateCopy& copy) {
       return copy.target.storage().is_alias_of(pinned.storage()) && has_seen(stream, copy.moment);
@@ -413,18 +447,19 @@ void deliver_to_device(const at::Tensor& pinned, c10::Device device) {
 
 void wait_for_stream(const std::string& what, c10::Device device) {
   tell(what);
-  locked([&] { return finish(clock_of({device.index(), current_streams[device.index()]})); });
+  finish_on_host(clock_of(current_stream(device.index())));
 }
 
 void wait_for_device(const std::string& what, c10::DeviceIndex device) {
   tell(what);
-  locked([&] {
+  Clock all = locked([&] {
     Clock all;
     for (auto& [stream, clock] : state().clocks) {
       if (stream.first == device) merge(all, clock);
     }
-    return finish(all);
+    return all;
   });
+  finish_on_host(all);
 }
 
 void register_hooks() { at::RegisterPrivateUse1HooksInterface(&hooks); }

@@ -1,12 +1,16 @@
 // What the files of the second device share. device.cpp: memory, streams and copies; operators.cpp: operators;
-// collectives.cpp: collectives, and what Python sees.
+// pending.cpp: what the device has yet to do; collectives.cpp: collectives on gloo, at once; nccl_like.cpp: collectives
+// that behave as NCCL's; bindings.cpp: what Python sees.
 #pragma once
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
 #include <c10/core/Device.h>
 #include <c10/core/Storage.h>
 
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
@@ -28,12 +32,21 @@ struct DeviceScope {
   ~DeviceScope() { set_device(before); }
 };
 
-// One piece of work of a stream: its device, its number, and the how manieth it is there.
+using Stream = std::pair<c10::DeviceIndex, c10::StreamId>;
+using Clock = std::map<Stream, int64_t>;  // how much of each stream's work
+
+// One piece of work of a stream: the how manieth it is there.
 struct Moment {
-  std::pair<c10::DeviceIndex, c10::StreamId> stream;
+  Stream stream;
   int64_t number = 0;
 };
 Moment issue(c10::Device device);  // on the device's current stream
+
+Stream current_stream(c10::DeviceIndex device);
+Stream new_stream(c10::DeviceIndex device);
+Clock clock_of(const Stream& stream);  // what it and the host have done and waited for
+Moment issue_after(const Stream& stream, const Stream& before);  // on `stream`, which waits for all of `before`
+void let_stream_wait(const Stream& stream, const Moment& moment);
 
 // Memory that a stream writes must not be read by one that has not waited for it.
 void check_is_written(const at::Tensor& tensor, const std::string& reader);
@@ -55,6 +68,12 @@ void deliver_to_device(const at::Tensor& pinned, c10::Device device);
 void tell(const std::string& what);
 void wait_for_stream(const std::string& what, c10::Device device);
 void wait_for_device(const std::string& what, c10::DeviceIndex device);
+
+// Runs an operator of the device on the CPU (operators.cpp).
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
+// What launches kernels on a GPU tells so (kernels.cpp).
+void tell_kernels(const std::string& name, c10::ArrayRef<c10::IValue> arguments);
 
 // The same memory as a CPU tensor.
 at::Tensor on_host(const at::Tensor& tensor);

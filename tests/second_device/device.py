@@ -21,7 +21,8 @@ from lightning.pytorch.accelerators import Accelerator
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from tests.second_device import build
+from tests import devices
+from tests.second_device import build, nccl_like
 
 TYPE, BACKEND = "hostdev", "hostccl"
 PAGEABLE = "copy from pageable memory"
@@ -56,6 +57,12 @@ def _stream(device: Any = None, priority: int = 0) -> torch.Stream:
     return torch.Stream(torch.device(TYPE, _index(device)), priority=priority)
 
 
+def _empty_cache() -> None:
+    """Free nothing; as CUDA's, wait for the device."""
+    if devices.is_nccl_like():
+        extension.synchronize(extension.current_device())
+
+
 def _device_module() -> types.ModuleType:
     """What `torch.cuda` is for CUDA."""
     module = types.ModuleType(f"torch.{TYPE}")
@@ -81,7 +88,7 @@ def _device_module() -> types.ModuleType:
         get_rng_state=lambda device=TYPE: extension.default_generator(_index(device)).get_state(),
         set_rng_state=lambda state, device=TYPE: extension.default_generator(_index(device)).set_state(state),
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
-        empty_cache=lambda: None,
+        empty_cache=_empty_cache,
         memory_allocated=lambda device=None: accelerator.memory_allocated(_index(device)),
         memory_reserved=lambda device=None: accelerator.memory_reserved(_index(device)),
         max_memory_allocated=lambda device=None: accelerator.max_memory_allocated(_index(device)),
@@ -186,7 +193,8 @@ class HostDeviceAccelerator(Accelerator):
         return {}
 
     def teardown(self) -> None:
-        """Nothing is held."""
+        """Nothing is held; CUDA's empties the cache."""
+        _empty_cache()
 
     @staticmethod
     def parse_devices(devices: Any) -> list[int]:
@@ -210,7 +218,9 @@ class HostDeviceAccelerator(Accelerator):
 
 
 def _make_backend(store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
-    return extension.backend(dist.ProcessGroupGloo(store, rank, size, timeout))
+    if devices.is_nccl_like():
+        return nccl_like.make_backend(extension, store, rank, size, timeout)
+    return extension.at_once(dist.ProcessGroupGloo(store, rank, size, timeout))
 
 
 # --- Waits ------------------------------------------------------------------------------------------------------------
@@ -258,6 +268,8 @@ def register() -> Any:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend(BACKEND, _make_backend, devices=[TYPE])
     dist.Backend.default_device_backend_map[TYPE] = BACKEND
+    if devices.is_nccl_like():
+        nccl_like.configure(extension, TYPE)
     return _register_autocast()
 
 

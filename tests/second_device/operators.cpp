@@ -4,6 +4,7 @@
 // those is done to the device's tensors: other sizes and strides, another storage, a storage of another size. Results that
 // share memory with an argument do so on the device too; others keep the memory that the kernel has allocated.
 #include "device.h"
+#include "pending.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -169,6 +170,28 @@ struct HostCall {
     return op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
   }
 
+  // A view reads nothing: results of functional collectives are viewed before they are waited for.
+  bool is_view() const {
+    if (schema.returns().empty()) return false;
+    auto* alias = schema.returns()[0].alias_info();
+    return alias != nullptr && !alias->isWrite();
+  }
+
+  void call_on_host(const c10::OperatorHandle& called) {
+    DeviceScope scope(*device);
+    HostOperators guard;
+    try {
+      called.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    } catch (const c10::IndexError& error) {
+      // An index that only the kernel sees; others the host refuses, before it launches one.
+      std::string message = error.what_without_backtrace();
+      bool is_in_kernel = message.find("out of bounds") != std::string::npos || message.find("out of range in self") != std::string::npos;
+      if (!has_sticky_errors() || !has_device_tensor || !is_in_kernel) throw;
+      set_sticky_error("device-side assert triggered (" + message + ")");
+      check_sticky_error();
+    }
+  }
+
   Tensor leave(const Tensor& tensor) {
     if (!tensor.defined()) return tensor;
     for (auto& [host, here] : pairs) {
@@ -230,14 +253,13 @@ struct HostCall {
     TORCH_CHECK_NOT_IMPLEMENTED(
         !op.hasTag(at::Tag::nondeterministic_seeded) || has_generator(), schema, " draws random numbers of the CPU");
     for (size_t i = 0; i < arguments.size(); i++) enter_generator((*stack)[first + i], arguments[i]);
-    for (auto& pair : pairs) check_is_written(pair.second, name);
-    if (reads_values()) wait_for_stream(name == "_local_scalar_dense" ? "item" : name, *device);
-
-    {
-      DeviceScope scope(*device);
-      HostOperators guard;
-      (other ? *other : op).redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    std::vector<c10::IValue> launched(stack->end() - arguments.size(), stack->end());
+    if (!is_view()) {
+      for (auto& pair : pairs) check_is_written(pair.second, name);
+      before_kernel(*device);
     }
+    if (reads_values()) wait_for_stream(name == "_local_scalar_dense" ? "item" : name, *device);
+    call_on_host(other ? *other : op);
 
     update_storages();
     for (auto& [host, here] : pairs) update(host, here);
@@ -253,6 +275,7 @@ struct HostCall {
     }
     auto moment = issue(*device);
     for (auto& tensor : written) set_written(tensor, moment, name);
+    if (!written.empty()) tell_kernels(name, launched);
   }
 };
 
@@ -291,6 +314,7 @@ void copy_to_host(const Tensor& source, const Tensor& target, bool non_blocking)
     on_host(target).copy_(on_host(source));
     return;
   }
+  before_kernel(source.device());
   auto values = at::empty_strided(target.sizes(), target.strides(), target.options().pinned_memory(false));
   values.copy_(on_host(source).expand(target.sizes()));
   copy_late(source, target, values);
@@ -303,11 +327,13 @@ void copy_to_device(const Tensor& source, const Tensor& target, bool non_blockin
   // Staged: it costs time, but the host does not wait for the device.
   if (is_on_host && non_blocking && !is_pinned(source.const_data_ptr())) tell("copy from pageable memory");
   if (!is_on_host) check_is_written(source, "copy");
+  before_kernel(target.device());
   on_host(target).copy_(on_host(source));
   set_written(target, issue(target.device()), "copy");
 }
 
 Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
+  tell_kernels("copy", {});
   HostOperators guard;
   (is_here(target) ? copy_to_device : copy_to_host)(source, target, non_blocking);
   return target;
@@ -362,6 +388,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 }  // namespace
+
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) { HostCall{op, stack}.run(); }
 
 Tensor on_host(const Tensor& tensor) {
   if (!is_here(tensor)) return tensor;

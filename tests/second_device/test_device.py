@@ -23,6 +23,7 @@ NAMES = [
     "random_numbers_are_its_own",
     "activations_leave_and_come_back",
     "negative_counts_do_not_get_lost",
+    "kernels_do_not_grow_with_the_parameters",
 ]
 SHARES = 8
 

@@ -23,6 +23,7 @@ from tests.checkpoint.test_saving import (
 )
 from tests.data.test_padded_training import test_equals_one_process
 from tests.failure.test_supervisor import test_nothing_is_left_after_a_failure_that_was_caught
+from tests.gradients.test_chunked_loss import test_trained
 from tests.gradients.test_final_gradients import (
     test_a_failed_backward_leaves_what_stood_there,
     test_misuse_raises,
@@ -35,7 +36,9 @@ from tests.resume.test_fit import test_from_everywhere
 from tests.trainer.support import CELLS, FEATURES, LAYOUTS, PRECISIONS, Cell
 from tests.trainer.test_evaluation import test_around_a_fit
 from tests.trainer.test_exactness import pool, test_weights_equal_one_process, test_weights_equal_one_process_everywhere
+from tests.trainer.test_layouts import test_use_that_differs_between_ranks
 from tests.trainer.test_lightning_callbacks import test_early_stopping, test_on_exception_checkpoint, test_watchers
+from tests.trainer.test_models import test_unused_once_it_is_unfrozen
 from tests.trainer.test_support import check
 
 __all__ = [
@@ -52,7 +55,10 @@ __all__ = [
     "test_on_exception_checkpoint",
     "test_plain_backward_is_averaged_by_fsdp2",
     "test_resumes_where_it_stopped",
+    "test_trained",
     "test_training_goes_on_while_a_checkpoint_is_written",
+    "test_unused_once_it_is_unfrozen",
+    "test_use_that_differs_between_ranks",
     "test_watchers",
     "test_weights_equal_one_process",
     "test_weights_equal_one_process_everywhere",

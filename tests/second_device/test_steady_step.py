@@ -1,12 +1,13 @@
-"""In the steady state of a fit the host waits for nothing, but for what is named here.
+"""In the steady state of a fit the host waits for nothing, but for what is named here, and launches few kernels.
 
-`-m "sweep or not sweep" --support-table docs/support.md` writes the table.
+`-m "sweep or not sweep" --support-table docs/support.md` writes both tables.
 """
 
 from __future__ import annotations
 
 import datetime
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 
 from tests.second_device.steady import ACCUMULATE, FIRST, LAST, STEADY, STEADY_LAYOUTS, Waits, measure
 
+PACKAGE = "lightning_automodel"
 COMMAND = (
     'python -m pytest tests/second_device/test_steady_step.py -m "sweep or not sweep" --support-table docs/support.md'
 )
@@ -22,6 +24,11 @@ BY_DEFAULT = {
     ("FSDP2", "activations in host memory"),
     ("DDP", "norm clipped and tracked"),
     ("FSDP2", "non-finite check"),
+    ("FSDP2", "bf16-true"),
+    ("FSDP2", "token_loss"),
+    ("FSDP2", "layers that ranks leave unused"),
+    ("FSDP2", "a scalar parameter"),
+    ("FSDP2", "CPU offload, clip by norm"),
 }
 NUM_STEPS = (LAST - FIRST) // ACCUMULATE
 BATCH_TO_DEVICE = "utilities/apply_func.py:"  # Lightning's
@@ -42,7 +49,8 @@ NAMED = [
         "^(?!DDP)",
         "CPU offload",
         r"copy to the host at gradients/rescale_clip\.py:",
-        "Gradients that are on the host are divided there: the number of label tokens comes to them, once a step.",
+        "Gradients that are on the host are divided and clipped there: the number of label tokens comes to them, and"
+        " with clipping the norm, once a step each.",
     ),
     (
         "TP",
@@ -56,6 +64,12 @@ NAMED = [
         r"_index_put_impl_ at ",
         "torch's vocabulary-parallel embedding writes zero through a mask; CUDA does not wait for that.",
     ),
+    (
+        "DDP",
+        "layers that ranks leave unused",
+        "copy to the host at a thread of torch's",
+        "DDP reads which parameters some rank has used (`find_unused_parameters`), once a step.",
+    ),
 ]
 """What may wait: layout, feature, what and where, and why."""
 
@@ -68,9 +82,13 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
     found: Table = {}
     yield found
     if (path := request.config.getoption("--support-table")) and found:
-        written = "<!-- waits -->\n" + as_markdown(found) + "<!-- /waits -->"
         page = Path(path).read_text()
-        Path(path).write_text(re.sub(r"<!-- waits -->.*<!-- /waits -->", lambda _: written, page, flags=re.DOTALL))
+        for name, text in {"waits": as_markdown(found), "kernels": kernels_as_markdown(found)}.items():
+            written = f"<!-- {name} -->\n{text}<!-- /{name} -->"
+            page = re.sub(
+                f"<!-- {name} -->.*<!-- /{name} -->", lambda _, written=written: written, page, flags=re.DOTALL
+            )
+        Path(path).write_text(page)
 
 
 @pytest.mark.every_case
@@ -95,8 +113,31 @@ def test_the_host_waits_for_nothing(request: pytest.FixtureRequest, layout: str,
         named = [pattern for _, pattern in _named(layout, feature)]
         assert {site for site in sites if not any(re.search(pattern, site) for pattern in named)} == set()
         assert {line for _, line in each.pageable if not line.startswith(BATCH_TO_DEVICE)} == set()
+        on_lists = sum(count for (who, _, name), count in each.launched.items() if who == PACKAGE and is_on_lists(name))
+        assert on_lists / NUM_STEPS <= most_on_lists(feature)
         if feature == "non-finite check":
             assert sum(count for (what, _), count in each.waits.items() if what == "item") == NUM_STEPS
+
+
+def is_on_lists(operator: str) -> bool:
+    """Whether an operator takes all gradients at once."""
+    return operator.startswith("_foreach_")
+
+
+def most_on_lists(feature: str) -> int:
+    """Kernels on lists of gradients that this package may launch in a window of one dtype.
+
+    One product at the end of a window; where they are clipped, one more with a norm, or two bounds. Half precision goes
+    by way of float32 for a product; gradients of parameters that are not sharded are averaged in one buffer.
+    """
+    trainer = STEADY[feature].trainer
+    options = STEADY[feature].options
+    clips_values = trainer.get("gradient_clip_algorithm") == "value"
+    clips_norm = "gradient_clip_val" in trainer and not clips_values
+    takes_norm = clips_norm or options.get("error_if_nonfinite", False)
+    product = 3 if trainer.get("precision") == "bf16-true" else 1
+    most = product * (1 + clips_norm) + takes_norm + 2 * clips_values
+    return most + 2 if feature == "a scalar parameter" else most
 
 
 def _named(layout: str, feature: str) -> list[tuple[int, str]]:
@@ -124,6 +165,35 @@ def as_markdown(found: Table) -> str:
         lines.append(f"| {feature} | {' | '.join(cells)} |")
     notes = [f"{number}. {note}" for number, (_, _, _, note) in enumerate(NAMED, 1)]
     return "\n".join([*lines, "", *notes]) + "\n"
+
+
+def kernels_as_markdown(found: Table) -> str:
+    """Features down, layouts across: kernels a window that this package, FSDP2 and the optimizer launch on rank 0."""
+    lines = [
+        f"{datetime.date.today()}, torch {torch.__version__}, written by the same command: operators that launch a"
+        f" kernel on rank 0, in a window of {ACCUMULATE} micro-batches, by who calls them: this package (of these on"
+        " lists of gradients) + FSDP2 + the optimizer. The model's own are left out.",
+        "",
+        f"|  | {' | '.join(STEADY_LAYOUTS)} |",
+        "| --- " * (len(STEADY_LAYOUTS) + 1) + "|",
+    ]
+    for feature in STEADY:
+        cells = [_kernel_cell(found.get((layout, feature))) for layout in STEADY_LAYOUTS]
+        lines.append(f"| {feature} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _kernel_cell(found: Waits | str | None) -> str:
+    if not isinstance(found, Waits):
+        return "not selected" if found is None else "refused"
+    numbers: Counter[str] = Counter()
+    for (launcher, _, operator), count in found.launched.items():
+        numbers[launcher] += count
+        numbers["on lists"] += count if launcher == PACKAGE and is_on_lists(operator) else 0
+    own, on_lists, fsdp, optimizer = (
+        f"{numbers[name] / NUM_STEPS:.3g}" for name in (PACKAGE, "on lists", "FSDP2", "optimizer")
+    )
+    return f"{own} ({on_lists}) + {fsdp} + {optimizer}"
 
 
 def _cell(layout: str, feature: str, found: Waits | str | None) -> str:

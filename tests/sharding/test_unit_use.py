@@ -6,33 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import LEARNING_RATE, Outcome, full_weights, weight_error
-from tests.trainer.runs import TOLERANCE, by_default, make_trainer
-
-WIDTH = 6
-NUM_BATCHES = 4
-
-
-def rows(rank: int, index: int) -> Tensor:
-    """[b, d], b from 2 to 6 differs by rank and index."""
-    generator = torch.Generator().manual_seed(100 * rank + index)
-    return torch.randn(2 + 3 * rank + index % 2, WIDTH, generator=generator, dtype=torch.float64)
-
-
-def fill(model: nn.Module) -> nn.Module:
-    generator = torch.Generator().manual_seed(3)
-    model.double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
-    return model
+from tests.trainer.exactness import Outcome, weight_error
+from tests.trainer.row_losses import WIDTH, RowModule, RowModuleByHand, fill, fit_rows, train_rows_plainly
+from tests.trainer.runs import TOLERANCE, by_default
 
 
 class Dropping(nn.Module):
@@ -162,57 +141,20 @@ MESSAGES = {
 """What is said of those that are refused with the default units."""
 
 
-class Module(LightningModule):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.model = fill(MODELS[name]())
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.model.losses(batch.clone()).mean()
-
-    def train_dataloader(self) -> DataLoader:
-        return DataLoader([rows(dist.get_rank(), index) for index in range(NUM_BATCHES)], batch_size=None)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE)
-
-
-class ByHand(Module):
-    """A root of its own for each child, each of whose windows is one batch."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer = self.optimizers()
-        with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
-            self.manual_backward(super().training_step(batch, batch_idx))
-        if batch_idx % 2 == 1:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 REMEDY: dict[str, Any] = {"auto_wrap_policy": set()}
-LAYOUTS: dict[str, tuple[type[Module], dict[str, Any]]] = {
-    "kept": (Module, {"reshard_during_accumulation": False}),
-    "resharded": (Module, {"reshard_during_accumulation": True}),
-    "by hand": (ByHand, {}),
-    "remedy": (Module, REMEDY),
-    "remedy, resharded": (Module, {**REMEDY, "reshard_during_accumulation": True}),
-    "ddp": (Module, {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}}),
+LAYOUTS: dict[str, tuple[type[RowModule], dict[str, Any]]] = {
+    "kept": (RowModule, {"reshard_during_accumulation": False}),
+    "resharded": (RowModule, {"reshard_during_accumulation": True}),
+    "by hand": (RowModuleByHand, {}),
+    "remedy": (RowModule, REMEDY),
+    "remedy, resharded": (RowModule, {**REMEDY, "reshard_during_accumulation": True}),
+    "ddp": (RowModule, {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}}),
 }
 
 
 def _fit(name: str, layout: str) -> dict[str, Tensor] | str:
     make, options = LAYOUTS[layout]
-    module = make(name)
-    accumulate = 2 if module.automatic_optimization else 1
-    try:
-        make_trainer(AutomodelStrategy(count="samples", **options), accumulate_grad_batches=accumulate).fit(module)
-    except RuntimeError as error:
-        return str(error)
-    return full_weights(module.model)
+    return fit_rows(make(MODELS[name]), options)
 
 
 CASES = {f"{name}, {layout}": (name, layout) for name in MODELS for layout in LAYOUTS}
@@ -239,20 +181,7 @@ DEFAULT = (
 def test_units_out_of_the_ordinary(pool2: RankPool, case: tuple[str, str]) -> None:
     """Right, or refused on every rank with a remedy that is right."""
     name, layout = case
-    model = fill(MODELS[name]())
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    calls = 0
-    for window in ((0, 1), (2, 3)):
-        optimizer.zero_grad()
-        losses = []
-        for index in window:
-            for rank in range(2):
-                model.calls = calls
-                losses.append(model.losses(rows(rank, index)))
-            calls += 1
-        torch.cat(losses).mean().backward()
-        optimizer.step()
-    expected = Outcome(full_weights(model), None)
+    expected = train_rows_plainly(MODELS[name]())
     is_refused = name in MESSAGES and layout in ("kept", "resharded", "by hand")
     for found in pool2.run(_fit, name, layout):
         if is_refused:

@@ -118,6 +118,16 @@ def lora_llama(**options: Any) -> nn.Module:
     return filled(model, only=trainable)
 
 
+def vera_llama() -> nn.Module:
+    """`tied_llama` with VeRA, whose random projections are buffers that PEFT saves with the adapters."""
+    from peft import VeraConfig, get_peft_model
+
+    config = VeraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"])
+    model = get_peft_model(tied_llama(), config).double()
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return filled(model, only=trainable)
+
+
 def filled(model: Any, only: set[str] | None = None) -> Any:
     """Give parameters (those named in `only`) seeded values away from zero, in float64."""
     values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_automodel import AutomodelStrategy
+from tests.free_memory import pretended
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.runs import LabelledModule, loader, make_trainer
@@ -82,6 +83,19 @@ def test_fsdp2(pool2: RankPool, reshard: bool, defer: bool, accumulate: int) -> 
     for ops in pool2.run(_count, options, accumulate):
         assert (ops[GATHER], ops[SCATTER], ops[REDUCE]) == (gathers, scatters, 1)
         assert ops["collectives"] == gathers + scatters + 1
+
+
+def _count_where_nothing_fits(accumulate: int) -> Counter[str]:
+    with pretended(lambda needed: 0.0):
+        return _count({}, accumulate)
+
+
+def test_what_does_not_fit_is_neither_deferred_nor_kept(pool2: RankPool) -> None:
+    """The defaults communicate as with `defer_fsdp_grad_sync=False` and `reshard_during_accumulation=True`."""
+    for ops in pool2.run(_count_where_nothing_fits, 3):
+        assert (ops[GATHER], ops[SCATTER], ops[REDUCE]) == ((2 * NUM_UNITS - 1) * 3, NUM_UNITS * 3, 1)
+    for ops in pool2.run(_count, {}, 3):
+        assert (ops[GATHER], ops[SCATTER], ops[REDUCE]) == (NUM_UNITS, NUM_UNITS, 1)
 
 
 @pytest.mark.parametrize(

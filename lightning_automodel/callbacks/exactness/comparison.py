@@ -1,5 +1,7 @@
 """What rank 0 compares in each step, and its verdict on all of them."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,11 +15,18 @@ from lightning_automodel.callbacks.exactness.count_check import CountCheck
 from lightning_automodel.callbacks.exactness.gradient_check import GradientCheck
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
 from lightning_automodel.callbacks.exactness.optimizer_check import OptimizerCheck, changes_gradients
-from lightning_automodel.callbacks.exactness.recording import Recorder, Window
+from lightning_automodel.callbacks.exactness.recording import MicroBatch, Recorder, Window
 from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Shares, random_states_kept
-from lightning_automodel.callbacks.exactness.results import CountResult, StepResult, described
-from lightning_automodel.callbacks.running_strategy import automodel
+from lightning_automodel.callbacks.exactness.results import CountResult, StepResult, described, number_of
+from lightning_automodel.callbacks.running_strategy import automodel, current_run
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
+
+_NO_COUNT = CountResult(
+    results.NOT_CHECKED,
+    "none was given, and nothing in the batch can be counted, so that every micro-batch weighs the same here: pass"
+    " ExactnessCheck(count_label_tokens=<function of the batch>), or per_token_loss=False if that is meant",
+    is_decisive=True,
+)
 
 
 class Comparison:
@@ -33,10 +42,10 @@ class Comparison:
         self.steps: list[StepResult] = []
         self._replay, self._trainer = replay, trainer
         strategy = automodel(trainer)
-        options = {} if strategy is None else strategy.describe()["options"]
-        self._is_ours = strategy is not None
-        self._has_slices = options.get("context_parallel_size", 1) > 1
-        self._weighting = _weighting_of(options) if options else told or TokenWeighting()
+        run = current_run(trainer)
+        self._is_ours = run is not None
+        self._num_slices = 1 if strategy is None else strategy.describe()["options"]["context_parallel_size"]
+        self._weighting = told or TokenWeighting() if run is None else run.windows.weighting
         self._knows_count = told is not None or self._is_ours
         self._count: CountResult | None = None
         self._step = StepResult()
@@ -62,8 +71,7 @@ class Comparison:
         """
         step, self._gradients = StepResult(unequal=unequal), gradients
         self._step = step
-        peers = _by_data_rank(windows)
-        own = [each[0] for each in peers]
+        own = _by_data_rank(windows, self._num_slices, self._weighting.loss_reduction == "sum")
         records = [record for window in own for record in window.micro_batches]
         is_finite = all(gradient is None or bool(torch.isfinite(gradient).all()) for gradient in gradients.values())
         is_scaled = getattr(self._trainer.precision_plugin, "scaler", None) is not None
@@ -79,7 +87,7 @@ class Comparison:
             if not is_finite:
                 raise ReplayError("gradients are not finite")
             with torch.enable_grad(), random_states_kept(self._trainer.strategy.root_device):
-                self._replay_gradients(own, peers, gradients, weights, now)
+                self._replay_gradients(own, gradients, weights, now)
         except ReplayError as reason:
             step.problem = str(reason)
         except Exception as error:
@@ -94,48 +102,48 @@ class Comparison:
     def _replay_gradients(
         self,
         windows: list[Window],
-        peers: list[list[Window]],
         gradients: Gradients,
         weights: dict[str, Tensor],
         now: dict[str, Tensor],
     ) -> None:
-        shares = self._shares(peers)
+        records = [record for window in windows for record in window.micro_batches]
+        shares = self._shares(records)
         if self._count is None:
             self._check_count(windows, weights)
-            shares = self._shares(peers)
+            shares = self._shares(records)
         self._step.counts = shares.counts
         check = GradientCheck(self._replay, self._trainer, windows, shares, self._step)
         check.compare(gradients, weights, now)
+        if self._count is _NO_COUNT and self._step.explanation:
+            self._step.problem = f"no count was given. {self._step.explanation}".rstrip(".")
 
     # --- The count ----------------------------------------------------------------------------------------------------
 
-    def _shares(self, peers: list[list[Window]]) -> Shares:
-        counts = []
-        for own, *others in peers:
-            for index, record in enumerate(own.micro_batches):
-                told = record.returned_count
-                if told is not None and self._has_slices:  # each peer returns the count of its slice
-                    told += sum(window.micro_batches[index].returned_count or 0.0 for window in others)
-                output = None if told is None else {"num_label_tokens": told}
-                counts.append(0.0 if record.loss is None else float(self._count_of(record.arguments[0], output)))
+    def _shares(self, records: list[MicroBatch]) -> Shares:
+        try:
+            counts = [self._count_of(record) for record in records]
+        except (ValueError, TypeError):
+            if self._knows_count or not self._weighting.per_token_loss:
+                raise
+            # Under a strategy that does not count: a row may be a sample; of some batches nothing can be counted.
+            by_rows = TokenWeighting(count_label_tokens=count_samples)
+            self._weighting = TokenWeighting(per_token_loss=False) if self._weighting == by_rows else by_rows
+            return self._shares(records)
         is_mean_of_losses = not self._weighting.per_token_loss
         denominator = float(sum(count > 0 for count in counts)) if is_mean_of_losses else sum(counts)
         return Shares(self._weighting, counts, denominator)
 
-    def _count_of(self, batch: Any, output: Any) -> Any:
-        try:
-            return self._weighting.count(batch, output)
-        except (ValueError, TypeError):
-            if self._knows_count:
-                raise
-        # Under a strategy that does not count: without labels, a row may be a sample.
-        self._weighting = TokenWeighting(count_label_tokens=count_samples)
-        return self._weighting.count(batch, output)
+    def _count_of(self, record: MicroBatch) -> float:
+        if record.loss is None:
+            return 0.0
+        output = None if record.returned_count is None else {"num_label_tokens": record.returned_count}
+        return float(self._weighting.count(record.arguments[0], output))
 
     def _check_count(self, windows: list[Window], weights: dict[str, Tensor]) -> None:
         """Find out, once, whether what is counted is what the loss is divided by."""
         if not self._weighting.per_token_loss:
-            self._count = CountResult(results.EXACT, "every micro-batch weighs the same, as told")
+            told = "every micro-batch weighs the same, as told"
+            self._count = CountResult(results.EXACT, told) if self._knows_count else _NO_COUNT
             return
         check = CountCheck(self._replay, windows, weights, self._weighting)
         try:
@@ -191,36 +199,42 @@ class Comparison:
 
     def verdict(self, seconds: float) -> tuple[str, str]:
         """The verdict, and the report that says why."""
-        verdict = results.verdict_of(self.steps, self._count)
+        count, unit = self._count, self._weighting.unit
+        if count is _NO_COUNT and all(len(step.counts) <= 1 for step in self.steps):
+            count = CountResult(results.EXACT, "not needed, as every step has one micro-batch")
+        verdict = results.verdict_of(self.steps, count)
         head = f"ExactnessCheck: {verdict.upper()}"
         if not self.steps:
             return verdict, f"{head}. There was no optimizer step."
-        if verdict == results.EXACT and self._count is not None and self._count.verdict == results.NOT_CHECKED:
-            head += " for the count given"
-        steps = _number(len(self.steps), "optimizer step")
-        ranks = _number(self._trainer.world_size, "rank")
-        lines = results.report_of(self.steps, self._count, self._weighting.unit, self._is_ours)
+        if verdict == results.EXACT and count is not None and count.verdict == results.NOT_CHECKED:
+            head += " for the count given" if self._knows_count else f" if each {unit} counts the same"
+        steps = number_of(len(self.steps), "optimizer step")
+        ranks = number_of(self._trainer.world_size, "rank")
+        lines = results.report_of(self.steps, count, unit, self._is_ours)
         return verdict, "\n  ".join([f"{head} in {steps} on {ranks}, compared in {seconds:.1f} s.", *lines])
 
 
-def _weighting_of(options: dict[str, Any]) -> TokenWeighting:
-    return TokenWeighting(
-        options["per_token_loss"],
-        options["loss_reduction"],
-        options["label_key"],
-        options["ignore_index"],
-        options["label_shift"],
-        count_samples if options["count"] == "samples" else options["count_label_tokens"],
-    )
-
-
-def _by_data_rank(windows: list[Window]) -> list[list[Window]]:
-    """Windows of ranks that share their data together, in the order of the data."""
+def _by_data_rank(windows: list[Window], num_slices: int, is_sum: bool) -> list[Window]:
+    """One window for all ranks that share their data, in the order of the data."""
     peers: dict[int, list[Window]] = {}
     for window in windows:
         peers.setdefault(window.data_rank, []).append(window)
-    return [peers[rank] for rank in sorted(peers)]
+    ordered = [peers[rank] for rank in sorted(peers)]
+    if num_slices == 1:
+        return [first for first, *_ in ordered]
+    found = []
+    for same in ordered:
+        slices = zip(*(window.micro_batches for window in same), strict=False)
+        found.append(replace(same[0], micro_batches=[_whole(parts, num_slices, is_sum) for parts in slices]))
+    return found
 
 
-def _number(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _whole(slices: Sequence[MicroBatch], num_slices: int, is_sum: bool) -> MicroBatch:
+    """The micro-batch that ranks had slices of, with its count and its loss."""
+    share = num_slices / len(slices)  # tensor-parallel ranks have the same ones
+    counted = [(part.loss, part.returned_count) for part in slices if part.loss is not None and part.returned_count]
+    if not counted:
+        return slices[0]
+    count = share * sum(count for _, count in counted)
+    total = share * sum(loss if is_sum else loss * count for loss, count in counted)
+    return replace(slices[0], returned_count=count, loss=total if is_sum else total / count)

@@ -1,7 +1,7 @@
 """Whether the loss of a batch is the mean over what is counted, found out without trusting the count."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
 from lightning_automodel.callbacks.exactness.recording import MicroBatch, Window
 from lightning_automodel.callbacks.exactness.replay import Replay
-from lightning_automodel.callbacks.exactness.results import EXACT, NOT_CHECKED, WRONG, CountResult, percent
+from lightning_automodel.callbacks.exactness.results import (
+    EXACT,
+    NOT_CHECKED,
+    WRONG,
+    CountResult,
+    described,
+    percent,
+)
 from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 
@@ -20,12 +27,6 @@ _TRIED = 3  # batches, at most
 _PARALLEL = 1e-3  # smallest singular value of normalised gradients: below it, either part could have either weight
 _FITS = 1e-5
 _AGREES = 1e-4
-_AS_TRAINED, _WITHOUT_NOISE, _EVALUATING = "as trained", "without dropout and statistics of batches", "in evaluation"
-
-_NOISY = (
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-)
 
 
 @dataclass
@@ -36,7 +37,7 @@ class _Fit:
     counts: list[float]
     left: float
     noise: float  # of the precision that it was computed in
-    mode: str
+    evaluates: bool  # with dropout and the like off
     is_random: str = ""  # why it says nothing
     is_of_means: bool = False  # doubling the batch changes nothing
 
@@ -79,8 +80,8 @@ class CountCheck:
                 tried.append((window, record, record.arguments[0], parts))
         if not tried and len(records) > 1:
             parts = [records[0][1].arguments[0], records[1][1].arguments[0]]
-            joined = self._join(parts)
-            tried = [(*records[0], joined, parts)] if joined is not None else []
+            with suppress(Exception):
+                tried = [(*records[0], self._join(parts), parts)]
         return sorted(tried, key=lambda each: -self._contrast(each[3]))
 
     def _contrast(self, parts: list[Any]) -> float:
@@ -95,7 +96,7 @@ class CountCheck:
     def _check_one(self, window: Window, record: MicroBatch, batch: Any, parts: list[Any]) -> CountResult:
         fit, failure = self._best_fit(window, record, batch, parts)
         if fit is None:
-            return CountResult(NOT_CHECKED, f"not checked ({failure})")
+            return CountResult(NOT_CHECKED, f"not checked, as {failure}")
         if fit.is_random:
             return CountResult(NOT_CHECKED, f"not checked, as {fit.is_random}")
         if fit.left > max(_FITS, 10 * fit.noise):
@@ -113,7 +114,7 @@ class CountCheck:
                 " gradient), so that the verdict is for the count given",
             )
         tolerance = max(_AGREES, 20 * fit.noise)
-        where = "" if fit.mode == _AS_TRAINED else f" {fit.mode}"
+        where = " in evaluation" if fit.evaluates else ""
         if _are_close(fit.factors, self._factors(self._weighting, fit.counts), tolerance):
             return CountResult(EXACT, f"agrees with the loss{where}")
         if any(abs(factor) < 1e-6 for factor in fit.factors):
@@ -152,16 +153,16 @@ class CountCheck:
     # --- Fitting ------------------------------------------------------------------------------------------------------
 
     def _best_fit(self, window: Window, record: MicroBatch, batch: Any, parts: list[Any]) -> tuple[_Fit | None, str]:
-        """The fit in the mode nearest to training in which a row's loss does not depend on others, or the best."""
+        """The fit in training, or in evaluation if a row's loss depends on others there; or the better one."""
         best, failure = None, "the gradients of two parts of a batch are parallel"
-        for mode in (_AS_TRAINED, _WITHOUT_NOISE, _EVALUATING):
+        for evaluates in (False, True):
             for dtype in (torch.float64, None):
                 try:
-                    fit = self._fit(window, record, batch, parts, mode, dtype)
+                    fit = self._fit(window, record, batch, parts, evaluates, dtype)
                 except ReplayError:
                     raise
                 except Exception as error:  # such as code that has another dtype written down
-                    failure = f"{type(error).__name__}: {str(error)[:120]}"
+                    failure = f"the step fails on a part of a batch ({described(error)})"
                     continue
                 if fit is not None:
                     if best is None or (bool(fit.is_random), fit.left) < (bool(best.is_random), best.left):
@@ -172,13 +173,18 @@ class CountCheck:
         return best, failure
 
     def _fit(
-        self, window: Window, record: MicroBatch, batch: Any, parts: list[Any], mode: str, dtype: torch.dtype | None
+        self,
+        window: Window,
+        record: MicroBatch,
+        batch: Any,
+        parts: list[Any],
+        evaluates: bool,
+        dtype: torch.dtype | None,
     ) -> _Fit | None:
         replay = self._replay
         replay.load(self._weights, dtype)
-        for each in replay.module.modules():
-            if mode == _EVALUATING or (mode == _WITHOUT_NOISE and isinstance(each, _NOISY)):
-                each.training = False
+        if evaluates:
+            replay.module.eval()
         sample = replay.sample({name for name, p in replay.module.named_parameters() if p.requires_grad})
 
         def gradient(batch: Any, seed: int | None = None) -> tuple[Tensor, float]:
@@ -197,7 +203,7 @@ class CountCheck:
             return None
         factors = torch.linalg.lstsq(columns, whole[:, None]).solution[:, 0]
         left = float((columns @ factors - whole).norm() / whole.norm())
-        fit = _Fit(factors.tolist(), [count for _, count in found], left, 0.0 if dtype else 1e-6, mode)
+        fit = _Fit(factors.tolist(), [count for _, count in found], left, 0.0 if dtype else 1e-6, evaluates)
         if _are_apart(gradient(batch)[0], whole):
             fit.is_random = "training_step is not repeatable"
         elif _are_apart(gradient(batch, seed=1)[0], whole):
@@ -215,7 +221,7 @@ class CountCheck:
         return self._join([first, second])
 
     def _join(self, parts: list[Any]) -> Any:
-        return _joined(parts, self._weighting.label_key, self._weighting.ignore_index)
+        return _joined(parts, {self._weighting.label_key: self._weighting.ignore_index})
 
 
 def _are_apart(first: Tensor, second: Tensor) -> bool:
@@ -251,12 +257,10 @@ def _split(batch: Any) -> list[Any] | None:
     """Two parts of a batch, of unequal size if possible; None if it has no two rows."""
     try:
         rows = count_samples(batch)
-    except ValueError:
+        at = max(1, rows // 3)
+        return None if rows < 2 else [_rows_of(batch, part, rows) for part in (slice(0, at), slice(at, rows))]
+    except Exception:  # such as a class of its own that cannot be built of parts
         return None
-    if rows < 2:
-        return None
-    at = max(1, rows // 3)
-    return [_rows_of(batch, slice(0, at), rows), _rows_of(batch, slice(at, rows), rows)]
 
 
 def _rows_of(value: Any, part: slice, rows: int) -> Any:
@@ -265,47 +269,38 @@ def _rows_of(value: Any, part: slice, rows: int) -> Any:
 
     if isinstance(value, Tensor):
         return value[part] if value.ndim and value.size(0) == rows else value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{each.name: inner(getattr(value, each.name)) for each in dataclasses.fields(value)})
     if hasattr(value, "keys"):
         entries = {key: inner(value[key]) for key in value.keys()}  # noqa: SIM118 (not all are mappings)
         try:
             return type(value)(entries)
         except Exception:
+            if not isinstance(value, dict):
+                raise
             return entries
     if isinstance(value, (list, tuple)):
         holds_rows = len(value) == rows and all(not isinstance(each, Tensor) or not each.ndim for each in value)
         items = value[part] if holds_rows else [inner(each) for each in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{each.name: inner(getattr(value, each.name)) for each in dataclasses.fields(value)})
     return value
 
 
-def _joined(parts: list[Any], label_key: str, ignored: int) -> Any:
-    """Two batches in one, padded at the ends of rows; None if that is not possible."""
-    first, second = parts
-    if isinstance(first, (list, tuple)):
-        first, second = ({str(index): each for index, each in enumerate(part)} for part in parts)
-        joined = _joined([first, second], label_key, ignored) if first.keys() == second.keys() else None
-        return None if joined is None else type(parts[0])(joined.values())
-    if isinstance(first, Tensor):
-        joined = _joined([{"": first}, {"": second}], label_key, ignored)
-        return None if joined is None else joined[""]
-    if not (hasattr(first, "keys") and set(first.keys()) == set(second.keys())):
-        return None
-    entries: dict[Any, Any] = {}
-    for key in first.keys():  # noqa: SIM118
-        one, other = first[key], second[key]
-        if isinstance(one, Tensor) and isinstance(other, Tensor) and one.ndim == other.ndim and one.ndim:
-            sizes = [max(pair) for pair in zip(one.shape[1:], other.shape[1:], strict=True)]
-            fill = ignored if key == label_key else 0
-            entries[key] = torch.cat([_padded(one, sizes, fill), _padded(other, sizes, fill)])
-        elif isinstance(one, list) and isinstance(other, list):
-            entries[key] = one + other
-        elif isinstance(one, (str, bool, type(None))) and one == other:
-            entries[key] = one
-        else:
-            return None
-    return entries
+def _joined(parts: Sequence[Any], fills: Mapping[Any, int], key: Any = None) -> Any:
+    """Two batches, or their entries ``key``, in one, padded at the ends of rows. Raises if that is not possible."""
+    one, other = parts
+    if isinstance(one, Tensor) and one.ndim:
+        sizes = [max(pair) for pair in zip(one.shape[1:], other.shape[1:], strict=True)]
+        return torch.cat([_padded(each, sizes, fills.get(key, 0)) for each in parts])
+    if hasattr(one, "keys") and set(one.keys()) == set(other.keys()):
+        return {name: _joined([one[name], other[name]], fills, name) for name in one.keys()}  # noqa: SIM118
+    if isinstance(one, (list, tuple)) and key is None:
+        return type(one)(_joined(pair, fills, index) for index, pair in enumerate(zip(one, other, strict=True)))
+    if isinstance(one, list):
+        return one + other
+    if isinstance(one, (str, bool, type(None))) and one == other:
+        return one
+    raise TypeError(f"entries of {type(one).__name__} cannot be joined")
 
 
 def _padded(rows: Tensor, sizes: list[int], fill: int) -> Tensor:

@@ -1,27 +1,34 @@
 """Whether a run's gradients are those of one batch, and if not, why."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
 from lightning_automodel.callbacks.exactness.recording import Window
-from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Replayed, Shares, loss_of
-from lightning_automodel.callbacks.exactness.results import StepResult, percent, range_of
-from lightning_automodel.callbacks.running_strategy import automodel
+from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Replayed, Shares, distances, wide
+from lightning_automodel.callbacks.exactness.results import StepResult, percent, plural, range_of
+from lightning_automodel.callbacks.running_strategy import automodel, current_run
 
 # Gradients may be off by this many times the rounding that the replay shows: it is that of one order of summation out
-# of many. Single parameters may be off by more.
-_FACTOR, _FACTOR_OF_ONE = 4, 4
+# of many. Single parameters may be off by as many times that.
+_FACTOR = 4
 _FACTOR_IF_PERTURBED = 8  # more of both, where rounding is known from perturbed weights alone
 _LEAST, _LEAST_IN_HALF = 16, 2  # roundings, which are no error even if the replay shows none
 _LOSS_TOLERANCE = 64  # roundings
+_MOST_ROUNDING = 0.01  # that leaves something to be said in single precision
 _HALF = 1e-4  # precisions that round more cannot tell a small error from rounding
+
+_NOT_REPEATABLE = (
+    "training_step is not repeatable, as it draws from something other than the global generators of torch, numpy and"
+    " Python, or keeps a state that is no attribute of a module"
+)
 
 
 @dataclass(frozen=True)
@@ -68,9 +75,8 @@ class GradientCheck:
         self._eps = _rounding_unit(trainer)
         self._is_half = self._eps > _HALF
         self._least = self._eps * (_LEAST_IN_HALF if self._is_half else _LEAST)
-        options = {} if (ours := automodel(trainer)) is None else ours.describe()["options"]
-        # There the losses of the run are those of slices.
-        self._compares_losses = options.get("context_parallel_size", 1) == 1
+        run = current_run(trainer)
+        self._has_slices = run is not None and run.micro_batches.context is not None
 
     def compare(self, run: Gradients, weights: dict[str, Tensor], now: Mapping[str, Tensor]) -> None:
         """Compare gradients ``run`` with those of one batch.
@@ -84,12 +90,8 @@ class GradientCheck:
         found = replay.one_batch(self._windows, self._shares, weights, dtype, sample)
         found.gradients = {name: None if g is None else g.cpu() for name, g in found.gradients.items()}
         step.written = self._written(found.written, weights, now)
-        unequal_losses = self._unequal_losses(found)
-        if unequal_losses and not (step.written or step.unequal):
-            step.problem = unequal_losses + self._why_unequal()
-            return
-        direct = _norm(_difference(run[name], found.gradients[name]) for name in run)
-        direct /= max(_norm(_difference(each, None) for each in run.values()), 1e-300)
+        size = math.hypot(*distances(run, run, {}).values())
+        direct = math.hypot(*distances(run, run, found.gradients).values()) / max(size, 1e-300)
         contributions = [found.contributions]  # of micro-batches that round as the run's do
         if self._is_half and direct > _HALF:
             replay.load(weights, dtype)
@@ -99,10 +101,20 @@ class GradientCheck:
         missing = self._compare(run, exact.gradients, rounded, factor)
         fit = min((self._fit(run, each, sample) for each in contributions), key=lambda each: each.left)
         if fit.explains:
-            step.explanation = _weights_in_words(fit, self._shares.weighting.unit)
-            step.weights_given, step.weights_right = fit.given.tolist(), fit.right.tolist()
+            step.explanation = _weights_in_words(fit, plural(self._shares.weighting.unit))
         if self._is_half:
             self._judge_in_half(missing, direct, fit, factor)
+        dtype = torch.float64 if factor == _FACTOR else dtype  # of the weights that are loaded
+        unequal_losses = self._unequal_losses(found)
+        # Equal gradients are exact all the same: such a loss is only shown otherwise, as one over all ranks.
+        is_equal = not step.is_wrong and direct < _HALF
+        if unequal_losses and not (is_equal or step.written or step.unequal):
+            step.gradient_error = math.nan
+            step.problem = unequal_losses + self._why_unequal(dtype, sample)
+        elif not self._repeats(dtype, sample):
+            step.problem = _NOT_REPEATABLE
+        elif not (step.is_wrong or self._is_half) and step.rounding > _MOST_ROUNDING:
+            step.problem = f"rounding is {percent(step.rounding)} of them: check with precision='64-true'"
 
     def _one_batch(
         self, found: Replayed, weights: dict[str, Tensor], dtype: torch.dtype | None, sample: dict[str, Tensor]
@@ -133,33 +145,26 @@ class GradientCheck:
     def _compare(self, run: Gradients, exact: Gradients, rounded: Gradients, factor: float) -> dict[str, float]:
         """Fill in errors. Returns the parameters without a gradient that have one in one batch."""
         step, least = self._step, self._least
-        rows = {
-            name: (
-                _norm([_difference(run[name], exact[name])]),
-                _norm([_difference(rounded[name], exact[name])]),
-                _norm([_difference(exact[name], None)]),
-                math.sqrt(_difference(exact[name], None).numel()),
-            )
-            for name in run
-        }
-        off, rounding, norm, size = (
-            math.sqrt(sum(value**2 for value in column)) for column in zip(*rows.values(), strict=True)
-        )
-        if not norm:
-            step.gradient_error, step.rounding = 0.0 if not off else math.inf, 0.0
+        off = distances(run, run, exact)
+        rounding = distances(run, rounded, exact)
+        norm = distances(run, exact, {})
+        total = math.hypot(*norm.values())
+        all_off = math.hypot(*off.values())
+        if total:
+            step.gradient_error, step.rounding = all_off / total, math.hypot(*rounding.values()) / total
         else:
-            step.gradient_error, step.rounding = off / norm, rounding / norm
+            step.gradient_error, step.rounding = math.inf if all_off else 0.0, 0.0
         limit = factor * step.rounding + least
+        size = sum(wide(exact[name]).numel() for name in run)
         missing = {}
-        for name, (own_off, own_rounding, own_norm, own_size) in rows.items():
+        for name in sorted(off, key=off.__getitem__, reverse=True):
             # Its own rounding, and its share of all rounding: what is zero but for rounding is no error.
-            most = _FACTOR_OF_ONE * factor * own_rounding + least * own_norm + limit * norm * own_size / max(size, 1)
-            if own_off > most:
-                step.parameters[name] = own_off / own_norm if own_norm else math.inf
-            is_zero = not bool(_difference(run[name], None).any())
-            if is_zero and own_norm > 10 * own_rounding and own_norm > 1e-3 * norm:
+            share = math.sqrt(wide(exact[name]).numel() / max(size, 1))
+            if off[name] > _FACTOR * factor * rounding[name] + least * norm[name] + limit * total * share:
+                step.parameters[name] = off[name] / norm[name] if norm[name] else math.inf
+            is_zero = not bool(wide(run[name]).any())
+            if is_zero and norm[name] > 10 * rounding[name] and norm[name] > 1e-3 * total:
                 missing[name] = 1.0
-        step.parameters = dict(sorted(step.parameters.items(), key=lambda each: -rows[each[0]][0]))
         step.is_wrong = step.gradient_error > limit or bool(step.parameters)
         return missing
 
@@ -214,8 +219,6 @@ class GradientCheck:
         return found
 
     def _unequal_losses(self, found: Replayed) -> str:
-        if not self._compares_losses:
-            return ""
         pairs = [(record, loss) for record, loss in zip(self._records, found.losses, strict=True)]
         unequal = [(record, loss) for record, loss in pairs if not self._agree(record.loss, loss)]
         if not unequal:
@@ -226,19 +229,30 @@ class GradientCheck:
             f" {loss:.6g} in the replay: "
         )
 
-    def _why_unequal(self) -> str:
-        replay, window = self._replay, next(window for window in self._windows if window.micro_batches)
-        record, losses = window.micro_batches[0], set()
-        for _ in range(2):
-            replay.set_tensors(window, replay.sharded_dtype)
-            output = replay.call(record, record.arguments[0], replay.sharded_dtype)
-            losses.add(None if output is None else float(loss_of(output).detach()))
-        if len(losses) > 1:
-            return (
-                "training_step is not repeatable, as it draws from something other than the global generators of torch,"
-                " numpy and Python"
-            )
+    def _why_unequal(self, dtype: torch.dtype | None, sample: dict[str, Tensor]) -> str:
+        for name, each in self._replay.module.named_modules():
+            if isinstance(each, Metric) and each.dist_sync_on_step:
+                return f"the metric {name} takes values of all ranks (dist_sync_on_step=True)"
+        if not self._repeats(dtype, sample):
+            return _NOT_REPEATABLE
+        if self._has_slices:
+            return "training_step depends on the rank, as by random numbers that each draws for its slice"
         return "training_step depends on the rank, or on something other than weights, buffers and attributes"
+
+    def _repeats(self, dtype: torch.dtype | None, sample: dict[str, Tensor]) -> bool:
+        """Whether a micro-batch has the same gradient twice."""
+        replay, window = self._replay, next(window for window in self._windows if window.micro_batches)
+        record, found = window.micro_batches[0], []
+        for _ in range(2):
+            replay.set_tensors(window, dtype)
+            output = replay.call(record, record.arguments[0], dtype)
+            if output is None:
+                return True
+            loss, _ = replay.losses_of(output, self._shares.weighting)
+            found.append(replay.sampled_gradient(loss, sample))
+        first, second = found
+        eps = torch.finfo(dtype or torch.float32).eps
+        return bool((first - second).norm() <= max(1e-6, 64 * eps) * second.norm())
 
     def _agree(self, first: float | None, second: float | None) -> bool:
         if first is None or second is None:
@@ -271,28 +285,16 @@ def _perturbed(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor
     return (weight.double() * (1 + eps * moves.double())).to(weight.dtype)
 
 
-def _weights_in_words(fit: _Fit, unit: str) -> str:
+def _weights_in_words(fit: _Fit, units: str) -> str:
     given, right = fit.given, fit.right
     total, mean = float(given.sum()), percent(float(given.mean()))
     if float(given.max() - given.min()) >= max(1e-3, 2 * fit.left) * abs(given.mean()):
-        text = f"Micro-batches weigh {range_of(given)} in them, where {range_of(right)} is right by their {unit}s."
+        text = f"Micro-batches weigh {range_of(given)} in them, where {range_of(right)} is right by their {units}."
     elif right.max() - right.min() > 1e-3 * right.mean():
-        text = f"Every micro-batch weighs {mean}, though they hold {range_of(right)} of the {unit}s."
+        text = f"Every micro-batch weighs {mean}, though they hold {range_of(right)} of the {units}."
     else:
         text = f"Every micro-batch weighs {mean}, where {percent(float(right.mean()))} is right."
     return text if abs(total - 1) < 0.01 else f"{text} Together they weigh {percent(total)} in place of 100 %."
-
-
-def _difference(first: Tensor | None, second: Tensor | None) -> Tensor:
-    """In float64 on the host. A missing gradient is zero."""
-    if first is None:
-        return torch.zeros(()) if second is None else second.double().cpu()
-    first = first.double().cpu()
-    return first if second is None else first - second.double().cpu()
-
-
-def _norm(tensors: Iterable[Tensor]) -> float:
-    return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
 
 
 def _entries(gradient: Tensor | None, positions: Tensor) -> Tensor:

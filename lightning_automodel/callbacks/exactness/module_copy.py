@@ -1,7 +1,8 @@
 """A copy of a LightningModule that one process can train on: whole, on its own, and without what cannot be copied."""
 
 import copy
-from types import CellType, FunctionType
+from pathlib import Path
+from types import CellType, FunctionType, MethodType, NoneType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel import lightning_internals
+
+_OF_TORCH = str(Path(torch.__file__).parent)
+_OF_EVERY_MODULE = vars(pl.LightningModule()).keys()  # parameters, buffers, hooks and the like
 
 
 class ReplayError(RuntimeError):
@@ -32,11 +36,10 @@ def copy_module(module: pl.LightningModule, trainer: pl.Trainer) -> pl.Lightning
     except Exception:
         copies = {**shared, **_placeholders(module, shared)}
         copied = copy.deepcopy(module, copies)
-    # A wrapper of the method, as torch.compile's, would call the original module.
     for name in ("training_step", "forward"):
         method = vars(copied).get(name)
-        if method is not None and getattr(method, "__self__", None) is not copied:
-            del vars(copied)[name]
+        if isinstance(method, FunctionType) and method.__code__.co_filename.startswith(_OF_TORCH):
+            del vars(copied)[name]  # compiled, with the original module
     for each in copied.modules():
         holders: list[Any] = [vars(each), *(value for value in vars(each).values() if isinstance(value, dict))]
         for holder in holders:
@@ -87,14 +90,26 @@ def numbers_of(module: nn.Module) -> dict[tuple[str, str], int | float]:
 
 
 def tensors_of(module: nn.Module) -> dict[tuple[str, str], torch.Tensor | None]:
-    """Buffers, and tensors without a gradient that modules keep as attributes, by module and name."""
+    """Buffers, and tensors without a gradient that modules keep as attributes, by module and name.
+
+    None are attributes that may become such tensors.
+    """
     found: dict[tuple[str, str], torch.Tensor | None] = {
         (owner, name): buffer
         for owner, each in module.named_modules()
         for name, buffer in each.named_buffers(recurse=False, remove_duplicate=False)
     }
-    found.update((key, value) for key, value in _attributes(module, torch.Tensor) if not value.requires_grad)
+    attributes = _attributes(module, (torch.Tensor, NoneType))
+    found.update((key, value) for key, value in attributes if value is None or not value.requires_grad)
     return found
+
+
+def set_tensors(module: nn.Module, values: dict[tuple[str, str], torch.Tensor | None]) -> None:
+    """Set what :func:`tensors_of` has found; what it has found no more was made since, as a cache, and is deleted."""
+    owners = dict(module.named_modules())
+    for owner, name in tensors_of(module).keys() - values.keys():
+        delattr(owners[owner], name)
+    set_attributes(module, values)
 
 
 def set_attributes(module: nn.Module, values: dict[tuple[str, str], Any]) -> None:
@@ -106,18 +121,30 @@ def set_attributes(module: nn.Module, values: dict[tuple[str, str], Any]) -> Non
 
 
 def _rebound(value: Any, copies: dict[int, Any]) -> Any:
-    """A function whose variables are the copies of what it has closed over, which ``deepcopy`` leaves as it is."""
-    cells = value.__closure__ or () if isinstance(value, FunctionType) else ()
+    """The copy of ``value``, which may be a function or method that ``deepcopy`` leaves as it is.
+
+    Such a function gets the copies of what it has closed over.
+    """
+    if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, _rebound(value.__self__, copies))
+    if not isinstance(value, FunctionType):
+        return value
     try:
-        closed_over = [cell.cell_contents for cell in cells]
+        closed_over = [cell.cell_contents for cell in value.__closure__ or ()]
     except ValueError:  # a variable without a value yet
         return value
-    if not any(id(each) in copies for each in closed_over):
-        return value
-    closure = tuple(CellType(copies.get(id(each), each)) for each in closed_over)
-    rebound = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, closure)
-    rebound.__kwdefaults__ = value.__kwdefaults__
-    return rebound
+    copies[id(value)] = value  # it may hold itself
+    inner = [_rebound(each, copies) for each in closed_over]
+    if any(one is not other for one, other in zip(inner, closed_over, strict=True)):
+        rebound = FunctionType(
+            value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(map(CellType, inner))
+        )
+        rebound.__kwdefaults__ = value.__kwdefaults__
+        vars(rebound).update(vars(value))
+        copies[id(value)] = rebound
+    return copies[id(value)]
 
 
 def _attributes(module: nn.Module, kind: Any) -> list[tuple[tuple[str, str], Any]]:
@@ -125,7 +152,7 @@ def _attributes(module: nn.Module, kind: Any) -> list[tuple[tuple[str, str], Any
         ((owner, name), value)
         for owner, each in module.named_modules()
         for name, value in vars(each).items()
-        if isinstance(value, kind) and not name.startswith("_") and name != "training"
+        if isinstance(value, kind) and name not in _OF_EVERY_MODULE
     ]
 
 
@@ -139,10 +166,9 @@ def _shared(module: nn.Module, trainer: pl.Trainer) -> dict[int, Any]:
 
 def _placeholders(module: nn.Module, shared: dict[int, Any]) -> dict[int, Any]:
     found: dict[int, Any] = {}
-    of_every_module = vars(nn.Module()).keys()  # parameters, buffers, hooks and the like
     for owner, each in module.named_modules():
         for name, value in vars(each).items():
-            if name in of_every_module:
+            if name in _OF_EVERY_MODULE:
                 continue
             try:
                 copy.deepcopy(value, dict(shared))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_automodel.callbacks.exactness.recording import whole_on_host
-from lightning_automodel.callbacks.exactness.replay import Gradients, Replay
+from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, distances, wide
 from lightning_automodel.callbacks.exactness.results import StepResult
 
 _NOT_OF_A_COPY = ("param_groups", "state", "step", "zero_grad")
@@ -75,18 +75,16 @@ class OptimizerCheck:
         if is_own or not (limit or has_hook):
             return
         expected = self._replay.before_optimizer_step(before, self._optimizer) if has_hook else before
-        wide = {name: each.double().cpu() for name, each in expected.items() if each is not None}
+        clipped = {name: wide(each) for name, each in expected.items()}
+        norm = math.hypot(*distances(clipped, clipped, {}).values())
         if limit and "value" in str(trainer.gradient_clip_algorithm or "norm").lower():
-            wide = {name: each.clamp(-limit, limit) for name, each in wide.items()}
+            clipped = {name: each.clamp(-limit, limit) for name, each in clipped.items()}
         elif limit:
-            norm = math.hypot(*(float(each.norm()) for each in wide.values()))
-            wide = {name: each * min(1.0, limit / (norm + 1e-6)) for name, each in wide.items()}
-        found = {name: each for name, each in after.items() if each is not None}
-        zero = torch.zeros(())
-        off = math.hypot(*(float((found.get(n, zero) - wide.get(n, zero)).norm()) for n in found.keys() | wide.keys()))
-        size = math.hypot(*(float(each.norm()) for each in wide.values()))
+            clipped = {name: each * min(1.0, limit / (norm + 1e-6)) for name, each in clipped.items()}
+        off = math.hypot(*distances(clipped.keys() | after.keys(), after, clipped).values())
+        size = math.hypot(*distances(clipped, clipped, {}).values())
         step.clipping_error = off / size if size else 0.0
-        rounding = max((torch.finfo(each.dtype).eps for each in found.values()), default=0.0)
+        rounding = max((torch.finfo(each.dtype).eps for each in after.values() if each is not None), default=0.0)
         step.clips_wrongly = step.clipping_error > max(1e-4, 4 * rounding)
 
     def compare(self, after: Mapping[str, Tensor], step: StepResult) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_automodel import torch_internals
 from lightning_automodel.callbacks.exactness import module_copy
 from lightning_automodel.callbacks.exactness.results import described
-from lightning_automodel.callbacks.running_strategy import automodel
+from lightning_automodel.callbacks.running_strategy import automodel, current_run
 from lightning_automodel.gradients.token_loss import has_count
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume.rng import global_states
@@ -37,7 +37,7 @@ class MicroBatch:
     generators: list[Tensor]
     numbers: dict[tuple[str, str], int | float]
     loss: float | None = None  # None: the step returned None
-    returned_count: float | None = None
+    returned_count: float | None = None  # also that of a slice, under context parallelism
 
 
 @dataclass
@@ -76,17 +76,29 @@ class Recorder:
 
     def _recorded(self, *args: Any, **kwargs: Any) -> Any:
         """``strategy.training_step``. The record begins within, when the engine has made weights and buffers ready."""
-        called = self.module.training_step
+        called, run = self.module.training_step, current_run(self.trainer)
+        context = None if run is None else run.micro_batches.context
 
         def training_step(*step_args: Any, **step_kwargs: Any) -> Any:
-            self._begin(args)  # not `step_args`: under context parallelism these are slices
-            return called(*step_args, **step_kwargs)
+            if run is None or context is None:
+                self._begin(step_args)
+                return called(*step_args, **step_kwargs)
+            self._begin((context.slices.slice(args[0], cuts=False), *args[1:]))
+            output = called(*step_args, **step_kwargs)
+            count = run.windows.weighting.count(step_args[0], output)  # of this rank's slice
+            self._newest.returned_count = float(count)
+            return output
 
         with PatchStack() as patches:
             patches.set(self.module, "training_step", training_step)
             output = self._training_step(*args, **kwargs)
         self._end(output)
         return output
+
+    @property
+    def _newest(self) -> MicroBatch:
+        assert self.window is not None
+        return self.window.micro_batches[-1]
 
     def _begin(self, args: tuple[Any, ...]) -> None:
         now = fingerprints(self.module)
@@ -134,10 +146,10 @@ class Recorder:
         if strategy is not None and strategy.is_filler:
             self.window.micro_batches.pop()
         else:
-            record = self.window.micro_batches[-1]
-            loss = output.get("loss") if hasattr(output, "get") else output
-            record.loss = None if loss is None else float(loss.detach())
-            record.returned_count = float(output["num_label_tokens"]) if has_count(output) else None
+            record = self._newest
+            record.loss = loss_of(output)
+            if has_count(output) and record.returned_count is None:
+                record.returned_count = float(output["num_label_tokens"])
         self._after = fingerprints(self.module)
 
     def written(self) -> set[str]:
@@ -149,6 +161,12 @@ class Recorder:
         """Of the weights before the window. Ranks that hold the same part must have the same number."""
         parameters = dict(self.module.named_parameters())
         return {(n, _part(parameters[n])): value for n, (_, value) in self.before.items() if n in parameters}
+
+
+def loss_of(output: Any) -> float | None:
+    """The loss that ``training_step`` returned, alone or under "loss"; None if there is none. Reads the device."""
+    loss = output.get("loss") if hasattr(output, "get") else output
+    return None if loss is None else float(loss.detach())
 
 
 def fingerprints(module: nn.Module) -> Fingerprints:

@@ -5,7 +5,7 @@ import math
 import random
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from lightning_automodel import torch_internals
 from lightning_automodel.callbacks.exactness import module_copy
@@ -32,9 +32,11 @@ from lightning_automodel.callbacks.exactness.recording import (
     MicroBatch,
     Window,
     fingerprints,
+    loss_of,
     whole_on_host,
 )
 from lightning_automodel.callbacks.running_strategy import automodel
+from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.gradients.token_loss import TokenWeighting
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume.rng import global_states, set_global_states
@@ -178,7 +180,7 @@ class Replay:
                 count = next(counts)
                 used_count = float(count > 0) if alike else count
                 output = self.call(record, record.arguments[0], dtype)
-                found.losses.append(None if output is None else float(loss_of(output).detach()))
+                found.losses.append(loss_of(output))
                 objective = None if output is None else self._objective(output, used_count, shares)
                 if objective is not None:
                     with self._alone():
@@ -219,7 +221,7 @@ class Replay:
             else tensor.to(self.device, torch.float64 if is_wide and tensor.dtype == torch.float32 else None, copy=True)
             for key, tensor in window.tensors.items()
         }
-        module_copy.set_attributes(self.module, values)
+        module_copy.set_tensors(self.module, values)
 
     def call(self, record: MicroBatch, batch: Any, dtype: torch.dtype | None, seed: int | None = None) -> Any:
         """Run ``training_step`` on ``batch`` with the random states and counters of ``record``, or those of a seed."""
@@ -243,7 +245,7 @@ class Replay:
 
     def losses_of(self, output: Any, weighting: TokenWeighting) -> tuple[Tensor, Tensor | None]:
         """[] the loss that is weighed by the count, and [] an auxiliary one, which every micro-batch has alike."""
-        loss = loss_of(output)
+        loss = output["loss"] if hasattr(output, "keys") else output
         aux = None if automodel(self._trainer) is None else weighting.aux_loss(output, is_counted_ahead=True)
         return (loss, None) if aux is None else (loss - aux, aux)
 
@@ -290,16 +292,23 @@ class Replay:
         return gradient
 
     def _after_backward(self, gradients: Gradients) -> Gradients:
-        """Call the module's ``on_after_backward``, which may change gradients; leave none at the parameters."""
-        calls = is_overridden("on_after_backward", self.module)
+        """What the module's ``on_after_backward`` makes of gradients. None are left at the parameters."""
         self.module.zero_grad()
-        if calls:
-            self.set_gradients(gradients)
-            with self._alone():
-                self.module.on_after_backward()
-            gradients = {name: parameter.grad for name, parameter in self.module.named_parameters()}
-            self.module.zero_grad()
-        return gradients
+        if not is_overridden("on_after_backward", self.module):
+            return gradients
+        return self._changed_by(self.module.on_after_backward, gradients)
+
+    def before_optimizer_step(self, gradients: Gradients, optimizer: Optimizer) -> Gradients:
+        """What the module's ``on_before_optimizer_step`` makes of gradients."""
+        return self._changed_by(lambda: self.module.on_before_optimizer_step(optimizer), gradients)
+
+    def _changed_by(self, hook: Callable[[], None], gradients: Gradients) -> Gradients:
+        self.set_gradients(gradients)
+        with self._alone():
+            hook()
+        found = {name: parameter.grad for name, parameter in self.module.named_parameters()}
+        self.module.zero_grad()
+        return found
 
     def set_gradients(self, gradients: Gradients) -> None:
         """Set the gradients of all parameters, None where there is none."""
@@ -307,19 +316,10 @@ class Replay:
             gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype, copy=True)
 
-    def before_optimizer_step(self, gradients: Gradients, optimizer: Optimizer) -> Gradients:
-        """What the module's ``on_before_optimizer_step`` makes of gradients."""
-        self.set_gradients(gradients)
-        with self._alone():
-            self.module.on_before_optimizer_step(optimizer)
-        found = {name: parameter.grad for name, parameter in self.module.named_parameters()}
-        self.module.zero_grad()
-        return found
-
     def _computing_in(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
         if dtype is None:
             return self._plugin.train_step_context()
-        return _default_dtype(dtype) if dtype == torch.float64 else nullcontext()
+        return DoublePrecision().train_step_context() if dtype == torch.float64 else nullcontext()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -328,7 +328,8 @@ class Replay:
         with PatchStack() as patches, warnings.catch_warnings(), _Isolation(self._run):
             warnings.simplefilter("ignore")
             # Other threads, as those that send heartbeats, go on.
-            patches.set(dist, "is_initialized", lambda: threading.get_ident() != own_thread and is_initialized())
+            for each in (dist, dist.distributed_c10d):  # the second refuses barriers
+                patches.set(each, "is_initialized", lambda: threading.get_ident() != own_thread and is_initialized())
             patches.callback(setattr, self._trainer, "loggers", loggers)
             self._trainer.loggers = [DummyLogger() for _ in loggers]
             modules = set(self._run.modules())
@@ -336,30 +337,44 @@ class Replay:
             yield
 
 
-class _Isolation(TorchDispatchMode):
-    """Refuses collectives, which other ranks would never answer, and operations on the run's own weights."""
+class _Isolation(TorchFunctionMode):
+    """Refuses collectives, which other ranks would never answer, and operations on the run's own weights.
+
+    A dispatch mode would see more, but under it no tensor becomes one of a subclass.
+    """
 
     def __init__(self, run: nn.Module) -> None:
         super().__init__()
         own = [tensor for each in run.parameters() for tensor in (each, each.grad) if tensor is not None]
-        parts = [torch_internals.local_tensor(tensor.detach()) for tensor in own if not tensor.is_sparse]
-        self._of_run = {part.untyped_storage().data_ptr() for part in parts} - {0}
+        self._of_run = {_address(tensor.detach()) for tensor in own} - {0}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in func.namespace or "dtensor" in func.namespace:
-            raise ReplayError(f"training_step communicates with other ranks ({func})")
-        # The copy holds no DTensor: one is the run's.
-        tensors = [torch_internals.local_tensor(each) for each in args if isinstance(each, Tensor)]
-        plain = [each for each in tensors if each.layout == torch.strided and not each.is_meta]
-        if any(each.untyped_storage().data_ptr() in self._of_run for each in plain):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in (getattr(func, "__module__", None) or ""):
+            raise ReplayError(f"training_step communicates with other ranks ({func.__name__})")
+        is_read = func.__name__ in ("__get__", "size", "numel", "dim")
+        if not is_read and any(_address(each) in self._of_run for each in tensors_in((args, kwargs))):
             raise ReplayError("training_step uses weights past the attributes of its module, as by a global variable")
         return func(*args, **(kwargs or {}))
 
 
-def loss_of(output: Any) -> Tensor:
-    """[] the loss that ``training_step`` returned, alone or under "loss"."""
-    loss = output["loss"] if isinstance(output, Mapping) or hasattr(output, "keys") else output
-    return loss
+def _address(tensor: Tensor) -> int:
+    """Of the memory of this rank's part; 0 if it has none of its own."""
+    try:
+        return torch_internals.local_tensor(tensor).untyped_storage().data_ptr()
+    except RuntimeError:  # sparse, or a wrapper as of torch.func
+        return 0
+
+
+def wide(gradient: Tensor | None) -> Tensor:
+    """In float64 on the host. A missing gradient is zero."""
+    return torch.zeros((), dtype=torch.float64) if gradient is None else gradient.double().cpu()
+
+
+def distances(
+    names: Iterable[str], first: Mapping[str, Tensor | None], second: Mapping[str, Tensor | None]
+) -> dict[str, float]:
+    """2-norms of the differences, by parameter."""
+    return {name: float((wide(first.get(name)) - wide(second.get(name))).norm()) for name in names}
 
 
 @contextmanager
@@ -370,16 +385,6 @@ def random_states_kept(device: torch.device) -> Generator[None, None, None]:
         yield
     finally:
         set_global_states(states, device)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _refuse_to_gather(*_: Any, **__: Any) -> Any:

@@ -1,6 +1,7 @@
 """What the check finds in each step, and the words in which it says so."""
 
 import math
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -18,9 +19,7 @@ class StepResult:
         gradient_error: Distance of the gradients from those of one batch.
         rounding: The same for gradients that differ by rounding alone.
         parameters: Errors of single parameters, where they are more than rounding.
-        weights_given: The weight of each micro-batch in the gradients, where these explain the difference.
-        weights_right: The weight that each should have.
-        explanation: That in words.
+        explanation: The weights of micro-batches in the gradients, in words, where these explain the difference.
         written: Weights that the steps have written otherwise than one process does, with their errors.
         unequal: Weights that are not the same on all ranks.
         optimizer_error: Distance of the step from that of the same optimizer on whole tensors; None: not checked.
@@ -36,8 +35,6 @@ class StepResult:
     gradient_error: float = math.nan
     rounding: float = math.nan
     parameters: dict[str, float] = field(default_factory=dict)
-    weights_given: list[float] = field(default_factory=list)
-    weights_right: list[float] = field(default_factory=list)
     explanation: str = ""
     written: dict[str, float] = field(default_factory=dict)
     unequal: list[str] = field(default_factory=list)
@@ -102,12 +99,12 @@ def report_of(steps: list[StepResult], count: CountResult | None, unit: str, is_
     lines += _of_weights(steps)
     lines += _of_optimizer(steps)
     if count is not None and count.verdict != WRONG:
-        lines.append(f"Count ({unit}s): {count.text}.")
+        lines.append(f"Count ({plural(unit)}): {count.text}.")
     counts = {each for step in checked for each in step.counts}
-    if len(counts) == 1 and not is_ours and not any(map(_is_wrong, steps)):
+    if len(counts) == 1 and unit != "micro-batch" and not is_ours and not any(map(_is_wrong, steps)):
         lines.append(
-            f"Every micro-batch held {counts.pop():g} {unit}s: micro-batches of unequal counts, as in a short last"
-            " window, were not seen."
+            f"Every micro-batch held {number_of(counts.pop(), unit)}: micro-batches of unequal counts, as in a short"
+            " last window, were not seen."
         )
     return lines
 
@@ -133,8 +130,19 @@ def range_of(values: Tensor) -> str:
 
 
 def described(error: Exception) -> str:
-    """An exception in a few words."""
-    return f"{type(error).__name__}: {str(error)[:300]}"
+    """An exception in one line, without a full stop."""
+    message = textwrap.shorten(str(error), 300, placeholder=" [...]")
+    return f"{type(error).__name__}: {message.rstrip('.')}"
+
+
+def plural(noun: str) -> str:
+    """Of a countable noun."""
+    return noun + ("es" if noun.endswith("ch") else "s")
+
+
+def number_of(number: float, noun: str) -> str:
+    """As in "2 ranks"."""
+    return f"{number:g} {noun if number == 1 else plural(noun)}"
 
 
 def _is_wrong(step: StepResult) -> bool:

@@ -1,0 +1,112 @@
+"""While groups of an accelerator connect: the main thread is in their backend, which may wait for ever."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from lightning_automodel.distributed import failures
+from lightning_automodel.distributed.board import LINGER_S, Board
+from lightning_automodel.distributed.failures import RankFailedError, RankFailure, Sighting
+from lightning_automodel.distributed.join import JOIN, Joined
+from lightning_automodel.distributed.last_resort import end_process
+
+log = logging.getLogger(__name__)
+
+CONNECTING = "connecting the groups of its accelerator"
+LONGEST_SILENCE_S = 60.0
+POLL_S = 0.1
+ADVICE = (
+    "check that NCCL_SOCKET_IFNAME names the interface by which the ranks' machines reach each other, and set"
+    " NCCL_DEBUG=INFO, which prints what NCCL tries"
+)
+
+
+@contextlib.contextmanager
+def connecting(joined: Joined, timeout: timedelta, is_eager: bool) -> Iterator[dist.Store]:
+    """Context in which the default group is made, of the store that it gets; ends the watch of the ranks that joined.
+
+    If the group connects at once (``is_eager``), ranks go on sending heartbeats meanwhile, and a thread of each ends
+    its process, with the cause, when another one fails or falls silent, or after ``timeout``. After a minute, or half
+    of the timeout, it warns of the ranks that have not connected. An exception on this rank is posted for the others.
+    """
+    board = joined.board
+    if board is None or not is_eager:
+        if board is not None:
+            board.close()
+        yield joined.store
+        return
+    watch = _ConnectWatch(board, timeout.total_seconds())
+    board.describe_as({"where": CONNECTING})
+    watch.thread.start()
+    try:
+        yield _connection(joined.store, timeout)
+    except BaseException as error:
+        watch.tell(error)
+        raise
+    finally:
+        watch.is_over.set()
+        watch.thread.join()
+        board.close()
+
+
+def _connection(store: dist.Store, timeout: timedelta) -> dist.Store:
+    """Another connection to the store: while one is waited in, as backends do, it serves no other thread."""
+    try:
+        connection: dist.Store = store.clone()  # type: ignore[attr-defined]
+        connection.set_timeout(timeout)
+    except (RuntimeError, AttributeError):  # a store that cannot be cloned, or of the caller's own making
+        return store
+    return connection
+
+
+class _ConnectWatch:
+    """The thread beside a main thread that connects."""
+
+    def __init__(self, board: Board, timeout_s: float) -> None:
+        self._board, self._timeout_s = board, timeout_s
+        self._warn_after_s = board.timeout_s = min(LONGEST_SILENCE_S, timeout_s / 2)
+        self.is_over = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="lightning_automodel connecting", daemon=True)
+
+    def tell(self, error: BaseException) -> None:
+        """Post for the other ranks that this one has failed: theirs would wait for it."""
+        failure = RankFailure.from_exception(error, self._board.rank, CONNECTING)
+        with contextlib.suppress(RankFailedError):
+            self._board.call(lambda store: self._board.post(store, JOIN, failure), LINGER_S)
+            self._board.conclude(JOIN, len(self._board.members))
+
+    def _watch(self) -> None:
+        began_at, board = time.monotonic(), self._board
+        while not self.is_over.wait(POLL_S):
+            waited_s = time.monotonic() - began_at
+            failure = board.verdicts[JOIN] or board.lost
+            if failure is not None and failure.rank != board.rank:
+                self._end(f"{failure}, while the groups of the accelerator connect: {ADVICE}")
+            elif waited_s > self._timeout_s:
+                self._end(self._explain(waited_s))
+            elif waited_s > self._warn_after_s:
+                self._warn_after_s = float("inf")
+                log.warning(self._explain(waited_s))
+
+    def _end(self, why: str) -> None:
+        # Rank 0 may host the store, from which the others are to learn the cause.
+        self._board.conclude(JOIN, len(self._board.members))
+        if not self.is_over.is_set():
+            end_process(self._board.rank, why)
+
+    def _explain(self, waited_s: float) -> str:
+        """Who has not connected, as far as their heartbeats tell."""
+        board, seen = self._board, dict[int, Sighting]()
+        with contextlib.suppress(RankFailedError):
+            board.call(lambda store: board.read_records(store, board.members, seen), LINGER_S)
+        waiting = [rank for rank, each in seen.items() if not each.known.has_ended]
+        notes = {rank: f" ({seen[rank].known.host}, in {seen[rank].known.where})" for rank in waiting}
+        return (
+            f"rank {board.rank} has waited {waited_s:.0f} s for the groups of its accelerator to connect. Not"
+            f" connected: rank {failures.list_ranks(waiting, notes)}: {ADVICE}"
+        )

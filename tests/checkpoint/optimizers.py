@@ -1,0 +1,263 @@
+"""Optimizers that keep their state in places where torch's own do not: a resumed run that lacks any of it differs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.checkpoint.checkpoints import AdamModule
+from tests.trainer.runs import CASE
+
+
+class Keeping(torch.optim.Optimizer):
+    """Momentum, kept where a subclass says."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            self.before(group)
+            for index, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    self.update(group, index, parameter)
+        return loss
+
+    def before(self, group: dict[str, Any]) -> None:
+        """Once a step."""
+
+    def update(self, group: dict[str, Any], index: int, parameter: Tensor) -> None:
+        parameter.sub_(group["lr"] * self.direction(group, index, parameter))
+
+    def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
+        return parameter.grad
+
+
+class KeysWithoutTensors(Keeping):
+    """Counts steps under a string, and for a tuple."""
+
+    def before(self, group: dict[str, Any]) -> None:
+        counts = self.state["counts"]
+        counts["steps"] = counts.get("steps", 0) + 1
+        self.state[(1, "two")] = torch.full((2, 2), float(counts["steps"]))
+
+    def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
+        return parameter.grad * (self.state["counts"]["steps"] + self.state[(1, "two")][0, 1].item())
+
+
+class OwnEntries(Keeping):
+    """Adds an entry to its state dict by methods of its own."""
+
+    phase = 0
+
+    def before(self, group: dict[str, Any]) -> None:
+        self.phase += 1
+
+    def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
+        return parameter.grad * self.phase
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "phase": {"number": self.phase, "tensor": torch.tensor(self.phase)}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.phase = state_dict["phase"]["number"]
+        assert self.phase == int(state_dict["phase"]["tensor"])
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+
+
+class HookedEntries(Keeping):
+    """Adds an entry to its state dict by torch's hooks."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.phase = 0
+        self.register_state_dict_post_hook(lambda _, state: {**state, "phase": self.phase})
+        self.register_load_state_dict_pre_hook(self._load)
+
+    def _load(self, _: Any, state: dict[str, Any]) -> None:
+        self.phase = state["phase"]
+
+    def before(self, group: dict[str, Any]) -> None:
+        self.phase += 1
+
+    def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
+        return parameter.grad * self.phase
+
+
+class NamesWithDots(Keeping):
+    def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        state["mo.men.tum"] = state.get("mo.men.tum", 0) * 0.9 + parameter.grad
+        state["mo"] = {"men.tum": torch.tensor(2.0, dtype=torch.float64)}
+        return state["mo.men.tum"] * state["mo"]["men.tum"].item()
+
+
+class Nested(Keeping):
+    def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        kept = state.setdefault("one", {"two": {"three": {}}})["two"]["three"]
+        kept["momentum"] = kept.get("momentum", 0) * 0.9 + parameter.grad
+        kept[7] = kept.get(7, 0) + 1
+        state["empty"] = {}
+        return kept["momentum"] * kept[7]
+
+
+class Lists(Keeping):
+    """Gradients of the last steps, in lists and tuples."""
+
+    def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        state["history"] = [*state.get("history", []), parameter.grad.clone()][-3:]
+        state["pair"] = (state["history"][0] * 0.5, len(state["history"]))
+        return sum(state["history"]) + state["pair"][0] * state["pair"][1]
+
+
+class InGroups(Keeping):
+    """What it makes in its groups while it trains."""
+
+    def before(self, group: dict[str, Any]) -> None:
+        if "sums" not in group:
+            group["sums"] = {"of": [torch.zeros_like(parameter) for parameter in group["params"]], "empty": []}
+            group["ordered"] = OrderedDict(b=1, a=torch.zeros(3))
+            group["counts"] = {"steps": 0}
+        group["counts"]["steps"] += 1
+        group["ordered"]["a"] += 1
+
+    def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
+        group["sums"]["of"][index].mul_(0.9).add_(parameter.grad)
+        return group["sums"]["of"][index] * (group["counts"]["steps"] + group["ordered"]["a"][1].item())
+
+
+class WholeMomentum(Keeping):
+    """Gathers gradients, and keeps a whole momentum on each rank."""
+
+    def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
+        grad = parameter.grad
+        whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        state = self.state[parameter]
+        state["momentum"] = state.get("momentum", torch.zeros_like(whole)) * 0.9 + whole
+        direction = state["momentum"]
+        if isinstance(grad, DTensor):
+            mesh = grad.device_mesh
+            return torch.distributed.tensor.distribute_tensor(direction, mesh, grad.placements, src_data_rank=None)
+        return direction
+
+
+class LocalMomentum(Keeping):
+    """Keeps plain tensors of its rank's parts, as many optimizers that are not written for DTensors."""
+
+    def update(self, group: dict[str, Any], index: int, parameter: Tensor) -> None:
+        grad, own = parameter.grad, parameter
+        if isinstance(grad, DTensor):
+            grad, own = grad.to_local(), parameter.to_local()
+        state = self.state[parameter]
+        state["momentum"] = state.get("momentum", torch.zeros_like(grad)) * 0.9 + grad
+        state["step"] = state.get("step", 0) + 1
+        own.sub_(group["lr"] * state["momentum"] * state["step"])
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Wraps another optimizer, and has a state dict of a form of its own, as pytorch_optimizer's."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.01, momentum=0.9)
+        self.count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        loss = self.inner.step(closure)
+        for group in self.param_groups:
+            group["lr"] = 0.01 * self.count
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict["inner"])
+        self.param_groups = self.inner.param_groups
+        self.count = state_dict["count"]
+
+
+class InObjects(Keeping):
+    """Keeps shards where nobody finds them."""
+
+    def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        if "hidden" not in state:
+            state["hidden"] = {"set": {1}, "objects": HidesTensors(torch.zeros_like(parameter))}
+        momentum = state["hidden"]["objects"].momentum.mul_(0.9).add_(parameter.grad)
+        return momentum
+
+
+class HidesTensors:
+    """An object that is neither a dict, a list nor a dataclass."""
+
+    def __init__(self, momentum: Tensor) -> None:
+        self.momentum = momentum
+
+    def __deepcopy__(self, memo: Any) -> HidesTensors:
+        return HidesTensors(self.momentum.clone())
+
+
+class OtherOnEachRank(Keeping):
+    """A statistic of this rank's part alone."""
+
+    def direction(self, group: dict[str, Any], index: int, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        state["scale"] = state.get("scale", torch.ones(2)) + (dist.get_rank() + 1) * 0.1
+        return parameter.grad
+
+
+KINDS: dict[str, type[torch.optim.Optimizer]] = {
+    each.__name__: each
+    for each in (
+        KeysWithoutTensors,
+        OwnEntries,
+        HookedEntries,
+        NamesWithDots,
+        Nested,
+        Lists,
+        InGroups,
+        WholeMomentum,
+        LocalMomentum,
+        Lookahead,
+    )
+}
+"""Those that come back in every form."""
+
+
+class Everything(OwnEntries):
+    """Each parameter is updated by one of the others in turn."""
+
+    PARTS = (NamesWithDots, Nested, Lists, InGroups, KeysWithoutTensors, WholeMomentum, LocalMomentum, OwnEntries)
+
+    def before(self, group: dict[str, Any]) -> None:
+        for part in (KeysWithoutTensors, InGroups, OwnEntries):
+            part.before(self, group)
+
+    def update(self, group: dict[str, Any], index: int, parameter: Tensor) -> None:
+        part = self.PARTS[index % len(self.PARTS)]
+        if part is LocalMomentum:
+            LocalMomentum.update(self, group, index, parameter)
+        else:
+            parameter.sub_(group["lr"] * part.direction(self, group, index, parameter))
+
+
+class Module(AdamModule):
+    """Trained by an optimizer of a kind."""
+
+    def __init__(self, kind: Any, seed: int = CASE.seed) -> None:
+        super().__init__(seed)
+        self.kind = kind
+
+    def configure_optimizers(self) -> Any:
+        return self.kind(self.parameters())

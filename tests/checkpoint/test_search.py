@@ -1,0 +1,29 @@
+"""The search over kinds of state, as far as it is quick; the rest is a sweep, and `python -m tests.checkpoint.search`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.checkpoint.search import draw_case, judge, search
+from tests.rank_pool import RankPool
+
+FOUND = {
+    "keys 0 and '0' beside each other": (1, 0),
+    "classes of dicts in directories": (1, 5),
+}
+"""Cases that once were wrong, by seed and number."""
+
+
+@pytest.mark.parametrize("case", FOUND)
+@pytest.mark.every_case
+def test_cases_that_were_found(pool2: RankPool, case: str) -> None:
+    """Everything comes back as plain Lightning brings it back."""
+    assert judge(pool2, draw_case(*FOUND[case])) is None
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1200)
+def test_search(pool2: RankPool) -> None:
+    """Some hundred cases."""
+    _, found = search(pool2, seed=2, numbers=range(300), seconds=1000)
+    assert found == []

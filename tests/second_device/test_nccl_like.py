@@ -1,0 +1,201 @@
+"""Collectives that behave as NCCL's: they are queued, nothing is raised, and the watchdog ends the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import devices
+from tests.failure.faults import become_rank, killed_at_the_end
+from tests.processes import forked
+from tests.rank_pool import RankPool
+from tests.second_device import fits, nccl_like
+
+TIMEOUT_S = 1.5
+NAMES = [
+    "collectives_are_queued",
+    "late_copies_wait_before_they_read",
+    "reads_must_wait",
+    "inference_mode_is_the_callers",
+    "groups_connect_on_the_host",
+    "mismatches_hang_until_the_abort",
+    "shutdown_waits_for_the_others",
+    "what_is_queued_is_counted",
+    "destructors_abort",
+]
+
+
+@pytest.fixture(scope="module")
+def nccl_pool2(extension: None) -> Iterator[RankPool]:
+    """Two ranks on the second device, with such collectives."""
+    pool = RankPool(2, "nccl")
+    yield pool
+    pool.stop()
+
+
+def _call(name: str) -> None:
+    from tests.second_device import nccl_behaviour  # registers the device, in a rank's process alone
+
+    torch.accelerator.set_device_index(dist.get_rank())
+    getattr(nccl_behaviour, name)()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_behaviour(nccl_pool2: RankPool, name: str) -> None:
+    """Queued work, blocked reads, order of streams, connecting, abort and shutdown."""
+    nccl_pool2.run(_call, name, timeout_s=30)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}], ids=["fsdp2", "ddp"])
+def test_fits_are_those_of_the_plain_device(pool2: RankPool, nccl_pool2: RankPool, options: dict[str, Any]) -> None:
+    """To the bit."""
+    expected, found = (pool.run(fits.trained, **options)[0] for pool in (pool2, nccl_pool2))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# --- What ends the process, or stays in it ----------------------------------------------------------------------------
+
+
+def _join(rank: int, binds: bool = False) -> torch.device:
+    from tests.second_device import device
+
+    own = torch.device(device.TYPE, rank)
+    torch.accelerator.set_device_index(rank)
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        f"{device.TYPE}:{device.BACKEND}",
+        store=store,
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=TIMEOUT_S),
+        device_id=own if binds else None,
+    )
+    return own
+
+
+def peer_dies(rank: int) -> None:
+    """The host runs ahead of the collective that does not come, and stays where it reads."""
+    own = _join(rank)
+    tensor = torch.ones(4, device=own)
+    dist.all_reduce(tensor)
+    assert tensor.sum().item() == 8.0
+    if rank == 1:
+        Path("happened").touch()
+        os._exit(3)
+    while not Path("happened").exists():
+        time.sleep(0.01)
+    dist.all_reduce(tensor)
+    print("queued")
+    for _ in range(3):
+        tensor = tensor + 1
+    print("ran ahead")
+    tensor.sum().item()
+    print("not reached")
+
+
+def error_in_a_kernel(rank: int) -> None:
+    """Each later call raises it."""
+    own = _join(rank)
+    logits, labels = torch.zeros(2, 4, device=own), torch.tensor([1, 9], device=own)
+    dist.all_reduce(logits)
+    with pytest.raises(IndexError, match="Dimension out of range"):
+        logits.sum(5)
+    logits.sum().item()
+    calls: list[Callable[[], Any]] = [
+        lambda: torch.nn.functional.cross_entropy(logits, labels),
+        lambda: logits + 1,
+        lambda: logits.sum().item(),
+        torch.accelerator.synchronize,
+        torch.accelerator.current_stream().query,
+        lambda: dist.all_reduce(logits),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"device-side assert triggered \(Target 9"):
+            call()
+    print("all raised")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def error_in_a_kernel_beside_a_collective(rank: int) -> None:
+    """The watchdog ends the process once a collective is queued that is not done."""
+    own = _join(rank)
+    logits, labels = torch.zeros(2, 4, device=own), torch.tensor([1, 9], device=own)
+    dist.all_reduce(logits)
+    if rank == 1:
+        logits.sum().item()
+        time.sleep(60)
+    logits.sum().item()
+    queued = dist.all_reduce(torch.zeros(4, device=own), async_op=True)
+    with pytest.raises(RuntimeError, match="device-side assert triggered"):
+        torch.nn.functional.cross_entropy(torch.zeros(2, 4, device=own), labels)
+    time.sleep(60)
+    del queued
+
+
+def a_bound_device_connects_at_once(rank: int) -> None:
+    """It waits for the others longer than the timeout; groups of meshes are split from it then."""
+    if rank == 1:
+        time.sleep(2 * TIMEOUT_S)
+    start = time.monotonic()
+    own = _join(rank, binds=True)
+    assert rank == 1 or time.monotonic() - start > TIMEOUT_S
+    print("connected")
+    mesh = torch.distributed.init_device_mesh(own.type, (1, 2), mesh_dim_names=("replicate", "shard"))
+    tensor = torch.ones(4, device=own)
+    for group in (mesh["shard"].get_group(), mesh["replicate"].get_group(), dist.new_group([1])):
+        if group != dist.GroupMember.NON_GROUP_MEMBER:
+            dist.all_reduce(tensor, group=group)
+    assert dist.new_group(backend="gloo") is not None
+    print(f"sum {tensor.sum().item():g}")
+    dist.destroy_process_group()
+
+
+def _be(rank: int, scenario: str, port: int, folder: Path) -> None:
+    become_rank(rank, 2, port, folder)
+    os.environ[devices.VARIABLE] = "nccl"
+    os.environ[nccl_like.RUN_AHEAD] = str(folder / "happened")
+    globals()[scenario](rank)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "statuses", "printed"),
+    [
+        ("peer_dies", (-signal.SIGABRT, 3), ["queued", "ran ahead", "OpType=ALLREDUCE, Timeout(ms)=1500"]),
+        ("error_in_a_kernel", (0, 0), ["all raised"]),
+        ("error_in_a_kernel_beside_a_collective", (-signal.SIGABRT, None), ["second device error: device-side assert"]),
+        ("a_bound_device_connects_at_once", (0, 0), ["connected", "sum 8"]),
+    ],
+)
+def test_in_processes_of_their_own(
+    extension: None, tmp_path: Path, scenario: str, statuses: tuple[int | None, ...], printed: list[str]
+) -> None:
+    """What two ranks print, and how they end."""
+    context = forked()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    processes = [context.Process(target=_be, args=(rank, scenario, port, tmp_path)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    with killed_at_the_end(processes):
+        for process, status in zip(processes, statuses, strict=True):
+            process.join(40 if status is not None else 0)
+        found = tuple(process.exitcode for process in processes)
+    text = (tmp_path / "rank0.log").read_text()
+    assert found == statuses, text
+    places = [text.find(each) for each in printed]
+    assert -1 not in places, text
+    assert places == sorted(places), text
+    assert "not reached" not in text

@@ -1,0 +1,261 @@
+"""The head of a model is gathered and kept with its root, and its gradient is reduced by itself, while others run.
+
+Below a size it stays in the root's group; here every head is large enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_automodel import AutomodelStrategy
+from lightning_automodel.sharding import units
+from lightning_automodel.sharding.units import HEAD_ELEMENTS, plan_sharding
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import VOCABULARY, WIDTH, Batch, TinyDecoder, full_weights
+from tests.trainer.plain import ModelModule, plain_weights
+from tests.trainer.runs import TOLERANCE, loader, make_trainer
+from tests.trainer.test_layouts import CASE2, CASE4, MODES, REPLICAS, deviation
+
+ACCUMULATE = 3
+
+
+@contextmanager
+def every_head() -> Iterator[None]:
+    """Heads of any size are reduced by themselves."""
+    with mock.patch.object(units, "HEAD_ELEMENTS", 1):
+        yield
+
+
+class ByItsWeight(TinyDecoder):
+    """Computes logits from the head's weight, as fused losses do, and never calls the head."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return F.linear(self.norm(hidden), self.head.weight, self.head.bias)
+
+
+class InBothWays(TinyDecoder):
+    """Uses the head's weight before the blocks as well, so that gradients reach it after the head's own backward."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embedding(input_ids) + F.embedding(input_ids, self.head.weight)
+        hidden = hidden + F.linear(hidden, self.head.weight[:WIDTH])
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+class FrozenHead(TinyDecoder):
+    """Trains all but its head."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.head.requires_grad_(False)
+
+
+MODELS = [TinyDecoder, ByItsWeight, InBothWays, FrozenHead]
+
+
+def _make(kind: type[TinyDecoder]) -> nn.Module:
+    return kind(CASE2.seed).double()
+
+
+def _fit(kind: type[TinyDecoder], options: dict[str, Any], num_ranks: int, fits: int = 1) -> dict[str, Tensor]:
+    module = ModelModule(_make(kind))
+    case = replace(CASE4, num_ranks=num_ranks)
+    with every_head():
+        for _ in range(fits):
+            strategy = AutomodelStrategy(**options)
+            trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, limit_val_batches=1)
+            trainer.fit(module, loader(case), loader(case))
+            if fits == 1:
+                assert strategy.describe()["head"] == "model.head (Linear)"
+                assert len(strategy.describe()["units"]) == len(module.model.blocks)
+    return full_weights(module.model)
+
+
+@pytest.mark.parametrize("mode", ["True-resharded", "True-kept", "False-resharded"])
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.every_case
+def test_weights_equal_one_process(pool2: RankPool, kind: type[TinyDecoder], mode: str) -> None:
+    """Whether a step calls the head, takes its weight, or both."""
+    expected = plain_weights(_make(kind), ACCUMULATE, CASE2)
+    for weights in pool2.run(_fit, kind, MODES[mode], 2):
+        assert deviation(weights, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("mode", ["all_reduce-resharded", "True-kept"])
+def test_replicas_of_shards(pool4: RankPool, mode: str) -> None:
+    """Two replicas of two shards."""
+    for kind in MODELS:
+        expected = plain_weights(_make(kind), ACCUMULATE, CASE4)
+        for weights in pool4.run(_fit, kind, REPLICAS | MODES[mode], 4):
+            assert deviation(weights, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "option", [{"activation_checkpointing": True}, {"cpu_offload": True}, {"prefetch": 2}], ids=str
+)
+@pytest.mark.every_case
+def test_beside_other_options(pool2: RankPool, option: dict[str, Any]) -> None:
+    """The head is no block: it is not recomputed, neither in the second fit, which finds it sharded."""
+    expected = pool2.run(_fit, TinyDecoder, {}, 2, 2)
+    for weights, unchanged in zip(pool2.run(_fit, TinyDecoder, option, 2, 2), expected, strict=True):
+        assert deviation(weights, unchanged) <= TOLERANCE
+
+
+class _Scatters(TorchDispatchMode):
+    """Elements of each reduce-scatter, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numels: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ == "_reduce_scatter_base_":
+            self.numels.append(args[1].numel())
+        return func(*args, **(kwargs or {}))
+
+
+class _Counted(ModelModule):
+    """Notes what the last backward reduces, and in which order."""
+
+    def on_before_zero_grad(self, *args: Any) -> None:
+        self.scatters = _Scatters()
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with self.scatters:
+            super().backward(loss, *args, **kwargs)
+
+
+def _reduced(threshold: int) -> tuple[list[int], int, int]:
+    module = _Counted(_make(TinyDecoder))
+    with mock.patch.object(units, "HEAD_ELEMENTS", threshold):
+        make_trainer(AutomodelStrategy()).fit(module, loader(CASE2))
+    root = [module.model.embedding, module.model.norm]
+    head = sum(parameter.numel() for parameter in module.model.head.parameters())
+    return module.scatters.numels, head, sum(parameter.numel() for part in root for parameter in part.parameters())
+
+
+def test_its_gradient_is_reduced_first(pool2: RankPool) -> None:
+    """And only the embedding's, and what else the root has, after the whole backward. Sizes are padded to the ranks."""
+    for (before, head, root), (after, _, _) in zip(
+        pool2.run(_reduced, HEAD_ELEMENTS), pool2.run(_reduced, 1), strict=True
+    ):
+        assert len(after) == len(before) + 1
+        assert head <= after[0] <= head + 16
+        assert root <= after[-1] <= root + 16
+        assert head + root <= before[-1] <= head + root + 32
+        assert before[:-1] == after[1:-1]
+
+
+class CallsTheHead(ModelModule):
+    """Calls the head by itself between steps, and keeps what it returns."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.returned = self.model.head(torch.ones(1, WIDTH, dtype=torch.float64, device=self.device))
+
+
+def _called_alone() -> tuple[Tensor, Tensor, bool]:
+    module = CallsTheHead(_make(TinyDecoder))
+    with every_head():
+        make_trainer(AutomodelStrategy(), accumulate_grad_batches=ACCUMULATE).fit(module, loader(CASE2))
+    weights = full_weights(module.model)
+    return (
+        module.returned,
+        weights["head.weight"].sum(1) + weights["head.bias"],
+        hasattr(module.model.head.weight, "placements"),
+    )
+
+
+def test_called_outside_of_a_step(pool2: RankPool) -> None:
+    """It has the newest weights, and they are sharded again afterwards."""
+    for returned, expected, is_sharded in pool2.run(_called_alone):
+        torch.testing.assert_close(returned[0], expected, rtol=1e-12, atol=1e-12)
+        assert is_sharded
+
+
+class WithoutTheHead(TinyDecoder):
+    """Calls its head on the first rank alone."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if dist.get_rank() == 0:
+            return super().forward(input_ids)
+        hidden = self.embedding(input_ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return F.pad(self.norm(hidden), (0, VOCABULARY - WIDTH))
+
+
+def _refused() -> str:
+    with pytest.raises(RuntimeError) as raised:
+        _fit(WithoutTheHead, {}, 2)
+    return str(raised.value)
+
+
+def test_called_on_some_ranks_alone(pool2: RankPool) -> None:
+    """Others would reduce its gradient at another time."""
+    for message in pool2.run(_refused):
+        assert message.startswith(
+            "Ranks use different FSDP units in the same forward: rank 0 begins the backward while rank 1 begins the"
+            " backward without having called model.head, so one rank gets"
+        )
+
+
+class Model(nn.Module):
+    """A decoder as far as its parts go."""
+
+    def __init__(self, tied: bool = False, heads: int = 1) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, 100) for _ in range(2))
+        self.heads = nn.ModuleDict({f"head{index}": nn.Linear(WIDTH, VOCABULARY) for index in range(heads)})
+        self.register_buffer("rank", torch.tensor(0))
+        if tied:
+            self.heads["head0"].weight = self.embedding.weight
+
+    def forward(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "name"),
+    [
+        (Model(), (None, True), "heads.head0"),
+        (Model(tied=True), (None, True), None),
+        (Model(heads=2), (None, True), None),
+        (Model(), (None, False), None),
+        (Model(), ({nn.Linear}, True), None),
+        (Model(heads=0), (None, True), None),
+    ],
+    ids=["one", "tied", "several", "manual optimization", "policy", "none"],
+)
+def test_which_module_is_the_head(model: nn.Module, options: tuple[Any, bool], name: str | None) -> None:
+    """One linear layer outside of all units, that shares nothing, where the strategy chooses units."""
+    with every_head():
+        head = plan_sharding(model, *options).head
+    assert head is (None if name is None else model.get_submodule(name))
+    assert plan_sharding(model, *options).head is None  # too small
+
+
+def test_a_large_one_on_the_meta_device() -> None:
+    """From 16.8 million elements on."""
+    for features, is_head in ((2**13, True), (2**13 - 2, False)):
+        with torch.device("meta"):
+            model = Model()
+            model.heads["head0"] = nn.Linear(2**11, features, bias=False)
+        assert (plan_sharding(model, None, True).head is not None) == is_head
+    assert not dist.is_initialized()
