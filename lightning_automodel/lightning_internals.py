@@ -170,6 +170,17 @@ def is_validation_due(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._should_check_val_fx(training_data_fetcher(trainer))
 
 
+def patch_validation_clock(trainer: Trainer, agree: Callable[[bool], bool], patches: PatchStack) -> None:
+    """Let ``agree`` decide for all ranks whether a validation is due, if that goes by each rank's own clock.
+
+    It is given this rank's decision, once after each training batch.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    is_due = epoch_loop._should_check_val_fx
+    if getattr(trainer, "_val_check_time_interval", None) is not None:  # Trainer(val_check_interval=timedelta(...))
+        patches.set(epoch_loop, "_should_check_val_fx", lambda *args: agree(is_due(*args)))
+
+
 def skip_validation(validation_loop: Any) -> None:
     """Mark the validation as run: for an unfinished one, a restarted training loop would draw another batch."""
     validation_loop._has_run = True

@@ -69,11 +69,7 @@ class MicroBatches:
             except StopIteration as error:
                 if self._draws_its_batches or dist.get_world_size() == 1:  # there it is the end of the data
                     raise
-                raise RuntimeError(
-                    "training_step raised StopIteration. Lightning takes it for the end of the data and ends the epoch"
-                    " on this rank alone, while the others wait. Begin the iterator anew where it ends, or return -1"
-                    " from on_train_batch_start on all ranks to end an epoch early."
-                ) from error
+                raise checks.stopped_by_user_code("training_step") from error
         if not self.module.automatic_optimization:
             self.engine.sync.end_step()
         if self.module.automatic_optimization and output is not None:

@@ -40,6 +40,7 @@ from lightning_automodel.checkpoint import (
     restorable_state,
     whole,
 )
+from lightning_automodel.data.batches import Exchange
 from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.first_rank import FirstRankPerNode
 from lightning_automodel.distributed.mesh import RunMesh, adopt_mesh, build_mesh, resolve_sizes
@@ -387,6 +388,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._close_run()  # if an `on_exception` hook raised, Lightning did not tear down the last run
         if self.world_size > 1:
             lightning_internals.patch_signals(trainer, self._supervisor.ask_to_requeue, self._patches)
+            lightning_internals.patch_validation_clock(trainer, self._as_on_rank_0, self._patches)
         if (note := self._checkpoints.choose_form(self.checkpoint_io, self.world_size)) is not None:
             self._advice.say_once(note)
         self._checkpoints.patch_callbacks(trainer, self._patches)
@@ -425,6 +427,11 @@ class AutomodelStrategy(ParallelStrategy):
                 for parameter, state in optimizer.state.items():
                     optimizer.state[parameter] = move_data_to_device(state, self.root_device)
         self._advice.say_once(summary(self.describe()), say=rank_zero_info)
+
+    def _as_on_rank_0(self, decision: bool) -> bool:
+        """What rank 0 decides. A collective on the host."""
+        sent = Exchange(collectives.host_group(self._options.parsed_timeout), decision)
+        return bool(sent.received()[0, 0])
 
     @override
     def model_to_device(self) -> None:
@@ -474,6 +481,15 @@ class AutomodelStrategy(ParallelStrategy):
         self._required_run.windows.reset()
         if self._resume is not None:
             self._resume.on_train_start()
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        try:
+            return super().batch_to_device(batch, device, dataloader_idx)
+        except StopIteration as error:
+            if self.world_size == 1:
+                raise
+            raise checks.stopped_by_user_code("The transfer of a batch (transfer_batch_to_device)") from error
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -26,6 +26,7 @@ from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
 from lightning_automodel.gradients.windows import GradientWindows, mixing_shards, optimizer_parameters
+from lightning_automodel.lightning_internals import draws_its_batches
 from lightning_automodel.micro_batch import MicroBatches
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.patching import PatchStack
@@ -253,7 +254,12 @@ class TrainingRun:
             with self.engine.evaluation():
                 args, attention = self.micro_batches.sliced(args, step.__name__)
                 with checks.explained_errors(), attention:
-                    return step(*args, **kwargs)
+                    try:
+                        return step(*args, **kwargs)
+                    except StopIteration as error:
+                        if self._mesh.group.size() == 1 or draws_its_batches(getattr(self.module, step.__name__)):
+                            raise
+                        raise checks.stopped_by_user_code(step.__name__) from error
 
         return self.inputs.evaluate(evaluate, args, begin, self.engine.join_evaluation)
 

@@ -346,15 +346,47 @@ class StopsByItself(LabelledModule):
         return self(batch)
 
 
-def _stop_by_itself(options: dict[str, Any]) -> None:
-    make_trainer(AutomodelStrategy(**options)).fit(StopsByItself(), _loader((4, 4), False))
+class StopsValidation(LabelledModule):
+    """Draws from an iterator of its own in a validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if dist.get_rank() == 1 and batch_idx == 1:
+            next(iter(()))
+        return self(batch)
+
+
+class StopsTransfer(LabelledModule):
+    """Draws from an iterator of its own where batches are moved."""
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        if dist.get_rank() == 1:
+            next(iter(()))
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+
+STOPPED = {
+    "training_step": StopsByItself,
+    "validation_step": StopsValidation,
+    "The transfer of a batch (transfer_batch_to_device)": StopsTransfer,
+}
+
+
+def _stop_by_itself(options: dict[str, Any], where: str) -> None:
+    trainer = make_trainer(AutomodelStrategy(**options))
+    if where == "validation_step":
+        trainer.validate(STOPPED[where](), _loader((4, 4), False), verbose=False)
+    else:
+        trainer.fit(STOPPED[where](), _loader((4, 4), False))
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}])
-def test_stop_iteration_of_a_step(pool2: RankPool, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [({}, "training_step"), ({"data_parallel": "ddp"}, "training_step"), *(({}, where) for where in list(STOPPED)[1:])],
+)
+def test_stop_iteration_of_user_code(pool2: RankPool, options: dict[str, Any], where: str) -> None:
     """Lightning would take it for the end of the data on one rank, and the others would wait for it."""
     with pytest.raises(RankError) as raised:
-        pool2.run(_stop_by_itself, options)
-    assert "training_step raised StopIteration" in raised.value.failures[1]
+        pool2.run(_stop_by_itself, options, where)
+    assert f"{where} raised StopIteration" in raised.value.failures[1]
     assert 0 in raised.value.failures
