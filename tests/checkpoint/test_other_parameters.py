@@ -16,8 +16,13 @@ from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights
 from tests.trainer.runs import CASE, TOLERANCE
 
-PAIRS = [("shards", "shards"), ("replicated", "replicated"), ("one_file_of_shards", "replicated")]
-OTHER_PAIRS = [("replicated", "shards"), ("shards", "replicated"), ("replicated_directory", "one_file_of_shards")]
+PAIRS = [("shards", "shards"), ("replicated", "replicated")]
+OTHER_PAIRS = [
+    ("one_file_of_shards", "replicated"),
+    ("replicated", "shards"),
+    ("shards", "replicated"),
+    ("replicated_directory", "one_file_of_shards"),
+]
 
 
 class Choosing(AdamModule):
