@@ -1,0 +1,192 @@
+"""`python -m tests.resume.search --seconds 300 --seed 7`: fits saved and resumed at random points, again and again.
+
+Each case draws a kind of loader, a schedule, callbacks, a data module that counts, the length of windows, the engine
+and the form of checkpoints. It prints what differs from the fit that was never stopped; `--case 12` runs one again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, GradientAccumulationScheduler
+from torch.utils.data import DataLoader, Subset
+
+from tests.rank_pool import RankError, RankPool
+from tests.resume.resuming import (
+    Counts,
+    Learner,
+    Saver,
+    Setting,
+    Still,
+    collate,
+    differences,
+    disturb,
+    make_trainer,
+    outcome,
+    training_loader,
+)
+
+LOADERS = (
+    "own generator",
+    "global generator",
+    "yielding",
+    "preloading",
+    "random sampler",
+    "stateful sampler",
+    "max_size_cycle",
+    "min_size",
+)
+ENGINES: tuple[dict[str, Any], ...] = (
+    {"data_parallel": "ddp"},
+    {"data_parallel": "ddp", "save_distributed_checkpoint": True},
+    {"data_parallel": "fsdp2"},
+    {"data_parallel": "fsdp2", "save_distributed_checkpoint": False},
+)
+SCHEDULES = ("step", "epoch", "plateau", "by hand")
+HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_after_backward",
+    "on_train_batch_end",
+    "on_validation_batch_end",
+    "on_validation_end",
+    "on_train_epoch_end",
+)
+CALLBACKS: dict[str, Callable[[], Callback]] = {
+    "counts": Counts,
+    "ema": lambda: EMAWeightAveraging(decay=0.7),
+    "windows": lambda: GradientAccumulationScheduler({0: 2, 1: 3}),
+}
+
+
+class Searched(Learner):
+    """May step its schedule with every batch."""
+
+    def configure_optimizers(self) -> Any:
+        if self.schedule != "by hand":
+            return super().configure_optimizers()
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=99)
+        return [optimizer], [{"scheduler": schedule, "interval": "epoch", "frequency": 1000}]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.schedule == "by hand":
+            self.lr_schedulers().step()
+
+
+class CountingData(LightningDataModule):
+    """Counts its training batches, and keeps the count."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.count = kind, 0
+
+    def train_dataloader(self) -> Any:
+        return training_loader(self.kind, dist.get_rank(), dist.get_world_size())
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Subset(Still(), range(11)), batch_size=4, collate_fn=collate)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.count += bool(self.trainer.training)
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def draw(seed: int, number: int) -> dict[str, Any]:
+    """The case of a number."""
+    rng = random.Random(f"{seed}-{number}")
+    return {
+        "loader": rng.choice(LOADERS),
+        "engine": rng.choice(ENGINES),
+        "schedule": rng.choice(SCHEDULES),
+        "callbacks": tuple(sorted(rng.sample(sorted(CALLBACKS), rng.randrange(len(CALLBACKS) + 1)))),
+        "accumulate": rng.randint(1, 3),
+        "validate_every": rng.choice([1.0, 1, 2, 3]),
+        "stops": tuple((rng.choice(HOOKS), rng.randint(1, 5)) for _ in range(rng.randint(1, 2))),
+    }
+
+
+def fit(case: dict[str, Any], seed: int, savers: list[Callback], ckpt_path: Path | None = None) -> dict[str, Any]:
+    """Runs on every rank: what must be the same of a fit."""
+    options = {
+        "precision": "64-true",
+        "limit_train_batches": 2 if case["loader"] == "min_size" else 4,
+        "val_check_interval": min(case["validate_every"], 2)
+        if case["loader"] == "min_size"
+        else case["validate_every"],
+        "accumulate_grad_batches": 1 if "windows" in case["callbacks"] else case["accumulate"],
+    }
+    disturb(1000 * seed + dist.get_rank())
+    setting = Setting(case["engine"], options, loader=case["loader"])
+    trainer: Trainer = make_trainer(setting, [*(CALLBACKS[name]() for name in case["callbacks"]), *savers])
+    data = CountingData(case["loader"])
+    trainer.fit(Searched(schedule=case["schedule"]), datamodule=data, ckpt_path=ckpt_path)
+    return {**outcome(trainer), "count": data.count}
+
+
+def compared(case: dict[str, Any], folder: Path) -> list[str]:
+    """Runs on every rank: what differs where a fit goes on that was stopped again and again."""
+    expected = fit(case, 1, [])
+    path = None
+    for index, (hook, when) in enumerate(case["stops"]):
+        saver = Saver(hook, when, folder / f"{index}.ckpt")
+        fit(case, 1 if path is None else index + 3, [saver], path)
+        if saver.logged < 0:
+            break
+        path = saver.path
+    return [] if path is None else differences(expected, fit(case, 2, [], path))
+
+
+def judge(pool: RankPool, case: dict[str, Any]) -> str:
+    """What is wrong with a case, if anything."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            found = pool.run(compared, case, Path(folder), timeout_s=45)
+        except (RankError, TimeoutError) as error:
+            return str(error)[-1500:]
+    return "" if not any(found) else f"{[differing[:4] for differing in found]}"
+
+
+def main() -> int:
+    """Search until the time is over; 1 if something was found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.resume.search", description=__doc__.partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--case", type=int)
+    arguments = parser.parse_args()
+    pool, began, num_found, number = RankPool(2), time.monotonic(), 0, arguments.first
+    try:
+        while time.monotonic() - began < arguments.seconds:
+            number = number if arguments.case is None else arguments.case
+            case = draw(arguments.seed, number)
+            if wrong := judge(pool, case):
+                num_found += 1
+                print(f"FOUND case {number} of seed {arguments.seed}: {case}\n{wrong}", flush=True)
+            number += 1
+            if arguments.case is not None:
+                break
+    finally:
+        pool.stop()
+    print(f"{number - arguments.first} cases of seed {arguments.seed}, {num_found} findings", flush=True)
+    return num_found > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
