@@ -14,7 +14,7 @@ import lightning_automodel
 from lightning_automodel import release_probe
 from lightning_automodel.release_probe import UnsupportedReleaseError
 
-MAX_PRIVATE_NAMES = 74
+MAX_PRIVATE_NAMES = 75
 MAX_OUTSIDE = 0
 PACKAGE = Path(lightning_automodel.__file__).parent
 INTERNALS = ("torch_internals.py", "lightning_internals.py")

@@ -50,7 +50,8 @@ class TrainingLoaders:
                 " from the end of an epoch."
             )
         else:
-            self._recorders.append(RecordingSampler(loader, self._device, self._used_and_epoch))
+            # No bound method, which a copy of the loader would follow to the trainer and its model.
+            self._recorders.append(RecordingSampler(loader, self._device, lambda: self._used_and_epoch()))
 
     def _say_if_saving(self, text: str) -> None:
         if any(isinstance(callback, Checkpoint) for callback in self._trainer.callbacks):  # type: ignore[attr-defined]

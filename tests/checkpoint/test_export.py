@@ -112,7 +112,7 @@ def test_tensor_parallel_ranks(pool4: RankPool, tmp_path: Path) -> None:
     assert all(torch.equal(value, weights[name]) for name, value in model.named_parameters())
 
 
-@pytest.mark.parametrize("make_model", [tied_llama, untied_gpt2, vera_llama, t5, mixtral])
+@pytest.mark.parametrize("make_model", [tied_llama, untied_gpt2, t5, mixtral])
 def test_every_kind_of_model_comes_back(tmp_path: Path, make_model: Any) -> None:
     """Ties of several names, none at all, and experts, which are kept in another form on the hub."""
     model = make_model()
