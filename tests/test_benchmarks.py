@@ -93,7 +93,7 @@ def _planned(case: Any, recompute: bool) -> float:
     return Plan(micro, options, case.ranks, case.accumulate, DEVICES["h100"], 8).high_water / 1e9
 
 
-@pytest.mark.parametrize("gigabytes", [80, 141])
+@pytest.mark.parametrize("gigabytes", [80, pytest.param(141, marks=pytest.mark.sweep)])
 def test_stages_fit(monkeypatch: pytest.MonkeyPatch, gigabytes: int) -> None:
     """Every case of every stage on one card, by the plan. What keeps some activations counts as what keeps all."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
