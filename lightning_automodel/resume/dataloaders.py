@@ -133,8 +133,8 @@ class TrainingLoaders:
         self._states = {at.batches: [position.get("state") for position in positions]}
         for loader, position in zip(loaders, positions, strict=False):
             # A recorder that has drawn nothing yet sets its samplers when it does, which it may not in this epoch.
-            recorder = _recorder(loader)
-            newest = None if recorder is None else recorder.iteration
+            own = _recorder(loader)
+            newest = None if own is None else own.iteration
             has_drawn = newest is not None and newest.num_drawn > 0
             goes_on = at.is_iterated and (is_stateful(loader) or ("iteration" in position and has_drawn))
             rng.set_own_states(loader, position["generators"], [] if goes_on else position["samplers"])
