@@ -133,7 +133,11 @@ class TrainingLoaders:
             _start_persistent_workers(loaders)
         self._states = {at.batches: [position.get("state") for position in positions]}
         for loader, position in zip(loaders, positions, strict=False):
-            goes_on = at.is_iterated and (is_stateful(loader) or "iteration" in position)
+            # A recorder that has drawn nothing yet sets its samplers when it does, which it may not in this epoch.
+            own = _recorder(loader)
+            newest = None if own is None else own.iteration
+            has_drawn = newest is not None and newest.num_drawn > 0
+            goes_on = at.is_iterated and (is_stateful(loader) or ("iteration" in position and has_drawn))
             rng.set_own_states(loader, position["generators"], [] if goes_on else position["samplers"])
 
     @contextmanager

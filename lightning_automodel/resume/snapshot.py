@@ -61,9 +61,20 @@ def unsaved_buffers(
         if path in modules and getattr(modules[path], attribute, now) is None:
             changed[name] = None
     for name, value in copies.items():
-        if not (_are_equal(value, first.get(name)) and _are_equal(value, now.get(name))):
+        # Within a validation, an average and the module have each other's values.
+        swapped = [now[each] for each in _swapped_names(name) if each in now]
+        held = [first.get(name), now.get(name), *swapped]
+        if not all(_are_equal(value, each) for each in held):
             changed[name] = value
     return changed
+
+
+def _swapped_names(name: str) -> list[str]:
+    """Names of what a first average holds for a buffer of the module, or the module for one of any average."""
+    average, _, own = name.partition(".module.")
+    if own and average.removeprefix("average").isdigit():
+        return [own]
+    return [f"average0.module.{name}"]
 
 
 def metrics(module: "pl.LightningModule") -> dict[str, dict[str, Any]]:

@@ -108,3 +108,10 @@ def test_sampler_that_draws_random_numbers_for_each_batch(pool1: RankPool, kind:
     setting = Setting({"data_parallel": "ddp"}, {"precision": "64-true"}, loader=kind)
     for differing in pool1.run(compare, setting, tmp_path, *STOPS, timeout_s=200):
         assert differing == []
+
+
+def test_stateful_sampler_after_the_last_batch(pool1: RankPool, tmp_path: Path) -> None:
+    """No index of that epoch is drawn again, and the sampler counts its epochs all the same."""
+    setting = Setting({"data_parallel": "ddp"}, LIMITED, loader="stateful sampler")
+    for differing in pool1.run(compare, setting, tmp_path, ("on_train_batch_end", 4), ("on_validation_batch_end", 1)):
+        assert differing == []

@@ -42,6 +42,14 @@ def test_averages_within_a_validation(pool2: RankPool, strategy: dict[str, Any],
         assert differing == []
 
 
+def test_buffers_within_a_validation_and_a_window(pool2: RankPool, tmp_path: Path) -> None:
+    """Statistics are as before the window, where the average that the module holds instead has these values too."""
+    trainer = {"precision": "64-true", "max_epochs": 1, "limit_train_batches": 4, "val_check_interval": 1}
+    setting = Setting(FSDP2, {**trainer, "accumulate_grad_batches": 3}, callbacks=averaging)
+    for differing in pool2.run(compare, setting, tmp_path, ("on_validation_batch_end", 1)):
+        assert differing == []
+
+
 class StepsByHand(Learner):
     """Steps its schedule with every batch, as warm-ups of batches do."""
 
