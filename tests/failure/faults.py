@@ -327,12 +327,7 @@ def run(cell: Cell, folder: Path) -> Outcome:
 
 def run_once(cell: Cell, folder: Path) -> Outcome:
     """Run all ranks until those that should have left, at most for ``PATIENCE_S`` seconds."""
-    context = forked()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    processes = [context.Process(target=train, args=(cell, rank, port, folder)) for rank in range(WORLD_SIZE)]
-    for process in processes:
-        process.start()
+    processes = started_ranks(train, cell, folder)
     others = [rank for rank in range(WORLD_SIZE) if rank != cell.rank]
     with killed_at_the_end(processes):
         deadline = time.monotonic() + PATIENCE_S
@@ -352,6 +347,17 @@ def run_once(cell: Cell, folder: Path) -> Outcome:
     all_raised = all(each.exists() for each in raised)
     raised_s = max(float(each.read_text()) for each in raised) - since if all_raised else None
     return Outcome(statuses, outputs, end - since, raised_s)
+
+
+def started_ranks(target: Callable[..., None], case: Any, folder: Path) -> list[Any]:
+    """All ranks as processes, each of which runs ``target(case, rank, port, folder)``; the port is free."""
+    context = forked()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    processes = [context.Process(target=target, args=(case, rank, port, folder)) for rank in range(WORLD_SIZE)]
+    for process in processes:
+        process.start()
+    return processes
 
 
 @contextlib.contextmanager

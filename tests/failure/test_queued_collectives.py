@@ -30,8 +30,7 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed import collectives, process_group
 from tests import devices
-from tests.failure.faults import MESSAGE, Model, Ragged, become_rank, killed_at_the_end
-from tests.processes import forked
+from tests.failure.faults import MESSAGE, Model, Ragged, become_rank, killed_at_the_end, started_ranks
 from tests.second_device import build
 from tests.trainer.runs import SILENT
 
@@ -235,12 +234,7 @@ class Outcome:
 
 
 def _run(case: Case, folder: Path) -> Outcome:
-    context = forked()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    processes = [context.Process(target=_rank, args=(case, rank, port, folder)) for rank in range(WORLD_SIZE)]
-    for process in processes:
-        process.start()
+    processes = started_ranks(_rank, case, folder)
     with killed_at_the_end(processes):
         running, deadline = {process.sentinel for process in processes}, time.monotonic() + PATIENCE_S
         while running and (ended := wait(list(running), max(0.0, deadline - time.monotonic()))):
