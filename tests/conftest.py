@@ -1,7 +1,8 @@
 """Fixtures of all tests: the rank pools, which are started once, and a process that is as it was.
 
 How to run: `pytest` for the suite, `pytest -m sweep` for what takes long, `pytest tests/gradients` for one room.
-A test on ranks with several sets of parameters runs the first by default; the sweep has the rest.
+A test on ranks with several sets of parameters runs the first by default, `every_case` all of them, and `each_value`
+those that have a value which none before has; the sweep has the rest.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import tests.entry_points  # noqa: F401  # for the Trainers of this process
 from tests.processes import start_importing
 from tests.rank_pool import RankPool
+from tests.second_device import build
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,15 +30,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave all sets of parameters but the first to the sweep, unless the test is marked `every_case`."""
+    """Leave all sets of parameters but the first to the sweep, unless a mark of the test asks for more."""
     by_test: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         on_ranks = {"pool1", "pool2", "pool4"} & set(getattr(item, "fixturenames", ()))
         if on_ranks and not item.get_closest_marker("sweep") and not item.get_closest_marker("every_case"):
             by_test[item.nodeid.split("[")[0]].append(item)
     for cases in by_test.values():
-        for item in cases[1:]:
-            item.add_marker(pytest.mark.sweep)
+        met: set[tuple[str, str]] = set()
+        for number, item in enumerate(cases):
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            values = {(name, repr(value)) for name, value in parameters.items()}
+            is_new = not values <= met if item.get_closest_marker("each_value") else number == 0
+            met |= values
+            if not is_new:
+                item.add_marker(pytest.mark.sweep)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,8 +54,13 @@ def pytest_configure(config: pytest.Config) -> None:
         start_importing()
 
 
-def pytest_collection_finish() -> None:
-    """Let the collector pass over what is imported by now: a full collection takes a third of a second otherwise."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the collector pass over what is imported by now: a full collection takes a third of a second otherwise.
+
+    The second device is compiled beside the tests that come before it is needed.
+    """
+    if not session.config.option.collectonly and any("extension" in item.fixturenames for item in session.items):
+        build.compile_ahead()
     gc.collect()
     gc.freeze()
 
@@ -73,6 +87,14 @@ def pool4() -> Iterator[RankPool]:
     pool = RankPool(4)
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def extension() -> None:
+    """The second device, compiled before any rank waits for it."""
+    if build.compiler() is None:
+        pytest.skip("needs a C++ compiler")
+    build.built()
 
 
 @pytest.fixture(autouse=True)

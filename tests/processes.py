@@ -18,6 +18,7 @@ IMPORTED = (
     "lightning.pytorch",
     "torch.distributed.fsdp",
     "lightning_automodel",
+    "tests.entry_points",
     "tests.launch.launched",
     "tests.frozen",
 )

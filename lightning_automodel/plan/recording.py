@@ -17,7 +17,6 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lightning_automodel import lightning_internals, torch_internals
@@ -57,7 +56,7 @@ class Parameter(NamedTuple):
         return -(-self.rows // ranks) * (self.numel // max(self.rows, 1))
 
 
-class MicroBatch(TorchDispatchMode):
+class MicroBatch(torch_internals.TorchDispatchMode):
     """What one micro-batch does on one rank; as a mode, it follows new tensors, operations and collectives."""
 
     def __init__(self) -> None:

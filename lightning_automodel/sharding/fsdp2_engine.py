@@ -108,25 +108,25 @@ class FSDP2Engine(Engine):
 
         One rank short of memory decides for all.
         """
-        options, is_alone = self.options, self.mesh.sizes.divisor == 1
-        # On one rank, deferral would save nothing and only keep gradients out of ``.grad``.
-        defer = False if is_alone else options.defer_fsdp_grad_sync
+        options = self.options
+        defer = options.defer_fsdp_grad_sync
+        defer_reason = None
+        if self.mesh.sizes.divisor == 1:
+            # Deferral would save nothing and only keep gradients out of ``.grad``.
+            defer = False
+            defer_reason = "one rank reduces nothing"
         reshard = options.reshard_during_accumulation
-        is_manual = not module.automatic_optimization
         keep: bool | Literal["auto"] = "auto" if reshard == "auto" else not reshard
-        if keep == "auto" and is_manual:
+        keep_reason = None
+        if keep == "auto" and not module.automatic_optimization:
             keep = False
+            keep_reason = "manual optimization may step between two forwards of one training step"
         own = needed = memory.estimate(module, self.device)
         free = None
         if "auto" in (defer, keep):
             free = memory.free_bytes(self.device, self._local_ranks)
             needed, free = memory.agree(own, free, self.device, self.mesh.groups)
-        choice = memory.choose(defer, keep, needed, free)
-        if is_alone:
-            choice = replace(choice, defer_reason="one rank reduces nothing")
-        if reshard == "auto" and is_manual:
-            reason = "manual optimization may step between two forwards of one training step"
-            choice = replace(choice, keep_reason=reason)
+        choice = memory.choose(defer, keep, needed, free, defer_reason, keep_reason)
         if choice.keep or "roots" in self._report:
             self._report["reshard_after_forward"] = False if choice.keep else options.reshard_after_forward
         self._report |= {

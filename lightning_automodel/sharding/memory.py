@@ -33,14 +33,17 @@ def choose(
     keep: bool | Literal["auto"],
     needed: dict[str, int],
     free: int | None,
+    defer_reason: str | None = None,
+    keep_reason: str | None = None,
 ) -> Choice:
     """Decide what is ``"auto"``: whether gradients are deferred, and parameters kept gathered, during a window.
 
     Both come out of one estimate. Gradients come first: parameters are kept if they fit as well. ``needed``
-    (:func:`estimate`) and ``free`` must be the same on all ranks (:func:`agree`), so that these decide alike.
+    (:func:`estimate`) and ``free`` must be the same on all ranks (:func:`agree`), so that these decide alike. A reason
+    is that of what the caller has decided; without one, the option is.
     """
-    keep_reason = f"reshard_during_accumulation={not keep}"
-    defer_reason = f"defer_fsdp_grad_sync={defer!r}"
+    defer_reason = defer_reason or f"defer_fsdp_grad_sync={defer!r}"
+    keep_reason = keep_reason or f"reshard_during_accumulation={not keep}"
     if defer == "auto":
         others = needed[STATE] + (needed[PARAMETERS] if keep is True else 0)
         defer, defer_reason = _compare(others + needed[GRADIENTS], free)

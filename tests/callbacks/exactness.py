@@ -131,13 +131,14 @@ def make_strategy(training: Training) -> Any:
 
 def run(training: Training, checked: bool = True) -> tuple[ExactnessCheck, LightningModule]:
     """Fit on the ranks of the pool."""
-    check = ExactnessCheck(**{"steps": 2, **training.check})
+    steps = training.check.get("steps", 1)
+    check = ExactnessCheck(**{**training.check, "steps": steps})
     rank = dist.get_rank() if dist.is_initialized() else 0
     module = training.module()
     trainer = make_trainer(
         make_strategy(training),
         callbacks=[*training.callbacks(), *([check] if checked else [])],
-        **{"accumulate_grad_batches": 2, "max_steps": 3, "max_epochs": 3, **training.trainer},
+        **{"accumulate_grad_batches": 2, "max_steps": steps + 1, "max_epochs": 3, **training.trainer},
     )
     trainer.fit(module, DataLoader(training.data(rank), batch_size=None))
     return check, module
@@ -443,8 +444,8 @@ SLICED = {"context_parallel_size": 2}
 of_images = Training(Classifier, images, options=SAMPLES)
 WEIGH = "Every micro-batch weighs 25 %, though they hold"
 TRAININGS: dict[str, Training] = {
-    "fsdp2": Training(says="agrees with the loss."),
-    "ddp": Training(strategy="ddp"),
+    "fsdp2": Training(says="agrees with the loss.", check={"steps": 2}),
+    "ddp": Training(strategy="ddp", check={"steps": 2}),
     "one process": Training(strategy="one", data=lambda _: sentences(0, equal=True), says="were not seen"),
     "random numbers": Training(Dropping, says="draws random numbers"),
     "half precision": Training(trainer={"precision": "bf16-mixed"}),
@@ -475,7 +476,11 @@ TRAININGS: dict[str, Training] = {
         lambda: RowMeans(), verdict="wrong", says="Right is count='samples', as the loss is a mean over rows."
     ),
     "max_norm": Training(
-        lambda: Writer(max_norm=0.5), strategy="lightning", verdict="wrong", says="Ranks hold different weights"
+        lambda: Writer(max_norm=0.5),
+        strategy="lightning",
+        verdict="wrong",
+        says="Ranks hold different weights",
+        check={"steps": 2},
     ),
     "a hook that clips": Training(ClippingHook, strategy="ddp", verdict="wrong", says="off: net.head.weight"),
     "rows of a shard": Training(ZeroingRows, verdict="wrong", says="on_before_optimizer_step and clipping make"),

@@ -218,7 +218,7 @@ def _save_apart(options: dict[str, Any], path: str, root: str) -> tuple[str, lis
     return str(raised.value), left, all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
-@pytest.mark.every_case
+@pytest.mark.each_value
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("place", ["/proc/self/cwd/last.ckpt", "memory://last.ckpt", "stand://runs/last.ckpt"])

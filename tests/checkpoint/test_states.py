@@ -108,7 +108,7 @@ def _modules_in(rest: dict[str, Any], how: str) -> list[TinyDecoder]:
     return [rest["hyper_parameters"]["net"], HoldsANetwork(**rest["hyper_parameters"]).model]
 
 
-@pytest.mark.every_case
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", ["hyper-parameter", "callback", "hook"])
 @pytest.mark.parametrize("form", ["shards", "one_file_of_shards"])
 @pytest.mark.filterwarnings("ignore:Attribute 'net'")

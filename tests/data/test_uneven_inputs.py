@@ -131,7 +131,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.every_case
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_stream", [False, True], ids=["sized", "stream"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_evaluation_of_unequal_counts(pool2: RankPool, pool4: RankPool, layout: str, is_stream: bool) -> None:

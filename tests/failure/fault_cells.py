@@ -81,7 +81,7 @@ NCCL_CELLS = [
 
 BY_DEFAULT = {
     Cell("prepare_data", "exception", rank=0),
-    *(Cell(hook, "exception") for hook in ("configure_callbacks", "__getitem__", "teardown")),
+    *(Cell(hook, "exception") for hook in ("__getitem__", "teardown")),
     Cell("on_before_optimizer_step", "exception", data_parallel="ddp"),
     Cell("training_step", "sys.exit"),
     Cell("training_step", "os._exit", rank=0),
@@ -95,8 +95,8 @@ BY_DEFAULT = {
     Cell("training_step", HANG),
 }
 NCCL_BY_DEFAULT = {
-    *(Cell("training_step", "exception", data_parallel=engine, device="nccl") for engine in ("fsdp2", "ddp")),
-    *(Cell("training_step", HANG, data_parallel=engine, device="nccl") for engine in ("fsdp2", "ddp")),
+    Cell("training_step", "exception", data_parallel="ddp", device="nccl"),
+    Cell("training_step", HANG, data_parallel="ddp", device="nccl"),
     Cell("training_step", "SIGKILL", device="nccl"),
     Cell("training_step", SKIP, device="nccl"),
     Cell("training_step", KERNEL, device="nccl"),

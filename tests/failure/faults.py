@@ -249,6 +249,7 @@ def become_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
         os.dup2(log.fileno(), 2)
     sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", 1, closefd=False) for descriptor in (1, 2))
     os.chdir(folder)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),

@@ -64,10 +64,8 @@ def test_others_leave(cell: Cell, outcomes: dict[Cell, Future]) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("cell", _parameters(NCCL_CELLS, NCCL_BY_DEFAULT))
-def test_others_leave_nccl(cell: Cell, outcomes: dict[Cell, Future]) -> None:
+def test_others_leave_nccl(cell: Cell, extension: None, outcomes: dict[Cell, Future]) -> None:
     """Likewise where collectives behave as NCCL's: nobody is aborted, and the failed rank prints its own traceback."""
-    if build.compiler() is None:
-        pytest.skip("needs a C++ compiler")
     outcome: Outcome = outcomes[cell].result()
     _check(cell, outcome)
     assert -signal.SIGABRT not in outcome.statuses.values(), outcome
@@ -99,7 +97,7 @@ def _texts(cell: Cell) -> list[str]:
         "out of memory": [f"OutOfMemoryError: {NO_MEMORY}"],
         KERNEL: ["device-side assert triggered"],
         HANG: [f"rank {cell.rank} on host is stuck in training_step"],
-        SKIP: [f"rank {cell.rank} on host is stuck"],
+        SKIP: [f"rank {cell.rank} on host is stuck", "all devices have waited for each other"],
         DATA_ENDS: [f"The train data of rank {cell.rank} ends with batch 3"],
     }
     own = texts.get(cell.fault, [])

@@ -31,7 +31,6 @@ from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed import collectives, process_group
 from tests import devices
 from tests.failure.faults import MESSAGE, Model, Ragged, become_rank, killed_at_the_end, started_ranks
-from tests.second_device import build
 from tests.trainer.runs import SILENT
 
 WORLD_SIZE, BAD, BAD_STEP = 3, 1, 7
@@ -178,7 +177,6 @@ CASES = [
 BY_DEFAULT = (
     "raises-fsdp2",
     "raises_in_a_kernel-ddp",
-    "skips_a_collective-fsdp2",
     "dies_before_its_first_heartbeat-fsdp2",
 )
 """What the default cells of `fault_cells.py` lack."""
@@ -250,11 +248,10 @@ def _run(case: Case, folder: Path) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, Future]]:
+def outcomes(
+    extension: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Case, Future]]:
     """Of each selected case, three at a time."""
-    if build.compiler() is None:
-        pytest.skip("needs a C++ compiler")
-    build.built()
     cases = [item.callspec.params["case"] for item in request.session.items if _is_own(item)]
     with ThreadPoolExecutor(max_workers=3) as executor:
         yield {case: executor.submit(_run, case, tmp_path_factory.mktemp("case")) for case in cases}

@@ -520,7 +520,7 @@ def _scale(by_hand: bool, where: str, options: dict[str, Any]) -> dict[str, Tens
     return fit((ScalesByHand if by_hand else ScalesAfterAForward)(where), options, 1)
 
 
-@pytest.mark.every_case
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", by_default(LAYOUTS, "kept", "resharded"))
 @pytest.mark.parametrize("where", ["on_after_backward", "on_before_optimizer_step"])
 @pytest.mark.parametrize("by_hand", [False, True])

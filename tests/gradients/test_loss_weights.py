@@ -288,7 +288,7 @@ def error(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 ENGINES = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
 
 
-@pytest.mark.every_case
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_manual", [False, True], ids=["automatic", "manual"])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("way", ["all_gather", "all_reduce", "metric"])

@@ -35,7 +35,6 @@ DOUBLE = {"precision": "64-true"}
 WINDOWS = {"precision": "32-true", "accumulate_grad_batches": 3, "val_check_interval": 2}
 
 USUAL = (
-    ("on_train_batch_start", 5),
     ("on_train_batch_end", 7),
     ("on_validation_end", 2),
     ("on_train_epoch_end", 1),
@@ -44,6 +43,7 @@ EVERYWHERE = (
     ("on_train_start", 1),
     ("on_train_epoch_start", 2),
     ("on_before_optimizer_step", 2),
+    ("on_train_batch_start", 5),
     ("on_train_batch_end", 2),
     ("on_train_batch_end", 3),
     ("on_train_batch_end", 10),

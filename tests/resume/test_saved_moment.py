@@ -32,7 +32,10 @@ def averaging() -> list[Callback]:
     return [EMAWeightAveraging(decay=0.7)]
 
 
-@pytest.mark.parametrize("strategy", [FSDP2, DDP, FSDP2 | {"save_distributed_checkpoint": False}])
+ONE_FILE_OF_SHARDS = FSDP2 | {"save_distributed_checkpoint": False}
+
+
+@pytest.mark.parametrize("strategy", [FSDP2, DDP, pytest.param(ONE_FILE_OF_SHARDS, marks=pytest.mark.sweep)])
 @pytest.mark.every_case
 def test_averages_within_a_validation(pool2: RankPool, strategy: dict[str, Any], tmp_path: Path) -> None:
     """The module then holds the averages, and the callback the weights that are trained."""

@@ -7,10 +7,10 @@ import pytest
 from tests.rank_pool import RankPool
 from tests.resume.search import draw, judge
 
-QUICK = (0, 1, 2, 3)
 
-
-@pytest.mark.parametrize("number", QUICK)
+@pytest.mark.parametrize(
+    "number", [0, 1, pytest.param(2, marks=pytest.mark.sweep), pytest.param(3, marks=pytest.mark.sweep)]
+)
 @pytest.mark.every_case
 def test_quick(pool2: RankPool, number: int) -> None:
     case = draw(1, number)

@@ -19,7 +19,7 @@ from tests.search.ranks import train
 from tests.search.reference import Outcome
 
 SEED = 23
-BY_DEFAULT, IN_SWEEP, PER_TEST = 10, 400, 20
+BY_DEFAULT, IN_SWEEP, PER_TEST = 6, 404, 20
 PLANTED_WITHIN = 6
 
 

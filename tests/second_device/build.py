@@ -1,7 +1,8 @@
-"""Compiles the second device with the C++ compiler alone, once for each torch: objects are kept outside of the tree."""
+"""Compiles the second device with the C++ compiler alone, once for each torch: it is kept outside of the tree."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.machinery
@@ -10,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -44,42 +45,43 @@ def _folder() -> Path:
     return folder
 
 
-def _run(*arguments: str) -> None:
-    done = subprocess.run(arguments, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(arguments)}\n{done.stderr[-8000:]}")
+def compile_ahead() -> None:
+    """Start to compile beside whatever this process does next; `built` waits for it. Without a compiler, nothing."""
+    if compiler() is not None:
+        threading.Thread(target=_try_to_build, daemon=True).start()
 
 
-def _object(source: str, folder: Path) -> Path:
-    """The compiled file, from an earlier run if neither it, nor a header, nor torch has changed since."""
-    text = [(HERE / name).read_bytes() for name in (source, *HEADERS)]
-    key = hashlib.sha256(repr((text, FLAGS, torch.__version__, torch.__file__)).encode()).hexdigest()[:16]
-    target = folder / f"{Path(source).stem}_{key}.o"
-    if not target.exists():
-        includes = [f"-I{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_paths()["include"])]
-        made = target.with_suffix(f".{os.getpid()}")
-        _run(str(compiler()), *FLAGS, *includes, "-c", str(HERE / source), "-o", str(made))
-        made.replace(target)
-    return target
+def _try_to_build() -> None:
+    """What fails here fails in `built` again, and is told there."""
+    with contextlib.suppress(RuntimeError):
+        built()
 
 
 def built() -> Path:
     """The extension as a file. Processes that need it at the same time wait for one of them to compile it."""
+    text = [(HERE / name).read_bytes() for name in (*SOURCES, *HEADERS)]
+    key = hashlib.sha256(repr((text, FLAGS, torch.__version__, torch.__file__)).encode()).hexdigest()[:16]
     folder = _folder()
+    library = folder / f"{NAME}_{key}.so"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with ThreadPoolExecutor() as threads:
-            objects = list(threads.map(lambda source: _object(source, folder), SOURCES))
-        key = hashlib.sha256(repr([each.name for each in objects]).encode()).hexdigest()[:16]
-        library = folder / f"{NAME}_{key}.so"
         if not library.exists():
-            paths = cpp_extension.library_paths()
-            made = library.with_suffix(f".{os.getpid()}")
-            searched = [flag for path in paths for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
-            libraries = ("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
-            _run(str(compiler()), "-shared", *map(str, objects), *searched, *libraries, "-o", str(made))
-            made.replace(library)
+            _compile(library)
     return library
+
+
+def _compile(library: Path) -> None:
+    """All sources at once: most of the time goes into torch's headers, which are then read once."""
+    made = library.with_suffix(f".{os.getpid()}")
+    includes = [f"-I{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_paths()["include"])]
+    searched = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
+    libraries = ("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
+    command = [str(compiler()), *FLAGS, *includes, "-shared", "-x", "c++", "-", *searched, *libraries, "-o", str(made)]
+    everything = "".join(f'#include "{HERE / name}"\n' for name in SOURCES)
+    done = subprocess.run(command, input=everything, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr[-8000:]}")
+    made.replace(library)
 
 
 def load() -> ModuleType:

@@ -32,10 +32,10 @@ std::string sizes_of(const Tensors& tensors) {
 }
 
 // Gloo's work, whose results are tensors of the device.
-struct Work final : c10d::Work {
+struct GlooWork final : c10d::Work {
   WorkPointer gloo;
   Tensors outputs;
-  Work(WorkPointer work, Tensors outputs) : gloo(std::move(work)), outputs(std::move(outputs)) {}
+  GlooWork(WorkPointer work, Tensors outputs) : gloo(std::move(work)), outputs(std::move(outputs)) {}
   bool isCompleted() override { return gloo->isCompleted(); }
   bool isSuccess() const override { return gloo->isSuccess(); }
   std::exception_ptr exception() const override { return gloo->exception(); }
@@ -74,7 +74,7 @@ struct AtOnce final : Backend {
       auto moment = issue(outputs[0].device());
       for (auto& output : outputs) set_written(output, moment, collective.name);
     }
-    return c10::make_intrusive<Work>(std::move(work), outputs);
+    return c10::make_intrusive<GlooWork>(std::move(work), outputs);
   }
 };
 

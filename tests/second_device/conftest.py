@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.rank_pool import RankPool
-from tests.second_device import build
 
 LONG = (
     "test_early_stopping",
@@ -46,14 +45,6 @@ def _is_chosen(item: pytest.Item) -> bool:
     """Whether it needs no more than two ranks, and trains on something."""
     case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
     return "pool4" not in item.fixturenames and (case is None or (case.world_size <= 2 and case.gap != "everything"))
-
-
-@pytest.fixture(scope="session")
-def extension() -> None:
-    """The device, compiled before any rank waits for it."""
-    if build.compiler() is None:
-        pytest.skip("needs a C++ compiler")
-    build.built()
 
 
 def _pool(num_ranks: int) -> Iterator[RankPool]:

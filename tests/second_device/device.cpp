@@ -67,7 +67,6 @@ State& state() {
   return *state;
 }
 
-using Lock = std::lock_guard<std::mutex>;
 using Arrived = std::list<LateCopy>;  // freed without the lock, which freeing memory takes
 
 template <typename Function>

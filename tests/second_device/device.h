@@ -11,6 +11,7 @@
 #include <c10/core/Storage.h>
 
 #include <map>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -19,6 +20,8 @@ namespace second_device {
 
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
 constexpr int kNumDevices = 8;
+
+using Lock = std::unique_lock<std::mutex>;
 
 inline bool is_here(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == kDevice; }
 

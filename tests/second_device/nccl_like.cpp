@@ -23,7 +23,6 @@ namespace second_device {
 namespace {
 
 using SteadyClock = std::chrono::steady_clock;
-using Lock = std::unique_lock<std::mutex>;
 constexpr auto kWatchdogSleep = std::chrono::milliseconds(100);
 
 }  // namespace
@@ -157,12 +156,12 @@ void watch(CommunicatorPointer communicator) {
 
 Clock up_to(const Moment& moment) { return {{moment.stream, moment.number}}; }
 
-struct Work final : c10d::Work {
+struct QueuedWork final : c10d::Work {
   JobPointer job;
   c10::DeviceIndex device;
   c10::intrusive_ptr<c10::ivalue::Future> future;
 
-  Work(JobPointer queued, c10::DeviceIndex device) : job(std::move(queued)), device(device) {
+  QueuedWork(JobPointer queued, c10::DeviceIndex device) : job(std::move(queued)), device(device) {
     auto type = c10::ListType::create(c10::TensorType::get());
     c10::Device here(kDevice, device);
     future = c10::make_intrusive<c10::ivalue::Future>(type, std::vector<c10::Device>{here});
@@ -242,7 +241,7 @@ BackendPointer NcclLike::split(
 WorkPointer NcclLike::run(Collective collective) {
   auto& tensors = collective.inputs.empty() ? collective.outputs : collective.inputs;
   auto device = tensors.empty() ? current_device() : tensors[0].device().index();
-  return c10::make_intrusive<Work>(queue(std::move(collective), device, true), device);
+  return c10::make_intrusive<QueuedWork>(queue(std::move(collective), device, true), device);
 }
 
 JobPointer NcclLike::queue(Collective collective, c10::DeviceIndex device, bool is_watched) {

@@ -89,7 +89,7 @@ def _fit(kind: type[TinyDecoder], options: dict[str, Any], num_ranks: int, fits:
 
 @pytest.mark.parametrize("mode", ["True-resharded", "True-kept", "False-resharded"])
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.every_case
+@pytest.mark.each_value
 def test_weights_equal_one_process(pool2: RankPool, kind: type[TinyDecoder], mode: str) -> None:
     """Whether a step calls the head, takes its weight, or both."""
     expected = plain_weights(_make(kind), ACCUMULATE, CASE2)
