@@ -158,7 +158,7 @@ class EditedDirectory(Saved):
     def _edited_optimizers(self, states: Any, names: Sequence[Names]) -> list[dict[str, Any]]:
         """Trees of the ``states``, whose tensors in memory become entries under their paths."""
         if not isinstance(states, list):
-            raise CheckpointError(f"on_load_checkpoint has left no list in checkpoint[{OPTIMIZERS!r}]")
+            raise CheckpointError("on_load_checkpoint has left no list in checkpoint['optimizer_states']")
         trees: list[dict[str, Any]] = []
         for index, state in enumerate(filter(None, states)):
             tree = _as_tree(state)

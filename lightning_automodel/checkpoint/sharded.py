@@ -172,7 +172,7 @@ def _take_shards(checkpoint: dict[str, Any], parameters: Set[str]) -> tuple[dict
     parameters and their states torch shares out the writing.
     """
     if not isinstance(checkpoint.get(MODEL), dict):
-        raise CheckpointError(f"on_save_checkpoint has left no dict in checkpoint[{MODEL!r}]")
+        raise CheckpointError("on_save_checkpoint has left no dict in checkpoint['state_dict']")
     of_model: dict[str, Any] = checkpoint.pop(MODEL)
     # Of extra states also tensors: ranks may have others, of other sizes, and the resume state has those.
     objects = {
