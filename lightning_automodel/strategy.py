@@ -51,6 +51,7 @@ from lightning_automodel.launch.launchers import make_launcher
 from lightning_automodel.options import StrategyOptions, from_keywords
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
+from lightning_automodel.resume.checkpoint_callbacks import save_on_exception
 from lightning_automodel.sharding import checks, meta_init
 from lightning_automodel.sharding.weight_averaging import LateAverages, save_unswapped
 from lightning_automodel.training_run import TrainingRun
@@ -393,6 +394,8 @@ class AutomodelStrategy(ParallelStrategy):
             self._advice.say_once(note)
         self._checkpoints.patch_callbacks(trainer, self._patches)
         self._checkpoints.forget_failed()
+        if fitting and self.is_global_zero and not self._checkpoints.names_parameters and save_on_exception(trainer):
+            self._supervisor.save_on_exception()
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
         if fitting and (layer_sync := lightning_internals.layer_sync(self)) is not None:
@@ -618,8 +621,9 @@ class AutomodelStrategy(ParallelStrategy):
         """Reduce a value over the ranks that hold different tokens (or ``group``): one all-reduce, out of place.
 
         The mean of integers is exact. Non-tensors are returned unchanged. Of a ``DTensor``, the full one is reduced.
+        After a failure for which the other ranks do not come, the value is returned unchanged.
         """
-        if not isinstance(tensor, Tensor) or self._mesh is None:
+        if not isinstance(tensor, Tensor) or self._mesh is None or self._supervisor.is_alone():
             return tensor
         if self._run is not None:
             self._run.inputs.check_reduction()
@@ -628,6 +632,14 @@ class AutomodelStrategy(ParallelStrategy):
         if self._run is not None and collectives.is_mean(reduce_op):
             return reduced * self._run.inputs.mean_factor()
         return reduced
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks, or any, decide so. After a failure for which they do not come, this rank's decision.
+
+        ``ModelCheckpoint(save_on_exception=True)`` asks, which would wait for ranks that stand in other collectives.
+        """
+        return decision if self._supervisor.is_alone() else super().reduce_boolean_decision(decision, all)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -717,6 +729,8 @@ class AutomodelStrategy(ParallelStrategy):
         """The host group of all ranks; None if this is the only rank, or others have left after a failure."""
         if self.world_size == 1:
             return None
+        if self._supervisor.is_alone():
+            return None
         if self._supervisor.has_failed:
             try:
                 collectives.named_barrier("save_after_failure", _PATIENCE_AFTER_FAILURE)
@@ -742,18 +756,20 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         optimizers = self.optimizers if self._module.trainer.state.fn == TrainerFn.FITTING else []
-        self._checkpoints.fill(cast(dict[str, Any], checkpoint), self._module, optimizers, strict)
+        self._checkpoints.fill_model(cast(dict[str, Any], checkpoint), self._module, optimizers, strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._checkpoints.fills_optimizers:
+            self._checkpoints.fill_optimizers(cast(dict[str, Any], checkpoint), self._module, self.optimizers)
+        else:
+            super().load_optimizer_state_dict(checkpoint)
 
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         """True: shards must exist, and values are loaded in the dtype that the model trains in."""
         return True
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return not self._checkpoints.fills_optimizers
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -1,52 +1,58 @@
-"""The model's state of a directory as Lightning's hooks see it, and what they have edited in it."""
+"""The states of a directory as Lightning's hooks see them, and what they have edited in them."""
 
-from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_automodel.checkpoint.errors import CheckpointError
+from lightning_automodel.checkpoint.optimizers import Names, by_name, flat, optimizer_key
 from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import fill_tree
-from lightning_automodel.checkpoint.state_dict import MODEL, Saved
+from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, Saved
+from lightning_automodel.checkpoint.trees import PLACE, joined, places, put_together, take_apart
 from lightning_automodel.torch_internals import without_wrappers
 
 
 class _Unread:
-    """In place of a tensor that nobody has asked for."""
+    """Stands for a value that nobody has asked for; ``tree`` has a place for each tensor in it."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
 
 
-_UNREAD = _Unread()
-
-
-class LazyState(dict[str, Any]):
-    """``checkpoint["state_dict"]`` of a directory: each tensor is read, whole, when a hook asks for it.
+class LazyDict(dict[Any, Any]):
+    """A dict of a directory's states: each tensor is read, whole, when a hook asks for it.
 
     Reading is not a collective. What was read is kept, since the hook may change it in place: it is then loaded in
     place of the shards.
+
+    Args:
+        tree: The dict with a place for each tensor.
+        read: Reads the tensor of a place by its key.
     """
 
-    def __init__(self, saved: ShardDirectory) -> None:
-        super().__init__()
-        self._saved = saved
-        for name, entry in saved.model.items():
-            self[name] = _UNREAD if entry is not None else saved.read_model_alone(name)
+    def __init__(self, tree: Mapping[Any, Any], read: Callable[[str], Tensor]) -> None:
+        super().__init__({key: _Unread(each) for key, each in tree.items()})
+        self._read = read
 
-    @property
-    def unread(self) -> set[str]:
-        """Names of the tensors that are as they were saved."""
-        return {name for name in self if super(LazyState, self).__getitem__(name) is _UNREAD}
+    def unread(self) -> dict[Any, Any]:
+        """The parts of the tree that are as they were saved, by key."""
+        stored = {key: super(LazyDict, self).__getitem__(key) for key in self.keys()}
+        return {key: value.tree for key, value in stored.items() if isinstance(value, _Unread)}
 
     @override
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: Any) -> Any:
         value = super().__getitem__(name)
-        if value is _UNREAD:
-            value = self._saved.read_model_alone(name)
+        if isinstance(value, _Unread):
+            is_dict = type(value.tree) is dict and value.tree.keys() != {PLACE}
+            value = LazyDict(value.tree, self._read) if is_dict else put_together(value.tree, self._read)
             self[name] = value
         return value
 
     @override
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Any]:
         # As this is overridden, ``dict(state)`` and ``{**state}`` read each value by its name.
         return super().__iter__()
 
@@ -59,30 +65,30 @@ class LazyState(dict[str, Any]):
         return ValuesView(self)
 
     @override
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: Any, default: Any = None) -> Any:
         if name not in self:
             return default
         return self[name]
 
     @override
-    def setdefault(self, name: str, default: Any = None) -> Any:
+    def setdefault(self, name: Any, default: Any = None) -> Any:
         if name not in self:
             self[name] = default
         return self[name]
 
     @override
-    def pop(self, name: str, *default: Any) -> Any:
+    def pop(self, name: Any, *default: Any) -> Any:
         if name in self:
             _ = self[name]  # which reads it
         return super().pop(name, *default)
 
     @override
-    def popitem(self) -> tuple[str, Any]:
+    def popitem(self) -> tuple[Any, Any]:
         name = next(reversed(self))
         return name, self.pop(name)
 
     @override
-    def copy(self) -> dict[str, Any]:
+    def copy(self) -> dict[Any, Any]:
         return dict(self)
 
     @override
@@ -94,23 +100,54 @@ class LazyState(dict[str, Any]):
         return dict, (dict(self),)
 
 
+def lazy_model(directory: ShardDirectory) -> LazyDict:
+    """``checkpoint["state_dict"]`` of a directory. Not a collective."""
+    entries = directory.model
+    state = LazyDict({name: {PLACE: f"{MODEL}.{name}"} for name in entries}, directory.read_alone)
+    for name, entry in entries.items():
+        if entry is None:
+            state[name] = directory.read_model_alone(name)
+    return state
+
+
+def lazy_optimizers(directory: ShardDirectory) -> list[dict[str, Any]]:
+    """``checkpoint["optimizer_states"]`` of a directory, with parameters by name. Not a collective."""
+    return [LazyDict(tree, directory.read_alone) for tree in directory.optimizer_states()]
+
+
+def _as_tree(value: Any) -> Any:
+    """``value`` with places for the tensors that nobody has read."""
+    if isinstance(value, LazyDict):
+        unread = value.unread()
+        return {key: unread[key] if key in unread else _as_tree(value[key]) for key in value}
+    if type(value) is dict:
+        return {key: _as_tree(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_as_tree(each) for each in value)
+    return value
+
+
 class EditedDirectory(Saved):
-    """A directory with the state that hooks have made of its model's: what they touched is loaded from memory.
+    """A directory with the states that hooks have made of its own: what they touched is loaded from memory.
 
     Args:
         directory: The directory.
-        state: ``checkpoint["state_dict"]`` after the hooks.
+        checkpoint: Lightning's checkpoint after the hooks.
+        names: Of each optimizer's parameters by group, for states that number them.
     """
 
-    def __init__(self, directory: ShardDirectory, state: Mapping[str, Any]) -> None:
+    def __init__(self, directory: ShardDirectory, checkpoint: Mapping[str, Any], names: Iterable[Names] = ()) -> None:
         self.path = directory.path
         self.rest = directory.rest
         self.module_versions = directory.module_versions
         self.world_size = directory.world_size
         self._directory = directory
-        unread = state.unread if isinstance(state, LazyState) else set()
-        edited = {name: state[name] for name in state if name not in unread}
-        self._edited = {f"{MODEL}.{without_wrappers(name)}": value for name, value in edited.items()}
+        state = checkpoint[MODEL]
+        unread = state.unread() if isinstance(state, LazyDict) else {}
+        self._edited: dict[str, Any] = {
+            f"{MODEL}.{without_wrappers(name)}": state[name] for name in state if name not in unread
+        }
+        self._optimizers = self._edited_optimizers(checkpoint.get(OPTIMIZERS, []), list(names))
         self.entries: dict[str, Tensor | None] = {}
         for name, entry in directory.entries.items():
             if not name.startswith(f"{MODEL}.") or name.removeprefix(f"{MODEL}.") in unread:
@@ -118,9 +155,24 @@ class EditedDirectory(Saved):
         for name, value in self._edited.items():
             self.entries[name] = value if isinstance(value, Tensor) else None
 
+    def _edited_optimizers(self, states: Any, names: Sequence[Names]) -> list[dict[str, Any]]:
+        """Trees of the ``states``, whose tensors in memory become entries under their paths."""
+        if not isinstance(states, list):
+            raise CheckpointError("on_load_checkpoint has left no list in checkpoint['optimizer_states']")
+        trees: list[dict[str, Any]] = []
+        for index, state in enumerate(filter(None, states)):
+            tree = _as_tree(state)
+            if index < len(names):
+                tree = by_name(tree, flat(names[index]))
+            elsewhere = {key for _, key in places(tree)}
+            tree, leaves = take_apart(tree, (optimizer_key(index),), elsewhere)
+            self._edited.update({joined(path): leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)})
+            trees.append(tree)
+        return trees
+
     @override
     def optimizer_states(self) -> list[dict[str, Any]]:
-        return self._directory.optimizer_states()
+        return self._optimizers
 
     @override
     def read_into(self, targets: dict[str, Any]) -> None:
@@ -129,7 +181,9 @@ class EditedDirectory(Saved):
         from_memory = {name: value for name, value in of_model.items() if f"{MODEL}.{name}" in self._edited}
         from_shards = {name: value for name, value in of_model.items() if name not in from_memory}
         others = {key: value for key, value in targets.items() if key != MODEL}
+        edited = {key: others.pop(key) for key in list(others) if key in self._edited}
         self._directory.read_into({MODEL: from_shards, **others} if from_shards else others)
         fill_tree(from_memory, self._edited, f"{MODEL}.")
+        fill_tree(edited, self._edited)
         of_model.update(from_shards)
         of_model.update(from_memory)

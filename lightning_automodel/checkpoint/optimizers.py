@@ -349,9 +349,6 @@ class Loading:
         names: Of the optimizer's parameters by group.
         index: Its number.
 
-    Attributes:
-        targets: Empty tensors by key, to be overwritten with what was saved.
-
     Raises:
         CheckpointError: If it is another optimizer than the saved one.
     """
@@ -377,11 +374,16 @@ class Loading:
         self._tree = tree
         self._owners = Owners(parameters, names)
         self._prefix = f"{optimizer_key(index)}."
-        self.targets: dict[str, Tensor] = {}
-        for path, key in places(tree):
-            entry = entries[key]
+        self._entries = entries
+        self._targets: dict[str, Tensor] = {}
+
+    def make_targets(self) -> dict[str, Tensor]:
+        """Empty tensors by key, to be overwritten with what was saved before :meth:`finish`."""
+        for path, key in places(self._tree):
+            entry = self._entries[key]
             assert entry is not None
-            self.targets[key] = self._target(entry, key, path)
+            self._targets[key] = self._target(entry, key, path)
+        return self._targets
 
     def _target(self, entry: Tensor, key: str, path: Path) -> Tensor:
         """A shard for what is sharded like a parameter, else a whole tensor."""
@@ -414,6 +416,6 @@ class Loading:
         self._optimizer.load_state_dict({**packed, **found})
 
     def _value(self, key: str) -> Tensor:
-        tensor = self.targets[key]
+        tensor = self._targets[key]
         is_local = self._notes.get(key.removeprefix(self._prefix)) == "local"
         return tensor.to_local() if is_local and isinstance(tensor, DTensor) else tensor

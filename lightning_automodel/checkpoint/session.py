@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import paths, single_file, state_dict
-from lightning_automodel.checkpoint.edited import EditedDirectory, LazyState
+from lightning_automodel.checkpoint.edited import EditedDirectory, lazy_model, lazy_optimizers
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.optimizers import parameter_names
 from lightning_automodel.checkpoint.sharded import ShardDirectory, is_shard_directory, prepare_shards
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 PENDING_SAVE_LIMIT_S = 60.0
 
-_STATES = (state_dict.MODEL, "optimizer_states")
+_STATES = (state_dict.MODEL, state_dict.OPTIMIZERS)
 
 DIRECTORY_NOTE = (
     "is a directory of shards, as the next checkpoints: ckpt_path= and load_from_checkpoint read it, not torch.load."
@@ -60,6 +60,7 @@ class RunCheckpoints:
         self._timeout = timeout
         self._opened: ShardDirectory | None = None
         self._loaded: dict[str, Any] = {}
+        self._holds_optimizers = False
         self._path = ""
         self._pending: Future[None] | None = None
         self._pending_path = ""
@@ -233,17 +234,12 @@ class RunCheckpoints:
 
     # --- Loading ------------------------------------------------------------------------------------------------------
 
-    @property
-    def fills_optimizers(self) -> bool:
-        """Whether :meth:`fill` fills the optimizers too; otherwise Lightning does."""
-        return self.is_sharded or self._opened is not None
-
     def open(
         self, path: str | Path, weights_only: bool | None, io: CheckpointIO, is_first_on_node: bool
     ) -> dict[str, Any]:
         """Check the checkpoint at rank 0's ``path``, and load what Lightning restores of it.
 
-        Of a directory, tensors of the model are read when a hook asks for them, and states of optimizers are left out.
+        Of a directory, tensors are read when a hook asks for them.
 
         Nothing is changed yet. If any rank cannot read it, every rank raises :class:`CheckpointError`. For one file,
         the first rank of each node compares the content with its checksums.
@@ -257,7 +253,9 @@ class RunCheckpoints:
         # A rank that sees no directory where others do fails, and they learn of it: either way opens with one exchange.
         if is_directory:
             self._opened = ShardDirectory(self._path, weights_only)
-            loaded = {**self._opened.rest, state_dict.MODEL: LazyState(self._opened)}
+            loaded = {**self._opened.rest, state_dict.MODEL: lazy_model(self._opened)}
+            if "lr_schedulers" in loaded:  # else only weights were saved
+                loaded[state_dict.OPTIMIZERS] = lazy_optimizers(self._opened)
         else:
             with on_every_rank(what):
                 if type(io) is TorchCheckpointIO:
@@ -272,6 +270,7 @@ class RunCheckpoints:
                 " give all ranks the same file system"
             )
         self._loaded = loaded
+        self._holds_optimizers = bool(loaded.get(state_dict.OPTIMIZERS))
         return loaded
 
     def loading_ended(self) -> None:
@@ -282,35 +281,62 @@ class RunCheckpoints:
         """Empty the checkpoint that an earlier run failed to restore: Lightning would restore it in the next."""
         self._loaded.clear()
 
-    def fill(
+    @property
+    def fills_optimizers(self) -> bool:
+        """Whether :meth:`fill_optimizers` fills them; otherwise Lightning does."""
+        return self.is_sharded or self._opened is not None
+
+    def fill_model(
         self, checkpoint: dict[str, Any], module: "pl.LightningModule", optimizers: list[Optimizer], strict: bool
     ) -> None:
-        """Fill the model from the ``checkpoint`` that :meth:`open` returned; optimizers too where Lightning does not.
+        """Fill the model from the ``checkpoint`` that :meth:`open` returned, after the module's ``on_load_checkpoint``.
 
-        If it does not fit, every rank raises :class:`CheckpointError` before anything was changed.
+        If it does not fit, or the ``optimizers`` do not, every rank raises :class:`CheckpointError` before anything
+        was changed.
         """
-        optimizers = [each for each in optimizers if each.state_dict()]  # Lightning's stand-in for none has no state
+        optimizers = self._to_fill(checkpoint, optimizers)
         if not self.fills_optimizers:
             with on_every_rank(f"Cannot load {self._path}"):
                 fill_module(module, checkpoint, optimizers, strict)
             return
-        saved: state_dict.Saved | None = None
-        with on_every_rank(f"Cannot load {self._path}"):
-            if not isinstance(checkpoint.get(state_dict.MODEL), Mapping):
-                raise CheckpointError("on_load_checkpoint has left no dict in checkpoint['state_dict']")
-            if self._opened is not None:
-                saved = EditedDirectory(self._opened, checkpoint[state_dict.MODEL])
-            else:
-                names = [parameter_names(module, optimizer) for optimizer in optimizers]
-                saved = WholeCheckpoint(self._path, checkpoint, names)
-        assert saved is not None
-        state_dict.load_state(saved, module, optimizers, strict)
+        saved = self._edited(checkpoint, module, optimizers)
+        state_dict.load_model(saved, module, optimizers, strict)
         own = state_dict.model_state(module)
-        rest = {key: value for key, value in checkpoint.items() if key != state_dict.MODEL}
+        rest = {key: value for key, value in checkpoint.items() if key not in _STATES}
         state_dict.restore_shards(saved, rest, own)
         # Lightning's callback reads the weights from this entry, and loads the average into its copy itself.
         if weight_averaging.averaged_models(module):
             checkpoint[state_dict.MODEL] = own
+
+    def fill_optimizers(
+        self, checkpoint: dict[str, Any], module: "pl.LightningModule", optimizers: list[Optimizer]
+    ) -> None:
+        """Fill the optimizers, after the hooks of callbacks, which may have edited the ``checkpoint`` too."""
+        optimizers = self._to_fill(checkpoint, optimizers)
+        if optimizers:
+            state_dict.load_optimizers(self._edited(checkpoint, module, optimizers), module, optimizers)
+
+    def _to_fill(self, checkpoint: Mapping[str, Any], optimizers: list[Optimizer]) -> list[Optimizer]:
+        """Those of ``optimizers`` that have a state; none if a hook has emptied the list, so that they start afresh."""
+        if self._holds_optimizers and checkpoint.get(state_dict.OPTIMIZERS) == []:
+            return []
+        return [each for each in optimizers if each.state_dict()]  # Lightning's stand-in for none has no state
+
+    def _edited(
+        self, checkpoint: dict[str, Any], module: "pl.LightningModule", optimizers: list[Optimizer]
+    ) -> state_dict.Saved:
+        """What was opened, as hooks have left it. A collective."""
+        saved: state_dict.Saved | None = None
+        with on_every_rank(f"Cannot load {self._path}"):
+            if not isinstance(checkpoint.get(state_dict.MODEL), Mapping):
+                raise CheckpointError("on_load_checkpoint has left no dict in checkpoint['state_dict']")
+            names = [parameter_names(module, optimizer) for optimizer in optimizers]
+            if self._opened is not None:
+                saved = EditedDirectory(self._opened, checkpoint, names)
+            else:
+                saved = WholeCheckpoint(self._path, checkpoint, names)
+        assert saved is not None
+        return saved
 
 
 def _write_beside_training(

@@ -171,6 +171,8 @@ def _take_shards(checkpoint: dict[str, Any], parameters: Set[str]) -> tuple[dict
     Of what may differ between the ranks, such as buffers of a replicated model, rank 0's is saved, as in one file. Of
     parameters and their states torch shares out the writing.
     """
+    if not isinstance(checkpoint.get(MODEL), dict):
+        raise CheckpointError("on_save_checkpoint has left no dict in checkpoint['state_dict']")
     of_model: dict[str, Any] = checkpoint.pop(MODEL)
     # Of extra states also tensors: ranks may have others, of other sizes, and the resume state has those.
     objects = {
@@ -277,9 +279,10 @@ class ShardDirectory(Saved):
 
     def read_model_alone(self, name: str) -> Any:
         """One entry of the model's state, a tensor whole and in host memory. Not a collective."""
-        if name in self._extra_state:
-            return self._extra_state[name]
-        key = f"{MODEL}.{name}"
+        return self._extra_state[name] if name in self._extra_state else self.read_alone(f"{MODEL}.{name}")
+
+    def read_alone(self, key: str) -> Any:
+        """The entry of this key, a tensor whole and in host memory. Not a collective."""
         entry = self.entries[key]
         found = {key: None if entry is None else torch.empty_like(entry, device="cpu")}
         self._read(found, is_alone=True)

@@ -29,6 +29,8 @@ from lightning_automodel.torch_internals import (
 
 MODEL = "state_dict"
 
+OPTIMIZERS = "optimizer_states"
+
 EXTRA_STATES = "lightning_automodel_extra_state"
 """Key in ``meta.pt`` of what ``get_extra_state`` returns: torch would flatten dicts, and lose empty ones."""
 
@@ -129,51 +131,79 @@ def _converted(state: dict[str, Any], convert: Callable[[Tensor], Tensor | None]
 
 
 def copied(states: dict[str, Any]) -> dict[str, Any]:
-    """A copy of ``states`` in host memory, which training does not change.
+    """A copy of ``states`` in host memory, which training does not change; pinned, of tensors on an accelerator.
 
-    torch's ``DefaultStager`` (2.13 to 2.15) loses that a tensor is a conjugate or negative view of its storage, and
-    cannot copy tensors without a storage or quantised ones.
+    torch's ``DefaultStager`` (2.13 to 2.15), as ``async_save`` uses it, loses that a tensor is a conjugate or negative
+    view of its storage, cannot copy tensors without a storage or quantised ones, copies the whole storage of a view,
+    and pins memory for CUDA alone.
     """
-    found = _converted(
-        states, lambda each: each if each.is_meta else each.detach().to("cpu", copy=True, non_blocking=True)
-    )
+    found = _converted(states, _copy_to_host)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return found
 
 
-def load_state(saved: Saved, model: nn.Module, optimizers: list[Optimizer], strict: bool) -> None:
-    """Fill a model and its optimizers, once everything was checked. Every rank must call it.
+def _copy_to_host(tensor: Tensor) -> Tensor:
+    """A copy, of an accelerator's tensor complete once the device is synchronised."""
+    tensor = tensor.detach()
+    if tensor.is_meta:
+        return tensor
+    is_view = tensor.is_conj() or tensor.is_neg()
+    if tensor.device.type == "cpu" or tensor.layout != torch.strided or tensor.is_quantized or is_view:
+        return tensor.to("cpu", copy=True)
+    # Into pageable memory the device would copy by way of a buffer of its driver, and the host wait for each tensor.
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
-    What had no state when it was saved (an optimizer that had not stepped, a parameter without gradients so far) starts
-    without state. Saved options of optimizers win; others stay this run's.
+
+def load_model(saved: Saved, model: nn.Module, optimizers: list[Optimizer], strict: bool) -> None:
+    """Fill a model, once it and its ``optimizers`` were checked. Every rank must call it.
 
     Raises :class:`CheckpointError`, and loads nothing, if entries are missing, left over (``strict`` only), or have
     other shapes, or the optimizers differ from the saved ones.
     """
     model.zero_grad()  # which ends open windows, if a hook loads weights within a fit
     of_model = model_state(model)
-    parameters = {without_wrappers(name): parameter.detach() for name, parameter in model.named_parameters()}
     what = f"Cannot load {saved.path}"
     targets: dict[str, Any] = {}
-    loadings: list[Loading] = []
     with on_every_rank(what):
         targets[MODEL] = _model_targets(saved, model, of_model, strict)
-        states = saved.optimizer_states() if optimizers else []
-        if optimizers and not states:
-            raise no_optimizer_state(0)
-        check_number("optimizers", len(states), len(optimizers))
-        for index, optimizer in enumerate(optimizers):
-            names = parameter_names(model, optimizer)
-            loading = Loading(states[index], saved.entries, optimizer, parameters, names, index)
-            loadings.append(loading)
-            targets.update(loading.targets)
+        _loadings(saved, model, optimizers)
     # Everything fits on every rank: from here on tensors are overwritten.
     saved.read_into(targets)
     with on_every_rank(what):
         _load_model(model, targets[MODEL], saved.module_versions, strict)
+
+
+def load_optimizers(saved: Saved, model: nn.Module, optimizers: list[Optimizer]) -> None:
+    """Fill the optimizers of a model. Every rank must call it.
+
+    What had no state when it was saved (an optimizer that had not stepped, a parameter without gradients so far) starts
+    without state. Saved options of optimizers win; others stay this run's.
+
+    Raises :class:`CheckpointError`, and changes none, if they differ from the saved ones.
+    """
+    loadings: list[Loading] = []
+    with on_every_rank(f"Cannot load {saved.path}"):
+        loadings = _loadings(saved, model, optimizers)
+    targets: dict[str, Any] = {}
+    for loading in loadings:
+        targets.update(loading.make_targets())
+    saved.read_into(targets)
     for loading in loadings:
         loading.finish()
+
+
+def _loadings(saved: Saved, model: nn.Module, optimizers: list[Optimizer]) -> list[Loading]:
+    states = saved.optimizer_states() if optimizers else []
+    if optimizers and not states:
+        raise no_optimizer_state(0)
+    check_number("optimizers", len(states), len(optimizers))
+    parameters = {without_wrappers(name): parameter.detach() for name, parameter in model.named_parameters()}
+    return [
+        Loading(state, saved.entries, optimizer, parameters, parameter_names(model, optimizer), index)
+        for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=True))
+    ]
 
 
 def _model_targets(saved: Saved, model: nn.Module, own: dict[str, Any], strict: bool) -> dict[str, Any]:

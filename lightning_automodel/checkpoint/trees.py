@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 from torch import Tensor
@@ -16,14 +16,15 @@ PLACE = "lightning_automodel_place"
 Path = tuple[str | int, ...]
 
 
-def take_apart(tree: Any, path: Path = ()) -> tuple[Any, dict[Path, Any]]:
+def take_apart(tree: Any, path: Path = (), elsewhere: Set[str] = frozenset()) -> tuple[Any, dict[Path, Any]]:
     """``tree`` with a place for each tensor, and all leaves by their paths.
 
     Dicts, and lists and tuples that hold tensors or dicts, are taken apart, as ``torch.distributed.checkpoint`` does;
-    whatever else is a leaf. Keys of paths, joined by dots, are those of the tensors: each is the path of one leaf.
+    whatever else is a leaf. Keys of paths, joined by dots, are those of the tensors: each is the path of one leaf, and
+    none is among those that tensors ``elsewhere`` have.
     """
     leaves: dict[Path, Any] = {}
-    taken: set[str] = set()
+    taken = set(elsewhere)
 
     def walk(value: Any, path: Path) -> Any:
         if isinstance(value, Mapping):

@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 SIGTERM_STATUS = 128 + signal.SIGTERM
 LINGER_AFTER_FAILURE_S = 1.0
 LONGEST_LEAVING_S = 30.0
+PATIENCE_AT_STOP_S = 15.0
+# Less than a rank that stands in a collective is given to leave: `watchdog.TIME_TO_RAISE_S`, twice.
+PATIENCE_AFTER_FAILURE_S = 2.0
 
 
 class State(Enum):
@@ -57,6 +60,7 @@ class Supervisor:
         self._handler_process: int | None = None
         self._state = State.IDLE
         self._failed_at = 0.0  # when it came to State.FAILED, on the monotonic clock
+        self._others_come: bool | None = None  # to act together after a failure; None: not asked yet
         self.weights_only: bool | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +68,7 @@ class Supervisor:
         for each in [each for each in _current if each.has_failed]:
             # A callback's `on_exception` raised in an earlier run, so that Lightning did not tear it down.
             each.close()
-        self._state = State.RUNNING
+        self._state, self._others_come = State.RUNNING, None
         self.weights_only = lightning_internals.told_weights_only(function, args, kwargs)
         try:
             self._join()
@@ -108,6 +112,7 @@ class Supervisor:
             log.error("This rank stops: %s.", str(failure).rstrip("."))
         _free_device(exception)
         if failure is not None:
+            self._others_come = False  # the other rank has raised, and others stand in collectives or leave
             if failure.error == KeyboardInterrupt.__name__:
                 # Ctrl-C reaches all ranks of a terminal, but one that waits in a collective may first learn of another
                 # rank's interrupt. On both it is the user's wish, not a failure with a traceback.
@@ -186,6 +191,26 @@ class Supervisor:
     def has_failed(self) -> bool:
         """Whether this rank is leaving after a failure of its own or of another rank."""
         return self._state is State.FAILED
+
+    def save_on_exception(self) -> None:
+        """Give this rank time to raise when another one fails, since it then saves a checkpoint alone."""
+        if self._watchdog is not None:
+            self._watchdog.saves_on_exception = True
+
+    def is_alone(self) -> bool:
+        """Whether this rank must do without the others after a failure, in what it saves and decides.
+
+        The first call waits for them. They come where all have failed alike, or stop after the same step. Where this
+        rank alone has failed, it must leave soon: the others stand in a collective until its connections close.
+        """
+        if not self.has_failed or self._watchdog is None:  # without a watch, the run has been torn down, or is one rank
+            return False
+        if self._others_come is None:
+            stops_together = self._watchdog.stop.last_step is not None
+            self._others_come = self._watchdog.come_together(
+                PATIENCE_AT_STOP_S if stops_together else PATIENCE_AFTER_FAILURE_S
+            )
+        return not self._others_come
 
     def close(self) -> None:
         """After a failure, end the watch and destroy this package's process groups, in half a minute at most."""

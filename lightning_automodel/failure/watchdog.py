@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_automodel.distributed import device_groups, failures, first_rank
-from lightning_automodel.distributed.board import BEAT_S, LINGER_S, Board, connect_again
+from lightning_automodel.distributed.board import BEAT_S, LINGER_S, NONE, Board, connect_again
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure, Sighting
 from lightning_automodel.distributed.last_resort import end_process
 from lightning_automodel.failure.coordinated_stop import STEPS, STOP, StopAgreement
@@ -31,11 +31,14 @@ POLL_S = 0.05
 LONGEST_SEARCH_BEATS = 120
 TIME_TO_RAISE_S = 2.0
 TIME_TO_RAISE_AFTER_SILENCE_S = 0.5
+TIME_TO_RAISE_AND_SAVE_S = 30.0
 TIME_TO_FREE_DEVICE_S = 5.0
 TIME_TO_FAIL_S = 2.0
 NEITHER_ENDS = "a collective neither ends nor fails after {:.0f} s"
 
 RUN, END, LEASE = "run", "end", "lease"
+AFTER_FAILURE = "after_failure"
+TOGETHER, ALONE = "together", "alone"
 
 _runs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -70,6 +73,7 @@ class Watchdog:
         self._rank, self._ranks = dist.get_rank(), range(dist.get_world_size())
         self.is_noticed = threading.Event()  # the main thread is leaving: nothing interrupts it
         self._is_closed = threading.Event()
+        self.saves_on_exception = False  # this rank saves alone after another one's failure: it is given time to raise
         self._failure: RankFailure | None = None
         self._has_posted_own = self._has_ended = self._has_warned = False
         self.stop = StopAgreement(self._rank, lambda store, step: self.board.arrive(store, STOP, self._ranks, step))
@@ -139,6 +143,33 @@ class Watchdog:
         self._is_closed.set()
         board.conclude(END, len(self._ranks))
         return next((int(rank) for rank in told if rank), None)
+
+    def come_together(self, patience_s: float) -> bool:
+        """Wait after a failure until every rank calls this, and return whether all do, the same on those that do.
+
+        Only through the store: in a collective, a rank would wait for those that stand in another one.
+        """
+        board, key = self.board, f"{AFTER_FAILURE}/decision"
+
+        def decide(store: dist.Store, word: str) -> str:
+            board.read(store, [key])
+            return store.compare_set(key, NONE.decode(), word).decode()
+
+        def arrive(store: dist.Store) -> None:
+            if store.add(f"{AFTER_FAILURE}/arrived", 1) == len(self._ranks):
+                decide(store, TOGETHER)
+
+        give_up_at = time.monotonic() + patience_s
+        try:
+            board.call(arrive)
+            while time.monotonic() < give_up_at:
+                (decision,) = board.call(lambda store: board.read(store, [key]))
+                if decision != NONE:
+                    return decision.decode() == TOGETHER
+                time.sleep(POLL_S)
+            return board.call(lambda store: decide(store, ALONE)) == TOGETHER
+        except RankFailedError:
+            return False
 
     def explain(self, exception: BaseException, hook: str | None) -> RankFailure | None:
         """The other rank's failure that caused ``exception``; else post it as this rank's own, raised in ``hook``."""
@@ -271,6 +302,8 @@ class Watchdog:
             # does not.
             is_silent = failure.error == failures.MISSED_HEARTBEATS
             patience_s = TIME_TO_RAISE_AFTER_SILENCE_S if is_silent else TIME_TO_RAISE_S
+            if self.saves_on_exception:
+                patience_s = TIME_TO_RAISE_AND_SAVE_S
             if self._is_leaving_within(patience_s):
                 return
             self._interrupt()

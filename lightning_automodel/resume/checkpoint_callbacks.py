@@ -3,7 +3,13 @@
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint, StochasticWeightAveraging, Timer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Checkpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+)
 
 from lightning_automodel.patching import PatchStack
 
@@ -27,6 +33,14 @@ def save_last(trainer: "pl.Trainer", patches: PatchStack) -> None:
         patches.set(module, "on_train_batch_end", hook_then_saves)
     for callback in saving:
         patches.set(callback, "on_train_batch_end", lambda *_: None)
+
+
+def save_on_exception(trainer: "pl.Trainer") -> bool:
+    """Whether a callback saves a checkpoint when the run fails."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(
+        isinstance(each, OnExceptionCheckpoint) or getattr(each, "save_on_exception", False) for each in callbacks
+    )
 
 
 def load_early(trainer: "pl.Trainer", states: dict[str, Any]) -> None:

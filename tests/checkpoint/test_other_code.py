@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import CheckpointError
 from lightning_automodel.checkpoint.__main__ import main
-from tests.checkpoint.checkpoints import ACCUMULATE, FORMS, AdamModule, batches, fit, save
+from tests.checkpoint.checkpoints import ACCUMULATE, FORMS, AdamModule, batches, fit, forms, save
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import SILENT, Outcome, full_weights, weight_error
 from tests.trainer.runs import CASE, TOLERANCE, make_trainer
@@ -131,6 +132,82 @@ def test_training_goes_on_from_an_edit(pool2: RankPool, tmp_path: Path, form: st
         assert seen == seen_plainly
 
 
+def _keys(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Of parameters in a saved optimizer, which has their names or numbers them."""
+    names = [name for name, _ in AdamModule().named_parameters()]
+    return dict(zip(names, optimizer["param_groups"][0]["params"], strict=True))
+
+
+def _change(checkpoint: dict[str, Any]) -> None:
+    """In place: a moment, an option, and one parameter's state is removed."""
+    (optimizer,) = checkpoint["optimizer_states"]
+    keys = _keys(optimizer)
+    optimizer["state"][keys["model.head.weight"]]["exp_avg"].mul_(3)
+    optimizer["param_groups"][0]["weight_decay"] = 0.5
+    del optimizer["state"][keys["model.norm.weight"]]
+
+
+def _replace(checkpoint: dict[str, Any]) -> None:
+    """The list, an entry, and what is within it."""
+    checkpoint["optimizer_states"] = list(checkpoint["optimizer_states"])
+    (optimizer,) = checkpoint["optimizer_states"]
+    key = _keys(optimizer)["model.norm.weight"]
+    state = {**optimizer["state"]}
+    state[key] = {**state[key], "exp_avg": torch.full((7,), 0.1, dtype=torch.float64)}
+    checkpoint["optimizer_states"][0] = {**optimizer, "state": state}
+
+
+def _empty(checkpoint: dict[str, Any]) -> None:
+    """Optimizers start afresh."""
+    checkpoint["optimizer_states"] = []
+
+
+class EditsOptimizers(AdamModule):
+    def __init__(self, edit: Callable[[dict[str, Any]], None] | None = None) -> None:
+        super().__init__(CASE.seed + 2)
+        self.edit = edit
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.edit is not None:
+            self.edit(checkpoint)
+
+
+class EditsLater(Callback):
+    """Lightning calls it when the module is loaded, before optimizers are."""
+
+    def __init__(self, edit: Callable[[dict[str, Any]], None]) -> None:
+        self.edit = edit
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.edit(checkpoint)
+
+
+def _resume_edited(options: dict[str, Any], path: str) -> list[dict[str, Tensor]]:
+    """Weights after each edit."""
+    found: list[dict[str, Tensor]] = []
+    modules = [EditsOptimizers(_change), EditsOptimizers(), EditsOptimizers()]
+    for module, callbacks in zip(modules, ([], [EditsLater(_replace)], [EditsLater(_empty)]), strict=True):
+        if options.get("plain"):
+            trainer = plain_trainer(max_epochs=2, accumulate_grad_batches=ACCUMULATE, callbacks=callbacks)
+            trainer.fit(module, batches(), ckpt_path=path)
+        else:
+            fit({**options, **MEAN}, module, ckpt_path=path, max_epochs=2, callbacks=callbacks)
+        found.append(full_weights(module.model))
+    return found
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("form", forms("shards", "one_file_of_shards"))
+def test_edits_of_optimizer_states(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """Of what the hooks leave, what they did not touch is read as shards."""
+    path = tmp_path / "last.ckpt"
+    pool2.run(save, {**FORMS[form], **MEAN}, str(path))
+    expected = _resume_edited({"plain": True}, consolidated(path) if path.is_dir() else str(path))
+    for found in pool2.run(_resume_edited, FORMS[form], str(path)):
+        for number, (weights, wanted) in enumerate(zip(found, expected, strict=True)):
+            assert weight_error(Outcome(weights, None), Outcome(wanted, None)) <= TOLERANCE, number
+
+
 class Wrong(AdamModule):
     """Edits so that the state no longer fits, on one rank."""
 
@@ -143,6 +220,8 @@ class Wrong(AdamModule):
             return
         if self.how == "none":
             del checkpoint["state_dict"]
+        elif self.how == "no list":
+            checkpoint["optimizer_states"] = None
         elif self.how == "missing":
             del checkpoint["state_dict"]["model.norm.weight"]
         else:
@@ -171,6 +250,7 @@ def _load_wrong(options: dict[str, Any], path: str, how: str) -> tuple[str, bool
         ("shape", "rank 1: model.norm.weight has shape [2] in the checkpoint and [7] in this model"),
         ("missing", "rank 1: it does not match the model: missing model.norm.weight"),
         ("none", "rank 1: on_load_checkpoint has left no dict in checkpoint['state_dict']"),
+        ("no list", "rank 1: on_load_checkpoint has left no list in checkpoint['optimizer_states']"),
     ],
 )
 @pytest.mark.every_case

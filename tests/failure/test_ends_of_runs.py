@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
@@ -31,8 +32,8 @@ from tests.trainer.runs import SILENT
 PATIENCE_S = 90.0
 
 
-def _trainer(world_size: int, timeout_s: float = 5.0, **kwargs: Any) -> pl.Trainer:
-    strategy = AutomodelStrategy(timeout=timeout_s / 60)
+def _trainer(world_size: int, timeout_s: float = 5.0, data_parallel: str = "fsdp2", **kwargs: Any) -> pl.Trainer:
+    strategy = AutomodelStrategy(data_parallel=data_parallel, timeout=timeout_s / 60)
     options = {"max_steps": 4, "limit_val_batches": 1, "num_sanity_val_steps": 0, **SILENT, **kwargs}
     return pl.Trainer(accelerator="cpu", devices=world_size, strategy=strategy, **options)
 
@@ -177,6 +178,32 @@ def trains_again_after_a_failure_in_a_failure(rank: int, world_size: int) -> Non
     print("trained again", names, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
 
 
+def _save_on_exception(rank: int, world_size: int, data_parallel: str) -> None:
+    """Rank 1 fails while the other one stands in a collective; the callback saves two checkpoints."""
+
+    def fail(model: Model) -> None:
+        if rank == 1 and model.trainer.global_step == 2:
+            raise ValueError("no labels here")
+
+    saving = ModelCheckpoint("saved", "failed", save_on_exception=True, save_last=True, every_n_train_steps=100)
+    options = {"callbacks": [saving], "enable_checkpointing": True, "max_steps": 6}
+    try:
+        _trainer(world_size, 4 * PATIENCE_S, data_parallel, **options).fit(_fails_in("training_step", fail), _data())
+    finally:
+        if rank == 0:
+            print(
+                "saved", sorted((each.stem, torch.load(each)["global_step"]) for each in Path("saved").glob("*.ckpt"))
+            )
+
+
+def saves_where_rank_1_fails(rank: int, world_size: int) -> None:
+    _save_on_exception(rank, world_size, "ddp")
+
+
+def cannot_save_shards_where_rank_1_fails(rank: int, world_size: int) -> None:
+    _save_on_exception(rank, world_size, "fsdp2")
+
+
 # --- What comes of it -------------------------------------------------------------------------------------------------
 
 STORE_IS_GONE = "RankFailedError: rank 0 on {host} missed heartbeats, last seen in "
@@ -200,6 +227,14 @@ EXPECTED: dict[Callable[[int, int], None], tuple[list[int | None], list[str]]] =
         ["rank 1 on {host} missed heartbeats, last seen in ", " in _reduce_another_size\n"],
     ),
     trains_again_after_a_failure_in_a_failure: ([0, 0], ["trained again [] True"] * 2),
+    saves_where_rank_1_fails: ([1, 1], ["saved [('failed', 2), ('last', 2)]", "ValueError: no labels here"]),
+    cannot_save_shards_where_rank_1_fails: (
+        [1, 1],
+        [
+            "rank 1 on {host} failed in training_step",
+            "all ranks save shards together, which they cannot after a failure",
+        ],
+    ),
 }
 
 

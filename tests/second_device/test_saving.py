@@ -27,18 +27,22 @@ class Saves(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def _written(path: str, in_background: bool) -> tuple[int, bool, str]:
-    """Device and stream that are current while it is written, and the backend of the group that objects go through."""
+def _written(path: str, in_background: bool) -> tuple[int, bool, str, bool]:
+    """Device and stream that are current while it is written, and the backend of the group that objects go through.
+
+    And whether all that is written lies in pinned memory.
+    """
     import tests.second_device.device  # noqa: F401  registers the device
 
-    found: list[tuple[int, bool, str]] = []
+    found: list[tuple[int, bool, str, bool]] = []
     save = dcp.save
 
-    def noted(*args: Any, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> Any:
+    def noted(state: Any, *args: Any, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> Any:
         index = torch.accelerator.current_device_index()
         is_default = torch.accelerator.current_stream().stream_id == 0
-        found.append((index, is_default, dist.get_backend(process_group)))
-        return save(*args, process_group=process_group, **kwargs)
+        is_pinned = all(each.to_local().is_pinned() for each in state["state_dict"].values())
+        found.append((index, is_default, dist.get_backend(process_group), is_pinned))
+        return save(state, *args, process_group=process_group, **kwargs)
 
     with mock.patch.object(dcp, "save", noted):
         fit({"async_checkpoint": in_background}, callbacks=[Saves(path)])
@@ -51,4 +55,4 @@ def _written(path: str, in_background: bool) -> tuple[int, bool, str]:
 def test_where_it_is_written(pool2: RankPool, tmp_path: Path, in_background: bool) -> None:
     """Torch would synchronise the stream of training, and make a context on the first device for each rank."""
     found = pool2.run(_written, str(tmp_path / "checkpoint"), in_background)
-    assert found == [(rank, not in_background, "gloo") for rank in range(2)]
+    assert found == [(rank, not in_background, "gloo", in_background) for rank in range(2)]
