@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import CheckpointError, export_hugging_face
-from lightning_automodel.checkpoint import hugging_face as export
+from lightning_automodel.checkpoint import export, hugging_face
 from lightning_automodel.checkpoint.__main__ import main
 from tests.rank_pool import RankError, RankPool
 from tests.sharding.test_hf_tensor_parallel import CASE as TENSOR_PARALLEL
@@ -271,7 +271,7 @@ def test_what_cannot_be_described_is_saved() -> None:
     """Without a description, which a warning tells."""
     module = nn.ModuleDict({"odd": CannotBeDescribed(), "known": tied_llama()})
     with pytest.warns(UserWarning, match=r"do not describe the Hugging Face model odd\. \(.*no such name"):
-        (described,) = export.describe_models(module)["hugging_face"]
+        (described,) = hugging_face.describe_models(module)["hugging_face"]
     assert described["prefix"] == "known."
 
 
