@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -65,7 +64,7 @@ def export_hugging_face(
     A collective over the default group, if there is one: every rank must call it, with the same arguments, between two
     optimizer steps (in a callback's hook, or after ``fit``, ``validate`` or ``test``). Tensors of a sharded model are
     gathered one by one, so that a rank holds one whole tensor beside its part of the model. Each rank that sees rank
-    0's folder writes a share of the files; a replicated model is written by rank 0. If any rank fails to write, all
+    0's folder writes a share of the files; rank 0 writes a replicated model. If any rank fails to write, all
     raise and nothing is left. :class:`.ModelExport` calls this when a fit ends.
 
     Args:
@@ -100,7 +99,7 @@ def export_hugging_face(
                 raise failure
             for file, owner in zip(plan.files, owners, strict=True):
                 if owner == group_rank():
-                    paths.sync(folder_of_all / file.name)
+                    file.sync(folder_of_all)
         with on_every_rank(what):
             if is_first:
                 _finish(plan, folder, target)
@@ -156,17 +155,11 @@ def _write_share(plan: _Plan, owners: list[int], state: Mapping[str, Tensor], fo
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype, owner: int) -> Tensor:
-    """All of a sharded tensor, on its device, or rank 0's value of another one. A collective."""
+    """On ``owner``, all of a sharded tensor, or rank 0's value of another one. A collective."""
     if isinstance(tensor, DTensor):
-        return tensor.to(dtype).full_tensor()
-    if owner == 0:
-        return tensor
-    # Buffers may differ between the ranks. As bytes, since gloo does not know all dtypes.
-    whole = tensor.to("cpu", dtype, copy=True).contiguous()
-    if whole.numel():
-        group = collectives.host_group(_PATIENCE)
-        dist.broadcast(whole.view(-1).view(torch.uint8), 0, group=group)
-    return whole
+        return collectives.gather_to(cast(DTensor, tensor.to(dtype)), owner)
+    # Buffers may differ between the ranks.
+    return tensor if owner == 0 else collectives.broadcast_value(tensor, 0, _PATIENCE)
 
 
 def export_checkpoint(path: str, out: str, weights_only: bool | None, **options: Any) -> None:
@@ -192,7 +185,7 @@ def export_checkpoint(path: str, out: str, weights_only: bool | None, **options:
                 del tensor  # before the next one is read
         with on_this_rank(what):
             for file in plan.files:
-                paths.sync(folder / file.name)
+                file.sync(folder)
             _finish(plan, folder, target)
     except BaseException:
         paths.discard(folder)

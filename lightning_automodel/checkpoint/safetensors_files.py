@@ -7,7 +7,8 @@ with the place of each tensor, and their bytes.
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.entries import BLOCK
 from lightning_automodel.checkpoint.errors import CheckpointError
 
@@ -56,13 +58,25 @@ class SafetensorsFile:
 
     def append(self, folder: Path, name: str, value: Tensor) -> None:
         """Write the next tensor, cast to the planned dtype. To be called in the order of ``tensors``."""
-        with open(folder / self.name, "ab") as file:
+        with self._naming_errors(), open(folder / self.name, "ab") as file:
             if name == next(iter(self.tensors)):
                 file.write(self._header())
             flat = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
             dtype = self.tensors[name].dtype
             for block in flat.split(max(1, BLOCK // max(value.element_size(), dtype.itemsize))):
                 file.write(memoryview(block.to("cpu", dtype).view(torch.uint8).numpy()))
+
+    def sync(self, folder: Path) -> None:
+        """Wait until all of it is on disk."""
+        with self._naming_errors():
+            paths.sync(folder / self.name)
+
+    @contextmanager
+    def _naming_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"{self.name}: {type(error).__name__}: {error}") from error
 
     def _header(self) -> bytes:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
