@@ -13,7 +13,7 @@ from lightning_automodel.checkpoint import check_export, export_hugging_face
 
 
 class ModelExport(Callback):
-    """Exports the model for Hugging Face when a fit ends, on all ranks, by :func:`.export_hugging_face`.
+    """Exports the model for Hugging Face when a fit ends, by ``export_hugging_face``, which is called on all ranks.
 
     The weights are those that the module has when ``fit`` returns: with ``WeightAveraging``, or
     ``StochasticWeightAveraging`` that has begun to average, the averages. A fit that ends by an exception exports

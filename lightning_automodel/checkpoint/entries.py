@@ -1,6 +1,8 @@
 """Entries of a ``.distcp`` file, each what ``torch.save`` writes of one tensor: opened, and read block by block."""
 
+import errno
 import io
+import os
 import sys
 import zipfile
 from typing import IO, Any
@@ -38,7 +40,7 @@ class Part(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         if start + offset < 0:
-            raise ValueError(f"negative position {start + offset}")
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         self._position = start + offset
         return self._position
 

@@ -65,7 +65,7 @@ def export_hugging_face(
     optimizer steps (in a callback's hook, or after ``fit``, ``validate`` or ``test``). Tensors of a sharded model are
     gathered one by one, so that a rank holds one whole tensor beside its part of the model. Each rank that sees rank
     0's folder writes a share of the files; rank 0 writes a replicated model. If any rank fails to write, all
-    raise and nothing is left. :class:`.ModelExport` calls this when a fit ends.
+    raise and nothing is left. The callback ``ModelExport`` calls this when a fit ends.
 
     Args:
         module: The LightningModule, or any module with Hugging Face models in it, sharded or not.
