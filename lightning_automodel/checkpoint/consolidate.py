@@ -1,6 +1,7 @@
 """One file of a directory of shards, made without holding it in memory."""
 
 import mmap
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,7 +65,10 @@ class _MappedTensors:
             end += -(-entry.numel() * entry.element_size() // _ALIGNMENT) * _ALIGNMENT
         self.tensors: dict[str, Tensor] = {}
         with tempfile.TemporaryFile(dir=folder, prefix=paths.TEMPORARY) as file:
-            file.truncate(max(1, end))
+            if hasattr(os, "posix_fallocate"):  # an error now, where the disk is full, and no SIGBUS later
+                os.posix_fallocate(file.fileno(), 0, max(1, end))
+            else:
+                file.truncate(max(1, end))
             # The mapping keeps the deleted file alive.
             self._mapping = mmap.mmap(file.fileno(), max(1, end))
         for name, entry in entries.items():

@@ -5,7 +5,7 @@ import io
 import os
 import sys
 import zipfile
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ BLOCK = 1 << 22
 """Bytes that are read or written at a time."""
 
 
-class Part(io.RawIOBase):
-    """``length`` bytes of an open ``file``, from ``offset`` on, as a file of its own; nothing is read ahead."""
+class _Part(io.RawIOBase):
+    """See :func:`part`."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         self._file = file
@@ -57,6 +57,11 @@ class Part(io.RawIOBase):
         data = self.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
+
+
+def part(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
+    """``length`` bytes of an open ``file``, from ``offset`` on, as a file of its own; nothing is read ahead."""
+    return cast(IO[bytes], _Part(file, offset, length))
 
 
 def read_in_blocks(entry: IO[bytes], target: Tensor) -> bool:

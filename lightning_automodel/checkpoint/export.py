@@ -4,6 +4,7 @@ torch's ``HuggingFaceStorageWriter`` (2.13 to 2.15) is not used: merging shards,
 into zeros and leaves out the format that ``from_pretrained`` looks for.
 """
 
+import contextlib
 import json
 import sys
 from collections import Counter
@@ -130,7 +131,10 @@ def _owners(plan: _Plan, state: Mapping[str, Tensor], folder: Path) -> list[int]
     if not any(isinstance(state[source], DTensor) for source in plan.sources.values()):
         return [0] * len(plan.files)  # rank 0 has all of it, and its buffers are those that are exported
     # What a rank wrote on another node's disk would be lost.
-    sees_folder = group_rank() == 0 or paths.is_seen(str(folder), plan.files[0].name)
+    sees_folder = group_rank() == 0
+    if not sees_folder:
+        with contextlib.suppress(OSError):
+            sees_folder = paths.is_seen(str(folder), plan.files[0].name)
     ranks = [rank for rank, sees in enumerate(collectives.gather_objects(sees_folder)) if sees]
     return owners_of(plan.files, ranks)
 

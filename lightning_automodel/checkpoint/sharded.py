@@ -331,7 +331,7 @@ class ShardDirectory(Saved):
             with filesystem.open(f"{folder}/{name}", "rb") as file:
                 for _, offset, length in of_file:
                     if is_local:
-                        check_content(entries.Part(file, offset, length), name)
+                        check_content(entries.part(file, offset, length), name)
                     else:  # in one request
                         file.seek(offset)
                         check_content(io.BytesIO(file.read(length)), name)
@@ -373,7 +373,7 @@ class _Reader(torch_internals.FsspecReader):
             return False
         target = planner.resolve_tensor(item).detach()
         with open(paths.member(self._folder, place.relative_path), "rb") as file:
-            is_read = entries.read_in_blocks(entries.Part(file, place.offset, place.length), target)
+            is_read = entries.read_in_blocks(entries.part(file, place.offset, place.length), target)
         if is_read:
             planner.commit_tensor(item, target)
         return is_read

@@ -100,14 +100,12 @@ def gather_to(tensor: DTensor, dst: int) -> Tensor:
     all-gather (torch 2.13) would hold all of it twice. Tensors that are sharded more than once are gathered on all.
     """
     sharded = [index for index, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    by_rows = [
-        index for index in sharded if type(tensor.placements[index]) is Shard and tensor.placements[index].dim == 0
-    ]
-    if tensor.device.type != "cpu" or len(sharded) != 1 or sharded != by_rows:
+    placement = tensor.placements[sharded[0]] if len(sharded) == 1 else None
+    if tensor.device.type != "cpu" or type(placement) is not Shard or placement.dim != 0:
         return full(tensor)
     group = tensor.device_mesh.get_group(sharded[0])
     ranks = dist.get_process_group_ranks(group)
-    local = tensor.detach().to_local().contiguous()
+    local = tensor.to_local().detach().contiguous()
     if dst not in ranks:  # of another replica
         return local
     if dist.get_rank() != dst:

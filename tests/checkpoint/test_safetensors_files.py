@@ -95,7 +95,7 @@ def test_large_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entries, "BLOCK", 100)
     value = torch.randn(7, 30, dtype=torch.float64)
     for target in (torch.empty(7, 30, dtype=torch.float64), torch.zeros(7, 50)[:, 10:40]):
-        assert entries.read_in_blocks(entries.Part(_within(_entry(value)), 5, len(_entry(value).getvalue())), target)
+        assert entries.read_in_blocks(entries.part(_within(_entry(value)), 5, len(_entry(value).getvalue())), target)
         assert torch.equal(target, value.to(target.dtype))
     target = torch.zeros(30, 7, dtype=torch.float64)
     for other in (value.t(), value, value[:, :7], torch.tensor(1.0)):
