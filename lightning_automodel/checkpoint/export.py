@@ -64,7 +64,7 @@ def export_hugging_face(
 
     A collective over the default group, if there is one: every rank must call it, with the same arguments, between two
     optimizer steps (in a callback's hook, or after ``fit``, ``validate`` or ``test``). Tensors of a sharded model are
-    gathered one by one, so that a rank holds one whole tensor beside its part of the model. Each rank that sees rank
+    gathered one by one, so that a rank has one whole tensor beside its part of the model. Each rank that sees rank
     0's folder writes a share of the files; rank 0 writes a replicated model. If any rank fails to write, all
     raise and nothing is left. The callback ``ModelExport`` calls this when a fit ends.
 
