@@ -7,7 +7,7 @@ from lightning_automodel.release_probe import importing_private_names
 with importing_private_names():  # first, so that its error is the one for a release that is too old or too new
     from lightning_automodel import lightning_internals, torch_internals  # noqa: F401
 
-from lightning_automodel.callbacks import EvaluationLoss, ExactnessCheck, StepMonitor, TrainingReport
+from lightning_automodel.callbacks import EvaluationLoss, ExactnessCheck, ModelExport, StepMonitor, TrainingReport
 from lightning_automodel.context_parallel.attention import context_parallel_attention
 from lightning_automodel.data.eval_shard import dp_eval_sample_shard
 from lightning_automodel.distributed.collectives import barrier_and_log
@@ -33,6 +33,7 @@ __all__ = [
     "EvaluationLoss",
     "ExactnessCheck",
     "FirstRankPerNode",
+    "ModelExport",
     "StepMonitor",
     "StepReport",
     "TrainingReport",

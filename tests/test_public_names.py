@@ -23,6 +23,7 @@ PUBLIC_NAMES = [
     "EvaluationLoss",
     "ExactnessCheck",
     "FirstRankPerNode",
+    "ModelExport",
     "StepMonitor",
     "StepReport",
     "TrainingReport",

@@ -24,6 +24,7 @@ from lightning_automodel import (
     EvaluationLoss,
     ExactnessCheck,
     FirstRankPerNode,
+    ModelExport,
     StepMonitor,
     StepReport,
     TrainingReport,
@@ -119,6 +120,7 @@ def lightning_program(directory: Path, devices: int) -> float:
             StepMonitor(every_n_steps=1),
             EvaluationLoss(perplexity="{stage}_perplexity"),
             ExactnessCheck(steps=1),
+            ModelExport("exported", dtype="bfloat16", prefix=""),
         ],
     )
     trainer.fit(Model(), DataLoader(Sequences(), batch_size=2), DataLoader(Sequences(), batch_size=2))
@@ -131,7 +133,7 @@ def lightning_program(directory: Path, devices: int) -> float:
 
 
 def report_and_export(directory: Path, module: pl.LightningModule) -> TrainingReport:
-    """What needs plotly and safetensors."""
+    """What needs plotly, and a Hugging Face model."""
     try:
         export_hugging_face(module, directory / "exported", dtype=torch.bfloat16)
     except CheckpointError as error:

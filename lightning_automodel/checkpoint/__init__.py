@@ -1,8 +1,9 @@
 """Checkpoints: saved whole or not at all, checked before they load, and loaded on any number of ranks."""
 
 from lightning_automodel.checkpoint.errors import CheckpointError
+from lightning_automodel.checkpoint.export import check_export, export_hugging_face
 from lightning_automodel.checkpoint.extra_states import differing_extra_states
-from lightning_automodel.checkpoint.hugging_face import describe_models, export_hugging_face
+from lightning_automodel.checkpoint.hugging_face import describe_models
 from lightning_automodel.checkpoint.optimizers import named_parameters, optimizer_state, restorable_state
 from lightning_automodel.checkpoint.reading import load_directories
 from lightning_automodel.checkpoint.session import DIRECTORY_NOTE, RunCheckpoints
@@ -13,6 +14,7 @@ __all__ = [
     "DIRECTORY_NOTE",
     "CheckpointError",
     "RunCheckpoints",
+    "check_export",
     "describe_models",
     "differing_extra_states",
     "export_hugging_face",

@@ -3,9 +3,7 @@
 import argparse
 import json
 import sys
-import tempfile
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,17 +11,14 @@ from fsspec.core import url_to_fs
 from torch import Tensor
 
 from lightning_automodel.checkpoint import paths
+from lightning_automodel.checkpoint.consolidate import consolidate
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.hugging_face import KEY, export_checkpoint
-from lightning_automodel.checkpoint.optimizers import is_optimizer_key
+from lightning_automodel.checkpoint.export import export_checkpoint
+from lightning_automodel.checkpoint.hugging_face import KEY
 from lightning_automodel.checkpoint.reading import open_checkpoint
 from lightning_automodel.checkpoint.safe_load import NotPlainDataError
-from lightning_automodel.checkpoint.sharded import ShardDirectory
-from lightning_automodel.checkpoint.single_file import save_file
-from lightning_automodel.checkpoint.state_dict import MODEL, Saved, dicts_in
-from lightning_automodel.checkpoint.trees import put_together
+from lightning_automodel.checkpoint.state_dict import Saved
 from lightning_automodel.resume import CHECKPOINT_KEY
-from lightning_automodel.torch_internals import with_module_versions
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -92,15 +87,22 @@ def _inspect(parsed: argparse.Namespace) -> int:
 
 
 def _consolidate(parsed: argparse.Namespace) -> int:
-    _write_one_file(paths.normalize(parsed.path), parsed.out, not parsed.trust)
+    consolidate(paths.normalize(parsed.path), parsed.out, not parsed.trust)
     print(f"Wrote {parsed.out}")
     return 0
 
 
 def _export(parsed: argparse.Namespace) -> int:
     path, dtype = paths.normalize(parsed.path), None if parsed.dtype is None else getattr(torch, parsed.dtype)
-    size = int(parsed.max_shard_size) if parsed.max_shard_size.isdigit() else parsed.max_shard_size
-    export_checkpoint(path, parsed.out, not parsed.trust, size, dtype, parsed.adapter_only, parsed.key)
+    export_checkpoint(
+        path,
+        parsed.out,
+        not parsed.trust,
+        max_shard_size=parsed.max_shard_size,
+        dtype=dtype,
+        adapter_only=parsed.adapter_only,
+        prefix=parsed.key,
+    )
     print(f"Wrote {parsed.out}")
     return 0
 
@@ -142,43 +144,6 @@ def _described(saved: Saved) -> dict[str, Any]:
             model["prefix"]: model["class"] + (", adapters" if "peft" in model else "") for model in rest.get(KEY, [])
         },
     }
-
-
-def _write_one_file(path: str, out: str, weights_only: bool | None) -> None:
-    """Write a directory of shards as one file, like Lightning's other strategies, without holding it in memory.
-
-    torch's ``dcp_to_torch_save`` holds it in memory, runs code that it may hold, and leaves out all but the shards.
-    Optimizer states keep parameter names as ids, which torch's optimizers match by order.
-    """
-    if not paths.is_directory(path):
-        raise CheckpointError(f"{path} is not a directory of shards: there is nothing to consolidate")
-    target = paths.new_local_target(out)
-    shards = ShardDirectory(path, weights_only, alone=True)
-    values = {name: _mapped(entry, target.parent) for name, entry in shards.entries.items() if entry is not None}
-    shards.read_into(values)
-    objects = shards.read_model(name for name, entry in shards.model.items() if entry is None)
-    # As Lightning makes it; with weights only it has no `optimizer_states`, and no schedules.
-    tree: dict[str, Any] = {**shards.rest, MODEL: objects}
-    dicts = dict(dicts_in(tree))
-    for name, value in values.items():
-        place = shards.places[name]
-        if not is_optimizer_key(place[0]):
-            dicts[place[0]][place[1]] = value
-    states = [put_together(state, values.__getitem__) for state in shards.optimizer_states()]
-    if states or "lr_schedulers" in tree:
-        tree["optimizer_states"] = states
-    tree[MODEL] = with_module_versions(tree[MODEL], shards.module_versions)
-    save_file(tree, str(target))
-
-
-def _mapped(entry: Tensor, folder: Path) -> Tensor:
-    """A tensor like ``entry`` mapped to a temporary file, so that the system can evict it from memory."""
-    if not entry.numel():
-        return torch.empty_like(entry, device="cpu")
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=paths.TEMPORARY) as file:
-        # The mapping keeps the deleted file alive.
-        storage = torch.UntypedStorage.from_file(file.name, True, entry.numel() * entry.element_size())
-    return torch.empty(0, dtype=entry.dtype).set_(storage).view(entry.size())  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -12,12 +12,14 @@ from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import on_this_rank
 from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import WholeCheckpoint, load_file
-from lightning_automodel.checkpoint.state_dict import MODEL, Saved
+from lightning_automodel.checkpoint.state_dict import MODEL
 from lightning_automodel.patching import PatchStack
 from lightning_automodel.torch_internals import with_module_versions
 
 
-def open_checkpoint(path: str, weights_only: bool | None, reads_content: bool = True) -> Saved:
+def open_checkpoint(
+    path: str, weights_only: bool | None, reads_content: bool = True
+) -> ShardDirectory | WholeCheckpoint:
     """Check a checkpoint of either form, and open it, without a file's optimizer states. Not a collective.
 
     CheckpointError if it is damaged, missing, or holds code, unless ``weights_only`` is False.

@@ -5,6 +5,7 @@ of the checkpoint (``meta.pt``) and a manifest, written last. Torch and Lightnin
 ``.distcp`` file is what ``torch.save`` writes, with torch's own checksums.
 """
 
+import dataclasses
 import io
 import itertools
 import json
@@ -23,7 +24,14 @@ from fsspec.core import url_to_fs
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
@@ -31,7 +39,7 @@ from torch.utils.serialization import config as serialization_config
 from typing_extensions import override
 
 from lightning_automodel import torch_internals
-from lightning_automodel.checkpoint import paths
+from lightning_automodel.checkpoint import entries, paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
 from lightning_automodel.checkpoint.optimizers import NOTES, OPTIMIZER_STATES, is_optimizer_key, optimizer_key
 from lightning_automodel.checkpoint.safe_load import MetadataUnpickler, load_plain_data
@@ -318,11 +326,15 @@ class ShardDirectory(Saved):
         # In the order of their sizes: about the same number of bytes for each rank.
         mine = sorted(sorted(places, key=lambda place: place[::-1])[rank::num_ranks])
         filesystem, folder = url_to_fs(self._folder)
-        for name, entries in itertools.groupby(mine, key=lambda place: place[0]):
+        is_local = paths.is_local(self._folder)
+        for name, of_file in itertools.groupby(mine, key=lambda place: place[0]):
             with filesystem.open(f"{folder}/{name}", "rb") as file:
-                for _, offset, length in entries:
-                    file.seek(offset)
-                    check_content(io.BytesIO(file.read(length)), name)
+                for _, offset, length in of_file:
+                    if is_local:
+                        check_content(entries.part(file, offset, length), name)
+                    else:  # in one request
+                        file.seek(offset)
+                        check_content(io.BytesIO(file.read(length)), name)
 
     def _check_unreplaced(self) -> None:
         """Raise CheckpointError if a newer save has replaced this one: its entries have the same names and sizes."""
@@ -331,15 +343,40 @@ class ShardDirectory(Saved):
 
 
 class _Reader(torch_internals.FsspecReader):
-    """Reads a directory whose metadata was read before."""
+    """Reads a directory whose metadata was read before, large local entries block by block.
+
+    torch holds an entry twice: what it has read, and the tensor that it is copied into.
+    """
 
     def __init__(self, folder: str, metadata: Metadata) -> None:
         super().__init__(folder)
+        self._folder = folder
         self._metadata = metadata
+        self._is_local = paths.is_local(folder)
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        others = [item for item in plan.items if not self._is_read_in_blocks(item, planner)]
+        return super().read_data(dataclasses.replace(plan, items=others), planner)
+
+    def _is_read_in_blocks(self, item: ReadItem, planner: LoadPlanner) -> bool:
+        """Read an item, if that can be done in blocks."""
+        place = self._metadata.storage_data[item.storage_index]
+        is_small = place.length <= 2 * entries.BLOCK
+        if not self._is_local or is_small or item.type != LoadItemType.TENSOR or place.transform_descriptors:
+            return False
+        if any(item.storage_offsets):
+            return False
+        target = planner.resolve_tensor(item).detach()
+        with open(paths.member(self._folder, place.relative_path), "rb") as file:
+            is_read = entries.read_in_blocks(entries.part(file, place.offset, place.length), target)
+        if is_read:
+            planner.commit_tensor(item, target)
+        return is_read
 
 
 class _Planner(DefaultLoadPlanner):

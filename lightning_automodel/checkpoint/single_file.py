@@ -52,8 +52,34 @@ def prepare_file(
     return write
 
 
-def save_file(checkpoint: dict[str, Any], path: str) -> None:
-    """Write ``checkpoint`` to a file that appears in one step, once all of it is on disk. Called by one rank."""
+_PAUSE_BYTES = 1 << 25
+
+
+class _PausingFile:
+    """An open ``file`` for ``torch.save``, with a call of ``pause`` whenever some more bytes were written."""
+
+    def __init__(self, file: IO[bytes], pause: Callable[[], None]) -> None:
+        self._file = file
+        self._pause = pause
+        self._num_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        written = self._file.write(data)
+        self._num_bytes += written
+        if self._num_bytes > _PAUSE_BYTES:
+            self._num_bytes = 0
+            self._pause()
+        return written
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def save_file(checkpoint: dict[str, Any], path: str, pause: Callable[[], None] | None = None) -> None:
+    """Write ``checkpoint`` to a file that appears in one step, once all of it is on disk. Called by one rank.
+
+    A ``pause``, for local files, is called after every few tensors, so that the caller can free what was written.
+    """
     if not paths.is_local(path):
         filesystem, place = url_to_fs(path)
         if filesystem.isdir(place):  # both can exist on an object store, and the directory would be loaded
@@ -66,7 +92,7 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
     temporary = Path(path).with_name(paths.temporary_name())
     try:
         with open(temporary, "wb") as file, serialization_config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
-            torch.save(checkpoint, file)
+            torch.save(checkpoint, file if pause is None else _PausingFile(file, pause))  # type: ignore[arg-type]
         paths.sync(temporary)
         paths.replace(temporary, Path(path))
     except BaseException:
@@ -144,6 +170,10 @@ class WholeCheckpoint(Saved):
     def read_into(self, targets: dict[str, Any]) -> None:
         """Overwrite the tensors in ``targets`` in place, and replace its other values. Not a collective."""
         fill_tree(targets, self._values)
+
+    def read_model_alone(self, name: str) -> Any:
+        """One entry of the model's state, a tensor whole and in host memory. Not a collective."""
+        return self._values[f"{MODEL}.{name}"]
 
 
 def fill_tree(targets: Any, values: Mapping[str, Any], prefix: str = "") -> None:

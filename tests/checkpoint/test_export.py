@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
+import resource
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -17,16 +15,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
-from safetensors import safe_open
+from lightning.pytorch.callbacks import WeightAveraging
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy
-from lightning_automodel.checkpoint import CheckpointError, export_hugging_face
-from lightning_automodel.checkpoint import hugging_face as export
+from lightning_automodel import AutomodelStrategy, ModelExport
+from lightning_automodel.checkpoint import CheckpointError, export, export_hugging_face, hugging_face, paths
 from lightning_automodel.checkpoint.__main__ import main
+from lightning_automodel.checkpoint.safetensors_files import SafetensorsFile
 from tests.rank_pool import RankError, RankPool
 from tests.sharding.test_hf_tensor_parallel import CASE as TENSOR_PARALLEL
 from tests.sharding.test_hf_tensor_parallel import make_model as make_logits_model
@@ -34,29 +34,19 @@ from tests.sharding.test_tensor_parallel import data_rank
 from tests.trainer.exactness import TinyDecoder, full_weights, micro_batches
 from tests.trainer.hugging_face import CAUSAL, OwnLoss, lora_llama, mixtral, t5, tied_llama, untied_gpt2, vera_llama
 from tests.trainer.plain import ModelModule
-from tests.trainer.runs import loader, make_trainer
+from tests.trainer.runs import CASE, LabelledModule, loader, make_trainer
 
 ENGINES: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
 SMALL, TINY = "2KB", 700
 
 
-class ExportsAtTheEnd(Callback):
-    """In the middle of things: while the model is sharded."""
-
-    def __init__(self, path: str, **options: Any) -> None:
-        self.path, self.options = path, options
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        export_hugging_face(pl_module, self.path, **self.options)
-
-
 def _train(options: dict[str, Any], make_model: Any, folder: str, **export_options: Any) -> dict[str, Tensor]:
-    """Train a step, export `live` and save `run.ckpt`; whole weights."""
+    """Train a step, export `live` as the fit ends, and save `run.ckpt`; whole weights."""
     module = OwnLoss(make_model())
     trainer = make_trainer(
         AutomodelStrategy(label_shift=1, **options),
         max_steps=1,
-        callbacks=[ExportsAtTheEnd(f"{folder}/live", **export_options)],
+        callbacks=[ModelExport(f"{folder}/live", **export_options)],
     )
     trainer.fit(module, loader(CAUSAL))
     trainer.save_checkpoint(f"{folder}/run.ckpt")
@@ -90,21 +80,32 @@ def test_from_pretrained_reads_what_was_trained(pool2: RankPool, tmp_path: Path,
         assert not torch.equal(value, started[name])
 
 
-def _train_shared_by_two(path: str) -> dict[str, Tensor]:
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp": {"tensor_parallel_size": 2},
+    "hsdp": {"data_parallel_replicate_size": 2},
+    "hsdp, offloaded": {"data_parallel_replicate_size": 2, "cpu_offload": True},
+}
+
+
+def _train_on_four(path: str, options: dict[str, Any]) -> dict[str, Tensor]:
     module = ModelModule(make_logits_model("Llama-tied"))
     trainer = make_trainer(
-        AutomodelStrategy(tensor_parallel_size=2), max_steps=1, callbacks=[ExportsAtTheEnd(path, max_shard_size=SMALL)]
+        AutomodelStrategy(**options), max_steps=1, callbacks=[ModelExport(path, max_shard_size=SMALL)]
     )
-    trainer.fit(module, DataLoader(micro_batches(replace(TENSOR_PARALLEL, num_ranks=2))[data_rank()], batch_size=None))
+    num_ranks = 4 // options.get("tensor_parallel_size", 1)
+    batches = micro_batches(replace(TENSOR_PARALLEL, num_ranks=num_ranks))
+    rank = data_rank() if "tensor_parallel_size" in options else dist.get_rank()
+    trainer.fit(module, DataLoader(batches[rank], batch_size=None))
     return full_weights(module.model.model)
 
 
 @pytest.mark.sweep
-def test_tensor_parallel_ranks(pool4: RankPool, tmp_path: Path) -> None:
-    """Four ranks, two of which share each layer; the model lies deeper in the module."""
+@pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts_of_four_ranks(pool4: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    """The model lies deeper in the module."""
     from transformers import AutoModelForCausalLM
 
-    (weights, *_) = pool4.run(_train_shared_by_two, str(tmp_path / "out"))
+    (weights, *_) = pool4.run(_train_on_four, str(tmp_path / "out"), options)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
@@ -208,24 +209,109 @@ def test_refusals(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "teacher" / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
 
 
-def _fail_to_write(folder: str) -> str:
-    def failing_write(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
+class Watched(LabelledModule):
+    """Has running statistics and a number, which differ by rank, as DDP lets them."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4).double().requires_grad_(False)
+        self.register_buffer("scale", torch.tensor(0.0))
+
+    def on_train_start(self) -> None:
+        self.norm.running_mean.fill_(dist.get_rank() + 1.0)
+        self.scale.fill_(dist.get_rank() + 0.5)
+
+
+def _share_out(options: dict[str, Any], folder: str, sees_folder: bool = True) -> dict[str, Any]:
+    """Train with averaged weights, export, and tell what this rank wrote."""
+    written: list[str] = []
+    append = SafetensorsFile.append
+
+    def noting(file: SafetensorsFile, *args: Any) -> None:
+        written.append(file.name)
+        append(file, *args)
+
+    module = Watched()
+    averages = WeightAveraging(use_buffers=False, avg_fn=lambda averaged, current, _: averaged * 0.5 + current * 0.5)
+    # The callback stands first, and the weights' averages come into their place after its other hooks.
+    callbacks = [ModelExport(f"{folder}/out", prefix="", max_shard_size=TINY), averages]
+    trainer = make_trainer(AutomodelStrategy(**options), max_steps=2, callbacks=callbacks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export, "_write", failing_write)
+        patch.setattr(SafetensorsFile, "append", noting)
+        patch.setattr(paths, "is_seen", lambda *_: sees_folder)
+        trainer.fit(module, loader(CASE))
+    state = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in module.state_dict().items()
+    }
+    return {"written": sorted(set(written)), "state": state}
+
+
+@pytest.mark.parametrize("how", ["sharded", "one disk", "ddp"])
+def test_ranks_share_the_files(pool2: RankPool, tmp_path: Path, how: str) -> None:
+    """Each writes about half; buffers are rank 0's, and weights the averages that `fit` leaves.
+
+    On another node's disk nothing would be found again: rank 0 then writes all, as under DDP.
+    """
+    options = ENGINES["ddp" if how == "ddp" else "fsdp2"]
+    first, second = pool2.run(_share_out, options, str(tmp_path), sees_folder=how == "sharded")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert sorted(first["written"] + second["written"]) == files
+    sizes = {name: (tmp_path / "out" / name).stat().st_size for name in files}
+    of_second = sum(sizes[name] for name in second["written"])
+    assert of_second == 0 or how == "sharded"
+    if how == "sharded":
+        assert abs(of_second / sum(sizes.values()) - 0.5) < 0.1
+    found: dict[str, Tensor] = {}
+    for name in files:
+        found.update(load_file(tmp_path / "out" / name))
+    assert found.keys() == first["state"].keys()
+    assert all(torch.equal(found[name], value) for name, value in first["state"].items())
+    assert float(found["scale"]) == 0.5
+    assert found["scale"].dim() == 0
+
+
+def _fail_to_write(folder: str, failing: int) -> str:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == failing:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (900, limits[1]))
+    try:
+        decoder = ModelModule(TinyDecoder(seed=1))
+        fully_shard(decoder, mesh=init_device_mesh("cpu", (2,)))
         with pytest.raises(CheckpointError) as raised:
-            export_hugging_face(ModelModule(TinyDecoder(seed=1)), f"{folder}/out", max_shard_size=TINY, prefix="model")
+            export_hugging_face(decoder, f"{folder}/out", max_shard_size=TINY, prefix="model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return str(raised.value)
 
 
-def test_a_rank_that_cannot_write(pool2: RankPool, tmp_path: Path) -> None:
-    """All ranks raise, naming rank 0, and nothing is left."""
-    for message in pool2.run(_fail_to_write, str(tmp_path)):
-        assert message.startswith(
-            f"Cannot export to {tmp_path}/out: rank 0: OSError: [Errno 28] No space left on device"
-        )
+@pytest.mark.parametrize("failing", [1, 0])
+def test_a_rank_that_cannot_write(pool2: RankPool, tmp_path: Path, failing: int) -> None:
+    """All ranks raise, naming it and the file, and nothing is left."""
+    for message in pool2.run(_fail_to_write, str(tmp_path), failing):
+        start = f"Cannot export to {tmp_path}/out: rank {failing}: model-"
+        assert message.startswith(start)
+        assert message.endswith(".safetensors: OSError: [Errno 27] File too large")
     assert not list(tmp_path.iterdir())
+
+
+def _begin_with_a_folder_in_the_way(path: str) -> int:
+    module = LabelledModule()
+    trainer = make_trainer(AutomodelStrategy(), max_steps=1, callbacks=[ModelExport(path, prefix="model")])
+    with pytest.raises(CheckpointError, match=r"rank 0: .*exists: remove it, or choose another path"):
+        trainer.fit(module, loader(CASE))
+    return trainer.global_step
+
+
+def test_a_fit_that_could_not_export_does_not_begin(pool2: RankPool, tmp_path: Path) -> None:
+    assert pool2.run(_begin_with_a_folder_in_the_way, str(tmp_path)) == [0, 0]
+
+
+def test_dtypes_by_name() -> None:
+    assert ModelExport("out", dtype="bfloat16")._options["dtype"] == torch.bfloat16
+    with pytest.raises(ValueError, match="its name, such as 'bfloat16', not 'bf16'"):
+        ModelExport("out", dtype="bf16")
 
 
 def _export_on_rank_zero(path: str) -> None:
@@ -271,64 +357,5 @@ def test_what_cannot_be_described_is_saved() -> None:
     """Without a description, which a warning tells."""
     module = nn.ModuleDict({"odd": CannotBeDescribed(), "known": tied_llama()})
     with pytest.warns(UserWarning, match=r"do not describe the Hugging Face model odd\. \(.*no such name"):
-        (described,) = export.describe_models(module)["hugging_face"]
+        (described,) = hugging_face.describe_models(module)["hugging_face"]
     assert described["prefix"] == "known."
-
-
-SCRIPT = """
-import re, sys, threading
-from pathlib import Path
-from lightning_automodel.checkpoint.__main__ import main
-
-def own_memory():
-    # Not of mapped files, which the system takes out of memory where it needs to.
-    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-
-def grown_by(*arguments):
-    before, most, done = own_memory(), 0, threading.Event()
-
-    def sample():
-        nonlocal most
-        while not done.wait(0.001):
-            most = max(most, own_memory())
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    assert main(list(arguments)) == 0
-    done.set()
-    thread.join()
-    return most - before
-
-folder = sys.argv[1]
-split = ["--key", "model.", "--max-shard-size"]
-for command, *options in (["export", *split, "5MB"], ["consolidate"]):
-    grown_by(command, f"{folder}/small.ckpt", f"{folder}/small.{command}", *options)
-    print(grown_by(command, f"{folder}/large.ckpt", f"{folder}/large.{command}", *options))
-print(grown_by("export", f"{folder}/large.ckpt", f"{folder}/whole", *split, "1GB"))
-"""
-
-
-def _save_shards(path: Path, num_tensors: int, rows: int) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    state = {f"model.layer{index}": torch.full((rows, 1024), float(index)) for index in range(num_tensors)}
-    moments = {name: {"exp_avg": value.clone()} for name, value in state.items()}
-    optimizer = {"state": moments, "param_groups": [{"lr": 0.1, "params": list(state)}]}
-    dcp.save({"state_dict": state, "optimizer_0": optimizer}, checkpoint_id=path, no_dist=True)
-    torch.save({"epoch": 1, "global_step": 2}, path / "meta.pt")
-
-
-@pytest.mark.sweep
-def test_memory(tmp_path: Path) -> None:
-    """A state of 200 MB, of which half is the model, in 4 MB tensors: far less than that is held at once."""
-    _save_shards(tmp_path / "small.ckpt", 2, 8)
-    _save_shards(tmp_path / "large.ckpt", 25, 1024)
-    ran = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=True)
-    by_export, by_consolidate, of_whole_model = map(int, re.findall(r"^-?\d+$", ran.stdout, re.M))
-    assert max(by_export, by_consolidate) <= 50e6
-    assert of_whole_model >= 60e6  # the model in one file: this measures something
-    with safe_open(next((tmp_path / "large.export").glob("*-00002-*")), framework="pt") as file:
-        assert torch.equal(file.get_tensor("layer1"), torch.ones(1024, 1024))
-    written = torch.load(tmp_path / "large.consolidate", weights_only=True, mmap=True)
-    last = written["optimizer_states"][0]["state"]["model.layer24"]["exp_avg"]
-    assert torch.equal(last, torch.full((1024, 1024), 24.0))

@@ -108,7 +108,7 @@ def test_huge_view(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out"), "--key", "model"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
-    assert "a.ckpt: RuntimeError: " in error
+    assert "out: RuntimeError: " in error
 
 
 def test_terminal_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

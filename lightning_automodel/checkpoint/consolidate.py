@@ -1,0 +1,86 @@
+"""One file of a directory of shards, made without holding it in memory."""
+
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_automodel.checkpoint import paths
+from lightning_automodel.checkpoint.errors import CheckpointError
+from lightning_automodel.checkpoint.optimizers import is_optimizer_key
+from lightning_automodel.checkpoint.sharded import ShardDirectory
+from lightning_automodel.checkpoint.single_file import save_file
+from lightning_automodel.checkpoint.state_dict import MODEL, dicts_in
+from lightning_automodel.checkpoint.trees import put_together
+from lightning_automodel.torch_internals import with_module_versions
+
+_ALIGNMENT = 64  # bytes; torch.save aligns tensors so
+
+
+def consolidate(path: str, out: str, weights_only: bool | None) -> None:
+    """Write a directory of shards as one file, like Lightning's other strategies. Not a collective.
+
+    Tensors are read one by one into a temporary file beside the new one. What was read or written leaves memory at
+    once, so that it holds one tensor at a time. torch's ``dcp_to_torch_save`` holds all of it, runs code that it may
+    hold, and leaves out all but the shards. Optimizer states keep parameter names as ids, which torch's optimizers
+    match by order.
+    """
+    if not paths.is_directory(path):
+        raise CheckpointError(f"{path} is not a directory of shards: there is nothing to consolidate")
+    target = paths.new_local_target(out)
+    shards = ShardDirectory(path, weights_only, alone=True)
+    entries = {name: entry for name, entry in shards.entries.items() if entry is not None}
+    mapped = _MappedTensors(entries, target.parent)
+    for name, value in mapped.tensors.items():
+        shards.read_into({name: value})
+        mapped.evict()
+    objects = shards.read_model(name for name, entry in shards.model.items() if entry is None)
+    # As Lightning makes it; with weights only it has no `optimizer_states`, and no schedules.
+    tree: dict[str, Any] = {**shards.rest, MODEL: objects}
+    dicts = dict(dicts_in(tree))
+    for name, value in mapped.tensors.items():
+        place = shards.places[name]
+        if not is_optimizer_key(place[0]):
+            dicts[place[0]][place[1]] = value
+    states = [put_together(state, mapped.tensors.__getitem__) for state in shards.optimizer_states()]
+    if states or "lr_schedulers" in tree:
+        tree["optimizer_states"] = states
+    tree[MODEL] = with_module_versions(tree[MODEL], shards.module_versions)
+    save_file(tree, str(target), pause=mapped.evict)
+
+
+class _MappedTensors:
+    """New tensors like ``entries``, by their names, mapped to a temporary file in ``folder``."""
+
+    def __init__(self, entries: Mapping[str, Tensor], folder: Path) -> None:
+        offsets = {}
+        end = 0
+        for name, entry in entries.items():
+            offsets[name] = end
+            end += -(-entry.numel() * entry.element_size() // _ALIGNMENT) * _ALIGNMENT
+        self.tensors: dict[str, Tensor] = {}
+        with tempfile.TemporaryFile(dir=folder, prefix=paths.TEMPORARY) as file:
+            if hasattr(os, "posix_fallocate"):  # an error now, where the disk is full, and no SIGBUS later
+                os.posix_fallocate(file.fileno(), 0, max(1, end))
+            else:
+                file.truncate(max(1, end))
+            # The mapping keeps the deleted file alive.
+            self._mapping = mmap.mmap(file.fileno(), max(1, end))
+        for name, entry in entries.items():
+            num_bytes = entry.numel() * entry.element_size()
+            if num_bytes:
+                # Each call makes a storage of its own, which torch.save writes by itself.
+                content = torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes, offset=offsets[name])
+                self.tensors[name] = content.view(entry.dtype).view(entry.size())
+            else:
+                self.tensors[name] = torch.empty_like(entry, device="cpu")
+
+    def evict(self) -> None:
+        """Take what was read or written out of this process's memory; it stays in the file."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._mapping.madvise(mmap.MADV_DONTNEED)
