@@ -111,6 +111,10 @@ class AutomodelStrategy(ParallelStrategy):
             ``torch.compile``.
         prefetch: How many FSDP units ahead all-gathers start, in the forward and in the backward; each takes the memory
             of one more gathered unit. 0: what FSDP2 does by itself. ``"auto"``: 1 on a CPU, elsewhere 0.
+        optimizer_step: How optimizers see sharded parameters. ``"auto"``: on shards where a trial on small tensors says
+            that it makes no difference to the optimizer, else whole: each parameter on one rank, its owner, which gets
+            its gradient and weights and sends the new weights back. An optimizer for which neither is right raises.
+            ``"shards"`` and ``"whole"`` choose. A group of parameters may have a key ``"optimizer_step"`` of its own.
         track_grad_norm: Compute ``last_step.grad_norm`` even if nothing else needs it.
         error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not finite.
             Reads one number on the host each step.
