@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.gradients import rescale_clip
+from lightning_automodel.gradients.step_choice import StepChoices
+from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.gradients.windows import (
     PLAIN_BACKWARD,
     GradientWindows,
@@ -21,8 +23,6 @@ from lightning_automodel.gradients.windows import (
     optimizer_parameters,
     unwrap,
 )
-from lightning_automodel.gradients.step_choice import StepChoices
-from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.patching import PatchStack
 
 

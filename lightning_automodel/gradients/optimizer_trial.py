@@ -101,8 +101,7 @@ class TrialTensors:
         pairs = list(zip(shapes, self.likes, strict=True))
         self.values = [self._random(shape, generator, 0.1, dtype, like) for shape, like in pairs]
         self.gradients = [
-            [self._random(shape, generator, 1.0, dtype, like) for shape, like in pairs]
-            for _ in range(num_steps)
+            [self._random(shape, generator, 1.0, dtype, like) for shape, like in pairs] for _ in range(num_steps)
         ]
 
     @staticmethod

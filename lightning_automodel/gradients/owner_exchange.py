@@ -186,16 +186,17 @@ class OwnerExchange:
                 for place, value in zip(places, values, strict=True):
                     place.copy_(value)
 
-    def _all_to_all(
-        self, sent: list[list[Tensor]], shapes: list[list[torch.Size]], like: Tensor
-    ) -> list[list[Tensor]]:
+    def _all_to_all(self, sent: list[list[Tensor]], shapes: list[list[torch.Size]], like: Tensor) -> list[list[Tensor]]:
         """Send tensors to each rank; returns those of the ``shapes`` that each rank sends. A collective."""
         flat = [part.reshape(-1) for parts in sent for part in parts]
         outgoing = torch.cat(flat).to(self._device) if flat else like.new_empty(0, device=self._device)
         num_sent = [sum(part.numel() for part in parts) for parts in sent]
         num_received = [sum(map(math.prod, of_rank)) for of_rank in shapes]
         incoming = like.new_empty(sum(num_received), device=self._device)
-        dist.all_to_all_single(incoming, outgoing, num_received, num_sent, group=self.group)
+        if self.group.size() == 1:
+            incoming.copy_(outgoing)
+        else:
+            dist.all_to_all_single(incoming, outgoing, num_received, num_sent, group=self.group)
         incoming = incoming.to(like.device)
         numels = [math.prod(shape) for of_rank in shapes for shape in of_rank]
         pieces = iter(incoming.split(numels))
@@ -208,4 +209,3 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
     for index, tensor in enumerate(tensors):
         found.setdefault(tensor.dtype, []).append(index)
     return list(found.values())
-

@@ -68,11 +68,9 @@ def sharding_of(parameter: Tensor) -> tuple[Any, Any]:
 
 
 def is_split(parameter: Tensor) -> bool:
-    """Whether each rank holds only a part of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return False
-    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    return any(size > 1 and not placement.is_replicate() for size, placement in sizes)
+    """Whether a parameter is sharded, be it over one rank: optimizers that make plain tensors refuse that too."""
+    is_replicated = not isinstance(parameter, DTensor) or all(each.is_replicate() for each in parameter.placements)
+    return not is_replicated
 
 
 class WholeSteps:
@@ -212,8 +210,12 @@ class _Swapped:
         self.stepped: list[WholeParameter] = []
         self._lists: list[tuple[list[nn.Parameter], list[nn.Parameter]]] = []
         self._optimizers = nested_optimizers(optimizer)
-        lists = {id(each.param_groups[index]["params"]): each.param_groups[index]["params"]
-                 for each in self._optimizers for index in groups if index < len(each.param_groups)}
+        lists = {
+            id(each.param_groups[index]["params"]): each.param_groups[index]["params"]
+            for each in self._optimizers
+            for index in groups
+            if index < len(each.param_groups)
+        }
         for parameters in lists.values():
             self._lists.append((parameters, list(parameters)))
             shown: list[nn.Parameter] = []

@@ -79,9 +79,13 @@ class NestedShampoo(torch.optim.Optimizer):
     def _precondition(direction: Tensor, factors: dict[str, Any], dim: int) -> Tensor:
         rows = direction.transpose(0, dim).reshape(direction.size(dim), -1)
         before = factors["of"][dim]
-        factors["of"][dim] = rows @ rows.T + (0.1 * torch.eye(len(rows), dtype=rows.dtype) if before is None else before)
+        factors["of"][dim] = rows @ rows.T + (
+            0.1 * torch.eye(len(rows), dtype=rows.dtype) if before is None else before
+        )
         values, vectors = torch.linalg.eigh(factors["of"][dim])
         root = vectors @ torch.diag(values.clamp(min=1e-3) ** -0.25) @ vectors.T
-        return torch.tensordot(root, direction, dims=([1], [dim])).transpose(0, dim) if dim else torch.tensordot(
-            root, direction, dims=([1], [0])
+        return (
+            torch.tensordot(root, direction, dims=([1], [dim])).transpose(0, dim)
+            if dim
+            else torch.tensordot(root, direction, dims=([1], [0]))
         )
