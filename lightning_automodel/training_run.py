@@ -313,6 +313,7 @@ class TrainingRun:
             "tensors_created_without_values": len(self._without_values),
             "activation_checkpointing": self._checkpointed,
             "compiled": self._compiled,
+            "optimizer_step": self.steps.describe(),
             **self.engine.describe(),
         }
 

@@ -135,6 +135,17 @@ class OptimizerSteps:
             if whole:
                 self.whole.take(optimizer, whole)
 
+    def describe(self) -> list[dict[str, Any]]:
+        """For each optimizer: how its groups of parameters are stepped, why, and how many elements each rank owns."""
+        return [
+            {
+                "optimizer": type(optimizer).__name__,
+                "groups": [f"{'whole' if each.is_whole else 'shards'} ({each.reason})" for each in choices],
+                "elements_by_owner": self.whole.elements_by_owner(optimizer),
+            }
+            for optimizer, choices in self._choices.of.items()
+        ]
+
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an optimizer's step gets for its arguments. ``args[0]`` is the optimizer."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)

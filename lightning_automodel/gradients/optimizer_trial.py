@@ -182,11 +182,7 @@ def _scaled_size(size: int, num_parts: int) -> int:
 
 
 def _copied(optimizer: Optimizer, index: int, likes: Sequence[nn.Parameter], trained: list[nn.Parameter]) -> Optimizer:
-    """A copy of ``optimizer`` that has ``trained`` in its group ``index``, and no other parameters.
-
-    Args:
-        likes: The parameters that ``trained`` stand for.
-    """
+    """A copy of ``optimizer`` that has no parameters but, in its group ``index``, ``trained``; they stand for ``likes``."""
     filler = nn.Parameter(torch.zeros(1))
     memo: dict[int, Any] = {id(each): filler for group in optimizer.param_groups for each in group["params"]}
     memo.update({id(like): new for like, new in zip(reversed(likes), reversed(trained), strict=True)})
@@ -287,7 +283,7 @@ def _step(
             return torch.tensor(0.7)
 
         with _TrialMode(allows_collectives):
-            type(optimizer).step(optimizer, closure)  # type: ignore[call-arg]
+            type(optimizer).step(optimizer, closure)  # type: ignore[arg-type]  # a tensor is what Lightning returns
 
 
 def _outcome(error: BaseException) -> Outcome:

@@ -27,7 +27,7 @@ class GroupChoice(NamedTuple):
 
 class _Tried(NamedTuple):
     optimizer: Optimizer
-    index: int
+    group: int
     requested: str
     trial: OptimizerTrial
     found: GroupTrial
@@ -154,7 +154,7 @@ class StepChoices:
     def _refusal(self, each: _Tried) -> ValueError:
         notes = each.found.notes
         return ValueError(
-            f"{type(each.optimizer).__name__} (group {each.index}) cannot train sharded parameters. Before the first"
+            f"{type(each.optimizer).__name__} (group {each.group}) cannot train sharded parameters. Before the first"
             " batch, its steps on small tensors that are sharded like its parameters were compared with the same steps"
             f" on whole tensors. On shards: {notes.get('on shards', 'found on another rank')}. With an owner that steps"
             f" each parameter alone: {notes.get('alone', 'found on another rank')}. Pass data_parallel='ddp', under"

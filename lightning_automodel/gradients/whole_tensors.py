@@ -120,11 +120,14 @@ class WholeSteps:
             parameter: self._parameters[parameter].stand_in is not None for parameter in self._stepped_whole(optimizer)
         }
 
-    def describe(self, optimizer: Optimizer) -> list[int]:
-        """How many elements each rank of this rank's group owns, of all optimizers."""
+    def elements_by_owner(self, optimizer: Optimizer) -> list[int]:
+        """How many elements each rank of this rank's group owns; empty if the optimizer steps nothing whole."""
+        counts: list[int] = []
         for parameter in self._stepped_whole(optimizer):
-            return self._num_owned[self._parameters[parameter].exchange]
-        return []
+            whole = self._parameters[parameter]
+            counts = counts or [0] * whole.exchange.group.size()
+            counts[whole.owner] += parameter.numel()
+        return counts
 
     # --- One step -----------------------------------------------------------------------------------------------------
 
