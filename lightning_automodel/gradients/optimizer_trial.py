@@ -28,7 +28,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_automodel import torch_internals
 from lightning_automodel.gradients.owner_exchange import Layout, holders_of
@@ -212,6 +211,8 @@ def _shallow(
     for name, value in vars(optimizer).items():
         is_hook = name in of_torch and name not in ("defaults", "state", "param_groups")
         is_patch = callable(value) and hasattr(type(optimizer), name)
+        if isinstance(value, nn.Module):  # which the optimizer has asked for names: neither to be copied nor written
+            memo[id(value)] = nn.Module()
         if not is_hook and not is_patch:
             vars(new)[name] = copy.deepcopy(value, memo)
     return new
@@ -240,7 +241,7 @@ class _CommunicatesError(Exception):
     """A collective, where none is allowed."""
 
 
-class _TrialMode(TorchDispatchMode):
+class _TrialMode(torch_internals.TorchDispatchMode):
     """Refuses collectives unless they are allowed, and draws one number only, so that parts draw what a whole draws."""
 
     def __init__(self, allows_collectives: bool) -> None:

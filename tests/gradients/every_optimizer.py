@@ -7,12 +7,13 @@ dependency of the tests. An optimizer is made by its own constructor, with what 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import math
 import sys
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,7 @@ def names() -> list[str]:
         if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     ]
     try:
-        import pytorch_optimizer  # noqa: PLC0415
+        import pytorch_optimizer
     except ModuleNotFoundError:
         return of_torch
     return of_torch + [f"pytorch_optimizer.{name}" for name in pytorch_optimizer.get_supported_optimizers()]
@@ -54,7 +55,7 @@ def make(name: str, module: nn.Module) -> torch.optim.Optimizer:
     if package == "torch.optim":
         constructor = getattr(torch.optim, kind)
     else:
-        import pytorch_optimizer  # noqa: PLC0415
+        import pytorch_optimizer
 
         constructor = pytorch_optimizer.load_optimizer(kind)
     everything = list(module.parameters())
@@ -79,6 +80,27 @@ def make(name: str, module: nn.Module) -> torch.optim.Optimizer:
     raise errors[0]
 
 
+class EachAlone(torch.optim.Optimizer):
+    """An optimizer of its own for each parameter, by which those are known that multiply several matrices at once."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__([each for group in optimizer.param_groups for each in group["params"]], {"lr": 1.0})
+        self.inner = []
+        for group in optimizer.param_groups:
+            for each in group["params"]:
+                inner = object.__new__(type(optimizer))
+                vars(inner).update(vars(optimizer))
+                inner.state = defaultdict(dict)
+                inner.param_groups = [{**group, "params": [each]}]
+                self.inner.append(inner)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for inner in self.inner:
+            inner.step(lambda: loss)
+        return loss
+
+
 class AnyOptimizer(ModelModule):
     """Trains a small decoder with an optimizer of the packages."""
 
@@ -91,10 +113,26 @@ class AnyOptimizer(ModelModule):
         return make(self.name, self)
 
 
-def train_alone(name: str, case: Case) -> dict[str, Tensor]:
-    """Weights of one process, whose optimizer gets closures as Lightning's do."""
+def train_alone(
+    name: str, case: Case, seed: int = 0, rounding: float = 0.0, each_alone: bool = False
+) -> dict[str, Tensor]:
+    """Weights of one process, whose optimizer gets closures as Lightning's do.
+
+    Args:
+        name: Of the optimizer.
+        case: Makes the data.
+        seed: Of what the optimizer draws.
+        rounding: Relative size of a change of all weights before training.
+        each_alone: Give each parameter an optimizer of its own.
+    """
     module = AnyOptimizer(name)
-    optimizer = module.configure_optimizers()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1 + rounding * torch.randn_like(parameter))
+    torch.manual_seed(seed)
+    optimizer = make(name, module)
+    if each_alone:
+        optimizer = EachAlone(optimizer)
     for window in windows(case, ACCUMULATE):
 
         def closure(window: list[int] = window) -> Tensor:
@@ -123,7 +161,6 @@ def outcome(pool: RankPool, name: str) -> tuple[str, str]:
     case = dataclasses.replace(CASE, num_ranks=pool.num_ranks)
     start = full_weights(AnyOptimizer(name))
     try:
-        torch.manual_seed(0)
         expected = train_alone(name, case)
     except Exception as error:
         return OWN_ERROR, f"{type(error).__name__}: {error}"
@@ -133,11 +170,25 @@ def outcome(pool: RankPool, name: str) -> tuple[str, str]:
         text = next(iter(error.failures.values())).strip()
         refusal = next((text[text.index(each) :] for each in REFUSALS if each in text), None)
         return ("raises", text[-2000:]) if refusal is None else (REFUSED, refusal)
-    change = max(float((expected[key] - start[key]).abs().max()) for key in start)
-    error = max(float((weights[key] - expected[key]).abs().max()) for weights in found for key in expected)
-    error /= change or 1  # some do nothing in so few steps
-    is_right = math.isfinite(error) and error <= SCALE
-    return RIGHT if is_right else "SILENTLY OFF", f"{error:.1e} of the largest change"
+    change = deviation(start, expected) or 1  # some do nothing in so few steps
+    error = max(deviation(weights, expected) for weights in found) / change
+    if error <= SCALE:
+        return RIGHT, f"{error:.0e}"
+    if deviation(train_alone(name, case, seed=1), expected) / change > SCALE:
+        return RIGHT, "random by itself: one process differs as much with another seed"
+    if (moved := deviation(train_alone(name, case, rounding=1e-15), expected) / change) > error / 10:
+        return RIGHT, f"unstable by itself: rounding (1e-15) moves one process by {moved:.0e}, shards by {error:.0e}"
+    with contextlib.suppress(Exception):
+        alone = train_alone(name, case, each_alone=True)
+        if max(deviation(weights, alone) for weights in found) / change <= SCALE:
+            return RIGHT, f"as one process that multiplies each matrix by itself; {error:.0e} from all in one product"
+    return "SILENTLY OFF", f"{error:.0e}"
+
+
+def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference of a weight; infinite if one is not finite."""
+    found = max(float((weights[name] - expected[name]).abs().max()) for name in expected)
+    return found if math.isfinite(found) else math.inf
 
 
 def main(arguments: list[str] | None = None) -> int:
