@@ -181,7 +181,7 @@ def _scaled_size(size: int, num_parts: int) -> int:
 
 
 def _copied(optimizer: Optimizer, index: int, likes: Sequence[nn.Parameter], trained: list[nn.Parameter]) -> Optimizer:
-    """A copy of ``optimizer`` that has no parameters but, in its group ``index``, ``trained``; they stand for ``likes``."""
+    """A copy of ``optimizer`` without parameters but in its group ``index``: ``trained``, which stand for ``likes``."""
     filler = nn.Parameter(torch.zeros(1))
     memo: dict[int, Any] = {id(each): filler for group in optimizer.param_groups for each in group["params"]}
     memo.update({id(like): new for like, new in zip(reversed(likes), reversed(trained), strict=True)})
