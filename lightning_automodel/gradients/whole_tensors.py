@@ -168,6 +168,9 @@ class WholeSteps:
         if swapped is None:
             return
         swapped.restore()
+        for each in swapped.stepped:
+            if each.stand_in is not None:
+                each.stand_in.grad = None  # its memory is needed while weights travel
         for exchange, parameters in _by_exchange(swapped.stepped).items():
             exchange.to_holders([(each, each.stand_in, each.shard) for each in parameters])
         written = [each.parameter for each in swapped.stepped]

@@ -33,11 +33,6 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class FactoredMoments(Net):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adafactor(self.parameters())
-
-
 class GradientPenalty(Net):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         batch = batch.clone().requires_grad_()
@@ -96,11 +91,6 @@ FREED = (
     " data_parallel='ddp'."
 )
 REFUSED: dict[str, Refused] = {
-    "adafactor": Refused(
-        FactoredMoments,
-        "Adafactor factors its second moments over rows and columns of whole matrices, of which each rank has"
-        " only a part under FSDP2: choose AdamW or SGD, or pass data_parallel='ddp'.",
-    ),
     "gradient-penalty": Refused(GradientPenalty, FREED, RESHARDS),
     "gradient-penalty-of-convolutions": Refused(PenaltyOfConvolutions, FREED, RESHARDS),
     "norm-before-the-forward": Refused(
