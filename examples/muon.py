@@ -60,9 +60,9 @@ def main() -> None:
     data = DocstringData()
     [before] = trainer.validate(writer, data, verbose=False)
     trainer.fit(writer, data)
+    [described] = strategy.describe()["optimizer_step"]
     [after] = trainer.validate(writer, data, verbose=False)
     if trainer.is_global_zero:
-        [described] = strategy.describe()["optimizer_step"]
         for parameters, how in zip(("Matrices of blocks", "The rest"), described["groups"], strict=True):
             print(f"{parameters}: {how}")
         print(f"Elements of matrices that each rank owns: {described['elements_by_owner']}")
