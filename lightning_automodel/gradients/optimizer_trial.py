@@ -362,7 +362,9 @@ class OptimizerTrial:
         try:
             found = self._stepped(range(len(self._tensors)), self._tensors.shard)
         except Exception as error:
-            return _outcome(error), _in_words(error)
+            outcome = _outcome(error)
+            communicates = "it asks other ranks for their shards"
+            return outcome, communicates if outcome is Outcome.COMMUNICATES else _in_words(error)
         return self._compared(range(len(self._tensors)), *found, on_shards=True)
 
     def _compare_alone(self) -> tuple[Outcome, str]:
