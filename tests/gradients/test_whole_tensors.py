@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy
+from lightning_automodel import AutomodelStrategy, ExactnessCheck
 from lightning_automodel.checkpoint.__main__ import main
 from lightning_automodel.gradients.whole_tensors import WholeSteps
 from tests.gradients import whole_steps
@@ -52,15 +52,17 @@ def _fit(kinds: Sequence[str], options: dict[str, Any], case: Case) -> list[tupl
             def on_train_end(self, trainer: Any, module: Any, seen: list[Any] = seen) -> None:
                 seen.append(trainer.strategy.describe()["optimizer_step"])
 
+        checks = [ExactnessCheck()] if kind in ("muon", "shampoo") else []
         trainer = make_trainer(
             AutomodelStrategy(**options),
             precision="64-true",
             accumulate_grad_batches=ACCUMULATE,
             gradient_clip_val=0.1,
-            callbacks=[Look()],
+            callbacks=[Look(), *checks],
         )
         batches = micro_batches(case)[dist.get_rank() // tensor]
         trainer.fit(module, DataLoader(batches, batch_size=None))
+        assert [check.verdict for check in checks if dist.get_rank() == 0] in ([], ["exact"]), checks[0].report
         found.append((full_weights(module), seen[0]))
     return found
 

@@ -142,7 +142,7 @@ def test_refused(pool2: RankPool, case: Refused) -> None:
         assert message.startswith(case.message)
 
 
-@pytest.mark.parametrize("make", [FactoredMoments, GradientPenalty, NormOfWeightsFirst])
+@pytest.mark.parametrize("make", [GradientPenalty, NormOfWeightsFirst])
 def test_ddp_is_the_way_out_that_the_messages_name(pool2: RankPool, make: type[Net]) -> None:
     pool2.run(_fit, make)
 
