@@ -131,7 +131,7 @@ class OptimizerSteps:
         """
         self._choices.choose(optimizers)
         for optimizer in optimizers:
-            whole = {index for index, choice in enumerate(self._choices.of[optimizer]) if choice.is_whole}
+            whole = {index for index, choice in enumerate(self._choices.of.get(optimizer, ())) if choice.is_whole}
             if whole:
                 self.whole.take(optimizer, whole)
 

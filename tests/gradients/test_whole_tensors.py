@@ -21,6 +21,8 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, ExactnessCheck
 from lightning_automodel.checkpoint.__main__ import main
+from lightning_automodel.gradients.owner_exchange import Layout, Split
+from lightning_automodel.gradients.step_choice import OPTION
 from lightning_automodel.gradients.whole_tensors import WholeSteps
 from tests.gradients import whole_steps
 from tests.gradients.whole_steps import KINDS, WholeModule
@@ -90,6 +92,19 @@ def test_steps_are_those_of_one_process(layout: tuple[int, dict[str, Any]], requ
 
 def _clip(parameters: list[nn.Parameter]) -> None:
     nn.utils.clip_grad_norm_(parameters, 0.1)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 11])
+def test_layouts(rows: int) -> None:
+    """Rows that tensor parallelism splits in two and FSDP2 then in three, uneven and empty parts, and columns beside."""
+    splits = (Split(2, 0, 2), Split(0, 0, 3), Split(1, 1, 2))
+    coordinates = tuple((tensor, shard, column) for shard in range(3) for column in range(2) for tensor in range(2))
+    layout = Layout((rows, 5), splits, coordinates)
+    whole = torch.arange(rows * 5).view(rows, 5)
+    parts = [layout.part(whole, rank) for rank in range(12)]
+    assert [part.shape for part in parts] == [layout.part_shape(rank) for rank in range(12)]
+    assert sum(part.numel() for part in parts) == whole.numel()
+    assert torch.equal(layout.join(parts), whole)
 
 
 # --- Bits -------------------------------------------------------------------------------------------------------------
@@ -171,7 +186,7 @@ def _all_of(kind: str) -> Any:
 
 
 def _group_of(option: str) -> Any:
-    return lambda module: torch.optim.SGD([{"params": module.parameters(), "optimizer_step": option}], lr=0.1)
+    return lambda module: torch.optim.SGD([{"params": module.parameters(), OPTION: option}], lr=0.1)
 
 
 VERDICTS: dict[str, tuple[str, str]] = {

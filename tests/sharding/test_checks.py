@@ -86,9 +86,8 @@ UNREDUCED = (
     "DistributedDataParallel did not reduce all gradients of this window: parameters {} took no part in its last"
 )
 FREED = (
-    "A backward needed parameters that FSDP2 had freed: a second backward through the same forward (gradient"
-    " penalties by torch.autograd.grad(..., create_graph=True), retain_graph=True) does not gather them again. Pass"
-    " data_parallel='ddp'."
+    "A backward needed parameters that FSDP2 had freed. It gathers those of a unit again when a gradient reaches what"
+    " the unit has returned."
 )
 REFUSED: dict[str, Refused] = {
     "gradient-penalty": Refused(GradientPenalty, FREED, RESHARDS),
