@@ -707,8 +707,6 @@ class AutomodelStrategy(ParallelStrategy):
         if not self._supervisor.has_failed:
             # Without this barrier, collectives of saving could pair with others of ranks that do not save.
             collectives.named_barrier("save_checkpoint", self._options.parsed_timeout)
-            if self._run is not None:
-                self._run.engine.synchronize_buffers()
         checkpoint.update(describe_models(module))
         if not self._checkpoints.names_parameters and "optimizer_states" in checkpoint:
             checkpoint.update(named_parameters(module, [unwrap(each) for each in self.optimizers]))
@@ -721,7 +719,9 @@ class AutomodelStrategy(ParallelStrategy):
             return
         state = module.trainer.state
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-        self._checkpoints.save(checkpoint, module, filepath, self.checkpoint_io, goes_on, storage_options)
+        has_engine = self._run is not None and not self._supervisor.has_failed
+        with self._required_run.engine.equal_buffers() if has_engine else nullcontext():
+            self._checkpoints.save(checkpoint, module, filepath, self.checkpoint_io, goes_on, storage_options)
         if self._checkpoints.as_directory and self._options.save_distributed_checkpoint is None:
             self._advice.say_once(DIRECTORY_NOTE, say=lambda text: rank_zero_info(f"{filepath} {text}"))
 

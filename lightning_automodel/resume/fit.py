@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -70,12 +71,42 @@ class Resume:
         self._final: Snapshot | None = None
         self._logged = 0
         self._loaded: dict[str, Any] | None = None
+        self._patches.set(trainer.fit_loop, "run", partial(self._run_to_its_end, trainer.fit_loop.run))
         self._actions_seen: set[str] = set()
 
     def process_dataloader(self, loader: Any) -> None:
         """Called in ``process_dataloader``, before a loader is iterated; only training loaders are recorded."""
         if self._trainer.state.fn == TrainerFn.FITTING and self._trainer.training:
             self._loaders.process(loader)
+
+    def _run_to_its_end(self, run: Callable[[], None]) -> None:
+        """Run the fit loop, which does nothing where no step is left; then do what followed after the checkpoint."""
+        fit_loop: Any = self._trainer.fit_loop
+        fit_loop.setup_data()
+        loaded = self._loaded
+        if loaded is None or self._trainer.limit_train_batches == 0 or not fit_loop.done:
+            run()
+            return
+        at = _position(loaded)
+        is_within_batch = at.stage in (loops.STEP, loops.VALIDATION)
+        if at.stage == loops.BATCH:
+            # The epoch was over, if not all of its batches were used.
+            fit_loop.epoch_progress.increment_processed()
+            fit_loop.epoch_progress.increment_completed()
+        if not is_within_batch and not at.is_epoch_ending:  # the fit was over
+            self._loaded = None
+            self._restore(loaded)
+            return
+        for callback in self._trainer.checkpoint_callbacks:
+            self._patches.set(callback, "on_train_end", lambda *_: None)  # which would save the same step once more
+        fit_loop.reset()
+        fit_loop.on_run_start()
+        if is_within_batch:
+            fit_loop.on_advance_start()
+            fit_loop.advance()
+            fit_loop.on_advance_end()
+            fit_loop.on_iteration_done()
+        fit_loop.on_run_end()
 
     def on_train_start(self) -> None:
         """Called in ``on_train_start``, after everything is loaded and the other hooks. Every rank calls it."""
@@ -183,12 +214,20 @@ class Resume:
         """The snapshot that a checkpoint written now resumes from."""
         at, held = loops.position(self._trainer), self._snapshot
         batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        epochs: Any = self._trainer.fit_loop.epoch_progress.current
+        is_within_epoch = epochs.processed < epochs.started
         holds_gradients = self._is_manual and self._holds_gradients()
         if held is not None and held.at.epochs == at.epochs and at.stage != loops.EPOCH:
             # Before the window that has not stepped; under manual optimization, between batches, only if it has begun.
             is_batch_over = batches.processed == batches.ready
             if held.at.stage == loops.BATCH and not (self._is_manual and is_batch_over and not holds_gradients):
-                return held
+                state = held.state
+                if held.at.batches == at.batches and not is_within_epoch and not at.is_epoch_ending:
+                    # The fit ended within an epoch, between two windows. A hook may have put averages into the module.
+                    state = {**state, "buffers": snapshot.buffers(self._module)}
+                ends = replace(held.at, is_epoch_ending=at.is_epoch_ending)
+                self._snapshot = replace(held, at=ends, state=state)
+                return self._snapshot
             # Before the validation that runs now.
             if held.at.stage == at.stage == loops.STEP:
                 return held
@@ -306,19 +345,24 @@ class Resume:
     def _go_on(self, loaded: dict[str, Any]) -> None:
         at = _position(loaded)
         self._loaders.start(loaded["loaders"], at)
+        self._restore(loaded)
+        if at.is_epoch_ending and at.stage == loops.EPOCH:
+            self._step_plateau_schedulers()
+        loops.finish_restart(self._trainer, at.stage, loaded["logged"])
+        if loaded["random"] is not None:  # drawn from meanwhile
+            rng.set_global_states(loaded["random"], self._device)
+        if at.stage == loops.EPOCH:
+            self._trainer.fit_loop.on_iteration_done()
+
+    def _restore(self, loaded: dict[str, Any]) -> None:
         if unknown := snapshot.restore(self._module, loaded, self._device):
             self._say(
                 f"The checkpoint holds buffers of modules that this run does not have: {', '.join(unknown)}. Where they"
                 " matter, build these modules before on_train_start ends."
             )
         self._restore_own_state(loaded["own"])
-        if at.is_epoch_ending:
-            self._step_plateau_schedulers()
-        loops.finish_restart(self._trainer, at.stage, loaded["logged"])
         if loaded["random"] is not None:
             rng.set_global_states(loaded["random"], self._device)
-        if at.stage == loops.EPOCH:
-            self._trainer.fit_loop.on_iteration_done()
 
     def _step_plateau_schedulers(self) -> None:
         """Do what Lightning does after the hooks that end an epoch; the checkpoint was written in one of these."""
