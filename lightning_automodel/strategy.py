@@ -44,6 +44,7 @@ from lightning_automodel.data.batches import Exchange
 from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.first_rank import FirstRankPerNode
 from lightning_automodel.distributed.mesh import RunMesh, adopt_mesh, build_mesh, resolve_sizes
+from lightning_automodel.failure import stop_iteration
 from lightning_automodel.failure.supervisor import Supervisor, check_processes
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.gradients.windows import unwrap
@@ -413,6 +414,8 @@ class AutomodelStrategy(ParallelStrategy):
             self._patches,
         )
         self.model = self._run.model
+        if self.world_size > 1:
+            stop_iteration.watch(trainer, self._patches)
         self._weight_averages.set_up(module)
         if fitting:
             save_unswapped(module, self._patches)
@@ -492,7 +495,7 @@ class AutomodelStrategy(ParallelStrategy):
         except StopIteration as error:
             if self.world_size == 1:
                 raise
-            raise checks.stopped_by_user_code("The transfer of a batch (transfer_batch_to_device)") from error
+            raise stop_iteration.explained(error, "transfer_batch_to_device") from error
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -580,6 +583,8 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._required_run.inputs.before_validation()
         self._required_run.engine.sync.release()
         self._required_run.engine.synchronize_buffers()
         self._required_run.engine.start_evaluation_loop()

@@ -24,10 +24,17 @@ from lightning_automodel.resume import loops, rng
 from lightning_automodel.resume.recording import DroppingLoader, Iteration, RecordingSampler, Target, is_plain
 
 _KEEPS_ITERATOR = (
-    "A resumed run starts over with its {name}, whose batches come from an iterator that was made before the fit or"
-    " before this epoch, or not from its sampler. To keep workers from epoch to epoch, use torch's"
-    " DataLoader(persistent_workers=True)."
+    "{what} its {name}, whose batches come from an iterator that was made before the fit or before this epoch, or not"
+    " from its sampler{then} To keep workers from epoch to epoch, use torch's DataLoader(persistent_workers=True)."
 )
+_NOTE = {
+    "what": "A run is not resumed within an epoch of",
+    "then": ". From the end of an epoch it starts over with another order.",
+}
+_REFUSAL = {
+    "what": "The checkpoint was written within an epoch of",
+    "then": ": where it stood is not known. Resume from a checkpoint of the end of an epoch.",
+}
 
 
 class TrainingLoaders:
@@ -96,8 +103,9 @@ class TrainingLoaders:
         """Where a map-style loader is within the epoch: nothing if it has not begun."""
         newest = recorder.iteration
         if (newest is None and at.batches) or (newest is not None and newest.epoch < at.epochs):
-            self._say_if_saving(_KEEPS_ITERATOR.format(name=type(loader).__name__))
-            return {}
+            name = type(loader).__name__
+            self._say_if_saving(_KEEPS_ITERATOR.format(name=name, **_NOTE))
+            return {"keeps_iterator": name}
         if newest is None:
             return {}
         yielded = at.batches - newest.start
@@ -121,6 +129,9 @@ class TrainingLoaders:
                 f"Training loaders go on within an epoch by {kinds}, and the checkpoint holds {saved}: pass loaders"
                 " like those that were used, or resume from the end of an epoch."
             )
+        keeping = [position["keeps_iterator"] for position in positions if "keeps_iterator" in position]
+        if at.stage != loops.EPOCH and keeping:
+            raise ValueError(_KEEPS_ITERATOR.format(name=keeping[0], **_REFUSAL))
         dropped = [
             self._restore_position(at, loader, position) for loader, position in zip(loaders, positions, strict=False)
         ]

@@ -386,7 +386,10 @@ def carried_over(state: dict[str, Any], data_parallel: int) -> dict[str, Any]:
     carried, then = state["ranks"][0], state["sizes"]["data_parallel"]
     loaders = []
     for at in carried["loaders"]:
-        scaled = {name: at[name] for name in ("kind", "seed") if name in at} | {"generators": [], "samplers": []}
+        scaled = {name: at[name] for name in ("kind", "seed", "keeps_iterator") if name in at} | {
+            "generators": [],
+            "samplers": [],
+        }
         if "iteration" in at:
             scaled |= {"iteration": (None, 0), "yielded": at["yielded"] * then // data_parallel, "length": None}
         if "state" in at:
