@@ -7,11 +7,13 @@ rank by its own. Any other loader starts over.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import Checkpoint
@@ -35,6 +37,13 @@ _REFUSAL = {
     "what": "The checkpoint was written within an epoch of",
     "then": ": where it stood is not known. Resume from a checkpoint of the end of an epoch.",
 }
+
+
+# Streaming libraries order an epoch by a count of their own: litdata's loaders, and data sets of MosaicML's streaming.
+_EPOCH_COUNTERS: tuple[tuple[Callable[[Any], Any], str], ...] = (
+    (lambda loader: loader, "current_epoch"),
+    (lambda loader: getattr(loader, "dataset", None), "next_epoch"),
+)
 
 
 class TrainingLoaders:
@@ -91,7 +100,11 @@ class TrainingLoaders:
         found: dict[str, Any] = {"kind": _kind(loader), "generators": generators, "samplers": samplers}
         if isinstance(sampler := _innermost_sampler(loader), DistributedSampler):
             found["seed"] = sampler.seed
-        if is_stateful(loader) and at.stage != loops.EPOCH:  # between epochs it is at the end of one, and starts over
+        # Between epochs it is at the end of one, and starts over; so is a generator before its first batch.
+        begins = at.stage == loops.EPOCH or (at.batches == 0 and inspect.isgeneratorfunction(type(loader).__iter__))
+        if is_stateful(loader) and begins:
+            found["epoch_counters"] = _epoch_counters(loader)
+        elif is_stateful(loader):
             ahead = self._states.get(at.batches) or [None] * (index + 1)
             found["state"] = ahead[index] if loops.prefetches(self._trainer) else _state_of(loader)
         recorder = _recorder(loader)
@@ -182,6 +195,9 @@ class TrainingLoaders:
                     set_epoch(at.epochs)
         if position.get("state") is not None:
             loader.load_state_dict(position["state"])
+        for owner, name in _EPOCH_COUNTERS:
+            if name in position.get("epoch_counters", {}):
+                setattr(owner(loader), name, position["epoch_counters"][name])
         if recorder is None or "iteration" not in position:
             return 0
         yielded = position["yielded"]
@@ -216,6 +232,13 @@ class TrainingLoaders:
                 " used twice. Pass the batch size that was used, or resume from the end of an epoch."
             )
 
+    def end_epoch(self) -> None:
+        """Called where the batches of an epoch have ended on this rank."""
+        for loader in self._all():
+            # A loader of litdata that was resumed, and whose epoch a limit has ended, would go on there in the next.
+            if is_stateful(loader) and getattr(loader, "restore", None) is True:
+                loader.restore = False
+
     def close(self) -> None:
         """Restore the loaders' own samplers."""
         for recorder in self._recorders:
@@ -237,6 +260,11 @@ def _has_own_iter(loader: Any) -> bool:
 def _kind(loader: Any) -> str:
     """What a loader goes on by."""
     return "state" if is_stateful(loader) else "no position" if _recorder(loader) is None else "indices"
+
+
+def _epoch_counters(loader: Any) -> dict[str, int]:
+    found = {name: getattr(owner(loader), name, None) for owner, name in _EPOCH_COUNTERS}
+    return {name: int(value) for name, value in found.items() if isinstance(value, (int, np.integer))}
 
 
 def _state_of(loader: Any) -> Any:

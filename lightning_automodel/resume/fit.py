@@ -133,6 +133,7 @@ class Resume:
 
     def _before_epoch_end(self) -> None:
         """Before any hook of an epoch's end."""
+        self._loaders.end_epoch()
         # Restarted after the epoch's last batch, the loop of batches would end the next epoch at once.
         self._trainer.fit_loop.epoch_loop.restarting = False
         at = loops.position(self._trainer)
@@ -386,7 +387,7 @@ def carried_over(state: dict[str, Any], data_parallel: int) -> dict[str, Any]:
     carried, then = state["ranks"][0], state["sizes"]["data_parallel"]
     loaders = []
     for at in carried["loaders"]:
-        scaled = {name: at[name] for name in ("kind", "seed", "keeps_iterator") if name in at} | {
+        scaled = {name: at[name] for name in ("kind", "seed", "keeps_iterator", "epoch_counters") if name in at} | {
             "generators": [],
             "samplers": [],
         }
