@@ -14,7 +14,12 @@ from lightning_automodel.patching import PatchStack
 
 EVALUATION_HOOKS = (
     "on_before_batch_transfer",
-    *(f"on_{stage}_batch_{end}" for stage in ("validation", "test", "predict") for end in ("start", "end")),
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_test_batch_start",
+    "on_test_batch_end",
+    "on_predict_batch_start",
+    "on_predict_batch_end",
 )
 LOOPS, FETCHERS = "lightning.pytorch.loops", "lightning.pytorch.loops.fetchers"
 DATASETS, RAISED_IN_WORKER = "torch.utils.data._utils.fetch", ("torch._utils", "reraise")

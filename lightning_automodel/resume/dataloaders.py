@@ -26,18 +26,10 @@ from lightning_automodel.resume import loops, rng
 from lightning_automodel.resume.recording import DroppingLoader, Iteration, RecordingSampler, Target, is_plain
 
 _KEEPS_ITERATOR = (
-    "{what} its {name}, whose batches come from an iterator that was made before the fit or before this epoch, or not"
-    " from its sampler{then} To keep workers from epoch to epoch, use torch's DataLoader(persistent_workers=True)."
+    "A run is not resumed within an epoch of its {}, whose batches come from an iterator that was made before the fit or"
+    " before this epoch, or not from its sampler; from the end of an epoch it starts over with another order. To keep"
+    " workers from epoch to epoch, use torch's DataLoader(persistent_workers=True)."
 )
-_NOTE = {
-    "what": "A run is not resumed within an epoch of",
-    "then": ". From the end of an epoch it starts over with another order.",
-}
-_REFUSAL = {
-    "what": "The checkpoint was written within an epoch of",
-    "then": ": where it stood is not known. Resume from a checkpoint of the end of an epoch.",
-}
-
 
 # Streaming libraries order an epoch by a count of their own: litdata's loaders, and data sets of MosaicML's streaming.
 _EPOCH_COUNTERS: tuple[tuple[Callable[[Any], Any], str], ...] = (
@@ -117,7 +109,7 @@ class TrainingLoaders:
         newest = recorder.iteration
         if (newest is None and at.batches) or (newest is not None and newest.epoch < at.epochs):
             name = type(loader).__name__
-            self._say_if_saving(_KEEPS_ITERATOR.format(name=name, **_NOTE))
+            self._say_if_saving(_KEEPS_ITERATOR.format(name))
             return {"keeps_iterator": name}
         if newest is None:
             return {}
@@ -144,7 +136,11 @@ class TrainingLoaders:
             )
         keeping = [position["keeps_iterator"] for position in positions if "keeps_iterator" in position]
         if at.stage != loops.EPOCH and keeping:
-            raise ValueError(_KEEPS_ITERATOR.format(name=keeping[0], **_REFUSAL))
+            raise ValueError(
+                f"The checkpoint was written within an epoch of a {keeping[0]}, whose batches come from an iterator that"
+                " was made before the fit or before this epoch, or not from its sampler: where it stood is not known."
+                " Resume from a checkpoint of the end of an epoch, or use torch's DataLoader(persistent_workers=True)."
+            )
         dropped = [
             self._restore_position(at, loader, position) for loader, position in zip(loaders, positions, strict=False)
         ]

@@ -66,7 +66,7 @@ def test_refuses_what_has_no_position(pool1: RankPool, kind: str, tmp_path: Path
     assert len([text for text in told if text.startswith(f"A run is not resumed within an epoch of its {name},")]) == 1
     assert ends[1] == "resumed"
     for end in (ends[0], ends[2]):
-        assert end.startswith(f"The checkpoint was written within an epoch of its {name}, whose batches come from an")
+        assert end.startswith(f"The checkpoint was written within an epoch of a {name}, whose batches come from an")
 
 
 def resumed_with_batch_size(folder: Path) -> list[str]:
