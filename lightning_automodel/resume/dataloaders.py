@@ -26,9 +26,9 @@ from lightning_automodel.resume import loops, rng
 from lightning_automodel.resume.recording import DroppingLoader, Iteration, RecordingSampler, Target, is_plain
 
 _KEEPS_ITERATOR = (
-    "A run is not resumed within an epoch of its {}, whose batches come from an iterator that was made before the fit or"
-    " before this epoch, or not from its sampler; from the end of an epoch it starts over with another order. To keep"
-    " workers from epoch to epoch, use torch's DataLoader(persistent_workers=True)."
+    "A run is not resumed within an epoch of its {}, whose batches come from an iterator that was made before the fit"
+    " or before this epoch, or not from its sampler; from the end of an epoch it starts over with another order. To"
+    " keep workers from epoch to epoch, use torch's DataLoader(persistent_workers=True)."
 )
 
 # Streaming libraries order an epoch by a count of their own: litdata's loaders, and data sets of MosaicML's streaming.
@@ -137,9 +137,9 @@ class TrainingLoaders:
         keeping = [position["keeps_iterator"] for position in positions if "keeps_iterator" in position]
         if at.stage != loops.EPOCH and keeping:
             raise ValueError(
-                f"The checkpoint was written within an epoch of a {keeping[0]}, whose batches come from an iterator that"
-                " was made before the fit or before this epoch, or not from its sampler: where it stood is not known."
-                " Resume from a checkpoint of the end of an epoch, or use torch's DataLoader(persistent_workers=True)."
+                f"The checkpoint was written within an epoch of a {keeping[0]}, whose batches come from an iterator"
+                " that was made before the fit or before this epoch, or not from its sampler: where it stood is not"
+                " known. Resume from a checkpoint of the end of an epoch, or use torch's DataLoader(persistent_workers=True)."
             )
         dropped = [
             self._restore_position(at, loader, position) for loader, position in zip(loaders, positions, strict=False)
