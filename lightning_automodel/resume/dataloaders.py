@@ -139,7 +139,8 @@ class TrainingLoaders:
             raise ValueError(
                 f"The checkpoint was written within an epoch of a {keeping[0]}, whose batches come from an iterator"
                 " that was made before the fit or before this epoch, or not from its sampler: where it stood is not"
-                " known. Resume from a checkpoint of the end of an epoch, or use torch's DataLoader(persistent_workers=True)."
+                " known. Resume from a checkpoint of the end of an epoch, or use torch's"
+                " DataLoader(persistent_workers=True)."
             )
         dropped = [
             self._restore_position(at, loader, position) for loader, position in zip(loaders, positions, strict=False)
