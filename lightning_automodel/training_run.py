@@ -130,7 +130,7 @@ class TrainingRun:
         if fitting and options.count_window_ahead:
             ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, weighting.count_on_host)
         self.inputs = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad", ahead)
-        if fitting:
+        if fitting and host_group.size() > 1:
             self._watch_epoch_end(module.trainer.fit_loop)
         self.micro_batches = MicroBatches(
             module, self.plugin, self.engine, self.windows, self._context, self.inputs, self.advice

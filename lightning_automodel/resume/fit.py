@@ -71,7 +71,6 @@ class Resume:
         self._final: Snapshot | None = None
         self._logged = 0
         self._loaded: dict[str, Any] | None = None
-        self._patches.set(trainer.fit_loop, "run", partial(self._run_to_its_end, trainer.fit_loop.run))
         self._actions_seen: set[str] = set()
 
     def process_dataloader(self, loader: Any) -> None:
@@ -335,11 +334,13 @@ class Resume:
             if (plain := torch_internals.without_wrappers(name)) in extra_states:
                 model_state[name] = extra_states[plain]
         self._loaded = own
+        fit_loop: Any = self._trainer.fit_loop
+        self._patches.set(fit_loop, "run", partial(self._run_to_its_end, fit_loop.run))
         # Before optimizers are loaded, as these have no state for frozen parameters.
         unfrozen = {name for name, value in own["flags"].items() if value and name.endswith(".requires_grad")}
         snapshot.restore_flags(self._module, dict.fromkeys(unfrozen, True))
-        fit_loop = loops.counters_at(checkpoint["loops"]["fit_loop"], _position(own), own["logged"])
-        checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": fit_loop}
+        counters = loops.counters_at(checkpoint["loops"]["fit_loop"], _position(own), own["logged"])
+        checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": counters}
         # Lightning warns of every loader without a state, and does not know that these resume.
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
