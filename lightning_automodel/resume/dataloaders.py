@@ -142,6 +142,11 @@ class TrainingLoaders:
                 " known. Resume from a checkpoint of the end of an epoch, or use torch's"
                 " DataLoader(persistent_workers=True)."
             )
+        if at.stage != loops.EPOCH and at.epochs > 0 and any(map(_is_litdatas, loaders)):
+            raise ValueError(
+                "litdata's StreamingDataLoader does not go on within an epoch after the first: it would bring the order"
+                " of the first one. Resume from a checkpoint of the end of an epoch."
+            )
         dropped = [
             self._restore_position(at, loader, position) for loader, position in zip(loaders, positions, strict=False)
         ]
@@ -257,6 +262,10 @@ def _has_own_iter(loader: Any) -> bool:
 def _kind(loader: Any) -> str:
     """What a loader goes on by."""
     return "state" if is_stateful(loader) else "no position" if _recorder(loader) is None else "indices"
+
+
+def _is_litdatas(loader: Any) -> bool:
+    return is_stateful(loader) and hasattr(loader, "restore") and hasattr(loader, "current_epoch")
 
 
 def _epoch_counters(loader: Any) -> dict[str, int]:
