@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
@@ -64,12 +63,7 @@ class MicroBatches:
             self.weighting.check_unchanged(batch, self.ahead.count)
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
         with checks.explained_errors(), self.inputs.training_step(), attention:
-            try:
-                output = step(*args, **kwargs)
-            except StopIteration as error:
-                if self._draws_its_batches or dist.get_world_size() == 1:  # there it is the end of the data
-                    raise
-                raise checks.stopped_by_user_code("training_step") from error
+            output = step(*args, **kwargs)
         if not self.module.automatic_optimization:
             self.engine.sync.end_step()
         if self.module.automatic_optimization and output is not None:

@@ -45,6 +45,7 @@ from lightning_automodel.data.batches import Exchange
 from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.first_rank import FirstRankPerNode
 from lightning_automodel.distributed.mesh import RunMesh, adopt_mesh, build_mesh, resolve_sizes
+from lightning_automodel.failure import stop_iteration
 from lightning_automodel.failure.supervisor import Supervisor, check_processes
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.gradients.windows import unwrap
@@ -418,6 +419,8 @@ class AutomodelStrategy(ParallelStrategy):
             self._patches,
         )
         self.model = self._run.model
+        if self.world_size > 1:
+            stop_iteration.watch(trainer, self._patches)
         self._weight_averages.set_up(module)
         if fitting:
             save_unswapped(module, self._patches)
@@ -497,7 +500,7 @@ class AutomodelStrategy(ParallelStrategy):
         except StopIteration as error:
             if self.world_size == 1:
                 raise
-            raise checks.stopped_by_user_code("The transfer of a batch (transfer_batch_to_device)") from error
+            raise stop_iteration.explained(error, "transfer_batch_to_device") from error
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -585,6 +588,8 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._required_run.inputs.before_validation()
         self._required_run.engine.sync.release()
         self._required_run.engine.synchronize_buffers()
         self._required_run.engine.start_evaluation_loop()
@@ -718,8 +723,6 @@ class AutomodelStrategy(ParallelStrategy):
         if not self._supervisor.has_failed:
             # Without this barrier, collectives of saving could pair with others of ranks that do not save.
             collectives.named_barrier("save_checkpoint", self._options.parsed_timeout)
-            if self._run is not None:
-                self._run.engine.synchronize_buffers()
         checkpoint.update(describe_models(module))
         if not self._checkpoints.names_parameters and "optimizer_states" in checkpoint:
             checkpoint.update(named_parameters(module, [unwrap(each) for each in self.optimizers]))
@@ -732,7 +735,9 @@ class AutomodelStrategy(ParallelStrategy):
             return
         state = module.trainer.state
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-        self._checkpoints.save(checkpoint, module, filepath, self.checkpoint_io, goes_on, storage_options)
+        has_engine = self._run is not None and not self._supervisor.has_failed
+        with self._required_run.engine.equal_buffers() if has_engine else nullcontext():
+            self._checkpoints.save(checkpoint, module, filepath, self.checkpoint_io, goes_on, storage_options)
         if self._checkpoints.as_directory and self._options.save_distributed_checkpoint is None:
             self._advice.say_once(DIRECTORY_NOTE, say=lambda text: rank_zero_info(f"{filepath} {text}"))
 

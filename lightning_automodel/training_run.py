@@ -22,6 +22,7 @@ from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import log_full
 from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.failure import stop_iteration
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
 from lightning_automodel.gradients.step_choice import StepChoices
@@ -134,9 +135,21 @@ class TrainingRun:
         if fitting and options.count_window_ahead:
             ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, weighting.count_on_host)
         self.inputs = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad", ahead)
+        if fitting and host_group.size() > 1:
+            self._watch_epoch_end(module.trainer.fit_loop)
         self.micro_batches = MicroBatches(
             module, self.plugin, self.engine, self.windows, self._context, self.inputs, self.advice
         )
+
+    def _watch_epoch_end(self, fit_loop: Any) -> None:
+        """Let ranks compare that an epoch ends on all of them, before any hook of its end."""
+        end = fit_loop.on_advance_end
+
+        def compare_then_end() -> None:
+            self.inputs.before_epoch_end()
+            end()
+
+        self.patches.set(fit_loop, "on_advance_end", compare_then_end)
 
     def _make_weighting(self) -> TokenWeighting:
         options = self._options
@@ -272,7 +285,7 @@ class TrainingRun:
                     except StopIteration as error:
                         if self._mesh.group.size() == 1 or draws_its_batches(getattr(self.module, step.__name__)):
                             raise
-                        raise checks.stopped_by_user_code(step.__name__) from error
+                        raise stop_iteration.explained(error, step.__name__) from error
 
         return self.inputs.evaluate(evaluate, args, begin, self.engine.join_evaluation)
 

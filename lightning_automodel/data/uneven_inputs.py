@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, IterableDataset
 from torchmetrics import Metric
 
 from lightning_automodel import lightning_internals
@@ -28,17 +28,19 @@ from lightning_automodel.distributed.failures import list_ranks
 _UNKNOWN = -1
 _STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
 _LOADERS = {"val": "val_dataloaders", "test": "test_dataloaders", "predict": "predict_dataloaders"}
-_GOES_ON, _IS_LAST, _HAS_ENDED = range(3)
+_GOES_ON, _IS_LAST, _HAS_ENDED, _VALIDATES = range(4)
 
 
 class UnevenInputs:
     """Synchronises ranks with unequal numbers of batches.
 
     If the loaders of a stage have the same length on all ranks, nothing is communicated per batch. Otherwise each rank
-    sends with every batch whether it is its last. Only a rank whose data ends waits for the other ranks' answers. In
-    training it raises, and the other ranks get its error when they next wait for it; if it ``pads``, it goes on with
-    padding batches instead. In evaluation and prediction it joins the collectives of their steps, without data, until
-    all ranks have ended. ``group`` is the host group of all ranks. With ``ahead``, training loaders are counted ahead.
+    sends with every batch whether it is its last. A loader with an ``__iter__`` of its own may end before its length:
+    then each rank sends in training what comes next, a batch, a validation, or the end of the epoch. Only a rank whose
+    data ends waits for the other ranks' answers. In training it raises, and the other ranks get its error when they
+    next wait for it; if it ``pads``, it goes on with padding batches instead. In evaluation and prediction it joins the
+    collectives of their steps, without data, until all ranks have ended. ``group`` is the host group of all ranks. With
+    ``ahead``, training loaders are counted ahead.
     """
 
     def __init__(self, trainer: "pl.Trainer", group: dist.ProcessGroup, pads: bool, ahead: WindowAhead | None) -> None:
@@ -46,6 +48,7 @@ class UnevenInputs:
         self.seconds_drawing = 0.0  # spent on drawing batches ahead of their steps
         self._before_padding: ModuleState | None = None
         self._may_differ: set[str] = set()
+        self._follows_epoch = False  # whether ranks compare what comes next in an epoch of training
         self._sent: Exchange | None = None
         self._is_in_step = False
         self._handle: BatchHandle | None = None
@@ -84,8 +87,15 @@ class UnevenInputs:
         return self.ahead.process(loader) if self.ahead is not None and self.is_training else loader
 
     def _tracked(self, loader: Any) -> Any:
-        length = sized_len(loader)
-        lengths = Exchange(self._group, _UNKNOWN if length is None else length).received()[:, 0].long().tolist()
+        length, ends_by_itself = sized_len(loader), may_end_early(loader)
+        told = Exchange(self._group, _UNKNOWN if length is None else length, ends_by_itself).received().long()
+        lengths = told[:, 0].tolist()
+        may_end = bool(told[:, 1].any()) and _UNKNOWN not in lengths and len(lengths) > 1
+        if may_end and self.is_training and not self._pads:
+            self._follows_epoch = True
+            return loader
+        if may_end:
+            lengths = [_UNKNOWN] * len(lengths)
         if len(lengths) > 1 and (_UNKNOWN in lengths or len(set(lengths)) > 1):
             if self.is_training and self._pads:
                 self._check_padding(loader)
@@ -170,12 +180,45 @@ class UnevenInputs:
         if state is not None:
             state.restore()
 
+    def before_validation(self) -> None:
+        """Called before a validation within training; see :meth:`before_epoch_end`."""
+        if not self._trainer.sanity_checking:
+            self._compare(_VALIDATES)
+
+    def before_epoch_end(self) -> None:
+        """Called where the batches of an epoch have ended on this rank. Raises on it if they have not on another.
+
+        A collective over the group if a loader may end before its length.
+        """
+        self._compare(_HAS_ENDED)
+
+    def _compare(self, what: int) -> None:
+        if not self._follows_epoch:
+            return
+        number = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        received = Exchange(self._group, what, number).received().long()
+        ended = [rank for rank, sent in enumerate(received[:, 0].tolist()) if sent == _HAS_ENDED]
+        others = [rank for rank in range(self._group.size()) if rank not in ended]
+        if ended and others:
+            raise RuntimeError(
+                f"The train data of {_ranks(ended)} has ended with batch {int(received[ended[0], 1])}, and"
+                f" {_ranks(others)} would go on and wait for more: a training loader yields another number of batches"
+                " than its len(), as one does that leaves batches out. Leave samples out of the dataset instead, give"
+                " all ranks equally many batches, pass Trainer(limit_train_batches=...) with as many as each rank has,"
+                " or let a rank whose data has ended take part without effect:"
+                " AutomodelStrategy(uneven_inputs='pad')."
+            )
+
     def _check_training_goes_on(self) -> None:
         """Raise if the batch is the last of this rank, but not of all. A collective if lengths may differ."""
-        if self._stage not in self._may_differ:
-            return
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         number = progress.current.ready
+        if self._follows_epoch:
+            # Not waited for: a rank whose data has ended does, and its error ends the others.
+            self._sent = Exchange(self._group, _GOES_ON, number)
+            return
+        if self._stage not in self._may_differ:
+            return
         self._sent = Exchange(self._group, _IS_LAST if progress.is_last_batch else _GOES_ON)
         if not progress.is_last_batch:
             return
@@ -228,7 +271,7 @@ class UnevenInputs:
         problem = None
         if lightning_internals.draws_its_batches(getattr(trainer.lightning_module, _STEPS[stage])):
             problem = "a step that takes a dataloader_iter: let it take the batch"
-        elif not is_sequential and lightning_internals.has_length(loop) and None in map(sized_len, loaders):
+        elif not is_sequential and lightning_internals.has_length(loop) and any(map(_has_no_certain_length, loaders)):
             problem = (
                 "a stream that may end before a limit or another loader: evaluate one loader after the other"
                 " (mode='sequential')"
@@ -292,6 +335,20 @@ class UnevenInputs:
         if trainer.state.fn == TrainerFn.FITTING:
             return trainer.fit_loop.epoch_loop.val_loop
         return {"val": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}[self._stage]
+
+
+def may_end_early(loader: Any) -> bool:
+    """Whether ``loader`` has a length that its batches need not keep to: it iterates by itself, or over a stream."""
+    loader = users_own(loader)
+    if sized_len(loader) is None or isinstance(loader, (list, tuple)):
+        return False
+    definer = next((each for each in type(loader).__mro__ if "__iter__" in vars(each)), type(loader))
+    is_torchs = definer.__module__.partition(".")[0] in ("torch", "torchdata")
+    return not is_torchs or isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def _has_no_certain_length(loader: Any) -> bool:
+    return sized_len(loader) is None or may_end_early(loader)
 
 
 def _with_sampler(holder: Any, sampler: Any, own: Any) -> Any:

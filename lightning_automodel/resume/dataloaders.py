@@ -7,11 +7,13 @@ rank by its own. Any other loader starts over.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import Checkpoint
@@ -24,9 +26,15 @@ from lightning_automodel.resume import loops, rng
 from lightning_automodel.resume.recording import DroppingLoader, Iteration, RecordingSampler, Target, is_plain
 
 _KEEPS_ITERATOR = (
-    "A resumed run starts over with its {name}, whose batches come from an iterator that was made before the fit or"
-    " before this epoch, or not from its sampler. To keep workers from epoch to epoch, use torch's"
-    " DataLoader(persistent_workers=True)."
+    "A run is not resumed within an epoch of its {}, whose batches come from an iterator that was made before the fit"
+    " or before this epoch, or not from its sampler; from the end of an epoch it starts over with another order. To"
+    " keep workers from epoch to epoch, use torch's DataLoader(persistent_workers=True)."
+)
+
+# Streaming libraries order an epoch by a count of their own: litdata's loaders, and data sets of MosaicML's streaming.
+_EPOCH_COUNTERS: tuple[tuple[Callable[[Any], Any], str], ...] = (
+    (lambda loader: loader, "current_epoch"),
+    (lambda loader: getattr(loader, "dataset", None), "next_epoch"),
 )
 
 
@@ -84,7 +92,11 @@ class TrainingLoaders:
         found: dict[str, Any] = {"kind": _kind(loader), "generators": generators, "samplers": samplers}
         if isinstance(sampler := _innermost_sampler(loader), DistributedSampler):
             found["seed"] = sampler.seed
-        if is_stateful(loader) and at.stage != loops.EPOCH:  # between epochs it is at the end of one, and starts over
+        # Between epochs it is at the end of one, and starts over; so is a generator before its first batch.
+        begins = at.stage == loops.EPOCH or (at.batches == 0 and inspect.isgeneratorfunction(type(loader).__iter__))
+        if is_stateful(loader) and begins:
+            found["epoch_counters"] = _epoch_counters(loader)
+        elif is_stateful(loader):
             ahead = self._states.get(at.batches) or [None] * (index + 1)
             found["state"] = ahead[index] if loops.prefetches(self._trainer) else _state_of(loader)
         recorder = _recorder(loader)
@@ -96,8 +108,9 @@ class TrainingLoaders:
         """Where a map-style loader is within the epoch: nothing if it has not begun."""
         newest = recorder.iteration
         if (newest is None and at.batches) or (newest is not None and newest.epoch < at.epochs):
-            self._say_if_saving(_KEEPS_ITERATOR.format(name=type(loader).__name__))
-            return {}
+            name = type(loader).__name__
+            self._say_if_saving(_KEEPS_ITERATOR.format(name))
+            return {"keeps_iterator": name}
         if newest is None:
             return {}
         yielded = at.batches - newest.start
@@ -120,6 +133,19 @@ class TrainingLoaders:
             raise ValueError(
                 f"Training loaders go on within an epoch by {kinds}, and the checkpoint holds {saved}: pass loaders"
                 " like those that were used, or resume from the end of an epoch."
+            )
+        keeping = [position["keeps_iterator"] for position in positions if "keeps_iterator" in position]
+        if at.stage != loops.EPOCH and keeping:
+            raise ValueError(
+                f"The checkpoint was written within an epoch of a {keeping[0]}, whose batches come from an iterator"
+                " that was made before the fit or before this epoch, or not from its sampler: where it stood is not"
+                " known. Resume from a checkpoint of the end of an epoch, or use torch's"
+                " DataLoader(persistent_workers=True)."
+            )
+        if at.stage != loops.EPOCH and at.epochs > 0 and any(map(_is_litdatas, loaders)):
+            raise ValueError(
+                "litdata's StreamingDataLoader does not go on within an epoch after the first: it would bring the order"
+                " of the first one. Resume from a checkpoint of the end of an epoch."
             )
         dropped = [
             self._restore_position(at, loader, position) for loader, position in zip(loaders, positions, strict=False)
@@ -171,6 +197,9 @@ class TrainingLoaders:
                     set_epoch(at.epochs)
         if position.get("state") is not None:
             loader.load_state_dict(position["state"])
+        for owner, name in _EPOCH_COUNTERS:
+            if name in position.get("epoch_counters", {}):
+                setattr(owner(loader), name, position["epoch_counters"][name])
         if recorder is None or "iteration" not in position:
             return 0
         yielded = position["yielded"]
@@ -205,6 +234,13 @@ class TrainingLoaders:
                 " used twice. Pass the batch size that was used, or resume from the end of an epoch."
             )
 
+    def end_epoch(self) -> None:
+        """Called where the batches of an epoch have ended on this rank."""
+        for loader in self._all():
+            # A loader of litdata that was resumed, and whose epoch a limit has ended, would go on there in the next.
+            if is_stateful(loader) and getattr(loader, "restore", None) is True:
+                loader.restore = False
+
     def close(self) -> None:
         """Restore the loaders' own samplers."""
         for recorder in self._recorders:
@@ -226,6 +262,15 @@ def _has_own_iter(loader: Any) -> bool:
 def _kind(loader: Any) -> str:
     """What a loader goes on by."""
     return "state" if is_stateful(loader) else "no position" if _recorder(loader) is None else "indices"
+
+
+def _is_litdatas(loader: Any) -> bool:
+    return is_stateful(loader) and hasattr(loader, "restore") and hasattr(loader, "current_epoch")
+
+
+def _epoch_counters(loader: Any) -> dict[str, int]:
+    found = {name: getattr(owner(loader), name, None) for owner, name in _EPOCH_COUNTERS}
+    return {name: int(value) for name, value in found.items() if isinstance(value, (int, np.integer))}
 
 
 def _state_of(loader: Any) -> Any:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -77,6 +78,35 @@ class Resume:
         if self._trainer.state.fn == TrainerFn.FITTING and self._trainer.training:
             self._loaders.process(loader)
 
+    def _run_to_its_end(self, run: Callable[[], None]) -> None:
+        """Run the fit loop, which does nothing where no step is left; then do what followed after the checkpoint."""
+        fit_loop: Any = self._trainer.fit_loop
+        fit_loop.setup_data()
+        loaded = self._loaded
+        if loaded is None or self._trainer.limit_train_batches == 0 or not fit_loop.done:
+            run()
+            return
+        at = _position(loaded)
+        is_within_batch = at.stage in (loops.STEP, loops.VALIDATION)
+        if at.stage == loops.BATCH:
+            # The epoch was over, if not all of its batches were used.
+            fit_loop.epoch_progress.increment_processed()
+            fit_loop.epoch_progress.increment_completed()
+        if not is_within_batch and not at.is_epoch_ending:  # the fit was over
+            self._loaded = None
+            self._restore(loaded)
+            return
+        for callback in self._trainer.checkpoint_callbacks:
+            self._patches.set(callback, "on_train_end", lambda *_: None)  # which would save the same step once more
+        fit_loop.reset()
+        fit_loop.on_run_start()
+        if is_within_batch:
+            fit_loop.on_advance_start()
+            fit_loop.advance()
+            fit_loop.on_advance_end()
+            fit_loop.on_iteration_done()
+        fit_loop.on_run_end()
+
     def on_train_start(self) -> None:
         """Called in ``on_train_start``, after everything is loaded and the other hooks. Every rank calls it."""
         self._first_buffers = snapshot.buffers(self._module)
@@ -102,6 +132,7 @@ class Resume:
 
     def _before_epoch_end(self) -> None:
         """Before any hook of an epoch's end."""
+        self._loaders.end_epoch()
         # Restarted after the epoch's last batch, the loop of batches would end the next epoch at once.
         self._trainer.fit_loop.epoch_loop.restarting = False
         at = loops.position(self._trainer)
@@ -183,12 +214,20 @@ class Resume:
         """The snapshot that a checkpoint written now resumes from."""
         at, held = loops.position(self._trainer), self._snapshot
         batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        epochs: Any = self._trainer.fit_loop.epoch_progress.current
+        is_within_epoch = epochs.processed < epochs.started
         holds_gradients = self._is_manual and self._holds_gradients()
         if held is not None and held.at.epochs == at.epochs and at.stage != loops.EPOCH:
             # Before the window that has not stepped; under manual optimization, between batches, only if it has begun.
             is_batch_over = batches.processed == batches.ready
             if held.at.stage == loops.BATCH and not (self._is_manual and is_batch_over and not holds_gradients):
-                return held
+                state = held.state
+                if held.at.batches == at.batches and not is_within_epoch and not at.is_epoch_ending:
+                    # The fit ended within an epoch, between two windows. A hook may have put averages into the module.
+                    state = {**state, "buffers": snapshot.buffers(self._module)}
+                ends = replace(held.at, is_epoch_ending=at.is_epoch_ending)
+                self._snapshot = replace(held, at=ends, state=state)
+                return self._snapshot
             # Before the validation that runs now.
             if held.at.stage == at.stage == loops.STEP:
                 return held
@@ -295,30 +334,37 @@ class Resume:
             if (plain := torch_internals.without_wrappers(name)) in extra_states:
                 model_state[name] = extra_states[plain]
         self._loaded = own
+        fit_loop: Any = self._trainer.fit_loop
+        self._patches.set(fit_loop, "run", partial(self._run_to_its_end, fit_loop.run))
         # Before optimizers are loaded, as these have no state for frozen parameters.
         unfrozen = {name for name, value in own["flags"].items() if value and name.endswith(".requires_grad")}
         snapshot.restore_flags(self._module, dict.fromkeys(unfrozen, True))
-        fit_loop = loops.counters_at(checkpoint["loops"]["fit_loop"], _position(own), own["logged"])
-        checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": fit_loop}
+        counters = loops.counters_at(checkpoint["loops"]["fit_loop"], _position(own), own["logged"])
+        checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": counters}
         # Lightning warns of every loader without a state, and does not know that these resume.
         warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
     def _go_on(self, loaded: dict[str, Any]) -> None:
         at = _position(loaded)
         self._loaders.start(loaded["loaders"], at)
+        self._restore(loaded)
+        if at.is_epoch_ending and at.stage == loops.EPOCH:
+            self._step_plateau_schedulers()
+        loops.finish_restart(self._trainer, at.stage, loaded["logged"])
+        if loaded["random"] is not None:  # drawn from meanwhile
+            rng.set_global_states(loaded["random"], self._device)
+        if at.stage == loops.EPOCH:
+            self._trainer.fit_loop.on_iteration_done()
+
+    def _restore(self, loaded: dict[str, Any]) -> None:
         if unknown := snapshot.restore(self._module, loaded, self._device):
             self._say(
                 f"The checkpoint holds buffers of modules that this run does not have: {', '.join(unknown)}. Where they"
                 " matter, build these modules before on_train_start ends."
             )
         self._restore_own_state(loaded["own"])
-        if at.is_epoch_ending:
-            self._step_plateau_schedulers()
-        loops.finish_restart(self._trainer, at.stage, loaded["logged"])
         if loaded["random"] is not None:
             rng.set_global_states(loaded["random"], self._device)
-        if at.stage == loops.EPOCH:
-            self._trainer.fit_loop.on_iteration_done()
 
     def _step_plateau_schedulers(self) -> None:
         """Do what Lightning does after the hooks that end an epoch; the checkpoint was written in one of these."""
@@ -342,7 +388,10 @@ def carried_over(state: dict[str, Any], data_parallel: int) -> dict[str, Any]:
     carried, then = state["ranks"][0], state["sizes"]["data_parallel"]
     loaders = []
     for at in carried["loaders"]:
-        scaled = {name: at[name] for name in ("kind", "seed") if name in at} | {"generators": [], "samplers": []}
+        scaled = {name: at[name] for name in ("kind", "seed", "keeps_iterator", "epoch_counters") if name in at} | {
+            "generators": [],
+            "samplers": [],
+        }
         if "iteration" in at:
             scaled |= {"iteration": (None, 0), "yielded": at["yielded"] * then // data_parallel, "length": None}
         if "state" in at:

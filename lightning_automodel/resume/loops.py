@@ -39,10 +39,11 @@ def position(trainer: "pl.Trainer") -> Position:
     progress = fit_loop.epoch_loop.batch_progress
     batches = progress.current
     if epochs.started <= epochs.processed:
+        is_ending = epochs.completed < epochs.processed
         if 0 < epochs.processed == epochs.ready and batches.processed and not is_last_batch(trainer):
             # max_steps, max_time or should_stop ended the epoch early: its rest comes when more steps are allowed.
-            return Position(BATCH, batches.processed, epochs.processed - 1)
-        return Position(EPOCH, batches.processed, epochs.processed, is_epoch_ending=epochs.completed < epochs.processed)
+            return Position(BATCH, batches.processed, epochs.processed - 1, is_ending)
+        return Position(EPOCH, batches.processed, epochs.processed, is_ending)
     if batches.completed < batches.ready:
         return Position(STEP, batches.ready, epochs.processed)
     if not trainer.validating:

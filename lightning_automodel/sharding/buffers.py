@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Container, Iterator
+from contextlib import contextmanager
 
 import lightning.pytorch as pl
 import torch
@@ -34,17 +35,43 @@ class SharedBuffers:
         apply.broadcast_tensors([buffer for _, buffer in self._own()], self._group, self._device)
 
     def synchronize(self) -> None:
-        """The same, before an evaluation or a save, and for the averages that callbacks keep. Reads the device.
+        """The same, before an evaluation, and for the averages that callbacks keep. Reads the device.
 
         A collective over the group. Raises ValueError on all ranks if the shapes of a buffer differ.
         """
+        if self._group.size() > 1:
+            self._overwrite(self._shared())
+
+    @contextmanager
+    def synchronized(self) -> Iterator[None]:
+        """The same for as long as it lasts, for a save: after it, each rank has its own values again.
+
+        A save may come between a forward and its backward, which needs the values that the forward has seen, or within
+        a window, whose next forward goes on with each rank's own.
+        """
         if self._group.size() == 1:
+            yield
             return
+        shared = self._shared()
+        own = [buffer.clone() for buffer in shared] if self._group.rank() > 0 else []
+        self._overwrite(shared)
+        try:
+            yield
+        finally:
+            for buffer, value in zip(shared, own, strict=False):
+                buffer.copy_(value)
+
+    def _shared(self) -> list[Tensor]:
+        """All buffers, once their shapes were found to be equal on all ranks. A collective over the group."""
         self._names = self._list()  # one may have been None before
         named = [*self._own(), *self._averaged()]
         self._check_shapes({name: f"{list(buffer.shape)} of {buffer.dtype}" for name, buffer in named})
+        # Without their versions: a forward that has used them may still wait for its backward.
+        return [buffer.data for _, buffer in named]
+
+    def _overwrite(self, shared: list[Tensor]) -> None:
         # An average may be kept on another device.
-        apply.broadcast_tensors([buffer for _, buffer in named], self._group, self._device)
+        apply.broadcast_tensors(shared, self._group, self._device)
 
     def _own(self) -> Iterator[tuple[str, Tensor]]:
         # Looked up each time: a forward may replace a buffer by a new tensor.

@@ -86,15 +86,6 @@ def explain(error: BaseException) -> None:
         error.args = (f"{explanation} (torch: {error})",)
 
 
-def stopped_by_user_code(where: str) -> RuntimeError:
-    """What to raise for a StopIteration from user code, which Lightning would take for the end of this rank's data."""
-    return RuntimeError(
-        f"{where} raised StopIteration. Lightning takes it for the end of the data and ends the epoch on this rank"
-        " alone, while the others wait. Begin the iterator anew where it ends, or return -1 from on_train_batch_start"
-        " on all ranks to end an epoch early."
-    )
-
-
 def check_ahead(module: pl.LightningModule) -> None:
     """Raise ValueError for a fit whose windows cannot be counted ahead."""
     if not module.automatic_optimization or lightning_internals.draws_its_batches(module.training_step):

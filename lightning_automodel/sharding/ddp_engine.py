@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -88,6 +88,7 @@ class DDPEngine(Engine):
     sync: DDPGradSync
     _ddp: DistributedDataParallel | None = None
     _buffers: SharedBuffers | None = None  # of a fit, unless its user has told DDP not to broadcast them
+    _starts_window: bool | None = None  # as DDP saw it before an evaluation
 
     @override
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
@@ -126,16 +127,31 @@ class DDPEngine(Engine):
     def start_forward(self, batch: Any) -> None:
         """See the base class. Under manual optimization, broadcasts buffers where a window begins, as DDP does.
 
-        DDP itself would forget that a window has ended: the backward runs inside of its forward.
+        DDP itself would forget that a window has ended: the backward runs inside of its forward. And it forgets it in
+        each forward without gradients, so that a run would depend on whether an evaluation came before this window.
         """
         ddp = self._ddp
-        if ddp is None or ddp.module.automatic_optimization:
+        if ddp is None:
+            return
+        if self._starts_window is not None:
+            ddp.require_forward_param_sync = self._starts_window
+            self._starts_window = None
+        if ddp.module.automatic_optimization:
             return
         ddp.require_forward_param_sync = False
         if self._buffers is not None and self.sync.starts_window:
             self._buffers.broadcast()
 
     @override
+    def start_evaluation_loop(self) -> None:
+        if self._ddp is not None and self._starts_window is None:
+            self._starts_window = self._ddp.require_forward_param_sync
+
+    @override
     def synchronize_buffers(self) -> None:
         if self._buffers is not None:
             self._buffers.synchronize()
+
+    @override
+    def equal_buffers(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._buffers is None else self._buffers.synchronized()

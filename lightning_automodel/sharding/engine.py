@@ -43,7 +43,11 @@ class Engine(ABC):
         """Take part in the collectives of other ranks' evaluation step, without data. A collective."""
 
     def synchronize_buffers(self) -> None:
-        """Make buffers equal before an evaluation or a save. May be a collective over the data-parallel group."""
+        """Make buffers equal before an evaluation. May be a collective over the data-parallel group."""
+
+    def equal_buffers(self) -> AbstractContextManager[None]:
+        """Context of a save, in which buffers are equal on all ranks. May be a collective over that group."""
+        return nullcontext()
 
     def close(self) -> None:
         """Remove hooks and patches from the model."""

@@ -1,7 +1,7 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the ranks."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -195,6 +195,10 @@ class FSDP2Engine(Engine):
     @override
     def synchronize_buffers(self) -> None:
         self._buffers.synchronize()
+
+    @override
+    def equal_buffers(self) -> AbstractContextManager[None]:
+        return self._buffers.synchronized()
 
     @override
     def close(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -41,6 +42,11 @@ class LateAverages:
 
     def set_up(self, module: pl.LightningModule) -> None:
         """Run the delayed hooks, now that ``module`` is distributed. Not a collective."""
+        plugin = module.trainer.precision_plugin
+        if isinstance(plugin, DoublePrecision):
+            for averaged in averaged_models(module):
+                # Copied before the module was converted: each validation, which swaps the two, would round the weights.
+                plugin.convert_module(averaged.module)
         with PatchStack() as patches:
             # Only within these calls: other callbacks that copy the module want it whole.
             patches.set(module, "__deepcopy__", partial(_copy_of, module), is_new=True)

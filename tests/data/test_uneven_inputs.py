@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -337,56 +339,124 @@ def test_a_tracked_loader_says_what_it_is() -> None:
     assert type(copy.copy(tracked)) is DataLoader
 
 
-class StopsByItself(LabelledModule):
+def _stop(*args: Any) -> Any:
     """Draws from an iterator of its own, which ends on rank 1 first."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if dist.get_rank() == 1 and batch_idx == 2:
-            next(iter(()))
-        return self(batch)
+    if dist.get_rank() == 1:
+        next(iter(()))
+    return args[0] if args else None
 
 
-class StopsValidation(LabelledModule):
-    """Draws from an iterator of its own in a validation."""
+class StopsInDataset(torch.utils.data.Dataset):
+    """Draws from it where a sample is loaded."""
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        if dist.get_rank() == 1 and batch_idx == 1:
-            next(iter(()))
-        return self(batch)
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
 
+    def __len__(self) -> int:
+        return len(self.batches)
 
-class StopsTransfer(LabelledModule):
-    """Draws from an iterator of its own where batches are moved."""
-
-    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        if dist.get_rank() == 1:
-            next(iter(()))
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+    def __getitem__(self, index: int) -> Any:
+        return self.batches[index] if index < 2 else _stop(self.batches[index])
 
 
-STOPPED = {
-    "training_step": StopsByItself,
-    "validation_step": StopsValidation,
-    "The transfer of a batch (transfer_batch_to_device)": StopsTransfer,
-}
-
-
-def _stop_by_itself(options: dict[str, Any], where: str) -> None:
-    trainer = make_trainer(AutomodelStrategy(**options))
-    if where == "validation_step":
-        trainer.validate(STOPPED[where](), _loader((4, 4), False), verbose=False)
+def _stop_by_itself(options: dict[str, Any], where: str, stage: str) -> None:
+    """In a hook of the module, or of a callback (``Callback.on_...``), or in the dataset."""
+    trainer, module, loader = make_trainer(AutomodelStrategy(**options)), Evaluated(), _loader((4, 4), False)
+    if where == "Dataset":
+        loader = DataLoader(StopsInDataset(loader.dataset), batch_size=None)
+    elif where.startswith("Callback."):
+        callback = pl.Callback()
+        setattr(callback, where.partition(".")[2], _stop)
+        trainer.callbacks.append(callback)
+    elif where in ("training_step", "validation_step"):
+        setattr(module, where, lambda *args: module(_stop(*args)))
     else:
-        trainer.fit(STOPPED[where](), _loader((4, 4), False))
+        setattr(module, where, _stop)
+    if stage == "fit":
+        trainer.fit(module, loader, loader)
+    else:
+        getattr(trainer, stage)(module, loader)
+
+
+IN_FIT = ("training_step", "on_before_batch_transfer", "Callback.on_train_batch_start", "Dataset")
 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize(
-    ("options", "where"),
-    [({}, "training_step"), ({"data_parallel": "ddp"}, "training_step"), *(({}, where) for where in list(STOPPED)[1:])],
+    ("options", "where", "stage"),
+    [
+        *((FSDP2, where, "fit") for where in IN_FIT),
+        (DDP, "training_step", "fit"),
+        (FSDP2, "on_before_batch_transfer", "predict"),
+        (FSDP2, "Callback.on_validation_batch_start", "validate"),
+        (FSDP2, "validation_step", "validate"),
+        *(
+            pytest.param(options, where, stage, marks=pytest.mark.sweep)
+            for options, where, stage in (
+                (DDP, "transfer_batch_to_device", "fit"),
+                (FSDP2, "transfer_batch_to_device", "test"),
+                (DDP, "on_after_batch_transfer", "fit"),
+                (FSDP2, "on_after_batch_transfer", "validate"),
+                (FSDP2, "on_train_batch_end", "fit"),
+                (FSDP2, "on_before_optimizer_step", "fit"),
+                (FSDP2, "on_train_epoch_start", "fit"),
+                (FSDP2, "on_validation_start", "fit"),
+                (DDP, "on_test_batch_end", "test"),
+                (DDP, "Callback.on_predict_batch_end", "predict"),
+            )
+        ),
+    ],
 )
-def test_stop_iteration_of_user_code(pool2: RankPool, options: dict[str, Any], where: str) -> None:
+def test_stop_iteration_of_user_code(pool2: RankPool, options: dict[str, Any], where: str, stage: str) -> None:
     """Lightning would take it for the end of the data on one rank, and the others would wait for it."""
     with pytest.raises(RankError) as raised:
-        pool2.run(_stop_by_itself, options, where)
-    assert f"{where} raised StopIteration" in raised.value.failures[1]
-    assert 0 in raised.value.failures
+        pool2.run(_stop_by_itself, options, where, stage)
+    told = f"{'what loads a batch' if where == 'Dataset' else where.rpartition('.')[2]} raised StopIteration"
+    assert told in raised.value.failures[1]
+    assert re.search(r"test_uneven_inputs\.py:\d+ in _stop\)", raised.value.failures[1])
+    assert "RankFailedError: rank 1" in raised.value.failures[0]
+    assert told in raised.value.failures[0]
+
+
+class Leaving(DataLoader):
+    """Leaves the last batches out on rank 1."""
+
+    def __init__(self, batches: list[Any], number: int) -> None:
+        super().__init__(batches, batch_size=None)
+        self.number = number
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(super().__iter__()):
+            if index < self.number:
+                yield batch
+
+
+def _leave_out(stage: str, options: dict[str, Any], counts: tuple[int, int]) -> tuple[int, float, int]:
+    """Batches of an epoch, the mean over all samples of a validation, and how many steps were taken."""
+    module, trainer = Evaluated(), make_trainer(AutomodelStrategy(**options), max_epochs=2)
+    loader = Leaving(micro_batches(CASE)[dist.get_rank()][:4], counts[dist.get_rank()])
+    if stage == "validate":
+        (logged,) = trainer.validate(module, loader, verbose=False)
+        return 0, len(logged), 0
+    trainer.fit(module, loader, *([loader] if stage == "val in fit" else []))
+    return trainer.fit_loop.epoch_loop.total_batch_idx + 1, 0, trainer.global_step
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [(FSDP2, (4, 2)), pytest.param(DDP, (3, 2), marks=pytest.mark.sweep)],
+    ids=["fsdp2", "ddp"],
+)
+def test_loader_that_leaves_batches_out(pool2: RankPool, options: dict[str, Any], counts: tuple[int, int]) -> None:
+    """Its length says nothing: unequal ranks are told so, equal ones train, padding and evaluation go on."""
+    with pytest.raises(RankError) as raised:
+        pool2.run(_leave_out, "val in fit", options, counts)
+    for failure in raised.value.failures.values():
+        assert "The train data of rank 1 has ended with batch 2, and rank 0 would go on and wait" in failure
+    assert pool2.run(_leave_out, "train", options, (3, 3)) == [(6, 0, 6)] * 2
+    assert (
+        pool2.run(_leave_out, "train", {**options, "uneven_inputs": "pad"}, counts)
+        == [(2 * counts[0], 0, 2 * counts[0])] * 2
+    )
+    pool2.run(_leave_out, "validate", options, counts)

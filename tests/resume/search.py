@@ -40,6 +40,7 @@ LOADERS = (
     "own generator",
     "global generator",
     "yielding",
+    "filtering",
     "preloading",
     "random sampler",
     "stateful sampler",
@@ -157,10 +158,18 @@ def judge(pool: RankPool, case: dict[str, Any]) -> str:
     """What is wrong with a case, if anything."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            found = pool.run(compared, case, Path(folder), timeout_s=45)
+            found = pool.run(compared, case, Path(folder), timeout_s=120)
         except (RankError, TimeoutError) as error:
-            return str(error)[-1500:]
+            return "" if is_refused(case, error) else str(error)[-1500:]
     return "" if not any(found) else f"{[differing[:4] for differing in found]}"
+
+
+def is_refused(case: dict[str, Any], error: Exception) -> bool:
+    """Whether every rank says that a loader that leaves batches out brings them unequally many."""
+    if case["loader"] != "filtering" or not isinstance(error, RankError):
+        return False
+    refusals = [text for text in error.failures.values() if "has ended with batch" in text and "would go on" in text]
+    return len(refusals) == 2
 
 
 def main() -> int:
@@ -171,7 +180,10 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--case", type=int)
     arguments = parser.parse_args()
-    pool, began, num_found, number = RankPool(2), time.monotonic(), 0, arguments.first
+    pool = RankPool(2)
+    began = time.monotonic()
+    num_found = 0
+    number = arguments.first
     try:
         while time.monotonic() - began < arguments.seconds:
             number = number if arguments.case is None else arguments.case

@@ -40,22 +40,33 @@ def test_goes_on(pool1: RankPool, kind: str, tmp_path: Path) -> None:
         assert differing == []
 
 
-def what_is_said(kind: str, folder: Path) -> list[str]:
-    """Runs on every rank: the warnings of a fit that saves."""
-    setting = Setting({"data_parallel": "ddp"}, {**LIMITED, "max_epochs": 1}, loader=kind)
+def what_is_said(kind: str, folder: Path) -> tuple[list[str], list[str]]:
+    """Runs on every rank: warnings of a fit that saves; how fits end that go on within epochs, and after the first."""
+    setting, stops = Setting({"data_parallel": "ddp"}, LIMITED, loader=kind), (*STOPS[:2], ("on_train_batch_start", 6))
+    savers = [Saver(hook, when, folder / hook) for hook, when in stops]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run(setting, ModelCheckpoint(folder, every_n_train_steps=100))
-    return [str(warning.message) for warning in caught]
+        run(setting, ModelCheckpoint(folder, every_n_train_steps=100), *savers)
+    ends = []
+    for saver in savers:
+        try:
+            run(setting, seed=2, ckpt_path=saver.path)
+            ends.append("resumed")
+        except ValueError as error:
+            ends.append(str(error))
+    return [str(warning.message) for warning in caught], ends
 
 
 @pytest.mark.parametrize("kind", ["kept", "direct"])
 @pytest.mark.every_case
-def test_says_that_it_starts_over(pool1: RankPool, kind: str, tmp_path: Path) -> None:
+def test_refuses_what_has_no_position(pool1: RankPool, kind: str, tmp_path: Path) -> None:
     """An iterator that was made with the loader has drawn from its sampler before anything was recorded."""
-    (told,) = pool1.run(what_is_said, kind, tmp_path)
-    about = [text for text in told if text.startswith(f"A resumed run starts over with its {kind.capitalize()},")]
-    assert len(about) == 1
+    ((told, ends),) = pool1.run(what_is_said, kind, tmp_path)
+    name = kind.capitalize()
+    assert len([text for text in told if text.startswith(f"A run is not resumed within an epoch of its {name},")]) == 1
+    assert ends[1] == "resumed"
+    for end in (ends[0], ends[2]):
+        assert end.startswith(f"The checkpoint was written within an epoch of a {name}, whose batches come from an")
 
 
 def resumed_with_batch_size(folder: Path) -> list[str]:

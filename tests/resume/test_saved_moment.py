@@ -53,6 +53,50 @@ def test_buffers_within_a_validation_and_a_window(pool2: RankPool, tmp_path: Pat
         assert differing == []
 
 
+def batch_statistics(strategy: dict[str, Any], folder: Path) -> list[str]:
+    """Runs on every rank: what differs where a save comes between a forward and its backward, and within a window."""
+    trainer = {"precision": "64-true", "max_epochs": 1, "limit_train_batches": 4, "val_check_interval": 1}
+    setting = Setting(strategy, {**trainer, "accumulate_grad_batches": 2}, callbacks=averaging)
+    return compare(setting, folder, ("on_before_zero_grad", 2), ("on_after_backward", 3), ("on_train_batch_end", 2))
+
+
+@pytest.mark.parametrize("strategy", [FSDP2, DDP])
+@pytest.mark.every_case
+def test_each_rank_keeps_its_buffers(pool2: RankPool, strategy: dict[str, Any], tmp_path: Path) -> None:
+    """All ranks save the first one's: what a forward has used waits unchanged for the backward.
+
+    Buffers that are not saved are the first rank's where a window begins, also after a validation with averages.
+    """
+    for differing in pool2.run(batch_statistics, strategy, tmp_path):
+        assert differing == []
+
+
+def ended_by(limit: dict[str, Any], hooks: tuple[str, ...], folder: Path) -> list[str]:
+    """Runs on every rank: what differs where a fit was saved after its last step, and resumed with the same limit."""
+    trainer = {"precision": "64-true", "limit_train_batches": 4, "val_check_interval": 2, **limit}
+    setting = Setting(DDP, trainer, {"schedule": "plateau"}, callbacks=averaging)
+    found = compare(setting, folder, *((hook, 2 if hook == "on_train_batch_end" else 1) for hook in hooks))
+    # A metric of the epoch is not logged again where no batch is left.
+    return [differing for differing in found if not differing.partition(": ")[2].startswith("metrics:")]
+
+
+@pytest.mark.parametrize(
+    ("limit", "hooks"),
+    [
+        ({"max_steps": 2}, ("on_train_batch_end", "on_validation_batch_end", "on_train_epoch_end", "on_train_end")),
+        ({"max_epochs": 1}, ("on_train_epoch_end", "on_train_end")),
+    ],
+    ids=["steps", "epochs"],
+)
+@pytest.mark.every_case
+def test_saved_after_the_last_step(
+    pool2: RankPool, limit: dict[str, Any], hooks: tuple[str, ...], tmp_path: Path
+) -> None:
+    """What followed that hook comes, as the callback does that puts averages into the module; and no further step."""
+    for differing in pool2.run(ended_by, limit, hooks, tmp_path):
+        assert differing == []
+
+
 class StepsByHand(Learner):
     """Steps its schedule with every batch, as warm-ups of batches do."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.rank_pool import RankPool
@@ -15,3 +17,32 @@ from tests.resume.search import draw, judge
 def test_quick(pool2: RankPool, number: int) -> None:
     case = draw(1, number)
     assert judge(pool2, case) == "", case
+
+
+FOUND: dict[str, dict[str, Any]] = {
+    "averages of 32 bits rounded weights of 64 in a validation within a window": {
+        "engine": {"data_parallel": "ddp"},
+        "callbacks": ("ema", "windows"),
+        "validate_every": 3,
+        "stops": (("on_train_batch_start", 4),),
+    },
+    "ranks whose loaders leave out other numbers of batches": {
+        "loader": "filtering",
+        "stops": (("on_train_batch_end", 3),),
+    },
+}
+"""What once was wrong, beside what a case has."""
+PLAIN = {
+    "loader": "stateful sampler",
+    "engine": {"data_parallel": "fsdp2"},
+    "schedule": "step",
+    "callbacks": (),
+    "accumulate": 2,
+    "validate_every": 2,
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.every_case
+def test_cases_that_were_found(pool2: RankPool, name: str) -> None:
+    assert judge(pool2, {**PLAIN, **FOUND[name]}) == ""
