@@ -180,6 +180,10 @@ def _is_encoder_decoder(model: nn.Module) -> bool:
     return bool(getattr(model.config, "is_encoder_decoder", False))
 
 
+def _is_whole(described: dict[str, Any]) -> bool:
+    return any(group.startswith("whole") for group in described["groups"])
+
+
 def summary(described: dict[str, Any]) -> str:
     """The result of ``describe()`` in one line."""
     sizes = {name: size for name, size in described["mesh"].items() if size > 1}
@@ -192,5 +196,6 @@ def summary(described: dict[str, Any]) -> str:
         *([f"{len(units)} FSDP units beside the root"] if isinstance(units, list) else []),
         f"precision {described['precision']['trainer']}",
         f"gradients per {described['gradient_denominator']}",
+        *(f"{each['optimizer']} steps whole parameters" for each in described["optimizer_step"] if _is_whole(each)),
     ]
     return f"AutomodelStrategy: {', '.join(parts)}; trainer.strategy.describe() has the details."

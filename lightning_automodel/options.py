@@ -18,7 +18,7 @@ _P = ParamSpec("_P")
 
 _FSDP2_ONLY = (
     *("data_parallel_replicate_size", "defer_fsdp_grad_sync", "reshard_during_accumulation", "auto_wrap_policy"),
-    *("reshard_after_forward", "mp_policy", "cpu_offload", "prefetch"),
+    *("reshard_after_forward", "mp_policy", "cpu_offload", "prefetch", "optimizer_step"),
 )
 _DDP_ONLY = ("ddp_kwargs", "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")
 _SIZES = ("data_parallel_size", "data_parallel_replicate_size", "tensor_parallel_size", "context_parallel_size")
@@ -67,6 +67,7 @@ class StrategyOptions:
     activation_checkpointing: bool | set[type[Module]] | Literal["selective", "offload"] | Callable[..., Any] = False
     compile: bool | dict[str, Any] = False
     prefetch: int | Literal["auto"] = "auto"
+    optimizer_step: Literal["auto", "shards", "whole"] = "auto"
     track_grad_norm: bool = False
     error_if_nonfinite: bool = False
     process_group_backend: str | None = None

@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -36,6 +36,7 @@ from lightning_automodel.checkpoint import (
     model_state,
     named_parameters,
     note_on_hyper_parameters,
+    on_first_rank,
     optimizer_state,
     restorable_state,
     whole,
@@ -112,6 +113,10 @@ class AutomodelStrategy(ParallelStrategy):
             ``torch.compile``.
         prefetch: How many FSDP units ahead all-gathers start, in the forward and in the backward; each takes the memory
             of one more gathered unit. 0: what FSDP2 does by itself. ``"auto"``: 1 on a CPU, elsewhere 0.
+        optimizer_step: How optimizers see sharded parameters. ``"auto"``: on shards where a trial on small tensors says
+            that it makes no difference to the optimizer, else whole: each parameter on one rank, its owner, which gets
+            its gradient and weights and sends the new weights back. An optimizer for which neither is right raises.
+            ``"shards"`` and ``"whole"`` choose. A group of parameters may have a key ``"optimizer_step"`` of its own.
         track_grad_norm: Compute ``last_step.grad_norm`` even if nothing else needs it.
         error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not finite.
             Reads one number on the host each step.
@@ -684,9 +689,15 @@ class AutomodelStrategy(ParallelStrategy):
             return self._as_saved(optimizer_state(self._module, optimizer))
         collectives.named_barrier("optimizer_state", self._options.parsed_timeout)
         group = collectives.host_group(self._options.parsed_timeout) if self.world_size > 1 else None
-        return self._as_saved(
-            restorable_state(self._module, optimizer, lambda known: collectives.gather_objects(known, group))
-        )
+        gather = partial(collectives.gather_objects, group=group)
+        state = restorable_state(self._module, optimizer, gather, self._owned(optimizer))
+        if not self._checkpoints.as_directory:
+            state = on_first_rank(state, partial(collectives.sent_to_first, device=self.root_device), gather)
+        return self._as_saved(state)
+
+    def _owned(self, optimizer: Optimizer) -> dict[nn.Parameter, bool]:
+        """The parameters of ``optimizer`` that are stepped whole, and whether this rank owns them."""
+        return {} if self._run is None else self._run.steps.whole.of(optimizer)
 
     def _as_saved(self, state: dict[str, Any]) -> dict[str, Any]:
         """``state`` with this rank's shards for a directory, for one file whole on rank 0 and empty on the others.
@@ -766,7 +777,8 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self._checkpoints.fills_optimizers:
-            self._checkpoints.fill_optimizers(cast(dict[str, Any], checkpoint), self._module, self.optimizers)
+            edited = cast(dict[str, Any], checkpoint)
+            self._checkpoints.fill_optimizers(edited, self._module, self.optimizers, self._owned)
         else:
             super().load_optimizer_state_dict(checkpoint)
 

@@ -25,7 +25,9 @@ from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.failure import stop_iteration
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
+from lightning_automodel.gradients.step_choice import StepChoices
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
+from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.gradients.windows import GradientWindows, mixing_shards, optimizer_parameters
 from lightning_automodel.lightning_internals import draws_its_batches
 from lightning_automodel.micro_batch import MicroBatches
@@ -125,7 +127,10 @@ class TrainingRun:
         scaling = LossScaling(scaler, in_float16, mesh, self.device, options.is_sharded, self.patches)
         parameters = list(module.parameters())
         self.windows = GradientWindows(self.engine.sync, weighting, scaling, mesh, self.device, parameters, host_group)
-        self.steps = OptimizerSteps(self.windows, options.track_grad_norm, options.error_if_nonfinite)
+        choices = StepChoices(options.optimizer_step, self.device, host_group, self.advice.say_once)
+        self.steps = OptimizerSteps(
+            self.windows, options.track_grad_norm, options.error_if_nonfinite, choices, WholeSteps(self.device)
+        )
         self.patches.callback(self.steps.close)
         if fitting and options.count_window_ahead:
             ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, weighting.count_on_host)
@@ -199,6 +204,7 @@ class TrainingRun:
             self.replaced.give_shards(optimizer)
         self._changed.check(optimizers)
         checks.check_optimizers(self.module, optimizers, self._mesh.sizes.divisor)
+        self.steps.choose(optimizers)
         self.watch_module()
 
     def check_parameters(self) -> None:
@@ -245,13 +251,20 @@ class TrainingRun:
             result = closure()
         else:
             with self.micro_batches.communicating(is_last=True):
-                result = closure()
+                result = self._window_loss(closure())
         self.steps.check(optimizer)
         if result is not None or not self.module.automatic_optimization:
             self.windows.scaling.look_for_overflow(optimizer)
         step.enter_context(self.engine.sync.showing_shards())
         step.enter_context(mixing_shards(optimizer))
         return result
+
+    def _window_loss(self, result: Any) -> Any:
+        """What an optimizer learns of the loss: that of the window over all ranks, not of this rank's micro-batch."""
+        report = self.windows.last_step
+        if not isinstance(result, Tensor) or report is None:
+            return result
+        return report.loss.to(result.dtype)
 
     def holds_gradients(self) -> bool:
         """Whether backwards have accumulated, in open windows or in ``.grad``, that no optimizer has stepped with."""
@@ -313,12 +326,14 @@ class TrainingRun:
             "tensors_created_without_values": len(self._without_values),
             "activation_checkpointing": self._checkpointed,
             "compiled": self._compiled,
+            "optimizer_step": self.steps.describe(),
             **self.engine.describe(),
         }
 
     def interrupt(self) -> None:
         """Clean up after an exception: drop open windows and the data of the current step."""
         self.micro_batches.reset()
+        self.steps.whole.abandon()
         self.engine.sync.recover()
 
     def close(self) -> None:

@@ -150,6 +150,17 @@ def test_image_classifier(folder: Folder) -> None:
     assert numbers(r"Accuracy on these: ([\d.]+)%", printed)[0] > 12
 
 
+def test_muon(folder: Folder) -> None:
+    """Matrices have owners, which share them; the rest stays on shards."""
+    printed = folder.run("muon.py", "--max-steps", "2")
+    assert "Matrices of blocks: whole (" in printed
+    assert "The rest: shards (" in printed
+    first, second = numbers(r"each rank owns: \[(\d+), (\d+)\]", printed)
+    assert first == second
+    before, after = numbers(HELD_BACK, printed)
+    assert before > after
+
+
 @pytest.mark.sweep
 def test_gan(folder: Folder) -> None:
     """It trains; whether the ring comes out takes longer."""

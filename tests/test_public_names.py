@@ -68,6 +68,7 @@ KEYWORDS: dict[str, Any] = {
     "activation_checkpointing": False,
     "compile": False,
     "prefetch": "auto",
+    "optimizer_step": "auto",
     "track_grad_norm": False,
     "error_if_nonfinite": False,
     "process_group_backend": None,

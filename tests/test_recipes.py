@@ -57,6 +57,22 @@ class Boxes(nn.Module):
         return self.linear(image.mean((1, 2))).expand(len(target), 4)
 
 
+class Decoder(nn.Module):
+    """Ids [b, s] to logits [b, s, v], by a wide and a tall matrix between embedding and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH)])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embedding(ids)
+        for block in self.blocks:
+            hidden = block(hidden).tanh()
+        return self.head(hidden)
+
+
 def ids(rows: int, generator: torch.Generator) -> Tensor:
     return torch.randint(VOCABULARY, (rows, LENGTH), generator=generator)
 
@@ -145,6 +161,7 @@ RECIPES: dict[str, tuple[Callable[[type], L.LightningModule], Callable[..., Any]
     "PotentialByGraph": (lambda module: module(WIDTH, 5, 3.0), molecules),
     "ActorCritic": (lambda module: module(nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 1)), rollout),
     "Truncated": (lambda module: module(VOCABULARY, WIDTH, 4), labelled),
+    "ByMuon": (lambda module: module(Decoder()), labelled),
 }
 
 

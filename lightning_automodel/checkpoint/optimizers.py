@@ -5,7 +5,8 @@ loaded under the other. What that rule would not bring back as it was is noted, 
 
 - ``sharded``: a DTensor of another shape, or beside the state of a parameter;
 - ``local``: a plain tensor of the rank's part of its parameter, which is saved as a DTensor;
-- ``whole``: a plain tensor of the shape of its sharded parameter.
+- ``whole``: a plain tensor of the shape of its sharded parameter;
+- ``owned``: a tensor that the owner of its parameter alone has, which steps the whole of it.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
@@ -123,18 +125,103 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return by_name(state, flat(parameter_names(model, optimizer))) if state else {}
 
 
-def restorable_state(model: nn.Module, optimizer: Optimizer, gather: Callable[[Any], list[Any]]) -> dict[str, Any]:
+def restorable_state(
+    model: nn.Module, optimizer: Optimizer, gather: Callable[[Any], list[Any]], owned: Mapping[nn.Parameter, bool]
+) -> dict[str, Any]:
     """:func:`optimizer_state` of an optimizer that trains shards, with notes of what loading needs to know.
 
-    ``gather`` collects what each rank knows: a collective. CheckpointError, on every rank, if something could not be
-    brought back: plain tensors that differ between the ranks, or shards in an object that is no collection.
+    A collective. Of parameters that are stepped whole, each rank returns the state of those that it owns, and tensors
+    without values in place of the others.
+
+    Args:
+        model: Whose parameters are trained.
+        optimizer: That trains them.
+        gather: Collects what each rank knows, over all ranks.
+        owned: The parameters that are stepped whole, and whether this rank owns them.
+
+    Raises:
+        CheckpointError: On every rank, if something could not be brought back: plain tensors that differ between the
+            ranks, or shards in an object that is no collection.
     """
     state = optimizer_state(model, optimizer)
     if not state:
         return state
     parameters = {without_wrappers(name): parameter for name, parameter in model.named_parameters()}
-    owners = Owners(parameters, parameter_names(model, optimizer))
-    return _restorable(state, owners, gather, type(optimizer).__name__)
+    names = parameter_names(model, optimizer)
+    owned_names = names_of_owned(parameters, owned)
+    of_owned: dict[str, Any] = {}
+    if has_groups(state):
+        of_owned = {name: state["state"].pop(name) for name in owned_names if name in state["state"]}
+    found = _restorable(state, Owners(parameters, names), gather, type(optimizer).__name__)
+    return _with_owned(found, of_owned, owned_names, gather, type(optimizer).__name__) if owned_names else found
+
+
+def names_of_owned(parameters: Mapping[str, Tensor], owned: Mapping[nn.Parameter, bool]) -> dict[str, bool]:
+    """The names of the parameters that are stepped whole, and whether this rank owns them."""
+    by_id = {id(parameter): is_own for parameter, is_own in owned.items()}
+    return {name: by_id[id(parameter)] for name, parameter in parameters.items() if id(parameter) in by_id}
+
+
+def _with_owned(
+    state: dict[str, Any],
+    of_owned: dict[str, Any],
+    owned_names: Mapping[str, bool],
+    gather: Callable[[Any], list[Any]],
+    class_name: str,
+) -> dict[str, Any]:
+    """``state`` with the states of parameters that are stepped whole, of all owners. A collective of small objects."""
+    empty = apply_to_collection(of_owned, Tensor, lambda each: torch.empty_like(each, device="meta"))
+    options = {
+        index: {name: value for name, value in group.items() if isinstance(value, _SIMPLE)}
+        for index, group in enumerate(state["param_groups"])
+        if any(owned_names.get(name, False) for name in group["params"])
+    }
+    states = dict(state["state"])
+    groups = [dict(group) for group in state["param_groups"]]
+    noted: dict[int, dict[str, Any]] = {}
+    for states_of_rank, options_of_rank in gather((empty, options)):
+        for name, each in states_of_rank.items():
+            states.setdefault(name, each)
+        for index, each in options_of_rank.items():
+            if noted.setdefault(index, each) != each:
+                differing = [name for name in each if each[name] != noted[index].get(name)]
+                raise CheckpointError(
+                    f"the owners of parameters of {class_name} have different options in group {index}"
+                    f" ({some(differing)}), of which a checkpoint could bring back one: pass data_parallel='ddp'"
+                )
+            groups[index].update(each)  # a rank that owns nothing of the group may not have counted
+    states.update(of_owned)
+    found = {**state, "state": states, "param_groups": groups}
+    _, leaves = take_apart({key: value for key, value in found.items() if key != NOTES})
+    owned = {
+        joined(path): "owned"
+        for path, leaf in leaves.items()
+        if path[0] == "state" and path[1] in owned_names and isinstance(leaf, Tensor)
+    }
+    return {**found, NOTES: {**state.get(NOTES, {}), **owned}}
+
+
+def on_first_rank(
+    state: dict[str, Any], receive: Callable[[Tensor, Any], Tensor], gather: Callable[[Any], list[Any]]
+) -> dict[str, Any]:
+    """``state`` of :func:`restorable_state`, with the tensors of all owners on rank 0. A collective, tensor by tensor.
+
+    Args:
+        state: With tensors without values for what other ranks own.
+        receive: Sends a tensor from a rank to rank 0.
+        gather: Collects what each rank knows, over all ranks.
+    """
+    notes = state.get(NOTES, {})
+    tree, leaves = take_apart({key: value for key, value in state.items() if key != NOTES})
+    by_key = {joined(path): leaf for path, leaf in leaves.items()}
+    owned = [key for key, note in notes.items() if note == "owned"]
+    if not owned:
+        return state
+    holders = gather([not by_key[key].is_meta for key in owned])
+    for number, key in enumerate(owned):
+        source = next(rank for rank, holds in enumerate(holders) if holds[number])
+        by_key[key] = receive(by_key[key], source)
+    return {**put_together(tree, by_key.__getitem__), NOTES: notes}
 
 
 class Owners:
@@ -348,6 +435,7 @@ class Loading:
         parameters: All parameters of the model by name.
         names: Of the optimizer's parameters by group.
         index: Its number.
+        owned: The names of parameters that are stepped whole, and whether this rank owns them.
 
     Raises:
         CheckpointError: If it is another optimizer than the saved one.
@@ -361,8 +449,10 @@ class Loading:
         parameters: Mapping[str, Tensor],
         names: Names,
         index: int,
+        owned: Mapping[str, bool],
     ) -> None:
         self._optimizer, self._names = optimizer, flat(names)
+        self._owned = owned
         self._notes: dict[str, str] = saved.get(NOTES, {})
         tree = {key: value for key, value in saved.items() if key != NOTES}
         if has_groups(tree):
@@ -371,6 +461,8 @@ class Loading:
             there = [list(group["params"]) for group in groups]
             renamed = new_names(there, names, parameters, index)
             tree = _renamed(tree, lambda _: renamed, str)
+            elsewhere = [name for name in tree["state"] if owned.get(name) is False]
+            tree["state"] = {name: value for name, value in tree["state"].items() if name not in elsewhere}
         self._tree = tree
         self._owners = Owners(parameters, names)
         self._prefix = f"{optimizer_key(index)}."
@@ -389,9 +481,13 @@ class Loading:
         """A shard for what is sharded like a parameter, else a whole tensor."""
         note = self._notes.get(key.removeprefix(self._prefix))
         owner = self._owners.of(path)
-        if owner is not None and entry.dim() and entry.shape == owner.shape and note in (None, "local"):
+        is_stepped_whole = path[0] == "state" and path[1] in self._owned
+        like_owner = owner is not None and entry.dim() and entry.shape == owner.shape
+        if owner is not None and like_owner and note in (None, "local", "owned") and not is_stepped_whole:
             return torch.empty_like(owner, dtype=entry.dtype)
         empty = torch.empty(entry.shape, dtype=entry.dtype)
+        if is_stepped_whole:
+            return empty
         if note != "sharded" or (any_sharded := self._owners.any()) is None:
             return empty
         if (alike := self._owners.any_like(entry.shape)) is not None:

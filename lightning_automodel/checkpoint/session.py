@@ -309,12 +309,16 @@ class RunCheckpoints:
             checkpoint[state_dict.MODEL] = own
 
     def fill_optimizers(
-        self, checkpoint: dict[str, Any], module: "pl.LightningModule", optimizers: list[Optimizer]
+        self,
+        checkpoint: dict[str, Any],
+        module: "pl.LightningModule",
+        optimizers: list[Optimizer],
+        owned: state_dict.OwnedParameters,
     ) -> None:
         """Fill the optimizers, after the hooks of callbacks, which may have edited the ``checkpoint`` too."""
         optimizers = self._to_fill(checkpoint, optimizers)
         if optimizers:
-            state_dict.load_optimizers(self._edited(checkpoint, module, optimizers), module, optimizers)
+            state_dict.load_optimizers(self._edited(checkpoint, module, optimizers), module, optimizers, owned)
 
     def _to_fill(self, checkpoint: Mapping[str, Any], optimizers: list[Optimizer]) -> list[Optimizer]:
         """Those of ``optimizers`` that have a state; none if a hook has emptied the list, so that they start afresh."""

@@ -12,9 +12,10 @@ import json
 import socket
 import warnings
 import zlib
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -197,7 +198,10 @@ def _take_shards(checkpoint: dict[str, Any], parameters: Set[str]) -> tuple[dict
     for index, state in enumerate(filter(None, checkpoint.pop("optimizer_states", []))):
         key = optimizer_key(index)
         trees[key], leaves = take_apart(state, (key,))
-        shards.update(nested({path: leaf for path, leaf in leaves.items() if _is_written(path, leaf, parameters)}))
+        notes = state.get(NOTES, {})
+        shards.update(
+            nested({path: leaf for path, leaf in leaves.items() if _is_written(path, leaf, parameters, notes)})
+        )
     checkpoint[OPTIMIZER_STATES] = trees
     rest, others = split_shards(checkpoint, of_model.keys())
     for place, each in [(MODEL, of_model), *others.items()]:
@@ -206,10 +210,14 @@ def _take_shards(checkpoint: dict[str, Any], parameters: Set[str]) -> tuple[dict
     return shards, {**rest, EXTRA_STATES: objects} if objects else rest
 
 
-def _is_written(path: TreePath, leaf: Any, parameters: Set[str]) -> bool:
-    """Whether this rank offers a leaf to torch."""
+def _is_written(
+    path: TreePath, leaf: Any, parameters: Set[str], notes: Mapping[str, str] = MappingProxyType({})
+) -> bool:
+    """Whether this rank offers a leaf to torch; ``notes`` are those of its optimizer."""
     if path[1] == NOTES:
         return False
+    if notes.get(joined(path[1:])) == "owned":
+        return not leaf.is_meta
     if isinstance(leaf, DTensor) or group_rank() == 0:
         return True
     of_parameter = path[1:2] if path[0] == MODEL else path[2:3]

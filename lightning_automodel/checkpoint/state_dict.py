@@ -14,6 +14,7 @@ from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.optimizers import (
     Loading,
     check_number,
+    names_of_owned,
     no_optimizer_state,
     parameter_names,
     some,
@@ -28,6 +29,9 @@ from lightning_automodel.torch_internals import (
 )
 
 MODEL = "state_dict"
+
+OwnedParameters = Callable[[Optimizer], Mapping[nn.Parameter, bool]]
+"""Of an optimizer: the parameters that it steps whole, and whether this rank owns them."""
 
 OPTIMIZERS = "optimizer_states"
 
@@ -168,14 +172,14 @@ def load_model(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
     targets: dict[str, Any] = {}
     with on_every_rank(what):
         targets[MODEL] = _model_targets(saved, model, of_model, strict)
-        _loadings(saved, model, optimizers)
+        _loadings(saved, model, optimizers, owned=lambda optimizer: {})
     # Everything fits on every rank: from here on tensors are overwritten.
     saved.read_into(targets)
     with on_every_rank(what):
         _load_model(model, targets[MODEL], saved.module_versions, strict)
 
 
-def load_optimizers(saved: Saved, model: nn.Module, optimizers: list[Optimizer]) -> None:
+def load_optimizers(saved: Saved, model: nn.Module, optimizers: list[Optimizer], owned: OwnedParameters) -> None:
     """Fill the optimizers of a model. Every rank must call it.
 
     What had no state when it was saved (an optimizer that had not stepped, a parameter without gradients so far) starts
@@ -185,7 +189,7 @@ def load_optimizers(saved: Saved, model: nn.Module, optimizers: list[Optimizer])
     """
     loadings: list[Loading] = []
     with on_every_rank(f"Cannot load {saved.path}"):
-        loadings = _loadings(saved, model, optimizers)
+        loadings = _loadings(saved, model, optimizers, owned)
     targets: dict[str, Any] = {}
     for loading in loadings:
         targets.update(loading.make_targets())
@@ -194,16 +198,19 @@ def load_optimizers(saved: Saved, model: nn.Module, optimizers: list[Optimizer])
         loading.finish()
 
 
-def _loadings(saved: Saved, model: nn.Module, optimizers: list[Optimizer]) -> list[Loading]:
+def _loadings(saved: Saved, model: nn.Module, optimizers: list[Optimizer], owned: OwnedParameters) -> list[Loading]:
     states = saved.optimizer_states() if optimizers else []
     if optimizers and not states:
         raise no_optimizer_state(0)
     check_number("optimizers", len(states), len(optimizers))
-    parameters = {without_wrappers(name): parameter.detach() for name, parameter in model.named_parameters()}
-    return [
-        Loading(state, saved.entries, optimizer, parameters, parameter_names(model, optimizer), index)
-        for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=True))
-    ]
+    named = {without_wrappers(name): parameter for name, parameter in model.named_parameters()}
+    parameters = {name: parameter.detach() for name, parameter in named.items()}
+    loadings: list[Loading] = []
+    for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):
+        names = parameter_names(model, optimizer)
+        owned_names = names_of_owned(named, owned(optimizer))
+        loadings.append(Loading(state, saved.entries, optimizer, parameters, names, index, owned_names))
+    return loadings
 
 
 def _model_targets(saved: Saved, model: nn.Module, own: dict[str, Any], strict: bool) -> dict[str, Any]:

@@ -161,6 +161,20 @@ def is_mean(reduce_op: dist.ReduceOp | str | None) -> bool:
     return op in ("mean", "avg", None, dist.ReduceOp.AVG)
 
 
+def sent_to_first(tensor: Tensor, source: int, device: torch.device) -> Tensor:
+    """Rank ``source``'s ``tensor`` on rank 0; on other ranks unchanged. A collective over the default group.
+
+    Other ranks pass one of the same shape and dtype, which may be without values. ``device`` is what communicates.
+    """
+    if source == 0:
+        return tensor
+    rank = group_rank()
+    values = tensor if rank == source else torch.empty_like(tensor, device=device)
+    sent = values.to(device).contiguous()
+    dist.broadcast(sent.reshape(-1).view(torch.uint8), source)  # as bytes: no backend knows every dtype
+    return sent if rank == 0 else tensor
+
+
 def filled(numbers: Sequence[float], like: Tensor) -> Tensor:
     """[n] the ``numbers``, in the dtype and on the device of ``like``, without a copy from the host.
 

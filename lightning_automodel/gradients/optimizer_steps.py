@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.gradients import rescale_clip
+from lightning_automodel.gradients.step_choice import StepChoices
+from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.gradients.windows import (
     PLAIN_BACKWARD,
     GradientWindows,
@@ -33,8 +35,17 @@ class OptimizerSteps:
     rank does not call, the others raise when the group's timeout ends.
     """
 
-    def __init__(self, windows: GradientWindows, track_norm: bool, error_if_nonfinite: bool) -> None:
+    def __init__(
+        self,
+        windows: GradientWindows,
+        track_norm: bool,
+        error_if_nonfinite: bool,
+        choices: StepChoices,
+        whole: WholeSteps,
+    ) -> None:
         self._windows = windows
+        self._choices = choices
+        self.whole = whole
         self._error_if_nonfinite = error_if_nonfinite and windows.scaling.scaler is None  # which looks for overflow
         self._measures = track_norm or self._error_if_nonfinite
         self._patches = PatchStack()  # of the optimizers, which a callback may replace in mid-run
@@ -48,9 +59,8 @@ class OptimizerSteps:
         self._patches.restore()
         self._windows.optimizers = optimizers
         for optimizer, wrapper in zip(optimizers, wrappers, strict=True):
-            self._patches.callback(optimizer.register_step_pre_hook(self._before_raw_step).remove)
-            after_step = optimizer.register_step_post_hook(lambda optimizer, *_: self._windows.stepped(optimizer))
-            self._patches.callback(after_step.remove)
+            self._patches.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+            self._patches.callback(optimizer.register_step_post_hook(self._after_step).remove)
             parameters = partial(optimizer_parameters, optimizer)
             for watched in (optimizer, wrapper):
                 self._patches.set(watched, "zero_grad", self._dropping(watched.zero_grad, parameters))
@@ -114,10 +124,55 @@ class OptimizerSteps:
         counts = torch_internals.versions(gradients.values())
         return {p: (id(p.grad), count) for p, count in zip(gradients, counts, strict=True)}
 
-    def _before_raw_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # A closure runs its backward inside the step, so the strategy checks after it. (`args[0]` is the optimizer.)
-        if kwargs.get("closure", args[1] if len(args) > 1 else None) is None:
+    def choose(self, optimizers: list[Optimizer]) -> None:
+        """Decide which of their parameters are stepped whole. A collective over the world.
+
+        Raises ValueError, on every rank, for an optimizer that cannot train sharded parameters.
+        """
+        self._choices.choose(optimizers)
+        for optimizer in optimizers:
+            whole = {index for index, choice in enumerate(self._choices.of.get(optimizer, ())) if choice.is_whole}
+            if whole:
+                self.whole.take(optimizer, whole)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """For each optimizer: how its groups of parameters are stepped, why, and how many elements each rank owns."""
+        return [
+            {
+                "optimizer": type(optimizer).__name__,
+                "groups": [f"{'whole' if each.is_whole else 'shards'} ({each.reason})" for each in choices],
+                "elements_by_owner": self.whole.elements_by_owner(optimizer),
+            }
+            for optimizer, choices in self._choices.of.items()
+        ]
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an optimizer's step gets for its arguments. ``args[0]`` is the optimizer."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
             self.check(optimizer)
+            self._begin(optimizer)
+            return None
+
+        # A closure runs its backward inside the step, so the strategy checks after it.
+        def run_closure() -> Any:
+            self.whole.end(optimizer)  # of an earlier call: SAM evaluates the model at the weights that it has written
+            result = closure()
+            self._begin(optimizer)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": run_closure}
+        return (args[0], run_closure, *args[2:]), kwargs
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        if len(self._choices.of.get(optimizer, ())) < len(optimizer.param_groups):
+            self.choose([optimizer])
+        self.whole.begin(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.whole.end(optimizer)
+        self._windows.stepped(optimizer)
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise RuntimeError if an open window holds gradients of ``optimizer``, or nobody has synchronised them."""
@@ -142,6 +197,7 @@ class OptimizerSteps:
     def close(self) -> None:
         """Stop watching optimizers."""
         self._patches.restore()
+        self.whole.abandon()
         self._windows.optimizers = []
         self._unsynchronised.clear()
 

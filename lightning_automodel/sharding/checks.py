@@ -168,11 +168,6 @@ def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: in
                 f"{name} chooses its step from the loss of each rank alone, so {divisor} ranks would diverge: choose a"
                 " first-order optimizer or one rank."
             )
-        if is_sharded and any(cls.__name__ == "Adafactor" for cls in type(optimizer).__mro__):
-            raise ValueError(
-                f"{name} factors its second moments over rows and columns of whole matrices, of which each rank has"
-                " only a part under FSDP2: choose AdamW or SGD, or pass data_parallel='ddp'."
-            )
 
 
 def check_embeddings(module: nn.Module) -> None:

@@ -33,11 +33,6 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class FactoredMoments(Net):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adafactor(self.parameters())
-
-
 class GradientPenalty(Net):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         batch = batch.clone().requires_grad_()
@@ -91,16 +86,10 @@ UNREDUCED = (
     "DistributedDataParallel did not reduce all gradients of this window: parameters {} took no part in its last"
 )
 FREED = (
-    "A backward needed parameters that FSDP2 had freed: a second backward through the same forward (gradient"
-    " penalties by torch.autograd.grad(..., create_graph=True), retain_graph=True) does not gather them again. Pass"
-    " data_parallel='ddp'."
+    "A backward needed parameters that FSDP2 had freed. It gathers those of a unit again when a gradient reaches what"
+    " the unit has returned."
 )
 REFUSED: dict[str, Refused] = {
-    "adafactor": Refused(
-        FactoredMoments,
-        "Adafactor factors its second moments over rows and columns of whole matrices, of which each rank has"
-        " only a part under FSDP2: choose AdamW or SGD, or pass data_parallel='ddp'.",
-    ),
     "gradient-penalty": Refused(GradientPenalty, FREED, RESHARDS),
     "gradient-penalty-of-convolutions": Refused(PenaltyOfConvolutions, FREED, RESHARDS),
     "norm-before-the-forward": Refused(
@@ -152,7 +141,7 @@ def test_refused(pool2: RankPool, case: Refused) -> None:
         assert message.startswith(case.message)
 
 
-@pytest.mark.parametrize("make", [FactoredMoments, GradientPenalty, NormOfWeightsFirst])
+@pytest.mark.parametrize("make", [GradientPenalty, NormOfWeightsFirst])
 def test_ddp_is_the_way_out_that_the_messages_name(pool2: RankPool, make: type[Net]) -> None:
     pool2.run(_fit, make)
 

@@ -70,10 +70,12 @@ def train_model_plainly(
                 model.step = index
                 losses.append(mean_loss(model, batches[index], "sum"))
                 num_label_tokens += int((batches[index]["labels"] != -100).sum())
-        (torch.stack(losses).sum() / max(num_label_tokens, 1)).backward()
+        loss = torch.stack(losses).sum() / max(num_label_tokens, 1)
+        loss.backward()
         seen.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
         clip(list(model.parameters()))
-        optimizer.step()
+        window_loss = loss.detach()
+        optimizer.step(lambda window_loss=window_loss: window_loss)
     return seen
 
 

@@ -9,12 +9,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_automodel.callbacks.exactness.recording import whole_on_host
 from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, distances, wide
 from lightning_automodel.callbacks.exactness.results import StepResult
+from lightning_automodel.distributed import collectives
 
 _NOT_OF_A_COPY = ("param_groups", "state", "step", "zero_grad")
 
@@ -25,16 +27,26 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 def whole_states(optimizer: Optimizer, names: Mapping[int, str], keeps: bool) -> dict[str, dict[str, Any]]:
-    """States by the parameter's name, whole and on the host if this rank ``keeps`` them. A collective for shards."""
-    states = {}
+    """States by the parameter's name, whole and on the host if this rank ``keeps`` them: rank 0. A collective."""
+    states: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
-        found = {
-            key: whole_on_host(value) if isinstance(value, Tensor) else copy.deepcopy(value)
-            for key, value in state.items()
-        }
+        found = _on_host(state)
         if keeps and id(parameter) in names:
             states[names[id(parameter)]] = found
+    # Of a parameter that an owner steps whole, the owner alone has a state.
+    on_first = set(collectives.broadcast_object(list(states), 0))
+    elsewhere = {
+        names[id(parameter)]: _on_host(state)
+        for parameter, state in optimizer.state.items()
+        if id(parameter) in names and names[id(parameter)] not in on_first
+    }
+    for of_rank in collectives.gather_objects(elsewhere):
+        states.update(of_rank if keeps else {})
     return states
+
+
+def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:
+    return apply_to_collection(dict(state), Tensor, whole_on_host)
 
 
 class OptimizerCheck:

@@ -1,0 +1,280 @@
+"""Optimizer steps on whole tensors: each sharded parameter has an owner, which steps the whole of it.
+
+Between steps an optimizer has the sharded parameters. During its arithmetic those that are stepped whole are replaced
+by stand-ins, each on its owner alone:
+
+    to the owners    gradients, which are final, and weights
+    step             the optimizer sees whole tensors, and its state is the owner's
+    to the holders   the new weights
+
+The step is the same function of the same gradients as in one process, for an optimizer that steps each parameter by
+itself. :mod:`.optimizer_trial` finds out which do.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_automodel import torch_internals
+from lightning_automodel.distributed.collectives import full
+from lightning_automodel.gradients.owner_exchange import Owned, OwnerExchange, group_of, holders_of
+
+
+class WholeParameter(Owned):
+    """A sharded parameter that its owner steps whole.
+
+    Attributes:
+        exchange: Between its holders.
+        stand_in: What the optimizer steps in its place; None on all ranks but the owner. It has memory during steps.
+    """
+
+    def __init__(self, parameter: nn.Parameter, exchange: OwnerExchange, owner: int) -> None:
+        mesh, placements = sharding_of(parameter)
+        super().__init__(holders_of(mesh, placements).layout(parameter.shape), owner)
+        self.parameter = parameter
+        self.exchange = exchange
+        self.stand_in: nn.Parameter | None = None
+        self.known_states: list[Any] = []  # by optimizer: those that are whole on the owner
+        if owner == exchange.rank:
+            empty = torch_internals.local_tensor(parameter).new_empty(0)
+            self.stand_in = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's part of the weights, sharing their memory."""
+        return torch_internals.local_tensor(self.parameter)
+
+    def gradient_shard(self) -> Tensor:
+        """This rank's part of the gradient."""
+        gradient = self.parameter.grad
+        assert gradient is not None
+        mesh, placements = sharding_of(self.parameter)
+        if not isinstance(gradient, DTensor):  # the user's, of the whole parameter
+            return self.layout.part(gradient, self.exchange.rank)
+        return torch_internals.local_tensor(gradient.redistribute(mesh, placements))
+
+
+def sharding_of(parameter: Tensor) -> tuple[Any, Any]:
+    """Mesh and placements of a sharded parameter."""
+    assert isinstance(parameter, DTensor)
+    return parameter.device_mesh, parameter.placements
+
+
+def is_split(parameter: Tensor) -> bool:
+    """Whether a parameter is sharded, be it over one rank: optimizers that make plain tensors refuse that too."""
+    is_replicated = not isinstance(parameter, DTensor) or all(each.is_replicate() for each in parameter.placements)
+    return not is_replicated
+
+
+class WholeSteps:
+    """The optimizers of a run some of whose parameters are stepped whole.
+
+    Owners are chosen when a parameter is first stepped, the largest first, each on the rank that owns the fewest
+    elements so far: alike on all ranks, and in every run of the same model and world. Among replicas each has its
+    owners, so that nothing travels between them.
+
+    Args:
+        device: On which process groups communicate.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._groups: dict[Optimizer, set[int]] = {}
+        self._parameters: dict[nn.Parameter, WholeParameter] = {}
+        self._exchanges: dict[dist.ProcessGroup, OwnerExchange] = {}
+        self._num_owned: dict[OwnerExchange, list[int]] = {}
+        self._stepping: dict[Optimizer, _Swapped] = {}
+
+    def take(self, optimizer: Optimizer, groups: set[int]) -> None:
+        """Step the parameters in these ``groups`` of an optimizer whole. A collective over the world."""
+        self._groups[optimizer] = groups
+        self._assign_owners(optimizer)
+
+    def _assign_owners(self, optimizer: Optimizer) -> None:
+        """Give an owner to each parameter that has none. A collective over the world where a group must be made."""
+        new = [parameter for parameter in self._stepped_whole(optimizer) if parameter not in self._parameters]
+        for parameter in sorted(new, key=lambda each: -each.numel()):
+            mesh, placements = sharding_of(parameter)
+            group = group_of(mesh, holders_of(mesh, placements))
+            exchange = self._exchanges.setdefault(group, OwnerExchange(group, self._device))
+            num_owned = self._num_owned.setdefault(exchange, [0] * group.size())
+            owner = num_owned.index(min(num_owned))
+            num_owned[owner] += parameter.numel()
+            self._parameters[parameter] = WholeParameter(parameter, exchange, owner)
+
+    def _stepped_whole(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
+        groups = self._groups.get(optimizer, ())
+        for index in groups:
+            yield from filter(is_split, optimizer.param_groups[index]["params"])
+
+    def of(self, optimizer: Optimizer) -> dict[nn.Parameter, bool]:
+        """The parameters of an optimizer that are stepped whole, and whether this rank owns them."""
+        return {
+            parameter: self._parameters[parameter].stand_in is not None for parameter in self._stepped_whole(optimizer)
+        }
+
+    def elements_by_owner(self, optimizer: Optimizer) -> list[int]:
+        """How many elements each rank of this rank's group owns; empty if the optimizer steps nothing whole."""
+        counts: list[int] = []
+        for parameter in self._stepped_whole(optimizer):
+            whole = self._parameters[parameter]
+            counts = counts or [0] * whole.exchange.group.size()
+            counts[whole.owner] += parameter.numel()
+        return counts
+
+    # --- One step -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin(self, optimizer: Optimizer) -> None:
+        """Bring gradients and weights to their owners, and give ``optimizer`` the stand-ins.
+
+        A collective over the holders of its parameters. Gradients must be final, and on all ranks for the same
+        parameters. Called again, after an exception, it starts over.
+        """
+        self.abandon(optimizer)
+        if optimizer not in self._groups:
+            return
+        self._assign_owners(optimizer)
+        for parameter in self._stepped_whole(optimizer):
+            self._take_states(optimizer, self._parameters[parameter])
+        stepped = [
+            self._parameters[parameter]
+            for parameter in dict.fromkeys(self._stepped_whole(optimizer))
+            if parameter.grad is not None
+        ]
+        for exchange, parameters in _by_exchange(stepped).items():
+            gradients = [(each, each.gradient_shard()) for each in parameters]
+            weights = [(each, each.shard) for each in parameters]
+            wholes = exchange.to_owners(gradients + weights)
+            num_parameters = len(parameters)
+            pairs = zip(parameters, wholes[:num_parameters], wholes[num_parameters:], strict=True)
+            for each, gradient, weight in pairs:
+                if each.stand_in is not None and weight is not None:
+                    each.stand_in.data = weight
+                    each.stand_in.grad = gradient
+        self._stepping[optimizer] = _Swapped(optimizer, self._groups[optimizer], self._parameters)
+
+    @torch.no_grad()
+    def end(self, optimizer: Optimizer) -> None:
+        """Bring the stepped weights back, and give ``optimizer`` its sharded parameters. The same collective."""
+        swapped = self._stepping.pop(optimizer, None)
+        if swapped is None:
+            return
+        swapped.restore()
+        for each in swapped.stepped:
+            if each.stand_in is not None:
+                each.stand_in.grad = None  # its memory is needed while weights travel
+        for exchange, parameters in _by_exchange(swapped.stepped).items():
+            exchange.to_holders([(each, each.stand_in, each.shard) for each in parameters])
+        written = [each.parameter for each in swapped.stepped]
+        if written:
+            torch.autograd.graph.increment_version(written)
+        _free(swapped.stepped)
+
+    def abandon(self, optimizer: Optimizer | None = None) -> None:
+        """Give ``optimizer``, or all, their sharded parameters, after an exception in a step. Not a collective."""
+        for each in [optimizer] if optimizer is not None else list(self._stepping):
+            swapped = self._stepping.pop(each, None)
+            if swapped is not None:
+                swapped.restore()
+                _free(swapped.stepped)
+
+    def _take_states(self, optimizer: Optimizer, whole: WholeParameter) -> None:
+        """Make new states of a parameter whole on its owner, and drop them elsewhere.
+
+        A state that was made before the first step, or loaded by the user's code, may be sharded: then a collective.
+        """
+        for each in nested_optimizers(optimizer):
+            state = each.state.get(whole.parameter)
+            if not state or any(state is known for known in whole.known_states):
+                continue
+            found = {key: apply_to_collection(value, DTensor, full) for key, value in state.items()}
+            if whole.stand_in is None:
+                del each.state[whole.parameter]
+            else:
+                each.state[whole.parameter] = found
+                whole.known_states.append(found)
+
+
+class _Swapped:
+    """An optimizer that has stand-ins in place of the parameters that are stepped whole.
+
+    Lists of parameters are changed in place, since optimizers within an optimizer share them. A parameter without a
+    gradient is left out, as optimizers leave it out.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, groups: set[int], whole_parameters: dict[nn.Parameter, WholeParameter]
+    ) -> None:
+        self.stepped: list[WholeParameter] = []
+        self._lists: list[tuple[list[nn.Parameter], list[nn.Parameter]]] = []
+        self._optimizers = nested_optimizers(optimizer)
+        lists = {
+            id(each.param_groups[index]["params"]): each.param_groups[index]["params"]
+            for each in self._optimizers
+            for index in groups
+            if index < len(each.param_groups)
+        }
+        for parameters in lists.values():
+            self._lists.append((parameters, list(parameters)))
+            shown: list[nn.Parameter] = []
+            for parameter in parameters:
+                whole = whole_parameters.get(parameter)
+                if whole is None:
+                    shown.append(parameter)
+                    continue
+                if parameter.grad is None:
+                    continue
+                if whole not in self.stepped:
+                    self.stepped.append(whole)
+                if whole.stand_in is not None:
+                    shown.append(whole.stand_in)
+            parameters[:] = shown
+        self._move_states(to_stand_ins=True)
+
+    def restore(self) -> None:
+        """Give the optimizer its own parameters and their states."""
+        for parameters, own in self._lists:
+            parameters[:] = own
+        self._move_states(to_stand_ins=False)
+
+    def _move_states(self, to_stand_ins: bool) -> None:
+        for whole in self.stepped:
+            if whole.stand_in is None:
+                continue
+            old, new = (whole.parameter, whole.stand_in) if to_stand_ins else (whole.stand_in, whole.parameter)
+            for optimizer in self._optimizers:
+                if old in optimizer.state:
+                    optimizer.state[new] = optimizer.state.pop(old)
+            if not to_stand_ins:
+                states = (optimizer.state.get(whole.parameter) for optimizer in self._optimizers)
+                whole.known_states = [state for state in states if state is not None]
+
+
+def nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """``optimizer``, and those that it wraps."""
+    found = [optimizer]
+    for each in found:
+        found += [inner for inner in vars(each).values() if isinstance(inner, Optimizer) and inner not in found]
+    return found
+
+
+def _by_exchange(parameters: list[WholeParameter]) -> dict[OwnerExchange, list[WholeParameter]]:
+    found: dict[OwnerExchange, list[WholeParameter]] = defaultdict(list)
+    for parameter in parameters:
+        found[parameter.exchange].append(parameter)
+    return found
+
+
+def _free(parameters: list[WholeParameter]) -> None:
+    for each in parameters:
+        if each.stand_in is not None:
+            each.stand_in.grad = None
+            each.stand_in.data = each.stand_in.new_empty(0)
