@@ -7,7 +7,14 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_automodel.gradients.optimizer_trial import GroupTrial, OptimizerTrial, Outcome, try_group, undisturbed
+from lightning_automodel.gradients.optimizer_trial import (
+    GroupTrial,
+    OptimizerTrial,
+    Outcome,
+    try_group,
+    undisturbed,
+)
+from lightning_automodel.gradients.trial_tensors import scaled_down
 from lightning_automodel.gradients.whole_tensors import is_split
 
 OPTION = "optimizer_step"
@@ -80,7 +87,7 @@ class StepChoices:
         if not sharded:
             return None
         options = sorted((name, repr(value)) for name, value in group.items() if name not in _IGNORED)
-        shapes = sorted({(each.dim(), str(each.dtype), str(each.placements)) for each in sharded})
+        shapes = sorted({(scaled_down(each)[0], str(each.dtype), str(each.placements)) for each in sharded})
         return id(optimizer), str(options), str(shapes)
 
     def _try(self, optimizer: Optimizer, index: int) -> _Tried:
