@@ -14,7 +14,7 @@ from lightning_automodel.gradients.optimizer_trial import (
     try_group,
     undisturbed,
 )
-from lightning_automodel.gradients.trial_tensors import scaled_down
+from lightning_automodel.gradients.trial_tensors import can_train, scaled_down
 from lightning_automodel.gradients.whole_tensors import is_split
 
 OPTION = "optimizer_step"
@@ -83,7 +83,7 @@ class StepChoices:
     def _key(self, optimizer: Optimizer, index: int) -> Any:
         """The same for groups whose trials would be; None for a group that needs no trial."""
         group = optimizer.param_groups[index]
-        sharded = [each for each in group["params"] if each.requires_grad and is_split(each)]
+        sharded = [each for each in group["params"] if can_train(each) and is_split(each)]
         if not sharded:
             return None
         options = sorted((name, repr(value)) for name, value in group.items() if name not in _IGNORED)

@@ -29,8 +29,7 @@ class TrialTensors:
         self.layouts: list[Layout | None] = []
         shapes: list[tuple[int, ...]] = []
         seen = set[Any]()
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        for parameter in trained:
+        for parameter in filter(can_train, parameters):
             shape, layout = scaled_down(parameter)
             sharding = sharding_of(parameter) if layout is not None else None
             key = (shape, parameter.dtype, sharding)
@@ -91,6 +90,11 @@ class TrialTensors:
             return values
         holders = holders_of(*sharding_of(self.likes[index]))
         return layout.part(values, holders.ranks.index(dist.get_rank()))
+
+
+def can_train(parameter: Tensor) -> bool:
+    """Whether a parameter may get gradients now or, being frozen, later: those of quantised bases never do."""
+    return (parameter.is_floating_point() or parameter.is_complex()) and parameter.dtype.itemsize > 1
 
 
 def scaled_down(parameter: Tensor) -> tuple[tuple[int, ...], Layout | None]:
