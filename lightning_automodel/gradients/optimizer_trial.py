@@ -251,11 +251,11 @@ class OptimizerTrial:
     def _compare_shards(self) -> tuple[Outcome, str]:
         try:
             found = self._stepped(range(len(self._tensors)), self._tensors.shard)
+            return self._compared(range(len(self._tensors)), *found, on_shards=True)
         except Exception as error:
             outcome = _outcome(error)
             communicates = "it asks other ranks for their shards"
             return outcome, communicates if outcome is Outcome.COMMUNICATES else _in_words(error)
-        return self._compared(range(len(self._tensors)), *found, on_shards=True)
 
     def _compare_alone(self) -> tuple[Outcome, str]:
         try:

@@ -74,14 +74,12 @@ class TrialTensors:
         if layout is None:
             return values.clone()
         mesh, placements = sharding_of(like)
-        return DTensor.from_local(
-            self.part(index, values).clone(memory_format=torch.contiguous_format),
-            mesh,
-            placements,
-            run_check=False,
-            shape=values.shape,
-            stride=values.stride(),
+        part = self.part(index, values).clone(memory_format=torch.contiguous_format)
+        sharded = DTensor.from_local(
+            part, mesh, placements, run_check=False, shape=values.shape, stride=values.stride()
         )
+        # It was moved to the mesh's devices; an offloaded parameter is on the host.
+        return sharded.to(like.device)
 
     def part(self, index: int, values: Tensor) -> Tensor:
         """This rank's part of ``values``."""
@@ -94,7 +92,8 @@ class TrialTensors:
 
 def can_train(parameter: Tensor) -> bool:
     """Whether a parameter may get gradients now or, being frozen, later: those of quantised bases never do."""
-    return (parameter.is_floating_point() or parameter.is_complex()) and parameter.dtype.itemsize > 1
+    is_number = parameter.is_floating_point() or parameter.is_complex()
+    return is_number and parameter.dtype.itemsize > 1 and parameter.numel() > 0
 
 
 def scaled_down(parameter: Tensor) -> tuple[tuple[int, ...], Layout | None]:
