@@ -20,13 +20,17 @@ def test_summary_is_one_line() -> None:
         "units": ["model.blocks.0 (Block)", "model.blocks.1 (Block)"],
         "precision": {"trainer": "bf16-mixed"},
         "gradient_denominator": "label token",
+        "optimizer_step": [
+            {"optimizer": "Muon", "groups": ["shards (why)", "whole (why)"]},
+            {"optimizer": "AdamW", "groups": ["shards (why)"]},
+        ],
     }
     assert summary(described) == (
         "AutomodelStrategy: fsdp2 over data_parallel_shard=4, tensor_parallel=2, 2 FSDP units beside the root,"
-        " precision bf16-mixed, gradients per label token;"
+        " precision bf16-mixed, gradients per label token, Muon steps whole parameters;"
         " trainer.strategy.describe() has the details."
     )
-    described.update(data_parallel="ddp", mesh={"data_parallel_shard": 1})
+    described.update(data_parallel="ddp", mesh={"data_parallel_shard": 1}, optimizer_step=[])
     del described["units"]
     assert summary(described) == (
         "AutomodelStrategy: ddp over one rank, precision bf16-mixed, gradients per label token;"

@@ -4,8 +4,9 @@ from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.export import check_export, export_hugging_face
 from lightning_automodel.checkpoint.extra_states import differing_extra_states
 from lightning_automodel.checkpoint.hugging_face import describe_models
-from lightning_automodel.checkpoint.optimizers import named_parameters, on_first_rank, optimizer_state, restorable_state
+from lightning_automodel.checkpoint.optimizers import named_parameters, optimizer_state
 from lightning_automodel.checkpoint.reading import load_directories
+from lightning_automodel.checkpoint.restorable import on_first_rank, restorable_state
 from lightning_automodel.checkpoint.session import DIRECTORY_NOTE, RunCheckpoints
 from lightning_automodel.checkpoint.state_dict import model_state, whole
 from lightning_automodel.checkpoint.whole_modules import note_on_hyper_parameters

@@ -9,19 +9,17 @@ loaded under the other. What that rule would not bring back as it was is noted, 
 - ``owned``: a tensor that the owner of its parameter alone has, which steps the whole of it.
 """
 
-import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.trees import Path, hides_shards, joined, places, put_together, take_apart
+from lightning_automodel.checkpoint.trees import Path, places, put_together
 from lightning_automodel.torch_internals import without_wrappers
 
 NOTES = "lightning_automodel"
@@ -33,7 +31,7 @@ OPTIMIZER_STATES = "lightning_automodel_optimizers"
 PARAMETER_NAMES = "lightning_automodel_parameter_names"
 """Key in a file of a replicated model, whose optimizers number parameters: names by optimizer and group."""
 
-_SIMPLE = (str, bytes, int, float, bool, complex, type(None), torch.dtype)
+SIMPLE = (str, bytes, int, float, bool, complex, type(None), torch.dtype)
 _AS_SAVED = "configure the optimizers that the run was saved with"
 
 Names = list[list[str]]
@@ -125,105 +123,6 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return by_name(state, flat(parameter_names(model, optimizer))) if state else {}
 
 
-def restorable_state(
-    model: nn.Module, optimizer: Optimizer, gather: Callable[[Any], list[Any]], owned: Mapping[nn.Parameter, bool]
-) -> dict[str, Any]:
-    """:func:`optimizer_state` of an optimizer that trains shards, with notes of what loading needs to know.
-
-    A collective. Of parameters that are stepped whole, each rank returns the state of those that it owns, and tensors
-    without values in place of the others.
-
-    Args:
-        model: Whose parameters are trained.
-        optimizer: That trains them.
-        gather: Collects what each rank knows, over all ranks.
-        owned: The parameters that are stepped whole, and whether this rank owns them.
-
-    Raises:
-        CheckpointError: On every rank, if something could not be brought back: plain tensors that differ between the
-            ranks, or shards in an object that is no collection.
-    """
-    state = optimizer_state(model, optimizer)
-    if not state:
-        return state
-    parameters = {without_wrappers(name): parameter for name, parameter in model.named_parameters()}
-    names = parameter_names(model, optimizer)
-    owned_names = names_of_owned(parameters, owned)
-    of_owned: dict[str, Any] = {}
-    if has_groups(state):
-        of_owned = {name: state["state"].pop(name) for name in owned_names if name in state["state"]}
-    found = _restorable(state, Owners(parameters, names), gather, type(optimizer).__name__)
-    return _with_owned(found, of_owned, owned_names, gather, type(optimizer).__name__) if owned_names else found
-
-
-def names_of_owned(parameters: Mapping[str, Tensor], owned: Mapping[nn.Parameter, bool]) -> dict[str, bool]:
-    """The names of the parameters that are stepped whole, and whether this rank owns them."""
-    by_id = {id(parameter): is_own for parameter, is_own in owned.items()}
-    return {name: by_id[id(parameter)] for name, parameter in parameters.items() if id(parameter) in by_id}
-
-
-def _with_owned(
-    state: dict[str, Any],
-    of_owned: dict[str, Any],
-    owned_names: Mapping[str, bool],
-    gather: Callable[[Any], list[Any]],
-    class_name: str,
-) -> dict[str, Any]:
-    """``state`` with the states of parameters that are stepped whole, of all owners. A collective of small objects."""
-    empty = apply_to_collection(of_owned, Tensor, lambda each: torch.empty_like(each, device="meta"))
-    options = {
-        index: {name: value for name, value in group.items() if isinstance(value, _SIMPLE)}
-        for index, group in enumerate(state["param_groups"])
-        if any(owned_names.get(name, False) for name in group["params"])
-    }
-    states = dict(state["state"])
-    groups = [dict(group) for group in state["param_groups"]]
-    noted: dict[int, dict[str, Any]] = {}
-    for states_of_rank, options_of_rank in gather((empty, options)):
-        for name, each in states_of_rank.items():
-            states.setdefault(name, each)
-        for index, each in options_of_rank.items():
-            if noted.setdefault(index, each) != each:
-                differing = [name for name in each if each[name] != noted[index].get(name)]
-                raise CheckpointError(
-                    f"the owners of parameters of {class_name} have different options in group {index}"
-                    f" ({some(differing)}), of which a checkpoint could bring back one: pass data_parallel='ddp'"
-                )
-            groups[index].update(each)  # a rank that owns nothing of the group may not have counted
-    states.update(of_owned)
-    found = {**state, "state": states, "param_groups": groups}
-    _, leaves = take_apart({key: value for key, value in found.items() if key != NOTES})
-    owned = {
-        joined(path): "owned"
-        for path, leaf in leaves.items()
-        if path[0] == "state" and path[1] in owned_names and isinstance(leaf, Tensor)
-    }
-    return {**found, NOTES: {**state.get(NOTES, {}), **owned}}
-
-
-def on_first_rank(
-    state: dict[str, Any], receive: Callable[[Tensor, Any], Tensor], gather: Callable[[Any], list[Any]]
-) -> dict[str, Any]:
-    """``state`` of :func:`restorable_state`, with the tensors of all owners on rank 0. A collective, tensor by tensor.
-
-    Args:
-        state: With tensors without values for what other ranks own.
-        receive: Sends a tensor from a rank to rank 0.
-        gather: Collects what each rank knows, over all ranks.
-    """
-    notes = state.get(NOTES, {})
-    tree, leaves = take_apart({key: value for key, value in state.items() if key != NOTES})
-    by_key = {joined(path): leaf for path, leaf in leaves.items()}
-    owned = [key for key, note in notes.items() if note == "owned"]
-    if not owned:
-        return state
-    holders = gather([not by_key[key].is_meta for key in owned])
-    for number, key in enumerate(owned):
-        source = next(rank for rank, holds in enumerate(holders) if holds[number])
-        by_key[key] = receive(by_key[key], source)
-    return {**put_together(tree, by_key.__getitem__), NOTES: notes}
-
-
 class Owners:
     """Which parameter a tensor in an optimizer's state belongs to.
 
@@ -257,87 +156,6 @@ class Owners:
 
     def _sharded(self) -> Iterator[DTensor]:
         return (each for each in self._own if isinstance(each, DTensor))
-
-
-def _restorable(
-    state: dict[str, Any], owners: Owners, gather: Callable[[Any], list[Any]], class_name: str
-) -> dict[str, Any]:
-    tree, leaves = take_apart(state)
-    plain: dict[str, Tensor] = {}
-    shapes: dict[str, _Shapes] = {}
-    hidden: list[str] = []
-    for path, leaf in leaves.items():
-        if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor):
-            plain[joined(path)] = leaf
-            shapes[joined(path)] = _shapes(leaf, owners.of(path))
-        elif not isinstance(leaf, (*_SIMPLE, Tensor)) and hides_shards(leaf):
-            hidden.append(joined(path))
-    by_rank = gather((shapes, hidden))
-    if hidden := list(dict.fromkeys(name for _, names in by_rank for name in names)):
-        raise CheckpointError(
-            f"the optimizer {class_name} keeps sharded tensors in objects that are no dicts, lists or tuples"
-            f" ({some(hidden)}), and they could not be loaded again: keep them in those, or pass data_parallel='ddp',"
-            " under which they are whole"
-        )
-    notes = _notes([shapes for shapes, _ in by_rank])
-    _check_equal(gather({key: _digest(each) for key, each in plain.items() if notes.get(key) != "local"}), class_name)
-    values: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        key, owner = joined(path), owners.of(path)
-        if isinstance(leaf, DTensor) and (owner is None or owner.shape != leaf.shape):
-            notes[key] = "sharded"
-        values[key] = _as_shard(leaf, owner) if notes.get(key) == "local" and isinstance(owner, DTensor) else leaf
-    found = put_together(tree, values.__getitem__)
-    return {**found, NOTES: notes} if notes else found
-
-
-_Shapes = tuple[list[int], list[int] | None, list[int] | None]
-"""Shapes of a plain tensor, of this rank's part of its owner if that is sharded, and of the whole owner."""
-
-
-def _shapes(tensor: Tensor, owner: Tensor | None) -> _Shapes:
-    shape = list(tensor.shape)
-    if not isinstance(owner, DTensor):
-        return shape, None, None
-    return shape, list(owner.to_local().shape), list(owner.shape)
-
-
-def _notes(by_rank: list[dict[str, _Shapes]]) -> dict[str, str]:
-    """Notes on plain tensors, by what all ranks know of theirs."""
-    notes: dict[str, str] = {}
-    for key in by_rank[0]:
-        found = [shapes[key] for shapes in by_rank if key in shapes]
-        has_parts = any(part != whole for _, part, whole in found)
-        if len(found) == len(by_rank) and has_parts and all(shape == part for shape, part, _ in found):
-            notes[key] = "local"
-        elif all(shape == whole for shape, _, whole in found):
-            notes[key] = "whole"
-    return notes
-
-
-def _digest(tensor: Tensor) -> str | None:
-    """Of a tensor's values; None if it has none, or none that can be compared."""
-    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
-        return None
-    values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{list(tensor.shape)} {hashlib.sha256(values.numpy().tobytes()).hexdigest()}"
-
-
-def _check_equal(by_rank: list[dict[str, str | None]], class_name: str) -> None:
-    """Raise CheckpointError unless the plain tensors of all ranks, whose digests these are, are equal."""
-    for key in dict.fromkeys(key for digests in by_rank for key in digests):
-        if len({digests.get(key, "absent") for digests in by_rank}) > 1:
-            raise CheckpointError(
-                f"the optimizer {class_name} keeps another {key} on each rank, and a checkpoint would bring back"
-                " rank 0's everywhere: keep a DTensor (torch.zeros_like(parameter)) or a value that all ranks have"
-                " reduced, or pass data_parallel='ddp', under which all ranks have whole parameters"
-            )
-
-
-def _as_shard(part: Tensor, like: DTensor) -> DTensor:
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
 
 
 # --- Checking -----------------------------------------------------------------------------------------------------

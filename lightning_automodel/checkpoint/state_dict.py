@@ -14,11 +14,11 @@ from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.optimizers import (
     Loading,
     check_number,
-    names_of_owned,
     no_optimizer_state,
     parameter_names,
     some,
 )
+from lightning_automodel.checkpoint.restorable import names_of_owned
 from lightning_automodel.checkpoint.trees import dict_like
 from lightning_automodel.torch_internals import (
     EXTRA_STATE,

@@ -23,25 +23,23 @@ from enum import IntEnum
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel import torch_internals
-from lightning_automodel.gradients.owner_exchange import Layout, holders_of
-from lightning_automodel.gradients.whole_tensors import is_split, nested_optimizers, sharding_of
+from lightning_automodel.gradients.trial_tensors import TrialTensors
+from lightning_automodel.gradients.whole_tensors import nested_optimizers
+from lightning_automodel.gradients.windows import mixing_shards
 
 _NUM_STEPS = 3
 _LATEST_STEP = 30
 """Numbers among the options up to this one may be steps at which something begins, and are waited for."""
-_NUM_KINDS = 6
 _LEARNING_RATE = 0.01
 """A warm-up may begin at zero, where nothing could be seen."""
 _RELATIVE_DIFFERENCE = 1e-4
 """Of the largest change of a parameter; what a real difference exceeds, and another order of additions does not."""
-_MANY_ROWS = 16
 
 
 class Outcome(IntEnum):
@@ -67,114 +65,6 @@ class GroupTrial:
     alone: Outcome = Outcome.RIGHT
     notes: dict[str, str] = field(default_factory=dict)
     is_tried: bool = True
-
-
-class TrialTensors:
-    """Small tensors that are sharded like the parameters of a group, with gradients for some steps.
-
-    Args:
-        parameters: Of the group.
-        dtype: That of parameters in half precision is tried in float32 too, where more can be seen.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], num_steps: int, dtype: torch.dtype | None) -> None:
-        self.likes: list[nn.Parameter] = []
-        self.layouts: list[Layout | None] = []
-        shapes: list[tuple[int, ...]] = []
-        seen = set[Any]()
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        for parameter in trained:
-            shape, layout = _scaled_down(parameter)
-            sharding = sharding_of(parameter) if layout is not None else None
-            key = (shape, parameter.dtype, sharding)
-            if key not in seen and len(seen) < _NUM_KINDS:
-                seen.add(key)
-                self.likes.append(parameter)
-                self.layouts.append(layout)
-                shapes.append(shape)
-        if len(shapes) == 1:  # two at least: some optimizers mix their parameters
-            self.likes *= 2
-            self.layouts *= 2
-            shapes *= 2
-        generator = torch.Generator().manual_seed(0)
-        pairs = list(zip(shapes, self.likes, strict=True))
-        self.values = [self._random(shape, generator, 0.1, dtype, like) for shape, like in pairs]
-        self.gradients = [
-            [self._random(shape, generator, 1.0, dtype, like) for shape, like in pairs] for _ in range(num_steps)
-        ]
-
-    @staticmethod
-    def _random(
-        shape: tuple[int, ...], generator: torch.Generator, scale: float, dtype: torch.dtype | None, like: Tensor
-    ) -> Tensor:
-        wide = torch.complex64 if like.is_complex() else torch.float32
-        values = torch.randn(shape, generator=generator, dtype=wide) * scale
-        if values.dim() > 0:  # another norm for each part
-            rows = values.size(0)
-            values *= torch.linspace(0.5, 2, rows).view(rows, *[1] * (values.dim() - 1))
-        return values.to(device=like.device, dtype=dtype or like.dtype)
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def whole(self, index: int, values: Tensor) -> Tensor:
-        """A copy of ``values``."""
-        return values.clone()
-
-    def shard(self, index: int, values: Tensor) -> Tensor:
-        """This rank's part of ``values``, as a sharded tensor if the parameter is one."""
-        like = self.likes[index]
-        layout = self.layouts[index]
-        if layout is None:
-            return values.clone()
-        mesh, placements = sharding_of(like)
-        return DTensor.from_local(
-            self.part(index, values).clone(memory_format=torch.contiguous_format),
-            mesh,
-            placements,
-            run_check=False,
-            shape=values.shape,
-            stride=values.stride(),
-        )
-
-    def part(self, index: int, values: Tensor) -> Tensor:
-        """This rank's part of ``values``."""
-        layout = self.layouts[index]
-        if layout is None:
-            return values
-        holders = holders_of(*sharding_of(self.likes[index]))
-        return layout.part(values, holders.ranks.index(dist.get_rank()))
-
-
-def _scaled_down(parameter: Tensor) -> tuple[tuple[int, ...], Layout | None]:
-    """A small shape in which a parameter's looks alike: wide or tall, rows that do not divide, fewer than ranks."""
-    holders = holders_of(*sharding_of(parameter)) if is_split(parameter) else None
-    num_parts: dict[int, int] = defaultdict(lambda: 1)
-    for split in holders.splits if holders is not None else ():
-        num_parts[split.tensor_dim] *= split.num_parts
-    shape = [_scaled_size(size, num_parts[dim]) for dim, size in enumerate(parameter.shape)]
-    if len(shape) > 1:
-        rows, columns = parameter.shape[:2]
-        if columns >= rows and shape[0] > _MANY_ROWS:  # as large as the square of the ranks otherwise
-            shape[0] = 5
-        if columns > rows:
-            shape[1] = max(shape[1], shape[0] + 2)
-        elif columns == rows:
-            shape[1] = shape[0]
-        else:
-            shape[1] = max(min(shape[1], shape[0] - 1), 1)
-    found = tuple(shape)
-    return found, None if holders is None else holders.layout(found)
-
-
-def _scaled_size(size: int, num_parts: int) -> int:
-    if size <= 3:
-        return size
-    if num_parts == 1:
-        return 3
-    if size < num_parts:
-        return min(num_parts - 1, 5)
-    return 2 * num_parts + (1 if size % num_parts else 0)
 
 
 # --- Copies of an optimizer -------------------------------------------------------------------------------------------
@@ -283,7 +173,7 @@ def _step(
                 shown[:] = [parameter for parameter in parameters if parameter.grad is not None]
             return torch.tensor(0.7)
 
-        with _TrialMode(allows_collectives):
+        with mixing_shards(optimizer), _TrialMode(allows_collectives):
             type(optimizer).step(optimizer, closure)  # type: ignore[arg-type]  # a tensor is what Lightning returns
 
 
@@ -361,11 +251,11 @@ class OptimizerTrial:
     def _compare_shards(self) -> tuple[Outcome, str]:
         try:
             found = self._stepped(range(len(self._tensors)), self._tensors.shard)
+            return self._compared(range(len(self._tensors)), *found, on_shards=True)
         except Exception as error:
             outcome = _outcome(error)
             communicates = "it asks other ranks for their shards"
             return outcome, communicates if outcome is Outcome.COMMUNICATES else _in_words(error)
-        return self._compared(range(len(self._tensors)), *found, on_shards=True)
 
     def _compare_alone(self) -> tuple[Outcome, str]:
         try:

@@ -7,7 +7,14 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lightning_automodel.gradients.optimizer_trial import GroupTrial, OptimizerTrial, Outcome, try_group, undisturbed
+from lightning_automodel.gradients.optimizer_trial import (
+    GroupTrial,
+    OptimizerTrial,
+    Outcome,
+    try_group,
+    undisturbed,
+)
+from lightning_automodel.gradients.trial_tensors import can_train, scaled_down
 from lightning_automodel.gradients.whole_tensors import is_split
 
 OPTION = "optimizer_step"
@@ -76,11 +83,11 @@ class StepChoices:
     def _key(self, optimizer: Optimizer, index: int) -> Any:
         """The same for groups whose trials would be; None for a group that needs no trial."""
         group = optimizer.param_groups[index]
-        sharded = [each for each in group["params"] if each.requires_grad and is_split(each)]
+        sharded = [each for each in group["params"] if can_train(each) and is_split(each)]
         if not sharded:
             return None
         options = sorted((name, repr(value)) for name, value in group.items() if name not in _IGNORED)
-        shapes = sorted({(each.dim(), str(each.dtype), str(each.placements)) for each in sharded})
+        shapes = sorted({(scaled_down(each)[0], str(each.dtype), str(each.placements)) for each in sharded})
         return id(optimizer), str(options), str(shapes)
 
     def _try(self, optimizer: Optimizer, index: int) -> _Tried:

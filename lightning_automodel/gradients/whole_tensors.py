@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel import torch_internals
 from lightning_automodel.distributed.collectives import full
-from lightning_automodel.gradients.owner_exchange import Owned, OwnerExchange, group_of, holders_of
+from lightning_automodel.gradients.owner_exchange import Holders, Layout, Owned, OwnerExchange, group_of, holders_of
 
 
 class WholeParameter(Owned):
@@ -35,9 +35,8 @@ class WholeParameter(Owned):
         stand_in: What the optimizer steps in its place; None on all ranks but the owner. It has memory during steps.
     """
 
-    def __init__(self, parameter: nn.Parameter, exchange: OwnerExchange, owner: int) -> None:
-        mesh, placements = sharding_of(parameter)
-        super().__init__(holders_of(mesh, placements).layout(parameter.shape), owner)
+    def __init__(self, parameter: nn.Parameter, layout: Layout, exchange: OwnerExchange, owner: int) -> None:
+        super().__init__(layout, owner)
         self.parameter = parameter
         self.exchange = exchange
         self.stand_in: nn.Parameter | None = None
@@ -88,6 +87,7 @@ class WholeSteps:
         self._device = device
         self._groups: dict[Optimizer, set[int]] = {}
         self._parameters: dict[nn.Parameter, WholeParameter] = {}
+        self._holders: dict[tuple[Any, Any], Holders] = {}  # by mesh and placements: as many entries as ranks each
         self._exchanges: dict[dist.ProcessGroup, OwnerExchange] = {}
         self._num_owned: dict[OwnerExchange, list[int]] = {}
         self._stepping: dict[Optimizer, _Swapped] = {}
@@ -101,13 +101,16 @@ class WholeSteps:
         """Give an owner to each parameter that has none. A collective over the world where a group must be made."""
         new = [parameter for parameter in self._stepped_whole(optimizer) if parameter not in self._parameters]
         for parameter in sorted(new, key=lambda each: -each.numel()):
-            mesh, placements = sharding_of(parameter)
-            group = group_of(mesh, holders_of(mesh, placements))
+            sharding = sharding_of(parameter)
+            if sharding not in self._holders:
+                self._holders[sharding] = holders_of(*sharding)
+            holders = self._holders[sharding]
+            group = group_of(sharding[0], holders)
             exchange = self._exchanges.setdefault(group, OwnerExchange(group, self._device))
             num_owned = self._num_owned.setdefault(exchange, [0] * group.size())
             owner = num_owned.index(min(num_owned))
             num_owned[owner] += parameter.numel()
-            self._parameters[parameter] = WholeParameter(parameter, exchange, owner)
+            self._parameters[parameter] = WholeParameter(parameter, holders.layout(parameter.shape), exchange, owner)
 
     def _stepped_whole(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
         groups = self._groups.get(optimizer, ())

@@ -218,7 +218,7 @@ def _load_into_others(
             fully_shard(module.model)
         optimizers = module.configure_optimizers()
         checkpoint = checkpoints.open(path, None, TorchCheckpointIO(), is_first_on_node=True)
-        checkpoints.fill(checkpoint, module, optimizers, strict=True)
+        checkpoints.fill_model(checkpoint, module, optimizers, strict=True)
 
     def fit(module: AdamModule) -> None:
         make_trainer(AutomodelStrategy(**options), max_epochs=2).fit(module, batches(), ckpt_path=path)

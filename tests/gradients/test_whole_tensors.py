@@ -96,7 +96,7 @@ def _clip(parameters: list[nn.Parameter]) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 11])
 def test_layouts(rows: int) -> None:
-    """Rows that tensor parallelism splits in two and FSDP2 then in three, uneven and empty parts, and columns beside."""
+    """Rows that tensor parallelism splits in two and FSDP2 then in three, uneven and empty parts; columns too."""
     splits = (Split(2, 0, 2), Split(0, 0, 3), Split(1, 1, 2))
     coordinates = tuple((tensor, shard, column) for shard in range(3) for column in range(2) for tensor in range(2))
     layout = Layout((rows, 5), splits, coordinates)
@@ -189,6 +189,14 @@ def _group_of(option: str) -> Any:
     return lambda module: torch.optim.SGD([{"params": module.parameters(), OPTION: option}], lr=0.1)
 
 
+def _frozen(module: nn.Module) -> torch.optim.Optimizer:
+    module.requires_grad_(False)
+    module.model.head.requires_grad_(True)
+    return whole_steps.ShardNorm(
+        [{"params": module.model.blocks.parameters()}, {"params": module.model.head.parameters()}]
+    )
+
+
 VERDICTS: dict[str, tuple[str, str]] = {
     "ShardNorm": ("whole", "on shards: "),
     "LateMatrices": ("whole", "on shards: "),
@@ -204,7 +212,9 @@ def _choose(kinds: list[str], options: dict[str, Any]) -> dict[str, tuple[str, l
     """Runs on every rank: what is decided for each optimizer before the first batch, and what is said."""
     found: dict[str, tuple[str, list[str]]] = {}
     for kind in kinds:
-        make = _group_of(kind.removeprefix("group ")) if kind.startswith("group ") else _all_of(kind)
+        make = _frozen if kind == "frozen" else _all_of(kind)
+        if kind.startswith("group "):
+            make = _group_of(kind.removeprefix("group "))
         module = Choosing(make)
         trainer = make_trainer(AutomodelStrategy(**options), precision="64-true", max_steps=1)
         before = torch.random.get_rng_state()
@@ -240,7 +250,8 @@ def test_the_trial(pool2: RankPool) -> None:
 
 
 def test_the_option(pool2: RankPool) -> None:
-    """Of a group, or of all; "shards" is left where it is wrong, and says so."""
+    """Of a group, or of all; "shards" is left where it is wrong, and says so. What is frozen may be trained later."""
+    assert pool2.run(_choose, ["frozen"], {})[0]["frozen"][0].startswith("whole")
     by_kind = pool2.run(_choose, ["group whole", "group other"], {"optimizer_step": "shards"})[0]
     assert by_kind["group whole"][0] == "whole (optimizer_step='whole')"
     assert "optimizer_step='other'; valid are 'auto', 'shards', 'whole'" in by_kind["group other"][0]
