@@ -107,12 +107,12 @@ class TrainingLoaders:
     def _position_of_indices(self, loader: Any, recorder: RecordingSampler, at: loops.Position) -> dict[str, Any]:
         """Where a map-style loader is within the epoch: nothing if it has not begun."""
         newest = recorder.iteration
-        if (newest is None and at.batches) or (newest is not None and newest.epoch < at.epochs):
+        if newest is None or newest.epoch < at.epochs:
+            if at.batches == 0:  # a generator draws when its first batch is asked for
+                return {}
             name = type(loader).__name__
             self._say_if_saving(_KEEPS_ITERATOR.format(name))
             return {"keeps_iterator": name}
-        if newest is None:
-            return {}
         yielded = at.batches - newest.start
         ahead = newest.ahead(yielded)
         return {
