@@ -142,11 +142,6 @@ class TrainingLoaders:
                 " known. Resume from a checkpoint of the end of an epoch, or use torch's"
                 " DataLoader(persistent_workers=True)."
             )
-        if at.stage != loops.EPOCH and at.epochs > 0 and any(map(_is_litdatas, loaders)):
-            raise ValueError(
-                "litdata's StreamingDataLoader does not go on within an epoch after the first: it would bring the order"
-                " of the first one. Resume from a checkpoint of the end of an epoch."
-            )
         dropped = [
             self._restore_position(at, loader, position) for loader, position in zip(loaders, positions, strict=False)
         ]
@@ -196,6 +191,9 @@ class TrainingLoaders:
                 if callable(set_epoch := getattr(owner, "set_epoch", None)):
                     set_epoch(at.epochs)
         if position.get("state") is not None:
+            if _is_litdatas(loader):
+                # Until it is iterated, litdata writes the epoch of its data set into the state that it has loaded.
+                loader.dataset.set_epoch(position["state"]["current_epoch"])
             loader.load_state_dict(position["state"])
         for owner, name in _EPOCH_COUNTERS:
             if name in position.get("epoch_counters", {}):
