@@ -42,6 +42,7 @@ from lightning_automodel.checkpoint import (
     whole,
 )
 from lightning_automodel.data.batches import Exchange
+from lightning_automodel.data.streams import check_counted_ranks
 from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.first_rank import FirstRankPerNode
 from lightning_automodel.distributed.mesh import RunMesh, adopt_mesh, build_mesh, resolve_sizes
@@ -480,6 +481,8 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        ranks = self.distributed_sampler_kwargs
+        check_counted_ranks(dataloader, ranks["rank"], ranks["num_replicas"])
         dataloader = self._required_run.inputs.without_repeats(dataloader)
         if self._resume is not None:
             self._resume.process_dataloader(dataloader)

@@ -144,7 +144,6 @@ class OptimizerSteps:
                 "elements_by_owner": self.whole.elements_by_owner(optimizer),
             }
             for optimizer, choices in self._choices.of.items()
-            if optimizer in self._windows.optimizers
         ]
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -107,12 +107,12 @@ class TrainingLoaders:
     def _position_of_indices(self, loader: Any, recorder: RecordingSampler, at: loops.Position) -> dict[str, Any]:
         """Where a map-style loader is within the epoch: nothing if it has not begun."""
         newest = recorder.iteration
-        if (newest is None and at.batches) or (newest is not None and newest.epoch < at.epochs):
+        if newest is None or newest.epoch < at.epochs:
+            if at.batches == 0:  # a generator draws when its first batch is asked for
+                return {}
             name = type(loader).__name__
             self._say_if_saving(_KEEPS_ITERATOR.format(name))
             return {"keeps_iterator": name}
-        if newest is None:
-            return {}
         yielded = at.batches - newest.start
         ahead = newest.ahead(yielded)
         return {
@@ -141,11 +141,6 @@ class TrainingLoaders:
                 " that was made before the fit or before this epoch, or not from its sampler: where it stood is not"
                 " known. Resume from a checkpoint of the end of an epoch, or use torch's"
                 " DataLoader(persistent_workers=True)."
-            )
-        if at.stage != loops.EPOCH and at.epochs > 0 and any(map(_is_litdatas, loaders)):
-            raise ValueError(
-                "litdata's StreamingDataLoader does not go on within an epoch after the first: it would bring the order"
-                " of the first one. Resume from a checkpoint of the end of an epoch."
             )
         dropped = [
             self._restore_position(at, loader, position) for loader, position in zip(loaders, positions, strict=False)
@@ -196,6 +191,9 @@ class TrainingLoaders:
                 if callable(set_epoch := getattr(owner, "set_epoch", None)):
                     set_epoch(at.epochs)
         if position.get("state") is not None:
+            if _is_litdatas(loader):
+                # Until it is iterated, litdata writes the epoch of its data set into the state that it has loaded.
+                loader.dataset.set_epoch(position["state"]["current_epoch"])
             loader.load_state_dict(position["state"])
         for owner, name in _EPOCH_COUNTERS:
             if name in position.get("epoch_counters", {}):
