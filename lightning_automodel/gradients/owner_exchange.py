@@ -4,6 +4,7 @@ A tensor is whole on its owner alone. Each rank sends and receives about as much
 bring every tensor to every rank.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -52,9 +53,11 @@ class Layout:
             whole = whole.narrow(split.tensor_dim, start, min(length, size - start))
         return whole
 
-    def part_shape(self, rank: int) -> torch.Size:
-        """The shape of :meth:`part`."""
-        return self.part(torch.empty(self.shape, device="meta"), rank).shape
+    @functools.cached_property
+    def part_shapes(self) -> list[torch.Size]:
+        """The shapes of all parts, by rank of the group: they are asked for in each step."""
+        whole = torch.empty(self.shape, device="meta")
+        return [self.part(whole, rank).shape for rank in range(len(self.coordinates))]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole tensor of its ``parts`` by rank of the group: the reverse of :meth:`part`."""
@@ -162,7 +165,7 @@ class OwnerExchange:
                 sent[owned.owner].append(part)
                 if owned.owner == self.rank:
                     for rank, shapes in enumerate(received):
-                        shapes.append(owned.layout.part_shape(rank))
+                        shapes.append(owned.layout.part_shapes[rank])
             parts = self._all_to_all(sent, received, tensors[chosen[0]][1])
             mine = [index for index in chosen if tensors[index][0].owner == self.rank]
             for number, index in enumerate(mine):

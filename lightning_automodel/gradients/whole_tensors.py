@@ -145,13 +145,11 @@ class WholeSteps:
         if optimizer not in self._groups:
             return
         self._assign_owners(optimizer)
-        for parameter in self._stepped_whole(optimizer):
-            self._take_states(optimizer, self._parameters[parameter])
-        stepped = [
-            self._parameters[parameter]
-            for parameter in dict.fromkeys(self._stepped_whole(optimizer))
-            if parameter.grad is not None
-        ]
+        parameters_of_groups = [self._parameters[each] for each in dict.fromkeys(self._stepped_whole(optimizer))]
+        optimizers = nested_optimizers(optimizer)
+        for whole in parameters_of_groups:
+            self._take_states(optimizers, whole)
+        stepped = [whole for whole in parameters_of_groups if whole.parameter.grad is not None]
         for exchange, parameters in _by_exchange(stepped).items():
             gradients = [(each, each.gradient_shard()) for each in parameters]
             weights = [(each, each.shard) for each in parameters]
@@ -162,7 +160,7 @@ class WholeSteps:
                 if each.stand_in is not None and weight is not None:
                     each.stand_in.data = weight
                     each.stand_in.grad = gradient
-        self._stepping[optimizer] = _Swapped(optimizer, self._groups[optimizer], self._parameters)
+        self._stepping[optimizer] = _Swapped(optimizers, self._groups[optimizer], self._parameters, stepped)
 
     @torch.no_grad()
     def end(self, optimizer: Optimizer) -> None:
@@ -189,12 +187,12 @@ class WholeSteps:
                 swapped.restore()
                 _free(swapped.stepped)
 
-    def _take_states(self, optimizer: Optimizer, whole: WholeParameter) -> None:
+    def _take_states(self, optimizers: list[Optimizer], whole: WholeParameter) -> None:
         """Make new states of a parameter whole on its owner, and drop them elsewhere.
 
         A state that was made before the first step, or loaded by the user's code, may be sharded: then a collective.
         """
-        for each in nested_optimizers(optimizer):
+        for each in optimizers:
             state = each.state.get(whole.parameter)
             if not state or any(state is known for known in whole.known_states):
                 continue
@@ -214,11 +212,15 @@ class _Swapped:
     """
 
     def __init__(
-        self, optimizer: Optimizer, groups: set[int], whole_parameters: dict[nn.Parameter, WholeParameter]
+        self,
+        optimizers: list[Optimizer],
+        groups: set[int],
+        whole_parameters: dict[nn.Parameter, WholeParameter],
+        stepped: list[WholeParameter],
     ) -> None:
-        self.stepped: list[WholeParameter] = []
+        self.stepped = stepped
         self._lists: list[tuple[list[nn.Parameter], list[nn.Parameter]]] = []
-        self._optimizers = nested_optimizers(optimizer)
+        self._optimizers = optimizers
         lists = {
             id(each.param_groups[index]["params"]): each.param_groups[index]["params"]
             for each in self._optimizers
@@ -233,11 +235,7 @@ class _Swapped:
                 if whole is None:
                     shown.append(parameter)
                     continue
-                if parameter.grad is None:
-                    continue
-                if whole not in self.stepped:
-                    self.stepped.append(whole)
-                if whole.stand_in is not None:
+                if parameter.grad is not None and whole.stand_in is not None:
                     shown.append(whole.stand_in)
             parameters[:] = shown
         self._move_states(to_stand_ins=True)
