@@ -2,10 +2,11 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_automodel.release_probe import importing_private_names
+from lightning_automodel.internals.release_probe import importing_private_names
 
 with importing_private_names():  # first, so that its error is the one for a release that is too old or too new
-    from lightning_automodel import lightning_internals, torch_internals  # noqa: F401
+    import lightning_automodel.internals.lightning
+    import lightning_automodel.internals.torch  # noqa: F401
 
 from lightning_automodel.callbacks import EvaluationLoss, ExactnessCheck, ModelExport, StepMonitor, TrainingReport
 from lightning_automodel.context_parallel.attention import context_parallel_attention

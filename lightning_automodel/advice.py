@@ -8,12 +8,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel import torch_internals
 from lightning_automodel.context_parallel.hugging_face import outermost_hugging_face_models
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.distributed.mesh import DATA, REPLICATE, SHARD
 from lightning_automodel.gradients.loss_weights import FirstLooks
 from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting, count_samples, has_count
+from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.sharding.memory import GRADIENTS, PARAMETERS
 from lightning_automodel.sharding.precision import HALF
 

@@ -10,12 +10,12 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_automodel import lightning_internals
 from lightning_automodel.advice import Advice
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.gradients.token_loss import Count, WindowTotals, check_range
 from lightning_automodel.gradients.windows import GradientWindows
+from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.sharding import checks
 from lightning_automodel.sharding.engine import Engine
 

@@ -26,7 +26,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel import lightning_internals
 from lightning_automodel.advice import Advice, explain_out_of_memory, summary
 from lightning_automodel.checkpoint import (
     DIRECTORY_NOTE,
@@ -50,9 +49,10 @@ from lightning_automodel.failure import stop_iteration
 from lightning_automodel.failure.supervisor import Supervisor, check_processes
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.gradients.windows import unwrap
+from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.launch.launchers import make_launcher
 from lightning_automodel.options import StrategyOptions, from_keywords
-from lightning_automodel.patching import PatchStack
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
 from lightning_automodel.resume.checkpoint_callbacks import save_on_exception
 from lightning_automodel.sharding import checks, meta_init

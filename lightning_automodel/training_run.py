@@ -29,10 +29,10 @@ from lightning_automodel.gradients.step_choice import StepChoices
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
 from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.gradients.windows import GradientWindows, mixing_shards, optimizer_parameters
-from lightning_automodel.lightning_internals import draws_its_batches
+from lightning_automodel.internals.lightning import draws_its_batches
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.micro_batch import MicroBatches
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import checks, finetuning, meta_init, precision, tensor_parallel, units
 from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks, compile_blocks
 from lightning_automodel.sharding.changed_parameters import ChangedParameters

@@ -28,10 +28,7 @@ ORDER = [
     "sharding",
     "gradients",
     "distributed",
-    "lightning_internals",
-    "torch_internals",
-    "release_probe",
-    "patching",
+    "internals",
 ]
 # Ending together is nothing that checkpoints or the mathematics know of, nor it of them: only `launch` and above do.
 APART = [("failure", room) for room in ("checkpoint", "resume", "context_parallel", "sharding", "gradients")]

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.callbacks.exactness import results
 from lightning_automodel.callbacks.exactness.comparison import Comparison
 from lightning_automodel.callbacks.exactness.module_copy import copy_module, reason_against, whole_copy
@@ -27,7 +26,9 @@ from lightning_automodel.callbacks.exactness.results import StepResult, describe
 from lightning_automodel.callbacks.running_strategy import automodel
 from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import PatchStack
 
 _WAIT = timedelta(hours=2)  # for rank 0's replay
 _BYTES = 28  # for each parameter: on the host weights and two gradients, on the device weights and gradients in float64

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
-from lightning_automodel import lightning_internals
 from lightning_automodel.callbacks.running_strategy import automodel
 from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients.token_loss import StepReport
+from lightning_automodel.internals import lightning as lightning_internals
 
 
 class StepMonitor(Callback):

@@ -17,7 +17,7 @@ from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import save_file
 from lightning_automodel.checkpoint.state_dict import MODEL, dicts_in
 from lightning_automodel.checkpoint.trees import put_together
-from lightning_automodel.torch_internals import with_module_versions
+from lightning_automodel.internals.torch import with_module_versions
 
 _ALIGNMENT = 64  # bytes; torch.save aligns tensors so
 

@@ -12,7 +12,7 @@ from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import fill_tree
 from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, Saved
 from lightning_automodel.checkpoint.trees import PLACE, joined, places, put_together, take_apart
-from lightning_automodel.torch_internals import without_wrappers
+from lightning_automodel.internals.torch import without_wrappers
 
 
 class _Unread:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.distributed.collectives import gather_objects
-from lightning_automodel.torch_internals import EXTRA_STATE, without_wrappers
+from lightning_automodel.internals.torch import EXTRA_STATE, without_wrappers
 
 
 def differing_extra_states(module: nn.Module, path: str | Path, group: dist.ProcessGroup | None) -> dict[str, Any]:

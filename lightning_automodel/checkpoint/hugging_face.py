@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_automodel.torch_internals import uncompiled, without_wrappers
+from lightning_automodel.internals.torch import uncompiled, without_wrappers
 
 KEY = "hugging_face"
 """Key of the list of descriptions in a checkpoint."""

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.trees import Path, places, put_together
-from lightning_automodel.torch_internals import without_wrappers
+from lightning_automodel.internals.torch import without_wrappers
 
 NOTES = "lightning_automodel"
 """Key in an optimizer's saved state of its notes, if it needs any."""

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import on_this_rank
 from lightning_automodel.checkpoint.sharded import ShardDirectory
 from lightning_automodel.checkpoint.single_file import WholeCheckpoint, load_file
 from lightning_automodel.checkpoint.state_dict import MODEL
-from lightning_automodel.patching import PatchStack
-from lightning_automodel.torch_internals import with_module_versions
+from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.torch import with_module_versions
 
 
 def open_checkpoint(

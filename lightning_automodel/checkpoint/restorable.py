@@ -21,7 +21,7 @@ from lightning_automodel.checkpoint.optimizers import (
     some,
 )
 from lightning_automodel.checkpoint.trees import hides_shards, joined, put_together, take_apart
-from lightning_automodel.torch_internals import without_wrappers
+from lightning_automodel.internals.torch import without_wrappers
 
 
 def restorable_state(

@@ -16,7 +16,6 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch.optim import Optimizer
 
-from lightning_automodel import lightning_internals
 from lightning_automodel.checkpoint import paths, single_file, state_dict
 from lightning_automodel.checkpoint.edited import EditedDirectory, lazy_model, lazy_optimizers
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
@@ -26,9 +25,10 @@ from lightning_automodel.checkpoint.single_file import WholeCheckpoint, fill_mod
 from lightning_automodel.checkpoint.whole_modules import with_whole_modules
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.torch import without_wrappers
 from lightning_automodel.sharding import weight_averaging
-from lightning_automodel.torch_internals import without_wrappers
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,6 @@ from torch.futures import Future
 from torch.utils.serialization import config as serialization_config
 from typing_extensions import override
 
-from lightning_automodel import torch_internals
 from lightning_automodel.checkpoint import entries, paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
 from lightning_automodel.checkpoint.optimizers import NOTES, OPTIMIZER_STATES, is_optimizer_key, optimizer_key
@@ -59,6 +58,7 @@ from lightning_automodel.checkpoint.trees import PLACE, hides_shards, joined, ne
 from lightning_automodel.checkpoint.trees import Path as TreePath
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
+from lightning_automodel.internals import torch as torch_internals
 
 REST = "meta.pt"
 """File of everything besides shards (loops, callbacks, hyperparameters), in Lightning's strategies too."""

@@ -26,8 +26,8 @@ from lightning_automodel.checkpoint.safe_load import load_plain_data
 from lightning_automodel.checkpoint.state_dict import MODEL, Saved
 from lightning_automodel.checkpoint.trees import joined, take_apart
 from lightning_automodel.distributed.process_group import group_rank
+from lightning_automodel.internals.torch import module_versions, without_wrappers
 from lightning_automodel.sharding.apply import shard_like
-from lightning_automodel.torch_internals import module_versions, without_wrappers
 
 
 def prepare_file(

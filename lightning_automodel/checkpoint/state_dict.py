@@ -20,7 +20,7 @@ from lightning_automodel.checkpoint.optimizers import (
 )
 from lightning_automodel.checkpoint.restorable import names_of_owned
 from lightning_automodel.checkpoint.trees import dict_like
-from lightning_automodel.torch_internals import (
+from lightning_automodel.internals.torch import (
     EXTRA_STATE,
     loads_by_itself,
     module_versions,

@@ -14,11 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_automodel import torch_internals
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.state_dict import with_own_dicts
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
+from lightning_automodel.internals import torch as torch_internals
 
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), Tensor)
 _OURS = __name__.partition(".")[0]

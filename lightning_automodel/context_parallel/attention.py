@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from lightning_automodel.torch_internals import not_compiled
+from lightning_automodel.internals.torch import not_compiled
 
 
 @dataclass

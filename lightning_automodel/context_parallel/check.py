@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from lightning_automodel import torch_internals
 from lightning_automodel.context_parallel import attention
 from lightning_automodel.context_parallel.attention import Slices
 from lightning_automodel.data.padding import ModuleState
 from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.distributed.collectives import gather_objects
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.apply import call_as_step
 from lightning_automodel.sharding.units import class_name
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_automodel.context_parallel import attention
-from lightning_automodel.patching import PatchStack
-from lightning_automodel.torch_internals import not_compiled
+from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.torch import not_compiled
 
 NAME = "context_parallel"
 """Name under which both functions below are registered: transformers looks attention and masks up by one name."""

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from lightning_automodel import lightning_internals
 from lightning_automodel.context_parallel import attention
 from lightning_automodel.context_parallel.attention import Slices
 from lightning_automodel.context_parallel.check import FirstStepCheck
@@ -23,8 +22,9 @@ from lightning_automodel.context_parallel.hugging_face import let_models_attend_
 from lightning_automodel.context_parallel.slices import SequenceSlices
 from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.gradients.token_loss import TokenWeighting, has_count
+from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding.tensor_parallel import check_same_batch
 from lightning_automodel.sharding.units import class_name
 

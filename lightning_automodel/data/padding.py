@@ -11,8 +11,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_automodel import lightning_internals
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals.patching import PatchStack
 
 # Lightning's `reduce_fx`, each with the value that does not change its result.
 _NEUTRAL = {"mean": 0.0, "avg": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}

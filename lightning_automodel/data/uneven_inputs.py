@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler, IterableDataset
 from torchmetrics import Metric
 
-from lightning_automodel import lightning_internals
 from lightning_automodel.data.batches import BatchHandle, Exchange, TrackedLoader, is_stateful, users_own
 from lightning_automodel.data.padding import ModuleState, neutral
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.distributed.failures import list_ranks
+from lightning_automodel.internals import lightning as lightning_internals
 
 _UNKNOWN = -1
 _STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}

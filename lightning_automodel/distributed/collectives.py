@@ -12,9 +12,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_automodel import torch_internals
 from lightning_automodel.distributed import process_group
 from lightning_automodel.distributed.process_group import group_rank, group_size
+from lightning_automodel.internals import torch as torch_internals
 
 log = logging.getLogger(__name__)
 

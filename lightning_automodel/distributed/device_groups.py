@@ -9,7 +9,7 @@ import weakref
 
 import torch.distributed as dist
 
-from lightning_automodel import torch_internals
+from lightning_automodel.internals import torch as torch_internals
 
 _aborting = threading.Lock()
 _looked_at: tuple[weakref.ref[dist.ProcessGroup], tuple[str, ...], bool] | None = None

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 import torch.distributed as dist
 
-from lightning_automodel import torch_internals
+from lightning_automodel.internals import torch as torch_internals
 
 MAX_MESSAGE_CHARACTERS = 4000
 MISSED_BEATS = 8

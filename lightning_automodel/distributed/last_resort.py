@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_automodel import torch_internals
 from lightning_automodel.distributed import device_groups
+from lightning_automodel.internals import torch as torch_internals
 
 LONGEST_DUMP_S = 3.0
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_automodel import torch_internals
 from lightning_automodel.distributed import process_group
+from lightning_automodel.internals import torch as torch_internals
 
 REPLICATE = "data_parallel_replicate"
 SHARD = "data_parallel_shard"

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
-from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.distributed import device_groups, join, network
 from lightning_automodel.distributed.connecting import connecting
+from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals import torch as torch_internals
 
 log = logging.getLogger(__name__)
 

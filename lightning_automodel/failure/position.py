@@ -5,7 +5,7 @@ import threading
 import traceback
 from types import FrameType
 
-from lightning_automodel import torch_internals
+from lightning_automodel.internals import torch as torch_internals
 
 WAITING = ("/threading.py", "/concurrent/futures/", "/torch/_ops.py")
 COLLECTIVE = ("/torch/distributed/", "/lightning_automodel/distributed/", "/lightning_automodel/failure/")

@@ -8,9 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.utils.data import IterableDataset
 
-from lightning_automodel import lightning_internals
 from lightning_automodel.failure.position import main_thread_position
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals.patching import PatchStack
 
 EVALUATION_HOOKS = (
     "on_before_batch_transfer",

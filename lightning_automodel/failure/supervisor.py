@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from lightning_automodel import lightning_internals
 from lightning_automodel.distributed import device_groups, first_rank, process_group
 from lightning_automodel.distributed.failures import PROCESS_ENDED, RankFailedError, RankFailure, message_of
 from lightning_automodel.distributed.last_resort import limited
 from lightning_automodel.failure.coordinated_stop import REQUEUE
 from lightning_automodel.failure.position import main_thread_position
 from lightning_automodel.failure.watchdog import RUN, Watchdog
+from lightning_automodel.internals import lightning as lightning_internals
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients.token_loss import Count
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import PatchStack
 
 
 class LossScaling:

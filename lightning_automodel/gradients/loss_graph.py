@@ -7,7 +7,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_automodel import lightning_internals, torch_internals
+from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals import torch as torch_internals
 
 Kind = Literal["labels", "class weights", "probabilities", "cross-entropies", "numbers", "all ranks", "metric"]
 

@@ -12,7 +12,6 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.step_choice import StepChoices
 from lightning_automodel.gradients.whole_tensors import WholeSteps
@@ -23,7 +22,9 @@ from lightning_automodel.gradients.windows import (
     optimizer_parameters,
     unwrap,
 )
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import PatchStack
 
 
 class OptimizerSteps:

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_automodel import torch_internals
 from lightning_automodel.gradients.trial_tensors import TrialTensors
 from lightning_automodel.gradients.whole_tensors import nested_optimizers
 from lightning_automodel.gradients.windows import mixing_shards
+from lightning_automodel.internals import torch as torch_internals
 
 _NUM_STEPS = 3
 _LATEST_STEP = 30

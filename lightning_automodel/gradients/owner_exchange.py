@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from lightning_automodel import torch_internals
 from lightning_automodel.distributed import process_group
+from lightning_automodel.internals import torch as torch_internals
 
 
 class Split(NamedTuple):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_automodel import torch_internals
 from lightning_automodel.distributed.collectives import wide_dtype
+from lightning_automodel.internals import torch as torch_internals
 
 Parameters = nn.Module | Tensor | Iterable[nn.Parameter]
 

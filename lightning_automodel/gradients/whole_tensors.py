@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_automodel import torch_internals
 from lightning_automodel.distributed.collectives import full
 from lightning_automodel.gradients.owner_exchange import Holders, Layout, Owned, OwnerExchange, group_of, holders_of
+from lightning_automodel.internals import torch as torch_internals
 
 
 class WholeParameter(Owned):

@@ -20,9 +20,9 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.multiprocessing import ProcessContext
 from typing_extensions import override
 
-from lightning_automodel import lightning_internals
 from lightning_automodel.failure import supervisor
 from lightning_automodel.failure.supervisor import Supervisor
+from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.launch.results import collect, restore
 from lightning_automodel.launch.workers import describe_exit, share_cores, wait_for_workers, write_failure
 from lightning_automodel.resume import rng

@@ -13,10 +13,10 @@ import lightning.pytorch as pl
 import torch
 from torch.multiprocessing import ProcessContext, ProcessExitedException, ProcessRaisedException
 
-from lightning_automodel import lightning_internals
 from lightning_automodel.distributed import failures
 from lightning_automodel.distributed.process_group import patched_signal
 from lightning_automodel.failure.supervisor import SIGTERM_STATUS
+from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.launch.results import RESULTS
 
 log = logging.getLogger(__name__)

@@ -19,11 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torch.utils.flop_counter import flop_registry
 
-from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.context_parallel import attention, hugging_face, slices
 from lightning_automodel.distributed.mesh import CONTEXT, REPLICATE, SHARD, TENSOR, MeshSizes, view_mesh
+from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.patching import PatchStack
 from lightning_automodel.sharding import precision, tensor_parallel, units
 from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals.patching import PatchStack
 
 
 def save_last(trainer: "pl.Trainer", patches: PatchStack) -> None:

@@ -19,9 +19,9 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import Checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_automodel import lightning_internals
 from lightning_automodel.data.batches import TrackedLoader, is_stateful, users_own
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.resume import loops, rng
 from lightning_automodel.resume.recording import DroppingLoader, Iteration, RecordingSampler, Target, is_plain
 

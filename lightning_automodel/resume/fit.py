@@ -14,11 +14,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.distributed.mesh import CONTEXT
-from lightning_automodel.patching import PatchStack
-from lightning_automodel.release_probe import UnsupportedReleaseError
+from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.release_probe import UnsupportedReleaseError
 from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops, rng, snapshot
 
 CHECKPOINT_KEY = "lightning_automodel"

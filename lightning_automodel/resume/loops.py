@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from lightning_automodel import lightning_internals
+from lightning_automodel.internals import lightning as lightning_internals
 
 # Stages: an epoch comes next, its hooks first; a batch comes next; a batch was just trained on, and a validation may be
 # due; the validation after a batch is over.

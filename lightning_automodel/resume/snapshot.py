@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from lightning_automodel import lightning_internals
+from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.sharding import weight_averaging
 
 

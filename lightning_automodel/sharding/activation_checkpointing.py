@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.torch import compile_in_place, is_compiled, uncompiled
 from lightning_automodel.sharding.units import WrapPolicy, class_name, instances_below, units_of
-from lightning_automodel.torch_internals import compile_in_place, is_compiled, uncompiled
 
 ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective", "offload"] | Callable[..., Any]
 

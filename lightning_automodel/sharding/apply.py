@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.gathers import drop_unused
 from lightning_automodel.sharding.precision import OutermostCall, cast_around, step_policy, unit_policy

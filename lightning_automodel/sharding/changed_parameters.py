@@ -10,8 +10,8 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
-from lightning_automodel import torch_internals
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import PatchStack
 
 _NUM_NAMED = 3
 

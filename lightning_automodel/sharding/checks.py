@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
-from lightning_automodel import lightning_internals, torch_internals
 from lightning_automodel.distributed import collectives
+from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.sharding.grad_sync import PENALTY_ON_WEIGHTS
 from lightning_automodel.sharding.units import class_name
 

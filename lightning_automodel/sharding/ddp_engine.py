@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_automodel import torch_internals
 from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.sharding import apply, quantized, units
 from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.engine import Engine

@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals.patching import PatchStack
 
 
 def finetune_by_identity(module: pl.LightningModule, patches: PatchStack) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from lightning_automodel import torch_internals
 from lightning_automodel.gradients.windows import DIFFERENT_UNITS
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.units import fsdp_roots, is_head
 
 

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from lightning_automodel import torch_internals
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.windows import PLAIN_BACKWARD
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.gathers import AgreedGathers, GatheredForBackward, drop_unused, reshard
 from lightning_automodel.sharding.units import fsdp_roots, is_head
 from lightning_automodel.sharding.written_weights import WrittenWeights

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_automodel import torch_internals
+from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.sharding.grad_sync import Deferral
 
 FREE_MEMORY_SHARE = 0.5

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel import torch_internals
 from lightning_automodel.distributed import collectives
+from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.sharding.apply import shard_like
 from lightning_automodel.sharding.units import class_name
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_automodel import torch_internals
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import PatchStack
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATING = (*HALF, torch.float32, torch.float64)

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_automodel.patching import PatchStack
-from lightning_automodel.torch_internals import versions
+from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.torch import versions
 
 _NUM_NAMED = 3
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_automodel import torch_internals
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.torch import versions
 from lightning_automodel.sharding.write_counts import DATA
-from lightning_automodel.torch_internals import versions
 
 _SLICING = ("__getitem__", "select", "narrow", "chunk", "split", "diagonal")
 _NUM_KEPT = 100  # slices of an optimizer step

@@ -18,10 +18,10 @@ from torch.distributed.tensor.parallel import (
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_automodel import torch_internals
 from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.distributed.mesh import TENSOR, RunMesh
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.units import class_name, is_sharded, outermost
 
 _HEADS_DIM = 2  # [b, s, heads, head width]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.torch_internals import fsdp_units, uncompiled
+from lightning_automodel.internals.torch import fsdp_units, uncompiled
 
 WrapPolicy = set[type[nn.Module]] | Callable[[nn.Module], bool] | None
 

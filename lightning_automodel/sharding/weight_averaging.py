@@ -16,10 +16,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.torch import local_tensor, without_wrappers
 from lightning_automodel.sharding import meta_init
 from lightning_automodel.sharding.units import class_name, is_sharded
-from lightning_automodel.torch_internals import local_tensor, without_wrappers
 
 
 class LateAverages:

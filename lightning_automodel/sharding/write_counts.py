@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_automodel import torch_internals
-from lightning_automodel.patching import PatchStack
-from lightning_automodel.torch_internals import versions
+from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.torch import versions
 
 DATA: Any = torch.Tensor.data
 """The descriptor of an attribute that is patched here."""

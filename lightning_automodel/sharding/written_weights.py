@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel import torch_internals
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.torch import FSDPParam, FSDPParamGroup, without_wrappers
 from lightning_automodel.sharding.write_counts import DATA, WriteCounts
-from lightning_automodel.torch_internals import FSDPParam, FSDPParamGroup, without_wrappers
 
 IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones"
 """Where weights are written without being gathered."""

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.context_parallel.hugging_face import let_models_attend_across
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals.patching import PatchStack
 from tests.context_parallel.refusals import Refused, check_refused, messages
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import VOCABULARY, Batch, Outcome, full_weights, weight_error

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_automodel import lightning_internals
 from lightning_automodel.distributed.failures import (
     MAX_MESSAGE_CHARACTERS,
     MISSED_HEARTBEATS,
@@ -24,6 +23,7 @@ from lightning_automodel.distributed.failures import (
     is_communication_error,
     message_of,
 )
+from lightning_automodel.internals import lightning as lightning_internals
 
 GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
 

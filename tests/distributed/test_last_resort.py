@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_automodel import torch_internals
 from lightning_automodel.distributed import device_groups, last_resort
 from lightning_automodel.distributed.last_resort import end_process, limited
+from lightning_automodel.internals import torch as torch_internals
 
 
 @pytest.fixture

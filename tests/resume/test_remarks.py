@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, destroy_global_state
-from lightning_automodel.release_probe import UnsupportedReleaseError
+from lightning_automodel.internals.release_probe import UnsupportedReleaseError
 from lightning_automodel.resume import fit
 
 HELD = "A checkpoint was saved while an optimizer held gradients that it has not stepped with"

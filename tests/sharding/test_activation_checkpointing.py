@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (

@@ -79,7 +79,7 @@ HOOKS = ("configure_optimizers", "on_train_start", "on_train_batch_start")
 @pytest.mark.parametrize("engine", ENGINES)
 def test_layers_that_join_are_refused(pool2: RankPool, engine: str, hook: str) -> None:
     for message in pool2.run(_outcome, ENGINES[engine], "Grows", hook, "layer"):
-        assert message.startswith("student.blocks.2.linear.weight, student.blocks.2.linear.bias: 2 parameters that")
+        assert "student.blocks.2.linear.weight, student.blocks.2.linear.bias: 2 parameters that" in message
 
 
 @pytest.mark.every_case
@@ -87,7 +87,7 @@ def test_layers_that_join_are_refused(pool2: RankPool, engine: str, hook: str) -
 @pytest.mark.parametrize("engine", ENGINES)
 def test_replaced_parameters_are_refused(pool2: RankPool, engine: str, hook: str) -> None:
     for message in pool2.run(_outcome, ENGINES[engine], "Grows", hook, "weight"):
-        assert message.startswith("student.head.weight: 1 parameters that were replaced after the module was")
+        assert "student.head.weight: 1 parameters that were replaced after the module was" in message
 
 
 def _plainly(hook: str, what: str) -> Outcome:

@@ -19,7 +19,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, full_weights, weight_error

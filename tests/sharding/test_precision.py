@@ -15,7 +15,7 @@ from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed.mesh import MeshSizes
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.rescale_clip import scale_gradients_
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.precision import cast_around, cast_floating, resolve_policy
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

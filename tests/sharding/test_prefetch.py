@@ -13,8 +13,9 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_automodel import AutomodelStrategy, torch_internals
-from lightning_automodel.patching import PatchStack
+from lightning_automodel import AutomodelStrategy
+from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import PatchStack
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
     LEARNING_RATE,

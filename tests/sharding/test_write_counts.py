@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.torch import set_local_tensor
 from lightning_automodel.sharding.write_counts import WriteCounts
-from lightning_automodel.torch_internals import set_local_tensor
 from tests.rank_pool import RankPool
 
 

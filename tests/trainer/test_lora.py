@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_automodel import AutomodelStrategy, torch_internals
+from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import export_hugging_face
+from lightning_automodel.internals import torch as torch_internals
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, full_weights, micro_batches, relative_error, weight_error
 from tests.trainer.hugging_face import ACCUMULATE, CAUSAL, OwnLoss, lora_llama, tied_llama, train_plainly

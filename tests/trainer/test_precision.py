@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_automodel import AutomodelStrategy, torch_internals
+from lightning_automodel import AutomodelStrategy
+from lightning_automodel.internals import torch as torch_internals
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import Batch, Outcome, TinyDecoder, full_weights, relative_error, weight_error
 from tests.trainer.precisions import (

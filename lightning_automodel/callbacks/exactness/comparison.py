@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_automodel import lightning_internals
 from lightning_automodel.callbacks.exactness import results
 from lightning_automodel.callbacks.exactness.count_check import CountCheck
 from lightning_automodel.callbacks.exactness.gradient_check import GradientCheck
@@ -20,6 +19,7 @@ from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Sh
 from lightning_automodel.callbacks.exactness.results import CountResult, StepResult, described, number_of
 from lightning_automodel.callbacks.running_strategy import automodel, current_run
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
+from lightning_automodel.internals import lightning as lightning_internals
 
 _NO_COUNT = CountResult(
     results.NOT_CHECKED,

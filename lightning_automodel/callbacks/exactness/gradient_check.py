@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_automodel import lightning_internals
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
 from lightning_automodel.callbacks.exactness.recording import Window
 from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Replayed, Shares, distances, wide
 from lightning_automodel.callbacks.exactness.results import StepResult, percent, plural, range_of
 from lightning_automodel.callbacks.running_strategy import automodel, current_run
+from lightning_automodel.internals import lightning as lightning_internals
 
 # Gradients may be off by this many times the rounding that the replay shows: it is that of one order of summation out
 # of many. Single parameters may be off by as many times that.

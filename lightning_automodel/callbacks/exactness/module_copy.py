@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel import lightning_internals
+from lightning_automodel.internals import lightning as lightning_internals
 
 _OF_TORCH = str(Path(torch.__file__).parent)
 _OF_EVERY_MODULE = vars(pl.LightningModule()).keys()  # parameters, buffers, hooks and the like

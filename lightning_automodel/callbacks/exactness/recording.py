@@ -13,12 +13,12 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_automodel import torch_internals
 from lightning_automodel.callbacks.exactness import module_copy
 from lightning_automodel.callbacks.exactness.results import described
 from lightning_automodel.callbacks.running_strategy import automodel, current_run
 from lightning_automodel.gradients.token_loss import has_count
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.resume.rng import global_states
 
 Fingerprints = dict[str, tuple[tuple[int, ...], int]]

@@ -24,7 +24,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_automodel import torch_internals
 from lightning_automodel.callbacks.exactness import module_copy
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
 from lightning_automodel.callbacks.exactness.recording import (
@@ -38,7 +37,8 @@ from lightning_automodel.callbacks.exactness.recording import (
 from lightning_automodel.callbacks.running_strategy import automodel
 from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.gradients.token_loss import TokenWeighting
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.resume.rng import global_states, set_global_states
 from lightning_automodel.sharding.precision import FSDP2_PRECISIONS, HALF, cast_floating
 

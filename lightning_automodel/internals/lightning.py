@@ -32,8 +32,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler
 from torchmetrics import Metric
 
-from lightning_automodel import release_probe
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals import release_probe
+from lightning_automodel.internals.patching import PatchStack
 
 
 def failing_hook(exception: BaseException) -> str | None:

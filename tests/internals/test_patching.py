@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals.patching import PatchStack
 
 
 class Target:

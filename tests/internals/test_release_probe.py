@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import lightning_automodel
-from lightning_automodel import release_probe
-from lightning_automodel.release_probe import UnsupportedReleaseError
+from lightning_automodel.internals import release_probe
+from lightning_automodel.internals.release_probe import UnsupportedReleaseError
 
 MAX_PRIVATE_NAMES = 75
 MAX_OUTSIDE = 0
 PACKAGE = Path(lightning_automodel.__file__).parent
-INTERNALS = ("torch_internals.py", "lightning_internals.py")
+INTERNALS = ("internals/torch.py", "internals/lightning.py")
 # Documented in spite of their names (namedtuple, os, sys, torch's foreach functions and modes), or transformers'.
 NOT_PRIVATE = re.compile(
     r"_fields|_replace|_exit|_current_frames|_python_dispatch|_foreach_.*|_no_split_modules|_init_weights|_gradient_checkpointing_func|_attn_implementation"

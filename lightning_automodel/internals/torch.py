@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from lightning_automodel import release_probe
-from lightning_automodel.patching import PatchStack
+from lightning_automodel.internals import release_probe
+from lightning_automodel.internals.patching import PatchStack
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import FileSystemReader as FsspecReader
