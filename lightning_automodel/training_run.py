@@ -22,6 +22,7 @@ from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import log_full
 from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.expert_parallel.spread import check_spread
 from lightning_automodel.failure import stop_iteration
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
@@ -107,6 +108,7 @@ class TrainingRun:
         """Shard or replicate the module. A collective over the world."""
         module = self.module
         self.replaced = ReplacedParameters(module)
+        check_spread(module, self._mesh.sizes.expert)
         self.engine, self._policy = self._make_engine(local_ranks)
         self.model = self.engine.setup(module, fitting, self._give_values)
         if fitting and self._may_accumulate():

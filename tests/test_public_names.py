@@ -40,6 +40,7 @@ PUBLIC_NAMES = [
     "initialize_distributed",
     "reduce_loss",
     "rescale_gradients",
+    "spread_experts",
     "token_loss",
 ]
 KEYWORDS: dict[str, Any] = {
@@ -48,6 +49,7 @@ KEYWORDS: dict[str, Any] = {
     "data_parallel_replicate_size": 1,
     "tensor_parallel_size": 1,
     "context_parallel_size": 1,
+    "expert_parallel_size": 1,
     "device_mesh": None,
     "ddp_kwargs": None,
     "ddp_comm_hook": None,

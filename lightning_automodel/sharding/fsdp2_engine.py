@@ -94,7 +94,7 @@ class FSDP2Engine(Engine):
         tensor_parallel.distribute(module, self.mesh)
         apply.broadcast_states(module, self.mesh)
         if plan is not None:
-            apply.apply_fsdp2(module, plan, self.mesh.fsdp, self.options, self._policy)
+            apply.apply_fsdp2(module, plan, self.mesh, self.options, self._policy)
 
     def _plan(self, module: pl.LightningModule) -> units.ShardingPlan:
         plan = units.plan_sharding(module, self.options.auto_wrap_policy, module.automatic_optimization)

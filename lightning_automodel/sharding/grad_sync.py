@@ -481,6 +481,7 @@ class FSDPGradSync(GradSync):
         plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
         if plain and self._group is not None:
             self.average(plain, self._group)
+        rescale_clip.share_experts_gradients_(parameters)
 
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
