@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed.mesh import num_expert_ranks
+from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
 from tests.expert_parallel.mixtures import ACCUMULATE, data_of_rank, error
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
-from tests.trainer.exactness import VOCABULARY, full_weights
-from tests.trainer.plain import fill, plain_weights, sgd
+from tests.trainer.exactness import VOCABULARY, full_weights, micro_batches
+from tests.trainer.plain import fill, sgd, windows
 from tests.trainer.runs import by_default, make_trainer
 
 pytest.importorskip("transformers")
@@ -79,18 +85,6 @@ class Balanced(Mixture):
         return {"loss": output.loss, "aux_loss": self.model.router_aux_loss_coef * output.aux_loss}
 
 
-class Logits(nn.Module):
-    """[b, s] ids to [b, s, v] logits."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.model = make_model(kind)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        logits = self.model(input_ids=input_ids, use_cache=False).logits
-        return logits
-
-
 def fit(kind: str, options: dict[str, Any], make: type[Mixture] = Mixture) -> tuple[dict[str, Tensor], list[str]]:
     """Train on every rank; return full weights, and which of them are spread over ranks."""
     module = make(kind)
@@ -119,3 +113,129 @@ def test_as_without_expert_parallelism(pool4: RankPool, kind: str, options: dict
         assert error(weights, full_weights(make_model(kind))) > WRONG
         assert sorted({name.rpartition(".")[2] for name in spread}) == ["down_proj", "gate_up_proj"]
         assert len(spread) == 2 * SIZES["num_hidden_layers"]
+
+
+def fit_balanced(options: dict[str, Any]) -> dict[str, Tensor]:
+    """Train with the routers' balancing loss."""
+    weights, _ = fit("Qwen3Moe", {"count_window_ahead": True, **options}, Balanced)
+    return weights
+
+
+def balanced_plainly() -> dict[str, Tensor]:
+    """One process: the mean over the label tokens of a window, plus the mean balancing loss of its micro-batches."""
+    model = make_model("Qwen3Moe")
+    optimizer = sgd(model)
+    for window in windows(CASE, ACCUMULATE):
+        batches = [by_rank[index] for by_rank in micro_batches(CASE) for index in window]
+        num_label_tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+        losses, balances = [], []
+        for batch in batches:
+            output = model(input_ids=batch["input_ids"], use_cache=False, output_router_logits=True)
+            predicted = output.logits[:, :-1].flatten(0, 1)
+            losses.append(F.cross_entropy(predicted, batch["labels"][:, 1:].flatten(), reduction="sum"))
+            balances.append(model.router_aux_loss_coef * output.aux_loss)
+        optimizer.zero_grad()
+        (torch.stack(losses).sum() / max(num_label_tokens, 1) + torch.stack(balances).mean()).backward()
+        optimizer.step()
+    return full_weights(model)
+
+
+def test_the_balancing_loss_of_routers(pool4: RankPool) -> None:
+    """Counted ahead, it weighs as the mean over all micro-batches; computed in float32, as Hugging Face does."""
+    expected = balanced_plainly()
+    without, _ = pool4.run(fit, "Qwen3Moe", {})[0]
+    assert error(without, expected) > WRONG
+    for weights in pool4.run(fit_balanced, {"expert_parallel_size": 2}):
+        assert error(weights, expected) <= FLOAT32
+
+
+class Edited(Mixture):
+    """Changes the model in ``configure_model``, before the strategy spreads its experts."""
+
+    def __init__(self, edit: Callable[[Any], None]) -> None:
+        super().__init__("Qwen3Moe")
+        self.edit = edit
+
+    def configure_model(self) -> None:
+        self.edit(self.model)
+
+
+def another_style(model: Any) -> None:
+    """What Gemma 4 asks for beside the experts."""
+    model.ep_plan = {**model.ep_plan, "model.layers.*.mlp.gate_proj": "colwise"}
+
+
+def not_dispatched(model: Any) -> None:
+    """A plan that spreads weights of a module which it sends no tokens to."""
+    model.ep_plan = {name: style for name, style in model.ep_plan.items() if style == "grouped_gemm"}
+
+
+def replaced_forward(model: Any) -> None:
+    """Some library's own forward of the experts."""
+    experts = model.model.layers[0].mlp.experts
+    experts.forward = experts.forward
+
+
+def five_experts(model: Any) -> None:
+    """Weights of a number of experts that two ranks do not divide."""
+    for layer in model.model.layers:
+        for name, parameter in list(layer.mlp.experts.named_parameters()):
+            setattr(layer.mlp.experts, name, nn.Parameter(parameter[:5].detach()))
+
+
+def error_of_fit(edit: Callable[[Any], None]) -> str:
+    """Runs on every rank: the message of the ValueError that a fit ends with."""
+    with pytest.raises(ValueError, match="expert") as raised:
+        make_trainer(AutomodelStrategy(label_shift=1, expert_parallel_size=2)).fit(Edited(edit), data_of_rank(CASE))
+    return str(raised.value)
+
+
+REFUSED = {
+    another_style: (
+        "The ep_plan of Qwen3MoeForCausalLM asks for colwise, which this strategy cannot carry out (it knows"
+        " grouped_gemm and ep_dispatch_experts): spread the experts yourself in configure_model, by spread_experts and"
+        " dispatch_tokens, or leave expert_parallel_size at 1."
+    ),
+    not_dispatched: (
+        "The ep_plan of Qwen3MoeForCausalLM spreads gate_up_proj, down_proj of model.layers.0.mlp.experts, and does not"
+        " say ep_dispatch_experts of it, so that no token would be sent there: spread the experts yourself in"
+        " configure_model, by spread_experts and dispatch_tokens, or leave expert_parallel_size at 1."
+    ),
+    replaced_forward: (
+        "model.layers.0.mlp.experts (Qwen3MoeExperts) has a forward that was replaced, which would not be called:"
+        " expert_parallel_size > 1 needs a module of transformers as it is. Change it after the strategy has spread its"
+        " experts, or leave expert_parallel_size at 1."
+    ),
+    five_experts: (
+        "expert_parallel_size=2 does not divide the 5 experts of gate_up_proj in Qwen3MoeExperts: valid sizes are 1, 5."
+    ),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("edit", REFUSED, ids=lambda edit: edit.__name__)
+def test_refused(pool2: RankPool, edit: Callable[[Any], None]) -> None:
+    for message in pool2.run(error_of_fit, edit):
+        assert message == REFUSED[edit]
+
+
+def outputs_of_copies() -> tuple[Tensor, Tensor, int]:
+    """Runs on every rank: what whole copies of spread experts compute, what the module did before; and its weights."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("expert_parallel",))
+    model = make_model("Qwen3Moe")
+    ids = torch.tensor([[1, 2, 3, 4]])
+    before = model(ids).logits
+    spread_by_plan(model, mesh)
+    copied = copy.deepcopy(model)
+    weights = {name: p.full_tensor() for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    for name, whole in weights.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(copied.get_submodule(owner), attribute, nn.Parameter(whole))
+    return before, copied(ids).logits, len(weights)
+
+
+def test_a_copy_with_whole_weights_computes_as_its_class(pool2: RankPool) -> None:
+    """What EMA and ExactnessCheck do with copies: they use their own weights, on one rank."""
+    for before, of_copy, num_weights in pool2.run(outputs_of_copies):
+        assert torch.equal(before, of_copy)
+        assert num_weights == 2 * SIZES["num_hidden_layers"]
