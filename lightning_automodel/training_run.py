@@ -1,7 +1,7 @@
 """What one run of the Trainer owns, from the strategy's ``setup`` to its ``teardown``."""
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -292,7 +292,13 @@ class TrainingRun:
                             raise
                         raise stop_iteration.explained(error, step.__name__) from error
 
-        return self.inputs.evaluate(evaluate, args, begin, self.engine.join_evaluation)
+        def join() -> None:
+            # Only beside spread experts does a rank without data run forwards, and with them attention.
+            context = self._context if self._mesh.sizes.expert > 1 else None
+            with nullcontext() if context is None else context.step(step.__name__):
+                self.engine.join_evaluation()
+
+        return self.inputs.evaluate(evaluate, args, begin, join)
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """See :meth:`AutomodelStrategy.evaluated`."""

@@ -80,9 +80,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.way_back = received, sent, group
         output = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
@@ -90,5 +88,5 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return _AllToAll.apply(gradient, *ctx.way_back), None, None, None

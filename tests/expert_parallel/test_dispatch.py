@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_automodel.expert_parallel.dispatch import dispatch_tokens, observed
-from tests import devices
 from tests.rank_pool import RankPool
 
 NUM_EXPERTS, WIDTH, CHOSEN = 8, 6, 2
