@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_automodel.distributed import collectives
+from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.sharding.grad_sync import PENALTY_ON_WEIGHTS
@@ -194,6 +195,11 @@ def check_hooks(module: nn.Module, counts_ahead: bool) -> None:
         raise ValueError(
             f"{named}, as an optimizer that steps inside backward has. They would see sums over tokens whose number"
             " is known only at the end of the window: pass count_window_ahead=True, or step after backward."
+        )
+    if any(num_expert_ranks(parameter) > 1 for parameter in hooked.values()):
+        raise ValueError(
+            f"{named}, which see the gradients of spread experts before these are divided by expert_parallel_size."
+            " Step after backward, register no hooks on experts, or leave expert_parallel_size at 1."
         )
     if not all(isinstance(parameter, DTensor) for parameter in hooked.values()):
         raise ValueError(

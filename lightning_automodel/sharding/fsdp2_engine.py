@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.distributed.mesh import RunMesh, num_expert_ranks
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import (
     apply,
@@ -61,6 +61,8 @@ class FSDP2Engine(Engine):
         self._report["averaged_by_the_strategy"] = [
             name for name, p in module.named_parameters() if p.requires_grad and not isinstance(p, DTensor)
         ]
+        if self.mesh.sizes.expert > 1:
+            self._report["experts"] = [n for n, p in module.named_parameters() if num_expert_ranks(p) > 1]
         apply.initialise_fsdp2(module, self.mesh.sizes.divisor)
         whole_states.accept_whole_states(module)
         whole_states.refuse_pickling(module)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.windows import PLAIN_BACKWARD
 from lightning_automodel.internals import torch as torch_internals
@@ -32,6 +33,13 @@ PENALTY_ON_WEIGHTS = (
     " p.full_tensor(). Or pass data_parallel='ddp'."
 )
 """How a penalty on sharded weights is trained."""
+
+PLAIN_BACKWARD_THROUGH_EXPERTS = (
+    "A plain loss.backward() reached experts that are spread over ranks (expert_parallel_size > 1). Their gradients would"
+    " be larger than those of the other parameters by that factor, which only the strategy's own backward takes out:"
+    " call self.manual_backward(loss). For the gradient of inputs or activations, call torch.autograd.grad(loss, inputs)."
+)
+"""Why a backward that is not the strategy's is refused where experts are spread."""
 
 
 def get_sync_ctx(
@@ -314,6 +322,8 @@ class FSDPGradSync(GradSync):
         elif self._reductions is Reductions.NONE or self.is_last is False:
             # FSDP2 would add this gradient to the deferred ones of the window, and it would be rescaled with them.
             raise RuntimeError(PLAIN_BACKWARD)
+        elif num_expert_ranks(parameter) > 1:
+            raise RuntimeError(PLAIN_BACKWARD_THROUGH_EXPERTS)
 
     @override
     @contextmanager

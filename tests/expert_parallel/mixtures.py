@@ -16,7 +16,7 @@ from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy, spread_experts
+from lightning_automodel import AutomodelStrategy, context_parallel_attention, spread_experts
 from tests.trainer.cases import Case
 from tests.trainer.exactness import VOCABULARY, Outcome, full_weights, micro_batches, weight_error
 from tests.trainer.plain import ModelModule, differ_by_rank, fill
@@ -95,7 +95,7 @@ class Mixture(nn.Module):
 
 
 class MixtureDecoder(nn.Module):
-    """Embedding, two mixtures and a head. Not normalised: nothing in it is computed in float32."""
+    """Embedding, two mixtures, each behind an attention without weights, and a head."""
 
     def __init__(self, number: int = NUM_EXPERTS) -> None:
         super().__init__()
@@ -107,8 +107,9 @@ class MixtureDecoder(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         hidden = self.embedding(input_ids)
         for block in self.blocks:
-            positions = torch.arange(1, hidden.shape[1] + 1).view(1, -1, 1)
-            hidden = block(hidden + hidden.cumsum(1) / positions)
+            heads = hidden.unsqueeze(1)  # [b, 1, s, d]
+            attended = context_parallel_attention(heads, heads, heads, is_causal=True)
+            hidden = block(hidden + attended.squeeze(1))
         return self.head(hidden)
 
 
@@ -133,15 +134,6 @@ class UnequalStart(SpreadModule):
         super().configure_model()
 
 
-class Balanced(SpreadModule):
-    """Adds an auxiliary loss on the gates, which is not a token loss."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self(batch)
-        balance = 0.3 * sum(block.balance for block in self.model.blocks)
-        return {"loss": loss + balance, "aux_loss": balance}
-
-
 @dataclass(frozen=True)
 class Fit:
     """What a fit left behind."""
@@ -151,7 +143,7 @@ class Fit:
     described: dict[str, Any]
 
 
-def data_of_rank(case: Case, ranks_per_batch: int = 1) -> DataLoader:
+def data_of_rank(case: Case = CASE, ranks_per_batch: int = 1) -> DataLoader:
     """This rank's micro-batches; ``ranks_per_batch`` neighbours share each of them."""
     return DataLoader(micro_batches(case)[dist.get_rank() // ranks_per_batch], batch_size=None)
 
