@@ -32,47 +32,68 @@ def dispatch_tokens(
     weights: Tensor,
     num_experts: int,
     compute: Callable[[Tensor, list[int]], Tensor],
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | None,
 ) -> Tensor:
-    """Compute a mixture of experts that are spread over ``mesh``: each token is computed where its experts are.
+    """Compute a mixture of experts that are spread over ranks: each token is computed where its experts are.
 
-    A collective over the mesh's group, in the forward and in the backward: all its ranks must call it in the same
-    order, a rank without tokens with empty tensors. It waits for the device once, since the host must know how many
-    tokens arrive. If a rank fails, the others wait until the process group ends them.
+    A collective over ``mesh``, in the forward and in the backward: all its ranks must call it in the same order, a rank
+    without tokens with empty tensors. It waits for the device once, since the host must know how many tokens arrive. If
+    a rank fails, the others raise when the strategy tells them, or when the group's timeout ends.
+
+    No token is dropped: results and gradients are those of one process, whatever the experts chosen.
 
     Args:
         tokens: This rank's tokens, [n, d].
         chosen: The experts of each token, from 0 to ``num_experts - 1``, [n, k].
         weights: The weight of each of them, [n, k].
-        num_experts: Experts on all ranks of the mesh, of which each holds the same number, in the order of the ranks.
-        compute: Gets rows [r, d], sorted by the experts of this rank, and how many rows are for each of these, and
-            returns [r, d]. Without any rows its result must still depend on the rows and on the parameters.
-        mesh: The one-dimensional mesh ``device_mesh["expert_parallel"]``.
+        num_experts: Experts on all ranks together. Each rank holds the same number, in the order of the ranks, as
+            :func:`spread_experts` leaves them.
+        compute: Gets rows [r, d], sorted by the experts of this rank, and how many rows each of these gets; returns
+            [r, d]. It may get no rows: its result must depend on the rows and on the parameters even then, so that all
+            ranks communicate in the backward. ``torch.cat`` over the experts does.
+        mesh: ``self.device_mesh["expert_parallel"]``; None if this rank holds all experts.
 
     Returns:
         For each token the weighted sum of what its experts returned, in the dtype of ``tokens``, [n, d].
     """
-    group, size, num_chosen = mesh.get_group(), mesh.size(), chosen.shape[1]
-    by_expert = chosen.flatten().argsort(stable=True)  # also sorted by rank: each holds experts that follow each other
-    leaving = torch.bincount(chosen.flatten(), minlength=num_experts).view(size, -1)  # [to rank, its expert]
-    arriving = torch.empty_like(leaving)  # [from rank, own expert]
-    dist.all_to_all_single(arriving, leaving, group=group)
-    on_host: list[list[list[int]]] = torch.stack([leaving, arriving]).tolist()
-    sent, received = ([sum(of_rank) for of_rank in counts] for counts in on_host)
-    counts = [sum(of_expert) for of_expert in zip(*on_host[1], strict=True)]
-    for observer in _observers:
-        observer(sum(counts))
-
+    by_expert = chosen.flatten().argsort(stable=True)
     # Repeated before it is permuted: the backward then adds up the copies of a token in one order on every device.
-    copies = tokens.unsqueeze(1).expand(-1, num_chosen, -1).flatten(0, 1)  # [n * k, d]
-    rows = _AllToAll.apply(copies.index_select(0, by_expert), sent, received, group)
-    own_expert = torch.arange(len(counts), device=rows.device).repeat(size)
-    order = own_expert.repeat_interleave(arriving.flatten(), output_size=len(rows)).argsort(stable=True)
-    computed = compute(rows.index_select(0, order), counts).to(tokens.dtype)
-    computed = computed.index_select(0, order.argsort())
-    returned = _AllToAll.apply(computed, received, sent, group).index_select(0, by_expert.argsort())
-    by_choice = returned.unflatten(0, chosen.shape)  # [n, k, d]
+    copies = tokens.unsqueeze(1).expand(-1, chosen.shape[1], -1).flatten(0, 1)  # [n * k, d]
+    rows = copies.index_select(0, by_expert)
+    counts = torch.bincount(chosen.flatten(), minlength=num_experts)
+    if mesh is None:
+        computed = _computed(compute, rows, counts.tolist())
+    else:
+        computed = _computed_where_experts_are(compute, rows, counts, mesh)
+    by_choice = computed.index_select(0, by_expert.argsort()).unflatten(0, chosen.shape)  # [n, k, d]
     return (by_choice * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
+
+
+def _computed_where_experts_are(
+    compute: Callable[[Tensor, list[int]], Tensor], rows: Tensor, counts: Tensor, mesh: DeviceMesh
+) -> Tensor:
+    """What the experts of all ranks make of ``rows``, which are sorted by expert and so by rank; ``counts`` of each."""
+    group = mesh.get_group()
+    leaving = counts.view(mesh.size(), -1)  # [to rank, its experts]
+    arriving = torch.empty_like(leaving)  # [from rank, own experts]
+    dist.all_to_all_single(arriving, leaving, group=group)
+    leaving_on_host, arriving_on_host = torch.stack([leaving, arriving]).tolist()
+    sent = [sum(of_rank) for of_rank in leaving_on_host]
+    received = [sum(of_rank) for of_rank in arriving_on_host]
+    of_experts = [sum(of_expert) for of_expert in zip(*arriving_on_host, strict=True)]
+
+    arrived = _AllToAll.apply(rows, sent, received, group)
+    own_experts = torch.arange(len(of_experts), device=rows.device).repeat(mesh.size())
+    order = own_experts.repeat_interleave(arriving.flatten(), output_size=len(arrived)).argsort(stable=True)
+    computed = _computed(compute, arrived.index_select(0, order), of_experts)
+    return _AllToAll.apply(computed.index_select(0, order.argsort()), received, sent, group)
+
+
+def _computed(compute: Callable[[Tensor, list[int]], Tensor], rows: Tensor, counts: list[int]) -> Tensor:
+    for observer in _observers:
+        observer(len(rows))
+    # Ranks must agree on the dtype that travels, also one that has nothing to compute.
+    return compute(rows, counts).to(rows.dtype)
 
 
 class _AllToAll(torch.autograd.Function):
