@@ -31,6 +31,7 @@ PUBLIC_NAMES = [
     "clip_gradients",
     "context_parallel_attention",
     "destroy_global_state",
+    "dispatch_tokens",
     "dp_eval_sample_shard",
     "get_local_rank_preinit",
     "get_local_world_size_preinit",

@@ -28,6 +28,7 @@ from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.gathers import JoinedGathers, set_prefetch
 from lightning_automodel.sharding.grad_sync import FSDPGradSync
+from lightning_automodel.sharding.joined_forwards import JoinedForwards
 
 
 class FSDP2Engine(Engine):
@@ -70,7 +71,9 @@ class FSDP2Engine(Engine):
         self.sync = FSDPGradSync(module, choice.defer, choice.keep, group, is_manual)
         self.sync.discard()
         self._start_gathers_ahead(module)
-        self._gathers = JoinedGathers(self.sync.units)
+        units_of_run = self.sync.units
+        spreads_experts = self.mesh.sizes.expert > 1
+        self._gathers = JoinedForwards(module, units_of_run) if spreads_experts else JoinedGathers(units_of_run)
         tensor_parallel.share_random_state(self.mesh, self.device)
         self._module: pl.LightningModule = module
         self._buffers = SharedBuffers(module, self.mesh.group, self.device)
@@ -183,16 +186,22 @@ class FSDP2Engine(Engine):
     @override
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        self.sync.start_step()
-        self.sync.release()
-        with self._gathers.step():
+        with self._released_around(), self._gathers.step():
             yield
-        self.sync.release()
-        self.sync.end_step()
 
     @override
     def join_evaluation(self) -> None:
-        self._gathers.join()
+        with self._released_around():
+            self._gathers.join()
+
+    @contextmanager
+    def _released_around(self) -> Iterator[None]:
+        """Context of forwards without a backward, which leaves no parameters gathered."""
+        self.sync.start_step()
+        self.sync.release()
+        yield
+        self.sync.release()
+        self.sync.end_step()
 
     @override
     def synchronize_buffers(self) -> None:

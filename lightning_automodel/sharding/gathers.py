@@ -225,12 +225,16 @@ class JoinedGathers:
 
     def join(self) -> None:
         """Take part in a step of other ranks by repeating the gathers of this rank's last step. A collective."""
+        self.check_order()
+        for unit in self._newest:
+            unit.unshard()
+            unit.reshard()
+
+    def check_order(self) -> None:
+        """Raise RuntimeError if this rank's last two steps gathered different parameters: which would be next?"""
         if self._before is not None and self._before != self._newest:
             raise RuntimeError(
                 "This rank has evaluated all its data, and other ranks have not. It cannot take part in what they"
                 " gather, since its own last two steps gathered different parameters: give all ranks equally many"
                 " batches, for example by a sampler that repeats samples."
             )
-        for unit in self._newest:
-            unit.unshard()
-            unit.reshard()
