@@ -93,7 +93,9 @@ def _by_kind(plan: Plan) -> dict[str, tuple[int, int]]:
 
 
 def test_experts_are_refused() -> None:
-    with pytest.raises(CannotPlanError, match="expert_parallel_size=2 is not planned: how many tokens reach the experts"):
+    with pytest.raises(
+        CannotPlanError, match="expert_parallel_size=2 is not planned: how many tokens reach the experts"
+    ):
         _run(expert_parallel_size=2)
 
 

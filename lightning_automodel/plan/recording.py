@@ -145,9 +145,9 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBat
     """
     if options.expert_parallel_size > 1:
         raise CannotPlanError(
-            f"expert_parallel_size={options.expert_parallel_size} is not planned: how many tokens reach the experts of"
-            " a rank depends on values, which the meta device lacks. Plan with expert_parallel_size=1, and try sizes on"
-            " the machines."
+            f"expert_parallel_size={options.expert_parallel_size} is not planned: how many tokens reach the experts"
+            " of a rank depends on values, which the meta device lacks. Plan with expert_parallel_size=1, and try"
+            " sizes on the machines."
         )
     micro, plugin = MicroBatch(), PRECISIONS[precision_name]
     tensor, context = options.tensor_parallel_size, options.context_parallel_size

@@ -198,8 +198,9 @@ def check_hooks(module: nn.Module, counts_ahead: bool) -> None:
         )
     if any(num_expert_ranks(parameter) > 1 for parameter in hooked.values()):
         raise ValueError(
-            f"{named}, which see the gradients of spread experts before these are divided by expert_parallel_size."
-            " Step after backward, register no hooks on experts, or leave expert_parallel_size at 1."
+            f"{named}, which see the gradients of spread experts before these are divided by"
+            " expert_parallel_size. Step after backward, register no hooks on experts, or leave"
+            " expert_parallel_size at 1."
         )
     if not all(isinstance(parameter, DTensor) for parameter in hooked.values()):
         raise ValueError(

@@ -95,8 +95,29 @@ def _fit_by_hand() -> None:
 
 def test_plain_backward(pool4: RankPool) -> None:
     """FSDP2 would average it over fewer ranks than the other parameters, and nobody multiplies."""
-    with pytest.raises(RankError, match=r"reached experts that are spread over ranks .* call self\.manual_backward"):
+    with pytest.raises(RankError, match=r"Gradients of experts .* call self\.manual_backward"):
         pool4.run(_fit_by_hand)
+
+
+class Differentiated(SpreadModule):
+    """Computes gradients by activations, and by experts in the third step."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        hidden = self.model.embedding(batch["input_ids"])
+        gradients = torch.autograd.grad(self.model.blocks[0](hidden).sum(), hidden)
+        assert gradients[0].isfinite().all()
+        loss = self(batch)
+        if batch_idx == 2:
+            torch.autograd.grad(loss, self.model.blocks[0].experts.up, retain_graph=True)
+        return loss
+
+
+def test_gradients_beside_training(pool4: RankPool) -> None:
+    """Those by experts hold the tokens of other ranks too; those by activations do not."""
+    with pytest.raises(RankError, match=r"Gradients of experts") as raised:
+        pool4.run(fit, {}, Differentiated)
+    assert all("if batch_idx == 2" not in text for text in raised.value.failures.values())
+    assert any("self.model.blocks[0].experts.up, retain_graph" in text for text in raised.value.failures.values())
 
 
 class _Quantised(nn.Module):
