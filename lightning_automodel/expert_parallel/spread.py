@@ -21,7 +21,8 @@ def spread_experts(module: nn.Module, mesh: DeviceMesh, names: Iterable[str] | N
     ``to_local()`` has this rank's experts, and the module sends each token to the rank that holds its experts.
 
     A collective over ``mesh``: every rank must call it with the same modules in the same order. If a rank does not, the
-    others raise when the group's timeout ends. All ranks get the values of the mesh's first rank.
+    others raise when the group's timeout ends. All ranks get the values of the mesh's first rank. Parameters that are
+    spread already stay as they are, since Lightning calls ``configure_model`` for each run.
 
     Args:
         module: Holds the parameters, itself or below it.
@@ -45,10 +46,10 @@ def spread_experts(module: nn.Module, mesh: DeviceMesh, names: Iterable[str] | N
         raise ValueError(
             f"{class_name(module)} has no parameter {unknown[0]!r} to spread: its parameters are {', '.join(parameters)}."
         )
-    _check({name: parameters[name] for name in chosen}, module, mesh.size())
+    wholes = {name: parameters[name] for name in chosen if num_expert_ranks(parameters[name]) == 1}
+    _check(wholes, module, mesh.size())
     replaced: dict[nn.Parameter, nn.Parameter] = {}
-    for name in chosen:
-        whole = parameters[name]
+    for name, whole in wholes.items():
         if whole not in replaced:
             replaced[whole] = _spread(whole, mesh)
         owner, _, attribute = name.rpartition(".")
@@ -60,7 +61,7 @@ def _check(parameters: dict[str, nn.Parameter], module: nn.Module, num_ranks: in
     for name, parameter in parameters.items():
         reason = None
         if isinstance(parameter, DTensor):
-            reason = "is a DTensor already: spread experts once, before anything else distributes them"
+            reason = "is a DTensor of another mesh: spread experts before anything else distributes them"
         elif not parameter.is_floating_point() or has_parts(parameter):
             reason = (
                 f"holds quantised weights ({parameter.dtype}), whose codes cannot be split by experts: load the experts"

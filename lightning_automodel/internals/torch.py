@@ -121,7 +121,7 @@ def sharded_over(mesh: DeviceMesh) -> Any:
     mesh_info = param_groups(unused)[0].mesh_info
     module = sys.modules[type(mesh_info).__module__]
     release_probe.check("torch", module, "ShardPlacementResult")
-    return module.ShardPlacementResult(None, mesh_info)  # type: ignore[attr-defined]
+    return module.ShardPlacementResult(None, mesh_info)
 
 
 def gathered_parameters(model: nn.Module) -> list[Tensor]:

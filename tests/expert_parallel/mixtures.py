@@ -121,9 +121,8 @@ class SpreadModule(ModelModule):
             return
         mesh = self.device_mesh["expert_parallel"]
         for block in self.model.blocks:
-            if block.group is None:  # else it is spread: Lightning calls the hook for each run
-                block.group = mesh.get_group()
-                spread_experts(block.experts, mesh)
+            block.group = mesh.get_group()
+            spread_experts(block.experts, mesh)
 
 
 class UnequalStart(SpreadModule):

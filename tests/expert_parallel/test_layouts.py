@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
@@ -17,7 +16,6 @@ from tests.expert_parallel.mixtures import (
     ACCUMULATE,
     CASE,
     Experts,
-    Mixture,
     MixtureDecoder,
     SpreadModule,
     UnequalStart,
@@ -26,7 +24,7 @@ from tests.expert_parallel.mixtures import (
     local,
 )
 from tests.rank_pool import RankError, RankPool
-from tests.trainer.plain import ModelModule, fill, plain_weights, sgd
+from tests.trainer.plain import ModelModule, fill, plain_weights
 from tests.trainer.runs import TOLERANCE, by_default
 
 PLAN = {
