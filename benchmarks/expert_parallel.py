@@ -88,7 +88,10 @@ class Mixture(nn.Module):
     def compute(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Rows that are sorted by this rank's experts, and how many each of them gets."""
         up, down = (p.to_local() if isinstance(p, DTensor) else p for p in (self.up, self.down))
-        parts = [(part @ own_up).relu() @ own_down for part, own_up, own_down in zip(rows.split(counts), up, down)]
+        parts = [
+            (part @ own_up).relu() @ own_down
+            for part, own_up, own_down in zip(rows.split(counts), up, down, strict=True)
+        ]
         return torch.cat(parts)
 
     @override
