@@ -39,7 +39,7 @@ CONFIG = {
 
 
 class MixtureWriter(Writer):
-    """`docstring_writer.py` with another model. It learns from the docstrings' bytes alone, so counts differ by rank."""
+    """The writer of docstrings with another model: labels are the docstrings' bytes, so counts differ by rank."""
 
     def __init__(self, num_steps: int) -> None:
         super().__init__(0, num_steps)
