@@ -1,4 +1,4 @@
-"""A small mixture of experts, dropless, whose experts may be spread over the ranks of a group; and fits of it.
+"""A small mixture of experts, dropless, whose experts may be spread over ranks; and fits of it.
 
 Shapes: n tokens, k experts chosen for each, e experts, d width, h hidden width.
 """
@@ -61,7 +61,6 @@ class Mixture(nn.Module):
         super().__init__()
         self.gate = nn.Linear(WIDTH, number, bias=False)
         self.experts = Experts(number)
-        self.group: dist.ProcessGroup | None = None  # of the ranks that hold different experts
 
     def forward(self, hidden: Tensor) -> Tensor:
         tokens = hidden.flatten(0, -2)  # [n, d]
@@ -76,22 +75,26 @@ class Mixture(nn.Module):
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Compute rows that are sorted by expert, on the ranks that hold these."""
-        if self.group is None:
+        weights = self.experts.up
+        if not isinstance(weights, DTensor):
             return self.experts(rows, counts.tolist())
-        counts = counts.view(self.group.size(), -1)  # [rank, its experts]
+        group = weights.device_mesh["expert_parallel"].get_group()  # in a unit of its own it is sharded here
+        counts = counts.view(group.size(), -1)  # [rank, its experts]
         arriving = torch.empty_like(counts)  # [from rank, own experts]
-        dist.all_to_all_single(arriving, counts, group=self.group)
+        dist.all_to_all_single(arriving, counts, group=group)
         sent = counts.sum(1).tolist()
         received = arriving.sum(1).tolist()
-        here = self._exchange(rows, sent, received)
+        here = exchange(rows, sent, received, group)
         expert = torch.arange(counts.shape[1]).repeat(len(counts)).repeat_interleave(arriving.flatten())
         order = expert.argsort(stable=True)
         computed = self.experts(here[order], arriving.sum(0).tolist())
-        return self._exchange(torch.zeros_like(computed).index_copy(0, order, computed), received, sent)
+        return exchange(torch.zeros_like(computed).index_copy(0, order, computed), received, sent, group)
 
-    def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        output = rows.new_empty(sum(received), rows.shape[1])
-        return all_to_all_single(output, rows, received, sent, group=self.group)
+
+def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send rows to the ranks of ``group``, so many to each, and return those that arrive."""
+    output = rows.new_empty(sum(received), rows.shape[1])
+    return all_to_all_single(output, rows, received, sent, group=group)
 
 
 class MixtureDecoder(nn.Module):
@@ -117,12 +120,9 @@ class SpreadModule(ModelModule):
     """Spreads the experts where the mesh has a dimension for them."""
 
     def configure_model(self) -> None:
-        if "expert_parallel" not in self.device_mesh.mesh_dim_names:
-            return
-        mesh = self.device_mesh["expert_parallel"]
-        for block in self.model.blocks:
-            block.group = mesh.get_group()
-            spread_experts(block.experts, mesh)
+        if "expert_parallel" in self.device_mesh.mesh_dim_names:
+            for block in self.model.blocks:
+                spread_experts(block.experts, self.device_mesh["expert_parallel"])
 
 
 class UnequalStart(SpreadModule):
