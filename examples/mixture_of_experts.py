@@ -22,6 +22,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from lightning_automodel import AutomodelStrategy, StepMonitor
 
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # that whole weights take two gathers
 warnings.filterwarnings("ignore", ".*(LeafSpec|many workers|is not empty|no `val_dataloader`).*")
 
 CONFIG = {
