@@ -33,8 +33,9 @@ class StepMonitor(Callback):
     what each is.
 
     Unknown values are left out: tokens without ``input_ids``, padding without an ``attention_mask`` of the same shape,
-    memory on a CPU, the loss and label tokens under other strategies, label tokens with ``per_token_loss=False``, expert
-    tokens where none were dispatched.
+    memory on a CPU, the loss and label tokens under other strategies, label tokens with ``per_token_loss=False``,
+    expert tokens where none were dispatched.
+
     Counts, rates and shares cover all steps since the last logged one, without validation, saving and logging.
 
     Between logged steps nothing is read from the device. A logged step waits for it, and is a collective over all

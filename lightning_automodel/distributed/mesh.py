@@ -1,5 +1,6 @@
 """Sizes and "auto", or a mesh that the caller built, become a validated device mesh with named dimensions."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -222,7 +223,12 @@ def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor:
     """
 
     def view(*names: str) -> DeviceMesh:
-        return mesh if mesh.ndim == len(names) else mesh[names]
+        if mesh.ndim == len(names):
+            return mesh
+        with warnings.catch_warnings():
+            # torch would rather have callers keep flattened meshes; but a mesh of two dimensions has no other way.
+            warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
+            return mesh[names]
 
     if sizes.expert > 1:
         torch_internals.flatten_mesh(view(EXPERT_SHARD, EXPERT), SHARD)
