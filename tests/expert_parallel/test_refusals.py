@@ -50,6 +50,13 @@ class ForwardOnFirst(SpreadModule):
         return loss
 
 
+class ClippedByTorch(SpreadModule):
+    """Clips as in a plain loop."""
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], type[ModelModule], str]] = {
     "nothing is spread": (
         {},
@@ -76,6 +83,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ModelModule], str]] = {
         HookedModule,
         "which see the gradients of spread experts before these are divided by expert_parallel_size",
     ),
+    "clipping by torch": ({}, ClippedByTorch, "Sharded tensors of two meshes met: those of spread experts"),
     "a forward of one rank": ({}, ForwardOnFirst, "every rank must run every forward of training_step"),
 }
 
