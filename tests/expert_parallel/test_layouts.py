@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,9 +14,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from lightning_automodel import spread_experts
+from lightning_automodel.distributed.mesh import MeshSizes, build_mesh
+from lightning_automodel.gradients.owner_exchange import Owned, OwnerExchange, group_of, holders_of
+from lightning_automodel.internals import torch as torch_internals
 from tests.expert_parallel.mixtures import (
     ACCUMULATE,
     CASE,
+    HIDDEN,
     NUM_EXPERTS,
     WIDTH,
     Experts,
@@ -55,10 +61,33 @@ def test_beside_tensor_parallelism(pool4: RankPool) -> None:
 
 @pytest.mark.parametrize("options", by_default({"whole": {"optimizer_step": "whole"}, "shards": {}}, "whole"))
 def test_beside_context_parallelism(pool4: RankPool, options: dict[str, Any]) -> None:
-    """Stepped whole too: the ranks that hold an expert's parts are in no order of the mesh."""
+    """Stepped whole too."""
     expected = plain_weights(MixtureDecoder(), ACCUMULATE, TWO_BATCHES)
     for found in pool4.run(fit, {"context_parallel_size": 2, **options}, UnequalStart, case=TWO_BATCHES):
         assert error(found.weights, expected) <= TOLERANCE
+
+
+def _whole_on_owner() -> tuple[bool, bool]:
+    """Runs on every rank: whether all parts lie where the owner and torch look for them."""
+    mesh = build_mesh("cpu", MeshSizes(replicate=1, shard=2, context=2, expert=2), timedelta(minutes=1))
+    experts = Experts(8)
+    with torch.no_grad():
+        experts.up.copy_(torch.arange(8.0 * HIDDEN * WIDTH).view_as(experts.up))
+    expected = experts.up.detach().clone()
+    spread_experts(experts, mesh.mesh["expert_parallel"])
+    over_holders = torch_internals.sharded_over(mesh.expert_fsdp)
+    fully_shard(experts, mesh=mesh.fsdp, shard_placement_fn=lambda parameter: over_holders)
+    up = experts.up
+    holders = holders_of(up.device_mesh, up.placements)
+    exchange = OwnerExchange(group_of(up.device_mesh, holders), torch.device("cpu"))
+    whole = exchange.to_owners([(Owned(holders.layout(up.shape), owner=1), up.to_local())])[0]
+    is_right = whole is None if exchange.rank != 1 else whole.equal(expected)
+    return is_right, up.full_tensor().equal(expected)
+
+
+def test_owners_beside_context_parallelism(pool4: RankPool) -> None:
+    """The ranks that hold an expert's parts are in another order in the mesh than in their group."""
+    assert pool4.run(_whole_on_owner) == [(True, True)] * 4
 
 
 # --- Parameters of experts --------------------------------------------------------------------------------------------
