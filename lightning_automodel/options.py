@@ -140,15 +140,16 @@ class StrategyOptions:
         """Raise ValueError for options that do not work with experts that are spread over ranks."""
         if self.data_parallel == "ddp":
             raise ValueError(
-                f"expert_parallel_size={self.expert_parallel_size} does not work with data_parallel='ddp', which copies"
-                " whole parameters to every rank: pass data_parallel='fsdp2', or leave expert_parallel_size at 1."
+                f"expert_parallel_size={self.expert_parallel_size} does not work with data_parallel='ddp', which"
+                " copies whole parameters to every rank: pass data_parallel='fsdp2', or leave"
+                " expert_parallel_size at 1."
             )
         if self.device_mesh is not None:
             raise ValueError(
-                f"expert_parallel_size={self.expert_parallel_size} does not work with device_mesh: the strategy splits"
-                " the dimension that parameters are sharded over itself. Leave device_mesh out and pass the sizes"
-                " (data_parallel_replicate_size, tensor_parallel_size, context_parallel_size), or leave"
-                " expert_parallel_size at 1."
+                f"expert_parallel_size={self.expert_parallel_size} does not work with device_mesh: the strategy"
+                " splits the dimension that parameters are sharded over itself. Leave device_mesh out and pass"
+                " the sizes (data_parallel_replicate_size, tensor_parallel_size, context_parallel_size), or"
+                " leave expert_parallel_size at 1."
             )
 
     @property

@@ -51,6 +51,7 @@ NOT_MESSAGES = {
     "its sums over all parameters are right on shards": "in describe()",
     "found on another rank": "a part of a message",
     "got mixed torch.Tensor and DTensor": "torch's own message, which ours explains",
+    "must have the same mesh": "torch's own message, which ours explains",
     "out of bounds for storage of size 0": "torch's own message, which ours explains",
     "RegisterPostBackwardFunction is a view and is being modified inplace": "torch's own message, which ours explains",
     "One of the differentiated Tensors appears to not have been used in the graph.": "torch's own message",

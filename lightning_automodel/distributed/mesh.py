@@ -68,8 +68,8 @@ def resolve_sizes(
     """Resolve ``"auto"``, once the world size is known; ValueError if the sizes do not multiply to that.
 
     ``data_parallel_size`` includes replicas; ``"auto"`` is the world size over the tensor and context sizes. For
-    replicas ``"auto"`` is the number of nodes; under DDP all data-parallel ranks are replicas. Expert-parallel ranks
-    are some of those that parameters are sharded over.
+    replicas ``"auto"`` is the number of nodes; under DDP all data-parallel ranks are replicas.
+    Expert-parallel ranks are some of those that parameters are sharded over.
     """
     tensor, context = tensor_parallel_size, context_parallel_size
     told = {"tensor_parallel_size": tensor, "context_parallel_size": context}
@@ -93,8 +93,8 @@ def resolve_sizes(
     shard = size // replicate
     if shard % expert_parallel_size:
         raise ValueError(
-            f"expert_parallel_size={expert_parallel_size} does not divide the {shard} ranks that parameters are sharded"
-            f" over: valid sizes are {_divisors(shard)}."
+            f"expert_parallel_size={expert_parallel_size} does not divide the {shard} ranks that parameters are"
+            f" sharded over: valid sizes are {_divisors(shard)}."
         )
     return MeshSizes(replicate=replicate, shard=shard, tensor=tensor, context=context, expert=expert_parallel_size)
 
@@ -122,7 +122,7 @@ class RunMesh:
     fsdp: DeviceMesh  # for ``fully_shard``, with context peers: 2-D (replicate, shard) where there are replicas
     tensor_parallel: DeviceMesh | None  # ranks that compute one micro-batch together; None without that dimension
     context_parallel: DeviceMesh | None = None  # ranks that share a batch; None where each has batches of its own
-    expert_fsdp: DeviceMesh | None = None  # as ``fsdp``, of the ranks that hold the same experts; None without experts
+    expert_fsdp: DeviceMesh | None = None  # as ``fsdp``, of ranks with the same experts; None if none are spread
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -157,9 +157,9 @@ class RunMesh:
 
 
 def num_expert_ranks(tensor: Tensor) -> int:
-    """Number of ranks that ``tensor`` spreads experts over, by the name of its mesh's dimension; 1 for other tensors.
+    """Number of ranks that ``tensor`` spreads experts over; 1 for other tensors.
 
-    These ranks hold different tokens, and each holds different experts.
+    Its mesh has a dimension of that name. These ranks hold different tokens, and each holds different experts.
     """
     if not isinstance(tensor, DTensor):
         return 1
@@ -172,8 +172,8 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
 
     A collective over the world. Process groups last as long as the default group, and all dimensions of all meshes
     that have the same ranks share one: a communicator takes memory of the device, and time to connect. Tensor-parallel
-    peers are neighbours, then context peers, then ranks with different experts, then the other shards of one replica.
-    ``timeout`` is for collectives on the
+    peers are neighbours, then context peers, then ranks with different experts, then the other shards of one
+    replica. ``timeout`` is for collectives on the
     mesh's groups.
     """
     kept = process_group.kept_with_world()

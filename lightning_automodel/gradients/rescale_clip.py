@@ -32,9 +32,10 @@ def rescale_gradients(
     ``S[r, m]`` (a mean loss times its count), and FSDP2 and DDP average over the D ranks, so gradients arrive as
     ``(1 / D) * sum of S``. Hence the one factor, applied once per window, before clipping: ``D / N``.
 
-    Experts that are spread over ``e`` ranks (``spread_experts``) have one factor more. Those e ranks send each other
-    their tokens, so an expert's gradient on one of them holds the sums of all e, and the engine averages it over the
-    ``D / e`` ranks that hold this expert: it arrives as ``(e / D) * sum of S``. It is multiplied by ``1 / e``.
+    Experts that are spread over ``e`` ranks (``spread_experts``) have one factor more. Those e ranks send each
+    other their tokens, so an expert's gradient on one of them holds the sums of all e, and the engine averages
+    it over the ``D / e`` ranks that hold this expert: it arrives as ``(e / D) * sum of S``. It is multiplied by
+    ``1 / e``.
 
     A collective on ``dp_group``: every rank of it must call, once per window; it is one all-reduce of one number. If a
     rank does not call it, the others raise when the group's timeout ends. Nothing is read on the host.
@@ -56,10 +57,10 @@ def rescale_gradients(
 
 
 def share_experts_gradients_(parameters: list[nn.Parameter]) -> None:
-    """Multiply gradients of experts that are spread over e ranks by the ``1 / e`` of :func:`rescale_gradients`.
+    """Multiply gradients of experts that are spread over e ranks by ``1 / e``, see :func:`rescale_gradients`.
 
-    In place, once per window. Not a collective. The divide factor of FSDP2 cannot do it: torch divides by it twice
-    where a group has one rank and reduces in float16, in float64 or by sums (torch 2.13 and 2.14).
+    In place, once per window. Not a collective. The divide factor of FSDP2 cannot do it: torch divides by it
+    twice where a group has one rank and reduces in float16, in float64 or by sums (torch 2.13 and 2.14).
     """
     by_size: dict[int, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:

@@ -110,13 +110,13 @@ def fsdp_param_groups(model: nn.Module) -> Iterator[FSDPParamGroup]:
 
 
 def sharded_over(mesh: DeviceMesh) -> Any:
-    """What ``shard_placement_fn`` of ``fully_shard`` returns for parameters sharded over ``mesh`` instead of its own.
+    """What ``shard_placement_fn`` of ``fully_shard`` returns for parameters sharded over ``mesh``.
 
-    ``mesh`` is 1-D, or 2-D (replicate, shard). All these parameters of a unit must get the same object: FSDP2 groups
-    them by it. Raises UnsupportedReleaseError where FSDP2 has one mesh for all parameters of a unit.
+    ``mesh`` is 1-D, or 2-D (replicate, shard). All these parameters of a unit must get the same object: FSDP2
+    groups them by it. Raises UnsupportedReleaseError where FSDP2 has one mesh for all parameters of a unit.
     """
-    # The class is named in the documentation of `fully_shard`, but not exported, and what it takes is not either:
-    # FSDP2 itself makes that of a module that nobody uses.
+    # The class is named in the documentation of `fully_shard`, but not exported. Nor is what it takes: FSDP2
+    # itself makes that of a module that nobody uses.
     unused = fully_shard(nn.Linear(1, 1, bias=False, device="meta"), mesh=mesh)
     mesh_info = param_groups(unused)[0].mesh_info
     module = sys.modules[type(mesh_info).__module__]

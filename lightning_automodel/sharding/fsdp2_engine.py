@@ -163,8 +163,10 @@ class FSDP2Engine(Engine):
         if self._is_first_batch:
             self._is_first_batch = False
             self.sync.compare_gathers(self.device)
-            if not self._module.automatic_optimization:
-                self.sync.watch()  # before a plain loss.backward() in the step, which is refused within a window
+            if not self._module.automatic_optimization or self.mesh.sizes.expert > 1:
+                # Before backwards in the step that are not the strategy's, which are refused within a window, and
+                # wherever they reach spread experts.
+                self.sync.watch()
             if self.mesh.tensor_group is not None:
                 tensor_parallel.check_same_batch(batch, self.mesh.tensor_group, self.device, "tensor-parallel")
         # Once a window, as DDP does it.

@@ -19,9 +19,10 @@ from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.units import fsdp_roots, is_head
 
 DIFFERENT_FORWARDS = (
-    "so the tokens of one forward would reach the experts of another, or hang. Experts that are spread over ranks"
-    " (expert_parallel_size > 1) exchange tokens in each forward: every rank must run every forward of training_step,"
-    " one for logs included, in the same order. Compute what only one rank needs from the outputs of those."
+    "so the tokens of one forward would reach the experts of another, or hang. Experts that are spread over"
+    " ranks (expert_parallel_size > 1) exchange tokens in each forward: every rank must run every forward of"
+    " training_step, one for logs included, in the same order. Compute what only one rank needs from the outputs"
+    " of those."
 )
 """What ranks must do that run different forwards through spread experts."""
 

@@ -34,12 +34,13 @@ PENALTY_ON_WEIGHTS = (
 )
 """How a penalty on sharded weights is trained."""
 
-PLAIN_BACKWARD_THROUGH_EXPERTS = (
-    "A plain loss.backward() reached experts that are spread over ranks (expert_parallel_size > 1). Their gradients would"
-    " be larger than those of the other parameters by that factor, which only the strategy's own backward takes out:"
-    " call self.manual_backward(loss). For the gradient of inputs or activations, call torch.autograd.grad(loss, inputs)."
+GRADIENTS_OF_EXPERTS = (
+    "Gradients of experts that are spread over ranks (expert_parallel_size > 1) were computed beside the"
+    " strategy's own backward. They hold the tokens of all ranks that exchange them, whereas those of other"
+    " parameters hold this rank's. For a loss that trains, call self.manual_backward(loss). For the gradient of"
+    " inputs or activations, call torch.autograd.grad(loss, inputs)."
 )
-"""Why a backward that is not the strategy's is refused where experts are spread."""
+"""Why a backward that is not the strategy's must not reach spread experts."""
 
 
 def get_sync_ctx(
@@ -302,6 +303,8 @@ class FSDPGradSync(GradSync):
                 leaf = param.unsharded_param  # the same from the first all-gather on
                 leaf.requires_grad = True  # as the next all-gather sets it
                 self.track(shard, leaf)
+                if num_expert_ranks(shard) > 1:
+                    self._hooks.append(leaf.register_hook(self._check_gradient_of_experts))
                 name = self._unwatched.pop(shard)
                 # FSDP2 writes gradients of shards itself, past their hooks.
                 self._hooks.append(shard.register_hook(partial(self._note_bypass, name)))
@@ -310,6 +313,10 @@ class FSDPGradSync(GradSync):
         """What the forward uses in place of a shard, which users hold: an input of ``torch.autograd.grad``."""
         param = self._param_of.get(tensor)
         return None if param is None else getattr(param, "unsharded_param", None)
+
+    def _check_gradient_of_experts(self, _: Tensor) -> None:
+        if not self._in_backward:
+            raise RuntimeError(GRADIENTS_OF_EXPERTS)
 
     def _note_bypass(self, name: str, _: Tensor) -> None:
         if self._in_backward:
@@ -322,8 +329,6 @@ class FSDPGradSync(GradSync):
         elif self._reductions is Reductions.NONE or self.is_last is False:
             # FSDP2 would add this gradient to the deferred ones of the window, and it would be rescaled with them.
             raise RuntimeError(PLAIN_BACKWARD)
-        elif num_expert_ranks(parameter) > 1:
-            raise RuntimeError(PLAIN_BACKWARD_THROUGH_EXPERTS)
 
     @override
     @contextmanager

@@ -48,7 +48,7 @@ def test_options_are_drawn() -> None:
 
 
 def _without_factor(combination: Combination) -> Fit:
-    with mock.patch.object(rescale_clip, "share_experts_gradients_", lambda parameters: None):
+    with mock.patch.object(rescale_clip, "share_experts_gradients_", return_value=None):
         return fit_combination(combination)
 
 

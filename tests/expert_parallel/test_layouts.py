@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from lightning_automodel import spread_experts
+from lightning_automodel.distributed.mesh import MeshSizes, build_mesh
+from lightning_automodel.gradients.owner_exchange import Owned, OwnerExchange, group_of, holders_of
+from lightning_automodel.internals import torch as torch_internals
 from tests.expert_parallel.mixtures import (
     ACCUMULATE,
     CASE,
+    HIDDEN,
+    NUM_EXPERTS,
+    WIDTH,
     Experts,
+    Mixture,
     MixtureDecoder,
     SpreadModule,
     UnequalStart,
@@ -24,6 +34,7 @@ from tests.expert_parallel.mixtures import (
     local,
 )
 from tests.rank_pool import RankError, RankPool
+from tests.trainer.exactness import VOCABULARY
 from tests.trainer.plain import ModelModule, fill, plain_weights
 from tests.trainer.runs import TOLERANCE, by_default
 
@@ -50,10 +61,33 @@ def test_beside_tensor_parallelism(pool4: RankPool) -> None:
 
 @pytest.mark.parametrize("options", by_default({"whole": {"optimizer_step": "whole"}, "shards": {}}, "whole"))
 def test_beside_context_parallelism(pool4: RankPool, options: dict[str, Any]) -> None:
-    """Stepped whole too: the ranks that hold an expert's parts are in no order of the mesh."""
+    """Stepped whole too."""
     expected = plain_weights(MixtureDecoder(), ACCUMULATE, TWO_BATCHES)
     for found in pool4.run(fit, {"context_parallel_size": 2, **options}, UnequalStart, case=TWO_BATCHES):
         assert error(found.weights, expected) <= TOLERANCE
+
+
+def _whole_on_owner() -> tuple[bool, bool]:
+    """Runs on every rank: whether all parts lie where the owner and torch look for them."""
+    mesh = build_mesh("cpu", MeshSizes(replicate=1, shard=2, context=2, expert=2), timedelta(minutes=1))
+    experts = Experts(8)
+    with torch.no_grad():
+        experts.up.copy_(torch.arange(8.0 * HIDDEN * WIDTH).view_as(experts.up))
+    expected = experts.up.detach().clone()
+    spread_experts(experts, mesh.mesh["expert_parallel"])
+    over_holders = torch_internals.sharded_over(mesh.expert_fsdp)
+    fully_shard(experts, mesh=mesh.fsdp, shard_placement_fn=lambda parameter: over_holders)
+    up = experts.up
+    holders = holders_of(up.device_mesh, up.placements)
+    exchange = OwnerExchange(group_of(up.device_mesh, holders), torch.device("cpu"))
+    whole = exchange.to_owners([(Owned(holders.layout(up.shape), owner=1), up.to_local())])[0]
+    is_right = whole is None if exchange.rank != 1 else whole.equal(expected)
+    return is_right, up.full_tensor().equal(expected)
+
+
+def test_owners_beside_context_parallelism(pool4: RankPool) -> None:
+    """The ranks that hold an expert's parts are in another order in the mesh than in their group."""
+    assert pool4.run(_whole_on_owner) == [(True, True)] * 4
 
 
 # --- Parameters of experts --------------------------------------------------------------------------------------------
@@ -149,6 +183,81 @@ def test_matrices_of_experts(pool4: RankPool, choice: str) -> None:
         assert error(found.weights, expected) <= 1e-9  # orthogonalisation enlarges the rounding of small gradients
         groups = found.described["optimizer_step"][0]["groups"]
         assert groups[0].startswith("shards" if choice == "auto" else "whole"), groups
+
+
+class InitialisedExperts(Experts):
+    """Initialises itself, as torch's layers do."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.up, std=0.5)
+        nn.init.normal_(self.down, std=0.5)
+
+
+class InitialisedDecoder(MixtureDecoder):
+    """Without values of its own."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList()
+        for _ in range(2):
+            block = Mixture(NUM_EXPERTS)
+            block.experts = InitialisedExperts(NUM_EXPERTS)
+            self.blocks.append(block)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+
+class FromMeta(SpreadModule):
+    """Creates its model on the meta device, from where experts are spread without values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(nn.Identity())
+        torch.manual_seed(7 + dist.get_rank())
+
+    def configure_model(self) -> None:
+        if isinstance(self.model, nn.Identity):
+            with torch.device("meta"):
+                self.model = InitialisedDecoder()
+        super().configure_model()
+
+
+@pytest.mark.sweep
+def test_initialised_from_the_meta_device(pool4: RankPool) -> None:
+    """Each rank draws all experts from the first rank's random state, and keeps its own."""
+    torch.manual_seed(7)
+    torch.set_default_dtype(torch.float64)
+    model = InitialisedDecoder()
+    torch.set_default_dtype(torch.float32)
+    expected = plain_weights(model, ACCUMULATE, CASE)
+    for found in pool4.run(fit, {}, FromMeta, precision="64-true"):
+        assert error(found.weights, expected) <= TOLERANCE
+
+
+UNITS: dict[str, dict[str, Any]] = {
+    "experts": {"auto_wrap_policy": {Experts}},
+    "experts in recomputed blocks": {"auto_wrap_policy": {Experts}, "activation_checkpointing": {Mixture}},
+    "one": {"auto_wrap_policy": set()},
+    "smaller groups": {"reshard_after_forward": 2, "reshard_during_accumulation": True},
+}
+
+
+@pytest.mark.parametrize("options", by_default(UNITS, "experts"))
+def test_units(pool4: RankPool, options: dict[str, Any]) -> None:
+    expected = plain_weights(MixtureDecoder(), ACCUMULATE, CASE)
+    for found in pool4.run(fit, options):
+        assert error(found.weights, expected) <= TOLERANCE
+
+
+@pytest.mark.sweep
+def test_compiled(pool4: RankPool) -> None:
+    """Each number of tokens is compiled anew."""
+    expected = plain_weights(MixtureDecoder(), ACCUMULATE, CASE)
+    for found in pool4.run(fit, {"compile": {"backend": "eager"}}, timeout_s=300):
+        assert error(found.weights, expected) <= TOLERANCE
 
 
 # --- Units of the user ------------------------------------------------------------------------------------------------

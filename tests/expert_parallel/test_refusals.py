@@ -50,6 +50,13 @@ class ForwardOnFirst(SpreadModule):
         return loss
 
 
+class ClippedByTorch(SpreadModule):
+    """Clips as in a plain loop."""
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], type[ModelModule], str]] = {
     "nothing is spread": (
         {},
@@ -76,6 +83,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ModelModule], str]] = {
         HookedModule,
         "which see the gradients of spread experts before these are divided by expert_parallel_size",
     ),
+    "clipping by torch": ({}, ClippedByTorch, "Sharded tensors of two meshes met: those of spread experts"),
     "a forward of one rank": ({}, ForwardOnFirst, "every rank must run every forward of training_step"),
 }
 
@@ -95,8 +103,29 @@ def _fit_by_hand() -> None:
 
 def test_plain_backward(pool4: RankPool) -> None:
     """FSDP2 would average it over fewer ranks than the other parameters, and nobody multiplies."""
-    with pytest.raises(RankError, match=r"reached experts that are spread over ranks .* call self\.manual_backward"):
+    with pytest.raises(RankError, match=r"Gradients of experts .* call self\.manual_backward"):
         pool4.run(_fit_by_hand)
+
+
+class Differentiated(SpreadModule):
+    """Computes gradients by activations, and by experts in the third step."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        hidden = self.model.embedding(batch["input_ids"])
+        gradients = torch.autograd.grad(self.model.blocks[0](hidden).sum(), hidden)
+        assert gradients[0].isfinite().all()
+        loss = self(batch)
+        if batch_idx == 2:
+            torch.autograd.grad(loss, self.model.blocks[0].experts.up, retain_graph=True)
+        return loss
+
+
+def test_gradients_beside_training(pool4: RankPool) -> None:
+    """Those by experts hold the tokens of other ranks too; those by activations do not."""
+    with pytest.raises(RankError, match=r"Gradients of experts") as raised:
+        pool4.run(fit, {}, Differentiated)
+    assert all("if batch_idx == 2" not in text for text in raised.value.failures.values())
+    assert any("self.model.blocks[0].experts.up, retain_graph" in text for text in raised.value.failures.values())
 
 
 class _Quantised(nn.Module):
