@@ -37,7 +37,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 8,
     "intermediate_size": 12,
-    "moe_intermediate_size": 6,
+    "moe_intermediate_size": 8,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
@@ -52,13 +52,13 @@ SIZES: dict[str, Any] = {
 }
 
 
-def make_model(kind: str) -> nn.Module:
+def make_model(kind: str, implementation: str = "eager") -> nn.Module:
     """A tiny model of random weights."""
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(**SIZES)
-    # Its other implementations do not compute in float64.
-    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    # Experts are computed in float64 by "eager" alone.
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
     fill(model)
     return model
 
@@ -77,6 +77,17 @@ class Mixture(LightningModule):
         return sgd(self)
 
 
+class Grouped(LightningModule):
+    """In float32 or less, with one matrix product for all experts: transformers' default."""
+
+    training_step = Mixture.training_step
+    configure_optimizers = Mixture.configure_optimizers
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.model = make_model(kind, "grouped_mm").float()
+
+
 class Balanced(Mixture):
     """With the balancing loss of the routers, which is no token loss."""
 
@@ -85,11 +96,13 @@ class Balanced(Mixture):
         return {"loss": output.loss, "aux_loss": self.model.router_aux_loss_coef * output.aux_loss}
 
 
-def fit(kind: str, options: dict[str, Any], make: type[Mixture] = Mixture) -> tuple[dict[str, Tensor], list[str]]:
+def fit(
+    kind: str, options: dict[str, Any], make: Callable[[str], Any] = Mixture, **kwargs: Any
+) -> tuple[dict[str, Tensor], list[str]]:
     """Train on every rank; return full weights, and which of them are spread over ranks."""
     module = make(kind)
     strategy = AutomodelStrategy(label_shift=1, **options)
-    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, data_of_rank(CASE))
+    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, **kwargs).fit(module, data_of_rank(CASE))
     spread = [name for name, parameter in module.model.named_parameters() if num_expert_ranks(parameter) > 1]
     return full_weights(module.model), spread
 
@@ -113,6 +126,18 @@ def test_as_without_expert_parallelism(pool4: RankPool, kind: str, options: dict
         assert error(weights, full_weights(make_model(kind))) > WRONG
         assert sorted({name.rpartition(".")[2] for name in spread}) == ["down_proj", "gate_up_proj"]
         assert len(spread) == 2 * SIZES["num_hidden_layers"]
+
+
+PRECISIONS = {"32-true": 1e-6, "bf16-mixed": 1e-2, "bf16-true": 5e-2}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_one_product_for_all_experts(pool4: RankPool, precision: str) -> None:
+    """A rank computes experts that no token has chosen, and rows of other ranks, in the dtype of the run."""
+    (expected, _), *_ = pool4.run(fit, "Qwen3Moe", {}, Grouped, precision=precision)
+    for weights, spread in pool4.run(fit, "Qwen3Moe", {"expert_parallel_size": 4}, Grouped, precision=precision):
+        assert spread
+        assert error(weights, expected) <= PRECISIONS[precision]
 
 
 def fit_balanced(options: dict[str, Any]) -> dict[str, Tensor]:
