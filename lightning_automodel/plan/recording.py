@@ -143,12 +143,7 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBat
 
     ``precision_name`` is a key of ``PRECISIONS``. Raises :class:`CannotPlanError`.
     """
-    if options.expert_parallel_size > 1:
-        raise CannotPlanError(
-            f"expert_parallel_size={options.expert_parallel_size} is not planned: how many tokens reach the experts"
-            " of a rank depends on values, which the meta device lacks. Plan with expert_parallel_size=1, and try"
-            " sizes on the machines."
-        )
+    _refuse_expert_parallelism(options.expert_parallel_size)
     micro, plugin = MicroBatch(), PRECISIONS[precision_name]
     tensor, context = options.tensor_parallel_size, options.context_parallel_size
     with PatchStack() as stack:
@@ -184,6 +179,14 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBat
     if sliced is not None and sliced.num_calls == 0:
         raise CannotPlanError("attention stays within a slice: call lightning_automodel.context_parallel_attention.")
     return micro
+
+
+def _refuse_expert_parallelism(size: int) -> None:
+    if size > 1:
+        raise CannotPlanError(
+            f"expert_parallel_size={size} is not planned: how many tokens reach the experts of a rank depends on"
+            " values, which the meta device lacks. Plan with expert_parallel_size=1, and try sizes on the machines."
+        )
 
 
 @contextmanager
