@@ -147,11 +147,20 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
     for root in fsdp_roots(model):
         torch_internals.initialise_fsdp_root(root)
     names = {id(module): name for name, module in model.named_modules()}
+    managed = set[nn.Parameter]()
     for group in torch_internals.fsdp_param_groups(model):
         unit = names[id(group.modules[0])]
         for param in group.fsdp_params:
             num_expert = num_expert_ranks(param.sharded_param)
             _check_averaging(unit, group, divisor // num_expert, divisor, num_expert > 1)
+            managed.add(param.sharded_param)
+    for name, parameter in model.named_parameters():
+        if num_expert_ranks(parameter) > 1 and parameter not in managed:
+            raise ValueError(
+                f"{name} is spread over expert-parallel ranks, but FSDP2 does not manage it, so that nobody would"
+                " average its gradients over the ranks that hold the same experts: let it be a parameter of a"
+                " module with a forward, below the LightningModule, and real."
+            )
 
 
 def _check_averaging(unit: str, group: Any, num_ranks: int, divisor: int, is_expert: bool) -> None:
