@@ -101,7 +101,13 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        sent: list[int],
+        received: list[int],
+        group: dist.ProcessGroup,
+    ) -> Tensor:
         ctx.way_back = received, sent, group
         output = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
