@@ -22,6 +22,7 @@ import lightning_automodel
 from lightning_automodel import AutomodelStrategy, destroy_global_state
 from tests import browser
 from tests.doc_blocks import PAGES, blocks, run_page, undefined_names, unknown_keywords
+from tests.markdown import merged_table
 from tests.processes import ROOT
 
 DOCS = ROOT / "docs"
@@ -179,6 +180,18 @@ def test_kubernetes_manifest() -> None:
     assert int(arguments.nnodes) == job["spec"]["completions"] == job["spec"]["parallelism"]
     assert (arguments.node_rank, arguments.master_port) == (1, 29500)
     assert arguments.master_addr == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+
+
+# --- Tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_rows_are_merged() -> None:
+    """In the order of their first names; a table of equal rows has one."""
+    rows = {"clip": ["passed"], "compile": ["refused"], "freeze": ["passed"]}
+    assert merged_table(["feature", "DDP"], rows)[2:] == ["| clip; freeze | passed |", "| compile | refused |"]
+    assert merged_table(["feature", "DDP"], {"clip": ["passed"], "freeze": ["passed"]}, every="all")[2:] == [
+        "| all | passed |"
+    ]
 
 
 # --- The site ---------------------------------------------------------------------------------------------------------

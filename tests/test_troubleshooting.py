@@ -20,9 +20,9 @@ WORDS_OF_PROSE = 4
 """A text of so many words is a message wherever it stands: a helper or a constant may hold what is raised elsewhere."""
 VALUE = "…"
 VERBS = (
-    "add apply build call change check choose collect combine compile compute configure count create end evaluate export"
-    " freeze gather give import keep leave let load log look make pad pass pip put register remove rename resume return"
-    " run save say see set shard start step take use validate write"
+    "add apply build call change check choose collect combine compile compute configure count create end evaluate"
+    " export freeze gather give import keep leave let load log look make pad pass pip put register remove rename resume"
+    " return run save say see set shard start step take use validate write"
 )
 NEXT_STEP = re.compile(
     rf"(?:^|[.:;,] (?:or )?|\bor )(?:{VERBS.replace(' ', '|')})\b"  # "...: pass data_parallel='fsdp2'"
@@ -172,10 +172,10 @@ def test_each_message_has_a_remedy() -> None:
         if not NEXT_STEP.search(message) and not any(explains(entry, message) for entry in entries())
     ]
     assert not missing, (
-        "These messages do not say what to do, and docs/troubleshooting.md does not either. Let the message name the next"
-        " step (NEXT_STEP), or add it to the page, below the heading that says what the user was doing, or to an entry"
-        " with the same remedy, as an item of its list. A constant part of the message is enough. A text that no user"
-        " gets to see goes into NOT_MESSAGES.\n\n" + "\n".join(missing)
+        "These messages do not say what to do, and docs/troubleshooting.md does not either. Let the message name the"
+        " next step (NEXT_STEP), or add it to the page, below the heading that says what the user was doing, or to an"
+        " entry with the same remedy, as an item of its list. A constant part of the message is enough. A text"
+        " that no user gets to see goes into NOT_MESSAGES.\n\n" + "\n".join(missing)
     )
 
 
