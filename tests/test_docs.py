@@ -186,12 +186,18 @@ def test_kubernetes_manifest() -> None:
 
 
 def test_equal_rows_are_merged() -> None:
-    """In the order of their first names; a table of equal rows has one."""
-    rows = {"clip": ["passed"], "compile": ["refused"], "freeze": ["passed"]}
-    assert merged_table(["feature", "DDP"], rows)[2:] == ["| clip; freeze | passed |", "| compile | refused |"]
-    assert merged_table(["feature", "DDP"], {"clip": ["passed"], "freeze": ["passed"]}, every="all")[2:] == [
-        "| all | passed |"
+    """A few are listed in the first cell; the largest group of more is counted, in the last row."""
+
+    def written(**rows: str) -> list[str]:
+        return merged_table(["feature", "DDP"], {name: [cell] for name, cell in rows.items()}, "features")[2:]
+
+    assert written(clip="passed", compile="refused", freeze="passed") == [
+        "| clip; freeze | passed |",
+        "| compile | refused |",
     ]
+    many = {f"f{number}": "passed" for number in range(4)}
+    assert written(**many, compile="refused") == ["| compile | refused |", "| the other 4 features | passed |"]
+    assert written(**many) == ["| all 4 features | passed |"]
 
 
 # --- The site ---------------------------------------------------------------------------------------------------------

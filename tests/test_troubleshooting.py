@@ -22,11 +22,11 @@ VALUE = "…"
 VERBS = (
     "add apply build call change check choose collect combine compile compute configure count create end evaluate"
     " export freeze gather give import keep leave let load log look make pad pass pip put register remove rename resume"
-    " return run save say see set shard start step take use validate write"
+    " return run save say see set shard spread start step take use validate write"
 )
 NEXT_STEP = re.compile(
     rf"(?:^|[.:;,] (?:or )?|\bor )(?:{VERBS.replace(' ', '|')})\b"  # "...: pass data_parallel='fsdp2'"
-    r"|\bmust (?:be|have|hold|call|return)\b|\bvalid (?:sizes )?are\b",
+    r"|\bmust\b|\bvalid (?:sizes )?are\b",
     re.IGNORECASE,
 )
 """How a message tells the next step: a verb that opens a clause, or what a value must be."""

@@ -135,7 +135,7 @@ def as_markdown(found: dict[Cell, str]) -> str:
         ]
         cells = [", ".join(f"{number} {word}" for word, number in count.items()) or "not selected" for count in counts]
         rows[precision] = cells
-    return "\n".join([*lines, *merged_table(["precision", *layouts], rows, every="every precision")]) + "\n"
+    return "\n".join([*lines, *merged_table(["precision", *layouts], rows, "precisions")]) + "\n"
 
 
 @pytest.mark.every_case

@@ -154,12 +154,14 @@ def as_markdown(found: Table) -> str:
         f" second device in a micro-batch, over micro-batches {FIRST} to {LAST - 1} of a fit that accumulates"
         f" {ACCUMULATE}. The batch alone is copied from pageable memory.",
         "",
+        f"Features: {'; '.join(STEADY)}.",
+        "",
     ]
     rows = {
         feature: [_cell(layout, feature, found.get((layout, feature))) for layout in STEADY_LAYOUTS]
         for feature in STEADY
     }
-    lines += merged_table(["feature", *STEADY_LAYOUTS], rows)
+    lines += merged_table(["feature", *STEADY_LAYOUTS], rows, "features")
     notes = [f"{number}. {note}" for number, (_, _, _, note) in enumerate(NAMED, 1)]
     return "\n".join([*lines, "", *notes]) + "\n"
 
@@ -173,9 +175,11 @@ def kernels_as_markdown(found: Table) -> str:
         f" rank 0, in a window of {ACCUMULATE} micro-batches, by who calls them: this package (of these on lists of"
         " gradients) + FSDP2 + the optimizer. The model's own are left out.",
         "",
+        f"Features: {'; '.join(STEADY)}.",
+        "",
     ]
     rows = {feature: [_kernel_cell(found.get((layout, feature))) for layout in STEADY_LAYOUTS] for feature in STEADY}
-    lines += merged_table(["feature", *STEADY_LAYOUTS], rows)
+    lines += merged_table(["feature", *STEADY_LAYOUTS], rows, "features")
     return "\n".join(lines) + "\n"
 
 

@@ -117,6 +117,8 @@ def as_markdown(found: dict[Cell, Status]) -> str:
         " single-process float64 loop. The number behind a precision is the tolerance, relative to the largest weight"
         " of each tensor. *refused* and *not run* point to the message or the reason below.",
         "",
+        f"Features: {'; '.join(FEATURES)}.",
+        "",
     ]
     tables: dict[str, list[str]] = {}
     for precision, tolerance in PRECISIONS.items():
@@ -124,7 +126,7 @@ def as_markdown(found: dict[Cell, Status]) -> str:
             feature: [_shown(found.get(Cell(layout, precision, feature)), notes) for layout in LAYOUTS]
             for feature in FEATURES
         }
-        table = "\n".join(merged_table(["feature", *LAYOUTS], rows, every="every feature"))
+        table = "\n".join(merged_table(["feature", *LAYOUTS], rows, "features"))
         tables.setdefault(table, []).append(f"{precision} ({tolerance:g})")
     for table, precisions in tables.items():
         lines += [f"## {', '.join(precisions)}", "", table, ""]
