@@ -126,7 +126,7 @@ class MicroBatches:
         if optimizer is not None and not self.windows.open_windows:
             self._zero_if_skipped(optimizer)
         count, accumulate = self._take_count(kwargs)
-        window = self.windows.open(count)
+        window = self.windows.open(count * accumulate)
         window.ahead = None if self.ahead is None else self.ahead.totals()
         plugin_loss = plugin.pre_backward(loss, module)
         self.advice.about_half_precision(loss, count)
