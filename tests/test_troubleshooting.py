@@ -21,8 +21,8 @@ WORDS_OF_PROSE = 4
 VALUE = "…"
 VERBS = (
     "add apply build call change check choose collect combine compile compute configure count create end evaluate"
-    " export freeze gather give import keep leave let load log look make pad pass pip put register remove rename resume"
-    " return run save say see set shard spread start step take use validate write"
+    " export freeze gather give import keep leave let load log look make pad pass pip plan put register remove rename"
+    " resume return run save say see set shard spread start step take use validate write"
 )
 NEXT_STEP = re.compile(
     rf"(?:^|[.:;,] (?:or )?|\bor )(?:{VERBS.replace(' ', '|')})\b"  # "...: pass data_parallel='fsdp2'"
@@ -64,6 +64,7 @@ NOT_MESSAGES = {
     "its sums over all parameters are right on shards": "in describe()",
     "found on another rank": "a part of a message",
     "got mixed torch.Tensor and DTensor": "torch's own message, which ours explains",
+    "must have the same mesh": "torch's own message, which ours explains",
     "out of bounds for storage of size 0": "torch's own message, which ours explains",
     "RegisterPostBackwardFunction is a view and is being modified inplace": "torch's own message, which ours explains",
     "One of the differentiated Tensors appears to not have been used in the graph.": "torch's own message",
@@ -93,6 +94,7 @@ NOT_MESSAGES = {
     "shared between FSDP roots": "in describe()",
     "in a TorchScript module": "in describe()",
     "outside of every FSDP root": "in describe()",
+    "Slicing a flattened dim": "a warning of torch's that is filtered",
     "did not receive grad for rank \\d+: (\\d[\\d ]*)": "torch's own message, which ours quotes",
     "defer_fsdp_grad_sync=False (a window of several holds … of gradients)": "of `To need less memory`",
     "reshard_during_accumulation=True (… of parameters stay gathered)": "of `To need less memory`",
@@ -100,6 +102,9 @@ NOT_MESSAGES = {
     "fewer rows in a micro-batch": "of `To need less memory`",
     "what loads a batch": "of `… raised StopIteration`",
     # Parts of messages whose rest says what to do.
+    "has none of the plan's weights of its own; an adapter may have wrapped it": "of `Change it after the strategy`",
+    "does not say its num_experts": "of `Change it after the strategy`",
+    "has a forward that was replaced, which would not be called": "of `Change it after the strategy`",
     "some of its tensors are on the meta device": "of `the module in this process cannot hold the trained weights`",
     "The last batch of loaders of unequal lengths is not known with ….": "its value says what to do",
     "with data_parallel='ddp' nothing replaces parameters": "of `… of … parameters of … are not parameters of`",

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_automodel
@@ -41,6 +42,7 @@ from lightning_automodel import (
     initialize_distributed,
     reduce_loss,
     rescale_gradients,
+    spread_experts,
     token_loss,
 )
 from lightning_automodel.checkpoint import CheckpointError, export_hugging_face
@@ -97,6 +99,12 @@ class Model(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Any."""
         return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def spread(layers: list[nn.Module], mesh: DeviceMesh) -> None:
+    """What `configure_model` of a mixture of experts does."""
+    for layer in layers:
+        spread_experts(layer, mesh["expert_parallel"], names=["up", "down"])
 
 
 def count(batch: Batch) -> Tensor:
