@@ -148,7 +148,6 @@ class Module(pl.LightningModule):
 
 def train(case: Case, size: int, resharded: bool, on_step: Callable[[], None]) -> Tensor:
     """Train in the process group that exists; returns all weights."""
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())  # tells Lightning that the ranks have been started
     module = Module(case)
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -33,6 +33,7 @@ from lightning_automodel import (
     clip_gradients,
     context_parallel_attention,
     destroy_global_state,
+    dispatch_tokens,
     dp_eval_sample_shard,
     get_local_rank_preinit,
     get_local_world_size_preinit,
@@ -105,6 +106,16 @@ def spread(layers: list[nn.Module], mesh: DeviceMesh) -> None:
     """What `configure_model` of a mixture of experts does."""
     for layer in layers:
         spread_experts(layer, mesh["expert_parallel"], names=["up", "down"])
+
+
+def mixed(tokens: Tensor, scores: Tensor, up: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """What the forward of such a mixture does."""
+
+    def compute(rows: Tensor, counts: list[int]) -> Tensor:
+        return torch.cat([part @ own for part, own in zip(rows.split(counts), up, strict=True)])
+
+    weights, chosen = scores.topk(2)
+    return dispatch_tokens(tokens, chosen, weights, scores.shape[1], compute, mesh)
 
 
 def count(batch: Batch) -> Tensor:
