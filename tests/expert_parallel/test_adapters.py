@@ -49,7 +49,10 @@ def test_adapters_of_attention(pool4: RankPool) -> None:
     for weights in pool4.run(_fit, SPREAD, **where):
         assert error(weights, expected) <= ROUNDING
     start = full_weights(adapted(**where))
-    assert {name.rsplit(".", 3)[1] for name in expected if not expected[name].equal(start[name])} == {"lora_A", "lora_B"}
+    assert {name.rsplit(".", 3)[1] for name in expected if not expected[name].equal(start[name])} == {
+        "lora_A",
+        "lora_B",
+    }
 
 
 def test_adapters_of_experts(pool4: RankPool) -> None:
