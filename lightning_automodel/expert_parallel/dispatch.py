@@ -36,11 +36,10 @@ def dispatch_tokens(
 ) -> Tensor:
     """Compute a mixture of experts that are spread over ranks: each token is computed where its experts are.
 
-    A collective over ``mesh``, in the forward and in the backward: all its ranks must call it in the same order, a rank
-    without tokens with empty tensors. It waits for the device once, since the host must know how many tokens arrive. If
-    a rank fails, the others raise when the strategy tells them, or when the group's timeout ends.
-
-    No token is dropped: results and gradients are those of one process, whatever the experts chosen.
+    No token is dropped: results and gradients are those of one process. A collective over ``mesh``, in the forward and
+    in the backward: all its ranks must call it in the same order, a rank without tokens with empty tensors. It waits
+    for the device once, since the host must know how many tokens arrive. If a rank fails, the others raise when the
+    strategy tells them, or when the group's timeout ends.
 
     Args:
         tokens: This rank's tokens, [n, d].

@@ -108,8 +108,9 @@ def _reason_against(parameter: nn.Parameter) -> str | None:
 
 
 def _spread(whole: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    # Tensors on the meta device have no values to send.
-    source = None if whole.device.type == "meta" else 0
+    source: int | None = 0
+    if whole.device.type == "meta":
+        source = None  # there are no values to send
     with torch.no_grad():
         part = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=source)
     parameter = nn.Parameter(part, requires_grad=whole.requires_grad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -144,6 +145,22 @@ def test_gradients_beside_training(pool4: RankPool) -> None:
         pool4.run(fit, {}, Differentiated)
     assert all("if batch_idx == 2" not in text for text in raised.value.failures.values())
     assert any("self.model.blocks[0].experts.up, retain_graph" in text for text in raised.value.failures.values())
+
+
+def _fit_without_meshes_of_parameters() -> None:
+    """As in a release whose units have one mesh for all parameters."""
+    common = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_common"]
+    removed = vars(common).pop("ShardPlacementResult")
+    try:
+        fit({})
+    finally:
+        common.ShardPlacementResult = removed
+
+
+def test_a_release_without_what_is_needed(pool4: RankPool) -> None:
+    message = "UnsupportedReleaseError: lightning_automodel needs .*ShardPlacementResult, which torch"
+    with pytest.raises(RankError, match=message):
+        pool4.run(_fit_without_meshes_of_parameters)
 
 
 class _Quantised(nn.Module):
