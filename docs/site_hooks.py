@@ -22,6 +22,8 @@ LOG = logging.getLogger("mkdocs.hooks")
 OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)")
 MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.M | re.S)
 LANGUAGES = {".py": "python", ".yaml": "yaml"}
+WIDE_PAGES = ("CONTRIBUTING.md", "faults.md", "scale.md", "support.md")
+"""Their tables need the room of the table of contents."""
 SHORT_CELL = 20
 """Characters. A phone shows a table of short cells beside a first column that stays; rows of others become blocks."""
 
@@ -53,8 +55,11 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Draw diagrams, let links lead to those pages, and show the meaning of the options that follow ``Options:``."""
     markdown = _with_diagrams(markdown, page.file.src_uri)
+    if page.file.src_uri in WIDE_PAGES:
+        page.meta.setdefault("hide", []).append("toc")
     if "/" in page.file.src_uri:
-        return markdown  # from outside of docs/
+        return markdown  # from a folder outside of docs/
+    markdown = markdown.replace("](docs/", "](")  # of a page that lies beside docs/
     markdown = OUTSIDE.sub(lambda found: f"]({_page_of(found[1])}", markdown)
     return re.sub(r"^Options: (.*?)\n\n", lambda found: _option_list(found[1]), markdown, flags=re.M | re.S)
 
