@@ -1,9 +1,9 @@
 """Draws the Mermaid flowcharts of the pages as SVG when the site is built.
 
-GitHub draws Mermaid itself. A site would need Mermaid's script, which comes from another host. What is understood here is
-the part of the language that the pages use: `flowchart TD`, `accTitle:`, `accDescr:`, nodes `name["line<br>line"]`, and
-edges `a --> b` and `a -- "text" --> b` without a cycle, chained or not. The first line of a node is what happens, the
-others name files. Anything else raises a ValueError, so that a strict build fails.
+GitHub draws Mermaid itself. A site would need Mermaid's script from another host, so that it could not be read offline.
+This module understands the part of the language that the pages use: `flowchart TD`, `accTitle:`, `accDescr:`, nodes
+`name["line<br>line"]`, and edges `a --> b` and `a -- "text" --> b`, chained or not, without a cycle. The first line of a
+node says what happens, the others name files. Anything else raises a ValueError, and a strict build fails.
 """
 
 import html
@@ -13,7 +13,12 @@ from itertools import count, pairwise
 
 NODE = re.compile(r'\s*(\w+)(?:\["([^"]*)"\])?')
 EDGE = re.compile(r'\s*(?:--\s*"([^"]*)"\s*)?-->')
-SPACE_X, SPACE_Y, PADDING, LINE_HEIGHT, LETTER_WIDTH = 28, 46, 12, 20, 7.3  # pixels
+# In pixels.
+SPACE_X = 28
+SPACE_Y = 46
+PADDING = 12
+LINE_HEIGHT = 20
+LETTER_WIDTH = 7.3
 STYLE = (
     ".diagram text{font:14px system-ui,sans-serif;fill:#222;text-anchor:middle}"
     ".diagram .file{font:12.5px ui-monospace,monospace;fill:#555}"
@@ -94,7 +99,9 @@ def parse(source: str) -> Flowchart:
 
 def _read_chain(chart: Flowchart, line: str) -> None:
     """Adds the nodes and edges of one line."""
-    names, texts, position = [], [], 0
+    names: list[str] = []
+    texts: list[str] = []
+    position = 0
     while True:
         node = NODE.match(line, position)
         if node is None:
@@ -120,7 +127,7 @@ def _read_chain(chart: Flowchart, line: str) -> None:
 
 
 def place(nodes: dict[str, Node]) -> tuple[float, float]:
-    """Gives each node its place, and returns the size of the picture: layers from above, each node below its parents."""
+    """Gives each node its place, in layers from above, below its parents. Returns the size of the picture."""
     for _ in nodes:
         for node in nodes.values():
             node.layer = max((nodes[parent].layer + 1 for parent in node.parents), default=0)
@@ -192,10 +199,10 @@ def _edge(chart: Flowchart, parent: str, child: str) -> str:
     """A line with an arrow head, from the lower edge of a box to the upper edge of another."""
     start, end = chart.nodes[parent], chart.nodes[child]
     top, bottom = start.y + start.height / 2, end.y - end.height / 2
-    bend = (bottom - top) / 2
-    curve = f"M{start.x:.0f} {top:.0f}C{start.x:.0f} {top + bend:.0f} {end.x:.0f} {bottom - bend:.0f} {end.x:.0f} {bottom:.0f}"
+    middle = (top + bottom) / 2
+    curve = f"C{start.x:.0f} {middle:.0f} {end.x:.0f} {middle:.0f} {end.x:.0f} {bottom:.0f}"
     head = "m-4 -7l4 7l4 -7"
-    return f'<path d="{curve}{head}"/>'
+    return f'<path d="M{start.x:.0f} {top:.0f}{curve}{head}"/>'
 
 
 def _label(chart: Flowchart, parent: str, child: str) -> str:

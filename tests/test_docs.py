@@ -290,16 +290,17 @@ def test_site_from_a_folder(site: Path) -> None:
 
 def test_diagrams() -> None:
     """A window and a failing rank are drawn from one source, with a text for those who do not see them."""
-    blocks_of = {name: MERMAID.findall((ROOT / name).read_text()) for name in ("docs/how_it_works.md", "CONTRIBUTING.md")}
-    assert len(blocks_of["CONTRIBUTING.md"]) == 2
-    assert blocks_of["CONTRIBUTING.md"] == blocks_of["docs/how_it_works.md"]
-    for number, block in enumerate(blocks_of["CONTRIBUTING.md"]):
+    charts = MERMAID.findall((DOCS / "how_it_works.md").read_text())
+    assert len(charts) == 2
+    assert MERMAID.findall((ROOT / "CONTRIBUTING.md").read_text()) == charts
+    for number, block in enumerate(charts):
         picture = xml.etree.ElementTree.fromstring(svg_of(block, number))
         title, description = picture[0], picture[1]
         assert picture.attrib["aria-labelledby"] == f"{title.attrib['id']} {description.attrib['id']}"
         assert title.text
         assert description.text
-        boxes = [[float(box.attrib[key]) for key in ("x", "y", "width", "height")] for box in picture.findall("{*}rect")]
+        edges = ("x", "y", "width", "height")
+        boxes = [[float(box.attrib[edge]) for edge in edges] for box in picture.findall("{*}rect")]
         assert len(boxes) == len(re.findall(r'\["', block))
         assert [(a, b) for a, b in combinations(boxes, 2) if overlap(a, b)] == []
 
@@ -340,7 +341,7 @@ def test_first_screen() -> None:
     """What a reader asks, in the order of asking, in 120 lines."""
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120
-    order = ["```diff", "ExactnessCheck()", "| your training |", "<!-- main command -->", "**Status:**", "## Tell the count"]
+    order = ["```diff", "ExactnessCheck()", "| your training |", "<!-- main command -->", "**Status:**", "## Tell"]
     places = [text.index(part) for part in order]
     assert places == sorted(places)
 
