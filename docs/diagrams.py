@@ -2,8 +2,8 @@
 
 GitHub draws Mermaid itself. A site would need Mermaid's script from another host, so that it could not be read offline.
 This module understands the part of the language that the pages use: `flowchart TD`, `accTitle:`, `accDescr:`, nodes
-`name["line<br>line"]`, and edges `a --> b` and `a -- "text" --> b`, chained or not, without a cycle. The first line of a
-node says what happens, the others name files. Anything else raises a ValueError, and a strict build fails.
+`name["line<br>line"]`, and edges `a --> b` and `a -- "text" --> b`, chained or not, without a cycle. The first line of
+a node says what happens, the others name files. Anything else raises a ValueError, and a strict build fails.
 """
 
 import html
