@@ -61,6 +61,8 @@ class MicroBatches:
         # Only in the first window, since it reads the device.
         if self.ahead is not None and self.windows.last_step is None and not self.inputs.is_filler:
             self.weighting.check_unchanged(batch, self.ahead.count)
+        # First of all: a rank whose data has ended waits for it, and not for the buffers that the forward broadcasts.
+        self.inputs.check_training_goes_on()
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
         with checks.explained_errors(), self.inputs.training_step(), attention:
             output = step(*args, **kwargs)
@@ -124,7 +126,7 @@ class MicroBatches:
         if optimizer is not None and not self.windows.open_windows:
             self._zero_if_skipped(optimizer)
         count, accumulate = self._take_count(kwargs)
-        window = self.windows.open(count)
+        window = self.windows.open(count * accumulate)
         window.ahead = None if self.ahead is None else self.ahead.totals()
         plugin_loss = plugin.pre_backward(loss, module)
         self.advice.about_half_precision(loss, count)

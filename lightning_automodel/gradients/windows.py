@@ -158,11 +158,11 @@ class GradientWindows:
 
     # --- One backward -------------------------------------------------------------------------------------------------
 
-    def open(self, count: Count) -> Window:
+    def open(self, expected: Count) -> Window:
         """Return the window that the next backward adds to: the toggled optimizer's, else the open or a new one of all.
 
-        ``count`` are the label tokens of the backward. A collective once in a run in float16. Raises RuntimeError if
-        several are open and none is toggled, or if two windows would hold the same parameter.
+        ``expected`` are about as many label tokens as the window will have. A collective once in a run in float16.
+        Raises RuntimeError if several are open and none is toggled, or if two windows would hold the same parameter.
         """
         key = self.toggled
         if key is not None and key in self._open:
@@ -179,7 +179,7 @@ class GradientWindows:
                 " run it inside `with optimizer.toggle_model():` of the optimizer whose window it ends."
             )
         sums = torch.zeros(3, dtype=wide_dtype(self._device), device=self._device)
-        window = Window(optimizers, self.scaling.start_window(count), sums)
+        window = Window(optimizers, self.scaling.start_window(expected), sums)
         for other in self._open.values():
             if shared := window.owned & other.owned:
                 raise RuntimeError(
