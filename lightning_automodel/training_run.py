@@ -269,7 +269,7 @@ class TrainingRun:
     def holds_gradients(self) -> bool:
         """Whether backwards have accumulated, in open windows or in ``.grad``, that no optimizer has stepped with."""
         unused = (p for optimizer in self.windows.since_step for p in optimizer_parameters(optimizer))
-        return bool(self.windows.open_windows) or any(parameter.grad is not None for parameter in unused)
+        return bool(self.windows.unfinished) or any(parameter.grad is not None for parameter in unused)
 
     # --- Beside training ----------------------------------------------------------------------------------------------
 
@@ -279,13 +279,16 @@ class TrainingRun:
         def evaluate(*args: Any) -> Any:
             with self.engine.evaluation():
                 args, attention = self.micro_batches.sliced(args, step.__name__)
-                with checks.explained_errors(), attention:
-                    try:
+                try:
+                    with attention:
                         return step(*args, **kwargs)
-                    except StopIteration as error:
-                        if self._mesh.group.size() == 1 or draws_its_batches(getattr(self.module, step.__name__)):
-                            raise
-                        raise stop_iteration.explained(error, step.__name__) from error
+                except StopIteration as error:
+                    if self._mesh.group.size() == 1 or draws_its_batches(getattr(self.module, step.__name__)):
+                        raise
+                    raise stop_iteration.explained(error, step.__name__) from error
+                except RuntimeError as error:
+                    checks.raise_explanation(error)
+                    raise
 
         return self.inputs.evaluate(evaluate, args, begin, self.engine.join_evaluation)
 

@@ -126,7 +126,8 @@ class Resume:
         def call_then_start(action_name: str) -> None:
             name = action_name.rsplit(".", 1)[-1]
             self._actions_seen.add(name)
-            before.get(name, lambda: None)()
+            if name in before:
+                before[name]()
             start(action_name)
 
         self._patches.set(profiler, "start", call_then_start)

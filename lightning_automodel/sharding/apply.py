@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.sharding.gathers import drop_unused
+from lightning_automodel.sharding.gathers import reshard
 from lightning_automodel.sharding.precision import OutermostCall, cast_around, step_policy, unit_policy
 from lightning_automodel.sharding.quantized import has_parts
 from lightning_automodel.sharding.units import (
@@ -103,7 +103,8 @@ def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module], head: nn
                 for unit in whole_step[1:]:
                     unit.unshard()
                 output = method(*args, **kwargs)
-            drop_unused(units)
+            for unit in torch_internals.gathering(units):
+                reshard(unit)  # prefetched, and not used
             return after(root, args, output)
         finally:
             # No backward will free the gathered parameters, and they would be stale after the next optimizer step.
