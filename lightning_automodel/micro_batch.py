@@ -117,10 +117,7 @@ class MicroBatches:
     def backward(
         self, loss: Tensor, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
-        """Backpropagate one micro-batch. When the last one of a window returns, ``.grad`` is final.
-
-        See :meth:`AutomodelStrategy.backward` for who must call it, and docs/how_it_works.md for the algebra.
-        """
+        """See :meth:`AutomodelStrategy.backward`. When the last backward of a window returns, ``.grad`` is final."""
         module = self.module
         windows = self.windows
         sync = self.engine.sync
@@ -167,7 +164,6 @@ class MicroBatches:
             report = windows.close(window, totals)
             if is_first_window:
                 self.advice.about_first_window(report)
-
         if is_padding and module.automatic_optimization:
             self.inputs.end_padding()
         try:

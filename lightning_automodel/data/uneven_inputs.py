@@ -2,7 +2,6 @@
 
 import copy
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -52,8 +51,6 @@ class UnevenInputs:
         self._is_in_step = False
         self._handle: BatchHandle | None = None
         self.is_filler = False  # whether this rank's newest training batch was a padding batch
-        # Lightning warns in `validate` and `test` that samples are repeated; `without_repeats` prevents that.
-        warnings.filterwarnings("ignore", "Using `DistributedSampler` with the dataloaders", PossibleUserWarning)
 
     def without_repeats(self, loader: Any) -> Any:
         """A copy of the loader whose ``DistributedSampler`` repeats no samples to make ranks even.

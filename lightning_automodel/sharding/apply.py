@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import Left, leave
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.gathers import reshard
 from lightning_automodel.sharding.precision import OutermostCall, cast_around, step_policy, unit_policy
@@ -23,7 +24,6 @@ from lightning_automodel.sharding.units import (
     ShardingPlan,
     callable_children,
     can_be_unit,
-    class_name,
     distinct,
     fsdp_roots,
     has_fsdp_units,
@@ -68,7 +68,6 @@ def apply_fsdp2(
             mark_head(plan.head)
         fully_shard(root, reshard_after_forward=False, mp_policy=step_policy(policy), **kwargs)
         _run_steps_as_forward(root, plan.units, plan.head)
-        type(root).__name__ = class_name(root)  # Lightning's messages name the user's class
     if policy.output_dtype is not None or policy.cast_forward_inputs:
         cast_around(distinct(callable_children(model)), policy)
 
@@ -123,6 +122,7 @@ def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module], head: nn
         if part not in passed_by and (part in entries or (can_be_unit(part) and has_fsdp_units(part))):
             part.forward = outermost.around(part.forward)
     vars(model)[_AS_STEP] = outermost.around(lambda function: function())
+    leave(Left.STEPS)
 
 
 def call_as_step(model: nn.Module, function: Callable[[], T]) -> T:
