@@ -67,6 +67,8 @@ class MicroBatches:
         # Only in the first window, since it reads the device.
         if self.ahead is not None and self.windows.last_step is None and not self.inputs.is_filler:
             self.weighting.check_unchanged(batch, self.ahead.count)
+        # First of all: a rank whose data has ended waits for it, and not for the buffers that the forward broadcasts.
+        self.inputs.check_training_goes_on()
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
 
         def attending_step() -> Any:
@@ -138,7 +140,7 @@ class MicroBatches:
             self._look(loss, count, divided_by, aux_loss)
 
         # The window's gradients alone stand in `.grad` during the backward: what stood there is set aside.
-        window = windows.open(count, None if self.ahead is None else self.ahead.totals())
+        window = windows.open(count * divided_by, None if self.ahead is None else self.ahead.totals())
         objective = windows.weigh(window, token_losses, aux_loss)
         if is_padding:
             objective = objective * 0

@@ -485,9 +485,10 @@ class AutomodelStrategy(ParallelStrategy):
         ranks = self.distributed_sampler_kwargs
         check_counted_ranks(dataloader, ranks["rank"], ranks["num_replicas"])
         dataloader = self._required_run.inputs.without_repeats(dataloader)
+        processed = self._required_run.inputs.process(dataloader)
         if self._resume is not None:
             self._resume.process_dataloader(dataloader)
-        return self._required_run.inputs.process(dataloader)
+        return processed
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 

@@ -27,18 +27,19 @@ _UNKNOWN = -1
 _STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
 _LOADERS = {"val": "val_dataloaders", "test": "test_dataloaders", "predict": "predict_dataloaders"}
 _GOES_ON, _IS_LAST, _HAS_ENDED, _VALIDATES = range(4)
+_KEEP_THEIR_LENGTH = ("torch", "torchdata", "lightning", "pytorch_lightning", "builtins")
 
 
 class UnevenInputs:
     """Synchronises ranks with unequal numbers of batches.
 
     If the loaders of a stage have the same length on all ranks, nothing is communicated per batch. Otherwise each rank
-    sends with every batch whether it is its last. A loader with an ``__iter__`` of its own may end before its length:
-    then each rank sends in training what comes next, a batch, a validation, or the end of the epoch. Only a rank whose
-    data ends waits for the other ranks' answers. In training it raises, and the other ranks get its error when they
-    next wait for it; if it ``pads``, it goes on with padding batches instead. In evaluation and prediction it joins the
-    collectives of their steps, without data, until all ranks have ended. ``group`` is the host group of all ranks. With
-    ``ahead``, training loaders are counted ahead.
+    sends with every batch whether it is its last. A loader or sampler with an ``__iter__`` of its own may end before
+    its length: then each rank sends in training what comes next, a batch, a validation, or the end of the epoch. Only a
+    rank whose data ends waits for the other ranks' answers. In training it raises, and the other ranks get its error
+    when they next wait for it; if it ``pads``, it goes on with padding batches instead. In evaluation and prediction it
+    joins the collectives of their steps, without data, until all ranks have ended. ``group`` is the host group of all
+    ranks. With ``ahead``, training loaders are counted ahead.
     """
 
     def __init__(self, trainer: "pl.Trainer", group: dist.ProcessGroup, pads: bool, ahead: WindowAhead | None) -> None:
@@ -159,7 +160,6 @@ class UnevenInputs:
 
     def train(self, step: Callable[[], Any]) -> Any:
         """Run a training step. What a padding batch changes in the module lasts until :meth:`end_padding`."""
-        self._check_training_goes_on()
         self._is_in_step = True
         try:
             if not self.is_filler:
@@ -207,8 +207,12 @@ class UnevenInputs:
                 " AutomodelStrategy(uneven_inputs='pad')."
             )
 
-    def _check_training_goes_on(self) -> None:
-        """Raise if the batch is the last of this rank, but not of all. A collective if lengths may differ."""
+    def check_training_goes_on(self) -> None:
+        """Raise if the batch is the last of this rank, but not of all.
+
+        A collective over the group if lengths may differ, so each rank calls it before every other collective of a
+        step. Only a rank with its last batch waits for the others.
+        """
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         number = progress.current.ready
         if self._follows_epoch:
@@ -336,13 +340,26 @@ class UnevenInputs:
 
 
 def may_end_early(loader: Any) -> bool:
-    """Whether ``loader`` has a length that its batches need not keep to: it iterates by itself, or over a stream."""
+    """Whether ``loader`` has a length that its batches need not keep to.
+
+    Such a loader reads a stream, or it, its batch sampler or its sampler iterates by code that is not torch's: a
+    loader that leaves batches out, or a sampler that fills batches up to a number of tokens and estimates how many.
+    """
     loader = users_own(loader)
     if sized_len(loader) is None or isinstance(loader, (list, tuple)):
         return False
-    definer = next((each for each in type(loader).__mro__ if "__iter__" in vars(each)), type(loader))
-    is_torchs = definer.__module__.partition(".")[0] in ("torch", "torchdata")
-    return not is_torchs or isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return True
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = (batch_sampler, getattr(batch_sampler, "sampler", None), getattr(loader, "sampler", None))
+    return not all(_keeps_its_length(iterated) for iterated in (loader, *samplers) if iterated is not None)
+
+
+def _keeps_its_length(iterated: Any) -> bool:
+    """Whether the code that iterates is torch's, Lightning's or Python's own, which yields as many as ``len()``."""
+    cls = type(iterated)
+    definer = next((base for base in cls.__mro__ if "__iter__" in vars(base)), cls)
+    return definer.__module__.partition(".")[0] in _KEEP_THEIR_LENGTH
 
 
 def _has_no_certain_length(loader: Any) -> bool:

@@ -21,8 +21,9 @@ class LossScaling:
 
     Gradients of a mean fit into float16, those of a sum over tokens may not. There sums are multiplied by the [] range
     factor, which stays on the device and is the same on all ranks: one over the mean tokens per rank of the previous
-    window, or of the first micro-batch of all, as a power of two, so that multiplying does not round unless a value
-    becomes subnormal.
+    window, rounded to a power of two, so that multiplying does not round unless a value becomes subnormal. Rounded up,
+    so that what fits into float16 as a mean fits as this sum. The first window of all takes what its first micro-batch
+    lets expect.
     """
 
     def __init__(
@@ -48,11 +49,11 @@ class LossScaling:
         if self.range_factor is not None and factor is not None:
             self.range_factor, self._is_unset = factor.to(self.range_factor), False
 
-    def start_window(self, count: Count) -> Tensor | None:
-        """[] the scale of a window that begins with ``count`` tokens, if any. In float16 a collective once in a run."""
+    def start_window(self, expected: Count) -> Tensor | None:
+        """[] the scale of a window of about ``expected`` tokens, if any. In float16 a collective once in a run."""
         if self._is_unset and self.range_factor is not None:
             self._is_unset = False
-            total = torch.as_tensor(count).detach().to(self.range_factor, copy=True)
+            total = torch.as_tensor(expected).detach().to(self.range_factor, copy=True)
             if self._mesh.sizes.divisor > 1:
                 dist.all_reduce(total, group=self._mesh.group)
             self.window_ended([], total)
@@ -65,7 +66,7 @@ class LossScaling:
         """Note that these optimizers' gradients are now unscaled, and set the range by the [] window's denominator."""
         self._is_checked.update(dict.fromkeys(optimizers, False))
         if self.range_factor is not None:
-            factor = torch.exp2(-torch.log2(denominator / self._mesh.sizes.divisor).round())
+            factor = torch.exp2(-torch.log2(denominator / self._mesh.sizes.divisor).ceil())
             self.range_factor = torch.where(denominator > 0, factor.to(self.range_factor), self.range_factor)
 
     def look_for_overflow(self, optimizer: Optimizer) -> None:

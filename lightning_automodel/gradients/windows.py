@@ -166,12 +166,12 @@ class GradientWindows:
 
     # --- The steps of one backward, in the order of `MicroBatches.backward` -------------------------------------------
 
-    def open(self, count: Count, ahead: WindowTotals | None) -> Window:
+    def open(self, expected: Count, ahead: WindowTotals | None) -> Window:
         """Return the window that the next backward adds to: the toggled optimizer's, else the open or a new one of all.
 
-        ``count`` are the label tokens of the backward, ``ahead`` the totals of the window if it is counted ahead. A
-        collective once in a run in float16. Raises RuntimeError if several are open and none is toggled, or if two
-        windows would hold the same parameter.
+        ``expected`` are about as many label tokens as the window will have, ``ahead`` its totals if it is counted
+        ahead. A collective once in a run in float16. Raises RuntimeError if several are open and none is toggled, or if
+        two windows would hold the same parameter.
         """
         key = self.toggled
         window = self.unfinished.get(key)
@@ -185,15 +185,15 @@ class GradientWindows:
             window = next(iter(self.unfinished.values()))
             window.optimizers = self.optimizers
         if window is None:
-            window = self._begin(key, count)
+            window = self._begin(key, expected)
         window.ahead = ahead
         return window
 
-    def _begin(self, key: Optimizer | None, count: Count) -> Window:
+    def _begin(self, key: Optimizer | None, expected: Count) -> Window:
         """Open a window."""
         sums = torch.zeros(3, dtype=wide_dtype(self._device), device=self._device)
         optimizers = self.optimizers if key is None else [key]
-        window = Window(key, optimizers, self.scaling.start_window(count), sums)
+        window = Window(key, optimizers, self.scaling.start_window(expected), sums)
         self._check_owners(window)
         self.unfinished[key] = window
         return window

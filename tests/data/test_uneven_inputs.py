@@ -14,14 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.data.batches import TrackedLoader
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import Batch, micro_batches
-from tests.trainer.runs import CASE, LabelledModule, make_trainer, mean_loss
+from tests.trainer.runs import CASE, LabelledModule, by_default, make_trainer, mean_loss
 
 NUM_BATCHES = (5, 3)
 CASE4 = replace(CASE, num_ranks=4)
@@ -431,10 +431,43 @@ class Leaving(DataLoader):
                 yield batch
 
 
-def _leave_out(stage: str, options: dict[str, Any], counts: tuple[int, int]) -> tuple[int, float, int]:
+class Estimating(Sampler[int]):
+    """Estimates its length, as samplers do that fill batches up to a number of tokens."""
+
+    def __init__(self, length: int, number: int) -> None:
+        self.length = length
+        self.number = number
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self.number)
+
+
+class WithBuffer(Evaluated):
+    """Has a buffer, which the first rank broadcasts before a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.add_(1)
+        return super().training_step(batch, batch_idx)
+
+
+def _leave_out(
+    stage: str, options: dict[str, Any], counts: tuple[int, int], what: str = "loader"
+) -> tuple[int, float, int]:
     """Batches of an epoch, the mean over all samples of a validation, and how many steps were taken."""
-    module, trainer = Evaluated(), make_trainer(AutomodelStrategy(**options), max_epochs=2)
-    loader = Leaving(micro_batches(CASE)[dist.get_rank()][:4], counts[dist.get_rank()])
+    module = WithBuffer() if what == "sampler" else Evaluated()
+    trainer = make_trainer(AutomodelStrategy(**options), max_epochs=2, use_distributed_sampler=False)
+    batches = micro_batches(CASE)[dist.get_rank()][:4]
+    number = counts[dist.get_rank()]
+    loader: DataLoader[Any] = Leaving(batches, number)
+    if what == "sampler":
+        loader = DataLoader(batches, batch_size=None, sampler=Estimating(4, number))
     if stage == "validate":
         (logged,) = trainer.validate(module, loader, verbose=False)
         return 0, len(logged), 0
@@ -460,3 +493,13 @@ def test_loader_that_leaves_batches_out(pool2: RankPool, options: dict[str, Any]
         == [(2 * counts[0], 0, 2 * counts[0])] * 2
     )
     pool2.run(_leave_out, "validate", options, counts)
+
+
+@pytest.mark.parametrize("options", by_default({"fsdp2": FSDP2, "ddp": DDP}, "fsdp2"))
+def test_sampler_that_estimates_its_length(pool2: RankPool, options: dict[str, Any]) -> None:
+    """Also beside buffers: what comes next is sent before the forward's first collective."""
+    with pytest.raises(RankError) as raised:
+        pool2.run(_leave_out, "train", options, (4, 2), "sampler", timeout_s=30)
+    for failure in raised.value.failures.values():
+        assert "The train data of rank 1 has ended with batch 2, and rank 0 would go on and wait" in failure
+    assert pool2.run(_leave_out, "train", options, (3, 3), "sampler") == [(6, 0, 6)] * 2

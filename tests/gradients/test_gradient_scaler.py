@@ -423,7 +423,7 @@ def _fit_on_cuda() -> tuple[dict[str, Tensor], float]:
     module = WideLossModule(decoder())
     settings = {"accelerator": "cuda", "devices": 1, "precision": "16-mixed", "accumulate_grad_batches": ACCUMULATE}
     trainer = make_trainer(AutomodelStrategy(), **settings)
-    trainer.fit(module, loader())
+    trainer.fit(module, loader(replace(CASE, num_ranks=1)))
     return full_weights(module), trainer.precision_plugin.scaler.get_scale()
 
 

@@ -101,10 +101,10 @@ def _scaling(in_float16: bool) -> LossScaling:
 
 
 def test_range_of_sums() -> None:
-    """The first count, then the rank's share of the window before, in powers of two."""
+    """What is expected, then the rank's share of the window before: powers of two, and never more than the mean."""
     scaling = _scaling(True)
     assert scaling.start_window(1000) == 2.0**-10
-    for denominator, factor in ((1500.0, 2.0**-11), (0.0, 2.0**-11), (0.5, 2.0)):
+    for denominator, factor in ((1500.0, 2.0**-11), (1100.0, 2.0**-11), (0.0, 2.0**-11), (0.5, 2.0)):
         scaling.window_ended([], torch.tensor(denominator, dtype=FP64))
         assert scaling.start_window(1) == factor
 

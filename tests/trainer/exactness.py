@@ -301,7 +301,8 @@ def weight_error(outcome: Outcome, expected: Outcome) -> float:
 
 def relative_error(actual: Tensor | float, expected: Tensor | float) -> float:
     """max |actual - expected| / max |expected|; infinite for a wrong shape, a NaN, or anything but zero for zero."""
-    actual, expected = torch.as_tensor(actual, dtype=torch.float64), torch.as_tensor(expected, dtype=torch.float64)
+    actual = torch.as_tensor(actual, dtype=torch.float64, device="cpu")
+    expected = torch.as_tensor(expected, dtype=torch.float64, device="cpu")
     if actual.shape != expected.shape or not actual.isfinite().all():
         return float("inf")
     deviation, scale = (actual - expected).abs().max().item(), expected.abs().max().item()
