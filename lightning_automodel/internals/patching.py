@@ -10,6 +10,7 @@ class Left(Enum):
     """What a run replaces and does not restore, with the reason. The engines' modules stay sharded after a run."""
 
     STEPS = "forward and steps of an FSDP2 root, and its hooks: they gather its parameters, which stay sharded"
+    NAMES = "__name__ of the class that FSDP2 makes for a root: messages after a run name the user's class too"
     CASTS = "forward of what a LightningModule calls: it casts inputs and outputs, as the units go on to compute"
     LOADING = "load_state_dict hooks of sharded modules: they take this rank's part of a whole tensor"
     PICKLING = "__reduce_ex__ of FSDP2's classes: pickle cannot find these classes, and this says what to do instead"
@@ -58,11 +59,6 @@ class PatchStack(ExitStack):
         else:
             self.callback(_uncover, target, name)
         setattr(target, name, value)
-
-    def rename(self, cls: type, name: str) -> None:
-        """Give a class another ``__name__``, which is no attribute of its own."""
-        self.callback(setattr, cls, "__name__", cls.__name__)
-        cls.__name__ = name
 
     def ignore_warnings(self, message: str, category: type[Warning] = Warning) -> None:
         """Ignore warnings whose text begins with ``message``, a regular expression."""

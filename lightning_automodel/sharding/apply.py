@@ -24,6 +24,7 @@ from lightning_automodel.sharding.units import (
     ShardingPlan,
     callable_children,
     can_be_unit,
+    class_name,
     distinct,
     fsdp_roots,
     has_fsdp_units,
@@ -68,6 +69,8 @@ def apply_fsdp2(
             mark_head(plan.head)
         fully_shard(root, reshard_after_forward=False, mp_policy=step_policy(policy), **kwargs)
         _run_steps_as_forward(root, plan.units, plan.head)
+        type(root).__name__ = class_name(root)  # messages of torch and Lightning name the user's class
+        leave(Left.NAMES)
     if policy.output_dtype is not None or policy.cast_forward_inputs:
         cast_around(distinct(callable_children(model)), policy)
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from lightning_automodel.distributed.mesh import RunMesh
-from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.grad_sync import GradSync
 
@@ -21,7 +20,6 @@ class Engine(ABC):
     def __init__(self, mesh: RunMesh, device: torch.device, options: StrategyOptions) -> None:
         self.mesh, self.device, self.options = mesh, device, options
         self.sync = GradSync()
-        self._patches = PatchStack()
 
     @abstractmethod
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
@@ -54,7 +52,6 @@ class Engine(ABC):
     def close(self) -> None:
         """Remove hooks and patches from the model."""
         self.sync.close()
-        self._patches.restore()
 
     def describe(self) -> dict[str, Any]:
         """What the engine has decided, and why."""

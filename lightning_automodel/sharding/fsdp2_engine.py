@@ -8,7 +8,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -56,8 +56,6 @@ class FSDP2Engine(Engine):
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
         with apply.attributes_kept(module):
             self._shard(module)
-        if isinstance(module, FSDPModule):
-            self._patches.rename(type(module), units.class_name(module))  # Lightning's messages name the user's class
         give_values()
         self._report["averaged_by_the_strategy"] = [
             name for name, p in module.named_parameters() if p.requires_grad and not isinstance(p, DTensor)

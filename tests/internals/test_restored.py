@@ -34,7 +34,7 @@ RUNS: dict[str, tuple[dict[str, Any], set[tuple[str, str]], set[Left]]] = {
     "fsdp2": (
         {**CHECKPOINTED},
         {("_Module", name) for name in STEPS} | {("TinyDecoder", "forward")},
-        {Left.STEPS, Left.LOADING, Left.PICKLING},
+        {Left.STEPS, Left.NAMES, Left.LOADING, Left.PICKLING},
     ),
     # Lightning runs steps as `forward`, and gives that back as an attribute of the module, under its own DDP too.
     "ddp": ({**CHECKPOINTED, "data_parallel": "ddp", "uneven_inputs": "pad"}, {("_Module", "forward")}, set()),
