@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.windows import PLAIN_BACKWARD, Uses
 from lightning_automodel.internals import torch as torch_internals
@@ -33,6 +34,14 @@ PENALTY_ON_WEIGHTS = (
     " p.full_tensor(). Or pass data_parallel='ddp'."
 )
 """How a penalty on sharded weights is trained."""
+
+GRADIENTS_OF_EXPERTS = (
+    "Gradients of experts that are spread over ranks (expert_parallel_size > 1) were computed beside the"
+    " strategy's own backward. They hold the tokens of all ranks that exchange them, whereas those of other"
+    " parameters hold this rank's. For a loss that trains, call self.manual_backward(loss). For the gradient of"
+    " inputs or activations, call torch.autograd.grad(loss, inputs)."
+)
+"""Why a backward that is not the strategy's must not reach spread experts."""
 
 
 def get_sync_ctx(
@@ -255,6 +264,7 @@ class FSDPGradSync(GradSync):
         self._heads = {unit for unit in self.units if is_head(unit)}
         self._groups = [group for unit in self.units for group in torch_internals.param_groups(unit)]
         self._model = model
+        self._has_experts = any(num_expert_ranks(parameter) > 1 for parameter in model.parameters())
         self._number_of = {group: number for number, group in enumerate(self._groups, start=1)}
         self._first_gathers: AgreedGathers | None = None
         self._written = WrittenWeights(model)
@@ -323,6 +333,8 @@ class FSDPGradSync(GradSync):
                 leaf = param.unsharded_param  # the same from the first all-gather on
                 leaf.requires_grad = True  # as the next all-gather sets it
                 self.track(shard, leaf)
+                if num_expert_ranks(shard) > 1:
+                    self._hooks.append(leaf.register_hook(self._check_gradient_of_experts))
                 name = self._unwatched.pop(shard)
                 # FSDP2 writes gradients of shards itself, past their hooks.
                 self._hooks.append(shard.register_hook(partial(self._note_bypass, name)))
@@ -331,6 +343,10 @@ class FSDPGradSync(GradSync):
         """What the forward uses in place of a shard, which users hold: an input of ``torch.autograd.grad``."""
         param = self._param_of.get(tensor)
         return None if param is None else getattr(param, "unsharded_param", None)
+
+    def _check_gradient_of_experts(self, _: Tensor) -> None:
+        if not self._in_backward:
+            raise RuntimeError(GRADIENTS_OF_EXPERTS)
 
     def _note_bypass(self, name: str, _: Tensor) -> None:
         if self._in_backward:
@@ -483,6 +499,8 @@ class FSDPGradSync(GradSync):
         plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
         if plain and self._group is not None:
             self.average(plain, self._group)
+        if self._has_experts:
+            rescale_clip.share_experts_gradients_(parameters)
 
     @override
     def keep(self) -> None:
