@@ -68,8 +68,10 @@ class _ConnectWatch:
     """The thread beside a main thread that connects."""
 
     def __init__(self, board: Board, timeout_s: float) -> None:
-        self._board, self._timeout_s = board, timeout_s
-        self._warn_after_s = board.timeout_s = min(LONGEST_SILENCE_S, timeout_s / 2)
+        self._board = board
+        self._timeout_s = timeout_s
+        self._warn_after_s = min(LONGEST_SILENCE_S, timeout_s / 2)
+        board.allow_silence(self._warn_after_s)
         self.is_over = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="lightning_automodel connecting", daemon=True)
 

@@ -175,6 +175,27 @@ def list_ranks(ranks: Sequence[int], notes: Mapping[int, str] | None = None) -> 
     return ", ".join(f"{rank}{(notes or {}).get(rank, '')}" for rank in ranks[:LONGEST_LIST]) + more
 
 
+def did_not_arrive(
+    missing: Sequence[int], seen: Mapping[int, Sighting], is_alive: bool, reader: str, unseen: str
+) -> RankFailure:
+    """The failure to report for the ranks ``missing``: that of the first of them, which may be alive elsewhere.
+
+    ``reader`` says who has waited for how long, and ``unseen`` where a rank is that has written no record.
+    """
+    notes = {rank: f" ({seen[rank].known.host}, in {seen[rank].known.where})" for rank in missing[:LONGEST_LIST]}
+    first = seen[missing[0]]
+    where = first.known.where
+    if first.record is None:
+        where = unseen
+    error = MISSED_HEARTBEATS
+    why = "stopped, dead, cut off, or not arrived yet"
+    if is_alive:
+        error = STUCK
+        why = "alive, but did not arrive"
+    message = f"{reader} for ranks {list_ranks(missing, notes)}: {why}"
+    return RankFailure(missing[0], first.known.host, where, error, message)
+
+
 def missed_heartbeats(rank: int, record: Record, reader: int, silent_s: float, more: str = "") -> RankFailure:
     """The failure to report for a rank of which ``reader`` has heard nothing for ``silent_s`` seconds."""
     message = f"rank {reader} has heard nothing of it{more} for {silent_s:.1f} s: stopped, killed or cut off"

@@ -18,8 +18,9 @@ from typing import Literal, get_args
 import torch.distributed as dist
 
 from lightning_automodel.distributed import join, process_group
-from lightning_automodel.distributed.board import LINGER_S, Board, connect_again
+from lightning_automodel.distributed.board import LINGER_S, Board
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure
+from lightning_automodel.distributed.store import connect_again
 
 Scope = Literal["node", "global"]
 
@@ -116,12 +117,17 @@ class FirstRankPerNode(ContextDecorator):
         return _Block(group, self._scope, self._timeout.total_seconds(), makes_group)
 
 
-run_board: Board | None = None
-"""Board of the run that this process is in; the run's supervisor sets it."""
+_run_board: Board | None = None
 
 _num_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _active: "list[_Block | None]" = []
 """Blocks that this process is in, outermost first; None for a part of another one."""
+
+
+def use_board(board: Board | None) -> None:
+    """From now on, communicate through ``board``, that of the run which this process is in; None outside of a run."""
+    global _run_board
+    _run_board = board
 
 
 def is_active() -> bool:
@@ -145,23 +151,26 @@ class _Block:
 
     def __init__(self, group: dist.ProcessGroup, scope: Scope, timeout_s: float, made_group: bool) -> None:
         dist.get_rank(group)  # raises if the group was destroyed
-        self.group, self.members, self.scope, self.is_first = group, dist.get_process_group_ranks(group), scope, False
-        self._timeout_s, self._made_group = timeout_s, made_group
+        self.group = group
+        self.members = dist.get_process_group_ranks(group)
+        self.scope = scope
+        self.is_first = False
+        self._timeout_s = timeout_s
+        self._made_group = made_group
         self._where = f"FirstRankPerNode(scope={scope!r})"
         # Each member counts its blocks on this group; all enter the same blocks, so the numbers agree. The lowest rank
         # is in the path, as torch may give one name to groups that share no rank.
         _num_blocks[group] = _num_blocks.get(group, 0) + 1
         self._path = f"first_rank/{group.group_name}.{min(self.members)}/{_num_blocks[group]}"
-        self._own_board = None
-        if run_board is None or not run_board.thread.is_alive():
+        self._makes_board = _run_board is None or not _run_board.is_served
+        if _run_board is not None and not self._makes_board:
+            self._board = _run_board
+        else:
             connect = connect_again(f"lightning_automodel/{self._path}", timeout_s)
             where = {"where": self._where}
-            self._own_board = Board(dist.get_rank(), connect, self._path, self.members, timeout_s, lambda: where)
-            self._own_board.thread.start()
-        board = self._own_board or run_board
-        assert board is not None
-        self._board = board
-        board.verdicts[self._path] = None
+            self._board = Board(dist.get_rank(), connect, self._path, self.members, timeout_s, lambda: where)
+            self._board.start()
+        self._board.follow(self._path)
 
     def enter(self) -> bool:
         """Wait until all ranks have come, and until the first one has left the block, unless this is it."""
@@ -196,9 +205,9 @@ class _Block:
                     board.call(lambda store: board.post(store, self._path, failure), LINGER_S)
             board.conclude(self._path, len(self.members))
         finally:
-            if self._own_board is not None:
-                self._own_board.close()
+            if self._makes_board:
+                board.close()
             else:
-                del board.verdicts[self._path]
+                board.unfollow(self._path)
             if self._made_group:
                 process_group.destroy_global_state()

@@ -17,8 +17,9 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed.board import LINGER_S, Board, launcher_hosts_store, pause_s
+from lightning_automodel.distributed.board import LINGER_S, Board
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure
+from lightning_automodel.distributed.store import launcher_hosts_store, pause_s
 
 POLL_S = 0.05
 RESOLVING_S = 5.0
@@ -201,7 +202,8 @@ class _Round:
         # Longer than connecting may take, which tells more when it fails.
         patience_s = timeout.total_seconds() + 1.0
         ranks, own = range(found.world_size), {"where": "joining"}
-        self.board = Board(found.rank, self._connect, JOIN, ranks, patience_s, lambda: own, check=check)
+        self.board = Board(found.rank, self._connect, JOIN, ranks, patience_s, lambda: own)
+        self.board.check_while_waiting(check)
 
     def _connect(self) -> dist.Store:
         self._rounds = dist.PrefixStore(KEYS, open_store(self._found, self._timeout, self._deadline))
@@ -211,7 +213,7 @@ class _Round:
     def join(self) -> Joined:
         """Enter this rank, and wait until all have come, or close the board if something is wrong."""
         board, ranks = self.board, range(self._found.world_size)
-        board.thread.start()
+        board.start()
         try:
             if problem := board.call(self._enter):
                 raise RankFailedError(RankFailure(board.rank, board.host, "joining", "ValueError", problem))

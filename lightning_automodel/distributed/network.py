@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed.board import pause_s
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure
+from lightning_automodel.distributed.store import pause_s
 
 log = logging.getLogger(__name__)
 

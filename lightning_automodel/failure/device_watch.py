@@ -16,7 +16,7 @@ from lightning_automodel.distributed.board import Board
 from lightning_automodel.distributed.failures import Device, RankFailure, Sighting
 from lightning_automodel.failure.device_progress import DeviceProgress
 from lightning_automodel.failure.lease import holds_lease
-from lightning_automodel.failure.verdict import SILENT_S, devices_standstill, stuck_device
+from lightning_automodel.failure.verdict import SILENT_S, devices_standstill, known_records, stuck_device
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ READS_TO_WARNING = 40
 
 
 class Stage(Enum):
-    """How far this rank has come with devices that wait."""
+    """How far this rank has come with devices that wait; only :meth:`DeviceWatch.exchange` and `_warn` go on."""
 
     WATCHING = auto()  # no device has waited for long
     WARNED = auto()  # whom they wait for was logged
@@ -41,21 +41,27 @@ class DeviceWatch:
     """
 
     def __init__(self, timeout_s: float, ranks: Sequence[int]) -> None:
-        self.progress = DeviceProgress(timeout_s)
-        self._ranks, self._timeout_s = ranks, timeout_s
+        self._progress = DeviceProgress(timeout_s)
+        self._ranks = ranks
+        self._timeout_s = timeout_s
         self.warning_s = min(WARNING_S, timeout_s / 2)
         self.verdict_s = max(0.75 * timeout_s, timeout_s - TIME_BEFORE_TIMEOUT_S)
         self._stage = Stage.WATCHING
         self._seen: dict[int, Sighting] = {}
         self._next_read_s = 0.0
 
+    def begin_step(self, step: int) -> None:
+        """Note on the device's stream that ``step`` begins; for the main thread."""
+        self._progress.begin_step(step)
+
     def describe(self) -> dict[str, Any]:
         """What this rank's record says of its device."""
-        return self.progress.describe()
+        return self._progress.describe()
 
     def exchange(self, board: Board, store: dist.Store, path: str, lease: bytes) -> None:
         """Called with each heartbeat, on the board's thread: read, warn, and post the verdict at ``path``."""
-        own, now = board.own, board.clock()
+        own = board.own
+        now = board.clock()
         waits = own.device == Device.BUSY and own.device_stood_s >= self.warning_s
         if not waits or self._stage is Stage.JUDGED or now < self._next_read_s:
             return
@@ -71,18 +77,19 @@ class DeviceWatch:
             self._stage = Stage.JUDGED
 
     def _judge(self, board: Board, limit_s: float) -> RankFailure | None:
-        failure = stuck_device({rank: each.known for rank, each in self._seen.items()}, limit_s)
+        failure = stuck_device(known_records(self._seen), limit_s)
         if failure is None:
             return None
-        seen, now = self._seen[failure.rank], board.clock()
+        seen = self._seen[failure.rank]
+        now = board.clock()
         if not seen.is_silent(now, SILENT_S):
             return failure
         return failures.missed_heartbeats(failure.rank, seen.known, board.rank, now - seen.changed_at)
 
     def _warn(self, failure: RankFailure | None) -> None:
-        what = None if failure is None else str(failure)
-        if what is None:
-            what = devices_standstill({rank: each.known for rank, each in self._seen.items()}, self.warning_s)
+        what = devices_standstill(known_records(self._seen), self.warning_s)
+        if failure is not None:
+            what = str(failure)
         if what is None:
             return
         self._stage = Stage.WARNED

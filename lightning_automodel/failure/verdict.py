@@ -55,6 +55,11 @@ def decide(
     return replace(own, message=f"{own.message}\n{note}")
 
 
+def known_records(seen: Mapping[int, Sighting]) -> dict[int, Record]:
+    """The newest record of each rank, as far as it is known."""
+    return {rank: sighting.known for rank, sighting in seen.items()}
+
+
 def left_behind(records: Mapping[int, Record]) -> RankFailure | None:
     """The failure of a rank that ended its run before a training step that others take."""
     running = {rank: record.step for rank, record in records.items() if not record.has_ended}
