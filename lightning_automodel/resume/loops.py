@@ -121,6 +121,28 @@ def finish_restart(trainer: "pl.Trainer", stage: str, logged: int) -> None:
         lightning_internals.skip_validation(epoch_loop.val_loop)
 
 
+def run_rest(fit_loop: Any, is_within_batch: bool) -> None:
+    """Run the hooks that end a fit without a step left, and before them the validation after its last batch, if due."""
+    fit_loop.reset()
+    fit_loop.on_run_start()
+    if is_within_batch:
+        fit_loop.on_advance_start()
+        fit_loop.advance()
+        fit_loop.on_advance_end()
+        fit_loop.on_iteration_done()
+    fit_loop.on_run_end()
+
+
+def step_plateau_schedulers(trainer: "pl.Trainer") -> None:
+    """Do what Lightning does after the hooks that end an epoch; the checkpoint was written in one of these."""
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    configs = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    if all(config.monitor in trainer.callback_metrics for config in configs):
+        epochs.completed -= 1
+        trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        epochs.completed += 1
+
+
 def prefetches(trainer: "pl.Trainer") -> bool:
     """Whether the loop draws one batch ahead, as it does if it cannot know otherwise which batch is the last."""
     return math.isinf(trainer.num_training_batches)
