@@ -7,8 +7,9 @@ Below the board's prefix, the store holds
     <path>/known        how many ranks know how that ended
     <at>/<rank>, <at>/arrived, <at>/result, <at>/lease    ranks that wait for each other, and which one reads for all
 
-and, for a run, `lease` (`failure.watchdog`), `stop` and the keys below it (`failure.coordinated_stop`). With each
-heartbeat a rank writes its record and reads a few keys: two operations. Only one rank ever reads all records.
+and, for a run, `lease` (`failure.watchdog`), `stop` and the keys below it (`failure.coordinated_stop`). With
+each heartbeat a rank writes its record and reads a few keys: two operations. Only one rank ever reads all
+records.
 
 The states of a board, which only `Board._become` changes. LOST is for good:
 
@@ -72,13 +73,14 @@ class BoardState(Enum):
 class Board:
     """A connection to a store, and the one thread that uses it. :meth:`start` begins both, :meth:`close` ends them.
 
-    Only the thread uses the connection: a call to a store whose host is stopped may block forever, and a ``TCPStore``
-    client is blocked for all threads while one of them waits in it. The thread also reads verdicts ahead, since the
-    store may be gone by the time the rank asks for them.
+    Only the thread uses the connection: a call to a store whose host is stopped may block forever, and a
+    ``TCPStore`` client is blocked for all threads while one of them waits in it. The thread also reads
+    verdicts ahead, since the store may be gone by the time the rank asks for them.
 
-    Each of ``members`` watches the one before it that has not ended. A rank that is silent for ``timeout_s`` is posted
-    at ``path``. ``connect`` opens the connection, with the same prefix of keys on all ranks; ``describe`` returns what
-    this rank's record says. The thread calls both, ``describe`` with each heartbeat.
+    Each of ``members`` watches the one before it that has not ended. A rank that is silent for ``timeout_s``
+    is posted at ``path``. ``connect`` opens the connection, with the same prefix of keys on all ranks;
+    ``describe`` returns what this rank's record says. The thread calls both, ``describe`` with each
+    heartbeat.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class Board:
         self._calls: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Future[Any]] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._serve, name="lightning_automodel board", daemon=True)
 
-    # --- What this rank says and reads --------------------------------------------------------------------------------
+    # --- What this rank says and reads ------------------------------------------------------------
 
     def exchange_with(self, keys: Sequence[str], exchange: Callable[[dist.Store, Sequence[bytes]], None]) -> None:
         """With each heartbeat, read ``keys`` and call ``exchange`` with the store and their values, on the thread.
@@ -149,7 +151,7 @@ class Board:
         """Stop reading the verdict at ``path``."""
         del self.verdicts[path]
 
-    # --- The connection -----------------------------------------------------------------------------------------------
+    # --- The connection ---------------------------------------------------------------------------
 
     def start(self, expects_all: bool = False) -> None:
         """Start the thread. ``expects_all``: whether a member that has written nothing counts as silent."""
@@ -257,7 +259,7 @@ class Board:
                     return
                 time.sleep(pause_s(waited_s, num_ranks))
 
-    # --- For functions that the thread runs ---------------------------------------------------------------------------
+    # --- For functions that the thread runs -------------------------------------------------------
 
     def read(self, store: dist.Store, keys: Sequence[str] = ()) -> Sequence[bytes]:
         """Values of ``keys``, ``NONE`` where there is none, and new verdicts of the paths, in one operation."""
@@ -295,7 +297,8 @@ class Board:
         values = self.read(store, [*self._keys, *(f"record/{rank}" for rank in ranks)])
         self._see(self.seen, ranks, values[len(self._keys) :])
         self._exchange(store, values[: len(self._keys)])
-        # A rank that has written nothing may come later, unless all have just joined: whoever waits for it names it.
+        # A rank that has written nothing may come later, unless all have just joined: whoever waits for it
+        # names it.
         if neighbour != self.rank and (self.seen[neighbour].record or self.expects_all):
             seen = self.seen[neighbour]
             now = self.clock()

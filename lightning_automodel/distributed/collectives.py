@@ -24,8 +24,8 @@ T = TypeVar("T")
 def barrier_and_log(message: str = "", *, string: str = "") -> None:
     """Wait for every rank, then log ``message``, at level INFO, on rank 0; ``string`` is NeMo Automodel's name for it.
 
-    A collective on the default group. If a rank does not call it, the others raise when the group's timeout ends.
-    Without an initialised process group it only logs.
+    A collective on the default group. If a rank does not call it, the others raise when the group's timeout
+    ends. Without an initialised process group it only logs.
     """
     if group_size() > 1:
         dist.barrier()
@@ -36,7 +36,8 @@ def barrier_and_log(message: str = "", *, string: str = "") -> None:
 def named_barrier(name: str, timeout: timedelta) -> None:
     """Wait for every rank of the default group, if there is one. A collective, on the host and not the device.
 
-    If a rank does not call it, the others raise RuntimeError when the timeout ends; rank 0's names the missing ranks.
+    If a rank does not call it, the others raise RuntimeError when the timeout ends; rank 0's names the
+    missing ranks.
     """
     if group_size() == 1:
         return
@@ -51,8 +52,9 @@ def named_barrier(name: str, timeout: timedelta) -> None:
 
 def host_group(timeout: timedelta) -> dist.ProcessGroup:
     """The default group if its backend is gloo, else a separate one: the first call is a collective over the world."""
-    # With TORCH_DISTRIBUTED_DEBUG=DETAIL always a separate one: a monitored barrier counts as more operations on rank 0
-    # than on the others, and the group's next collective would be refused for its sequence number (torch 2.13).
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL always a separate one: a monitored barrier counts as more
+    # operations on rank 0 than on the others, and the group's next collective would be refused for its
+    # sequence number (torch 2.13).
     world = dist.group.WORLD
     assert world is not None
     if dist.get_backend() == dist.Backend.GLOO and dist.get_debug_level() != dist.DebugLevel.DETAIL:
@@ -96,8 +98,9 @@ def full(tensor: Tensor) -> Tensor:
 def gather_to(tensor: DTensor, dst: int) -> Tensor:
     """All of ``tensor``, detached and on its device, on rank ``dst``; other ranks get some part of it.
 
-    A collective over its mesh. On a CPU ranks send their parts to ``dst`` alone, into their places there: gloo's
-    all-gather (torch 2.13) would hold all of it twice. Tensors that are sharded more than once are gathered on all.
+    A collective over its mesh. On a CPU ranks send their parts to ``dst`` alone, into their places there:
+    gloo's all-gather (torch 2.13) would hold all of it twice. Tensors that are sharded more than once are
+    gathered on all.
     """
     sharded = [index for index, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     placement = tensor.placements[sharded[0]] if len(sharded) == 1 else None
@@ -164,7 +167,8 @@ def is_mean(reduce_op: dist.ReduceOp | str | None) -> bool:
 def sent_to_first(tensor: Tensor, source: int, device: torch.device) -> Tensor:
     """Rank ``source``'s ``tensor`` on rank 0; on other ranks unchanged. A collective over the default group.
 
-    Other ranks pass one of the same shape and dtype, which may be without values. ``device`` is what communicates.
+    Other ranks pass one of the same shape and dtype, which may be without values. ``device`` is what
+    communicates.
     """
     if source == 0:
         return tensor

@@ -30,9 +30,10 @@ ADVICE = (
 def connecting(joined: Joined, timeout: timedelta, is_eager: bool) -> Iterator[dist.Store]:
     """Context in which the default group is made, of the store that it gets; ends the watch of the ranks that joined.
 
-    If the group connects at once (``is_eager``), ranks go on sending heartbeats meanwhile, and a thread of each ends
-    its process, with the cause, when another one fails or falls silent, or after ``timeout``. After a minute, or half
-    of the timeout, it warns of the ranks that have not connected. An exception on this rank is posted for the others.
+    If the group connects at once (``is_eager``), ranks go on sending heartbeats meanwhile, and a thread of
+    each ends its process, with the cause, when another one fails or falls silent, or after ``timeout``.
+    After a minute, or half of the timeout, it warns of the ranks that have not connected. An exception on
+    this rank is posted for the others.
     """
     board = joined.board
     if board is None or not is_eager:

@@ -1,8 +1,8 @@
 """Joining: where the ranks of a world meet, and what they are told if not all come.
 
-They meet on a board of their own, in the store that then serves the process group. A store serves several rounds, one
-after the other; below the round's number stand, beside what every board has, `join/terms`, the world size and backend
-of the first rank, and `left/<rank>` of each rank that no longer needs the store.
+They meet on a board of their own, in the store that then serves the process group. A store serves several
+rounds, one after the other; below the round's number stand, beside what every board has, `join/terms`, the
+world size and backend of the first rank, and `left/<rank>` of each rank that no longer needs the store.
 """
 
 import contextlib
@@ -109,7 +109,8 @@ def number_in_environment(name: str, at_least: int = 0) -> int | None:
 def open_store(found: Rendezvous, timeout: timedelta, deadline: float) -> dist.Store:
     """The store in which the ranks meet: the caller's, or a new one, which lives in rank 0 or in the launcher.
 
-    Waits until the deadline, on the monotonic clock, and for ever if something else than a store listens there.
+    Waits until the deadline, on the monotonic clock, and for ever if something else than a store listens
+    there.
     """
     if found.store is not None:
         return found.store
@@ -140,7 +141,8 @@ def open_store(found: Rendezvous, timeout: timedelta, deadline: float) -> dist.S
 def _listener(host: str, port: int) -> socket.socket | None:
     """A socket on the interface of ``host`` alone; None, for all of them, if that is a name or not of this machine.
 
-    A name may mean another interface elsewhere. On all interfaces, a store stalls where names are looked up in vain.
+    A name may mean another interface elsewhere. On all interfaces, a store stalls where names are looked up
+    in vain.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -172,8 +174,8 @@ class Joined:
 def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[], None]) -> Joined:
     """Wait until every rank has joined. A collective, through the store alone.
 
-    RankFailedError, the same on every rank that has arrived, if ranks do not arrive within ``timeout``, two processes
-    have the same rank, ranks disagree about world size or backend, or the store cannot be used.
+    RankFailedError, the same on every rank that has arrived, if ranks do not arrive within ``timeout``, two
+    processes have the same rank, ranks disagree about world size or backend, or the store cannot be used.
     """
     if found.world_size == 1:
         return Joined(found.store if found.store is not None else dist.HashStore())

@@ -1,8 +1,8 @@
 """Over which network ranks connect: gloo's interface by default, and whether neighbours reach each other there.
 
-Gloo, of which there always is a group, listens at the interface of GLOO_SOCKET_IFNAME, else at the address that this
-machine's host name resolves to. On some machines that is the loopback address, which others cannot reach: gloo would
-hang, or fail on some ranks.
+Gloo, of which there always is a group, listens at the interface of GLOO_SOCKET_IFNAME, else at the address
+that this machine's host name resolves to. On some machines that is the loopback address, which others cannot
+reach: gloo would hang, or fail on some ranks.
 """
 
 import contextlib
@@ -52,8 +52,8 @@ def adopt_nccl_interface() -> None:
 def matching_interfaces(chosen: str, names: Iterable[str]) -> list[str]:
     """Those of ``names`` that NCCL takes for a value of NCCL_SOCKET_IFNAME.
 
-    It is a list of prefixes (``eth,ib``), of which a port may follow each (``eth0:5000``). ``=`` in front makes them
-    whole names (``=eth0,eth1``), ``^`` excludes them (``^docker,lo``, ``^=docker0``).
+    It is a list of prefixes (``eth,ib``), of which a port may follow each (``eth0:5000``). ``=`` in front
+    makes them whole names (``=eth0,eth1``), ``^`` excludes them (``^docker,lo``, ``^=docker0``).
     """
     excludes = chosen.startswith("^")
     listed = chosen.removeprefix("^")
@@ -133,8 +133,8 @@ def _usable_address(host: str) -> str | None:
 def check_connections(rank: int, world_size: int, store: dist.Store, timeout: timedelta) -> None:
     """Let each rank connect to the next one, where gloo will. A collective, through the store.
 
-    RankFailedError, the same on every rank, if one cannot be reached; it names both variables. A rank of which the
-    address is not known is taken to be reachable. Each rank takes a constant number of operations.
+    RankFailedError, the same on every rank, if one cannot be reached; it names both variables. A rank of
+    which the address is not known is taken to be reachable. Each rank takes a constant number of operations.
     """
     if world_size == 1:
         return

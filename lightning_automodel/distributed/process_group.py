@@ -48,7 +48,8 @@ def get_world_size_safe() -> int:
     """Ranks of the default group; before joining, from WORLD_SIZE or, in a SLURM step, SLURM_NTASKS, else 1."""
     if dist.is_initialized():
         return group_size()
-    # An interactive allocation sets SLURM_NTASKS too, but a process that runs there outside of a step is not a task.
+    # An interactive allocation sets SLURM_NTASKS too, but a process that runs there outside of a step is not
+    # a task.
     return _first_number("WORLD_SIZE", *(["SLURM_NTASKS"] if "SLURM_PROCID" in os.environ else []), default=1)
 
 
@@ -127,24 +128,26 @@ def initialize_distributed(
 ) -> DistInfo:
     """Join the default process group, and set the current accelerator device. A collective over the whole world.
 
-    Without arguments or environment variables this is a world of one, which needs no network. A group that exists
-    already is used as it is, and ``destroy_global_state`` will not destroy it.
+    Without arguments or environment variables this is a world of one, which needs no network. A group that
+    exists already is used as it is, and ``destroy_global_state`` will not destroy it.
 
     Args:
-        backend: ``"gloo"`` for the CPU, ``"nccl"`` for CUDA, ``"xccl"`` for XPU, ``"cpu:gloo,cuda:nccl"`` for both, or
-            any that is registered with torch.
-        timeout_minutes: How long joining may take, and a collective on the group may wait: ``timedelta`` or minutes.
-        init_method: ``env://``, ``tcp://address:port`` or ``file:///path``. None: MASTER_ADDR and MASTER_PORT.
+        backend: ``"gloo"`` for the CPU, ``"nccl"`` for CUDA, ``"xccl"`` for XPU, ``"cpu:gloo,cuda:nccl"``
+            for both, or any that is registered with torch.
+        timeout_minutes: How long joining may take, and a collective on the group may wait: ``timedelta`` or
+            minutes.
+        init_method: ``env://``, ``tcp://address:port`` or ``file:///path``. None: MASTER_ADDR and
+            MASTER_PORT.
         store: Where the ranks meet, instead of ``init_method``. The same store can serve several joins.
         rank: Rank of this process. None: RANK.
         world_size: Number of ranks. None: WORLD_SIZE.
-        device_id: Bind the group to this rank's accelerator now, which connects NCCL eagerly; without effect on other
-            backends. Some systems hang with it and some without.
+        device_id: Bind the group to this rank's accelerator now, which connects NCCL eagerly; without effect
+            on other backends. Some systems hang with it and some without.
 
     Raises:
         ValueError: If an argument or environment variable is missing or out of range.
-        RankFailedError: On every rank that has joined, if others are missing, two have the same rank, or the address
-            cannot be used. The message names ranks, address and waiting time.
+        RankFailedError: On every rank that has joined, if others are missing, two have the same rank, or the
+            address cannot be used. The message names ranks, address and waiting time.
     """
     timeout = parse_timeout(timeout_minutes)
     device = choose_device(backend, get_local_rank_preinit())
@@ -220,7 +223,8 @@ def _join(
     group = dist.group.WORLD
     assert group is not None
     _membership = os.getpid(), found, store, weakref.ref(group)
-    # Unlike `atexit`, this also runs in children of `multiprocessing`; from priority 0 on, before it joins children.
+    # Unlike `atexit`, this also runs in children of `multiprocessing`; from priority 0 on, before it joins
+    # children.
     multiprocessing.util.Finalize(None, _leave, kwargs={"is_exiting": True}, exitpriority=0)
     if found.rank == 0:
         log.info("%d ranks have joined at %s (backend %s).", found.world_size, found.place, backend)
@@ -229,8 +233,8 @@ def _join(
 def _binds(device: torch.device | None, backend: str) -> bool:
     """Whether the groups connect this device at once.
 
-    Groups made later inherit a bound device: gloo serves no accelerator but CUDA, and `init_device_mesh` would split a
-    group whose backend may have no such thing.
+    Groups made later inherit a bound device: gloo serves no accelerator but CUDA, and `init_device_mesh`
+    would split a group whose backend may have no such thing.
     """
     return device is not None and device.type == "cuda" and dist.Backend.NCCL in backend.lower()
 
@@ -238,8 +242,8 @@ def _binds(device: torch.device | None, backend: str) -> bool:
 def kept_with_world() -> dict[object, Any]:
     """Meshes and groups that last as long as the default group, by what they are for. Not a collective.
 
-    If the default group has changed, those of the old one are dropped, and DTensor's caches of its meshes: to these a
-    mesh over the new group equals the old mesh, so they would return destroyed groups.
+    If the default group has changed, those of the old one are dropped, and DTensor's caches of its meshes:
+    to these a mesh over the new group equals the old mesh, so they would return destroyed groups.
     """
     global _kept_for
     if _kept_for is not dist.group.WORLD:
@@ -259,10 +263,11 @@ def forget_world() -> None:
 def destroy_global_state(linger_s: float = join.LINGER_S, aborts: bool = False) -> None:
     """Destroy the process group that this package made, subgroups first; nothing if it made none.
 
-    Not a collective, though every rank should call it: the one that hosts the store waits ``linger_s`` seconds at most
-    for the others' last reads. Safe to call twice, in an exception handler and at exit, where it runs anyway. Threads
-    and sockets of groups that the caller refers to remain. ``aborts`` is for the time after a failure: groups of an
-    accelerator would wait for what they have queued, and so for ranks that are gone.
+    Not a collective, though every rank should call it: the one that hosts the store waits ``linger_s``
+    seconds at most for the others' last reads. Safe to call twice, in an exception handler and at exit,
+    where it runs anyway. Threads and sockets of groups that the caller refers to remain. ``aborts`` is for
+    the time after a failure: groups of an accelerator would wait for what they have queued, and so for ranks
+    that are gone.
     """
     _leave(linger_s, aborts=aborts)
 
@@ -278,8 +283,9 @@ def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False, aborts: bo
             if group() is not None and dist.group.WORLD is group():
                 forget_world()
                 if not is_exiting:
-                    # Dropped models and meshes refer to each other in cycles. Now, as collecting them fills the caches
-                    # again; not at exit, which frees them sooner: in a forked process, collecting copies the heap.
+                    # Dropped models and meshes refer to each other in cycles. Now, as collecting them fills
+                    # the caches again; not at exit, which frees them sooner: in a forked process, collecting
+                    # copies the heap.
                     gc.collect()
                     torch_internals.forget_meshes()
                 try:

@@ -30,12 +30,13 @@ class StopState(Enum):
 class StopAgreement:
     """Decides, through the board, after which step all ranks stop.
 
-    Ranks are not synchronised within a window, so they learn of a request in different steps. Each promises not to pass
-    its current step, and waits at the start of the next one. Once all have promised, all stop one step after the
-    farthest promised one, which none can have passed. Without a request, no rank communicates or waits.
+    Ranks are not synchronised within a window, so they learn of a request in different steps. Each promises
+    not to pass its current step, and waits at the start of the next one. Once all have promised, all stop
+    one step after the farthest promised one, which none can have passed. Without a request, no rank
+    communicates or waits.
 
-    :data:`STOP` holds the request, ``rank|reason``. ``arrive`` posts the step that this rank promises; once all ranks
-    have posted theirs, :data:`STEPS` holds them.
+    :data:`STOP` holds the request, ``rank|reason``. ``arrive`` posts the step that this rank promises; once
+    all ranks have posted theirs, :data:`STEPS` holds them.
     """
 
     def __init__(self, rank: int, arrive: Callable[[dist.Store, str], None]) -> None:
@@ -73,7 +74,8 @@ class StopAgreement:
     def begin_step(self, step: int, longest_wait_s: float) -> bool:
         """Begin ``step``, which all ranks take, and return whether it is the last.
 
-        If this rank has promised not to pass the one before, it waits for the decision, ``longest_wait_s`` at most.
+        If this rank has promised not to pass the one before, it waits for the decision, ``longest_wait_s``
+        at most.
         """
         with self._lock:
             self.step = step
@@ -105,7 +107,8 @@ class StopAgreement:
             self.last_step = 1 + max(map(int, json.loads(steps)))
             self._become(StopState.DECIDED)
         elif self._state is StopState.RUNNING:
-            # The lock keeps the main thread from beginning a step between reading its number and promising it.
+            # The lock keeps the main thread from beginning a step between reading its number and promising
+            # it.
             with self._lock:
                 self._become(StopState.PROMISED)
                 promised = self.step

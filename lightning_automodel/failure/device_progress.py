@@ -19,9 +19,10 @@ MOST_MARKS = 64
 class DeviceProgress:
     """Notes each step on the device's stream, and asks how far it is.
 
-    The main thread calls :meth:`begin_step`, which records an event and waits for nothing; the board's thread calls
-    :meth:`describe` with each heartbeat. As long as the host begins steps or queues collectives, nothing is asked of
-    the device: a query would disturb the capture of a CUDA graph, and would tell nothing.
+    The main thread calls :meth:`begin_step`, which records an event and waits for nothing; the board's
+    thread calls :meth:`describe` with each heartbeat. As long as the host begins steps or queues
+    collectives, nothing is asked of the device: a query would disturb the capture of a CUDA graph, and would
+    tell nothing.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,5 +79,6 @@ class DeviceProgress:
                     self._device_since_s = self._clock()
                 return Device.IDLE if stream.query() else Device.BUSY
         except Exception:
-            # An error in a kernel is raised by each later call; the main thread will meet it too, and tell it.
+            # An error in a kernel is raised by each later call; the main thread will meet it too, and tell
+            # it.
             return Device.FAILED

@@ -1,7 +1,7 @@
 """Devices that wait for a rank which does not come: a warning, then the verdict, before their backend ends them.
 
-A collective of an accelerator neither blocks the host nor raises, so no rank fails by itself. At the timeout, the
-backend's own watchdog would end each process without a word of which rank was at fault.
+A collective of an accelerator neither blocks the host nor raises, so no rank fails by itself. At the
+timeout, the backend's own watchdog would end each process without a word of which rank was at fault.
 """
 
 import logging
@@ -37,7 +37,8 @@ class Stage(Enum):
 class DeviceWatch:
     """Warns after a minute (half of the timeout, if that is less), and decides a minute before the timeout (a quarter).
 
-    Only the rank that holds the lease :data:`DEVICES` reads all records, and only while its own device waits.
+    Only the rank that holds the lease :data:`DEVICES` reads all records, and only while its own device
+    waits.
     """
 
     def __init__(self, timeout_s: float, ranks: Sequence[int]) -> None:

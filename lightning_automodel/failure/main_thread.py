@@ -8,8 +8,8 @@ Its phases, which only `MainThread.become` changes:
        |                                                                                                   |
        +--- all ranks have come to the end of the run ------------------------------------------------------+
 
-If another rank fails, it is interrupted after some seconds in RUNNING and RAISED, and the process is ended if that does
-not help. It is not interrupted for a failure of its own that it has posted (RAISED, EXPLAINED).
+If another rank fails, it is interrupted after some seconds in RUNNING and RAISED, and the process is ended
+if that does not help. It is not interrupted for a failure of its own that it has posted (RAISED, EXPLAINED).
 """
 
 import signal
@@ -39,7 +39,8 @@ class Phase(Enum):
 class MainThread:
     """The phase of this rank's main thread, and the way to make it leave.
 
-    Another thread calls :meth:`make_leave`. ``raises_on_sigterm``: whether the main thread has a handler that raises.
+    Another thread calls :meth:`make_leave`. ``raises_on_sigterm``: whether the main thread has a handler
+    that raises.
     """
 
     def __init__(self, rank: int, raises_on_sigterm: bool) -> None:
@@ -85,8 +86,8 @@ class MainThread:
         if device_groups.exist():
             self._free_from_device()
         else:
-            # A rank that raised closes its connections as its process ends, which frees this one; a silent rank
-            # does not.
+            # A rank that raised closes its connections as its process ends, which frees this one; a silent
+            # rank does not.
             patience_s = TIME_TO_RAISE_S
             if self._saves_on_exception:
                 patience_s = TIME_TO_RAISE_AND_SAVE_S

@@ -16,8 +16,8 @@ FOREIGN = ("/torch/", "/lightning/", "/lightning_utilities/", "/lightning_automo
 def main_thread_position(exception: BaseException | None = None) -> tuple[bool, str]:
     """Whether the main thread waits in a collective, and the lines of user code that it is at, in a run below it.
 
-    These are the line that Lightning called and the innermost one; without user code, the innermost of all. If an
-    ``exception`` is given, these are the lines that it came through.
+    These are the line that Lightning called and the innermost one; without user code, the innermost of all.
+    If an ``exception`` is given, these are the lines that it came through.
     """
     frames = [*traceback.walk_tb(exception.__traceback__)][::-1] if exception else _main_thread_frames()
     stack = [(each.f_code.co_filename, line, each.f_code.co_name) for each, line in frames]
@@ -36,7 +36,8 @@ def main_thread_position(exception: BaseException | None = None) -> tuple[bool, 
 def _main_thread_frames() -> list[tuple[FrameType, int]]:
     """The main thread's frames and their lines, the innermost first."""
     interval = sys.getswitchinterval()
-    # Were it to go on meanwhile, the walk could read frames that are gone: Python 3.11 then returns other objects.
+    # Were it to go on meanwhile, the walk could read frames that are gone: Python 3.11 then returns other
+    # objects.
     sys.setswitchinterval(1.0)
     try:
         return list(traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0)))

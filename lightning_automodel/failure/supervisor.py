@@ -9,7 +9,8 @@ The states of a rank (:class:`State`), which only `Supervisor._become` changes:
     FAILED               ALONE      another rank's failure was the cause, or the others did not come in time
     FAILED               TOGETHER   all ranks have failed alike, or stop after the same step, and wait for each other
 
-FAILED, ALONE and TOGETHER last until the next `run`. `failure.main_thread` tells how a rank is made to raise.
+FAILED, ALONE and TOGETHER last until the next `run`. `failure.main_thread` tells how a rank is made to
+raise.
 """
 
 import contextlib
@@ -60,11 +61,12 @@ class State(Enum):
 class Supervisor:
     """Makes one ``fit``, ``validate``, ``test`` or ``predict`` of all ranks end together.
 
-    An exception on this rank is posted for the others. If it only follows from another rank's failure, that is raised
-    instead. SIGTERM on any rank ends the run of all ranks after the same step.
+    An exception on this rank is posted for the others. If it only follows from another rank's failure, that
+    is raised instead. SIGTERM on any rank ends the run of all ranks after the same step.
 
-    ``join`` joins the other ranks, and calls :meth:`watch`. ``before_telling`` is called after an exception on this
-    rank, before the others learn of it and leave. ``weights_only`` is what the user gave to ``fit`` under this name.
+    ``join`` joins the other ranks, and calls :meth:`watch`. ``before_telling`` is called after an exception
+    on this rank, before the others learn of it and leave. ``weights_only`` is what the user gave to ``fit``
+    under this name.
     """
 
     def __init__(self, join: Callable[[], None], before_telling: Callable[[], None]) -> None:
@@ -106,13 +108,14 @@ class Supervisor:
             self._failed_at = time.monotonic()
         self._state = state
 
-    # --- The way out of a rank whose run has raised -------------------------------------------------------------------
+    # --- The way out of a rank whose run has raised -----------------------------------------------
 
     def _leave(self, exception: BaseException) -> None:
         """Say why, tell the others, and free this rank; raises the other rank's failure that was the cause.
 
-        Nothing here may hide ``exception``, or wait without a limit. Afterwards Lightning calls ``on_exception`` hooks
-        and tears down: with groups of an accelerator, both would wait for collectives that nobody joins any more.
+        Nothing here may hide ``exception``, or wait without a limit. Afterwards Lightning calls
+        ``on_exception`` hooks and tears down: with groups of an accelerator, both would wait for collectives
+        that nobody joins any more.
         """
         watchdog = self._watchdog
         if isinstance(exception, lightning_internals.SIGTERMException):
@@ -134,8 +137,8 @@ class Supervisor:
         if failure is not None:
             self._become(State.ALONE)  # the other rank has raised, and others stand in collectives or leave
             if failure.error == KeyboardInterrupt.__name__:
-                # Ctrl-C reaches all ranks of a terminal, but one that waits in a collective may first learn of another
-                # rank's interrupt. On both it is the user's wish, not a failure with a traceback.
+                # Ctrl-C reaches all ranks of a terminal, but one that waits in a collective may first learn
+                # of another rank's interrupt. On both it is the user's wish, not a failure with a traceback.
                 raise KeyboardInterrupt from exception
             raise RankFailedError(failure) from exception
 
@@ -163,14 +166,15 @@ class Supervisor:
     ) -> None:
         """Start to watch the other ranks; every rank must call it. A thread asks ``where`` this rank is: its hook.
 
-        A collective may wait for ``timeout``. A rank may be silent for ``heartbeat_timeout``, and before its first
-        heartbeat for any time, unless all ranks ``have_just_joined``.
+        A collective may wait for ``timeout``. A rank may be silent for ``heartbeat_timeout``, and before its
+        first heartbeat for any time, unless all ranks ``have_just_joined``.
         """
         self._end()
         if process_group.group_size() == 1:
             return
         if not faulthandler.is_enabled():
-            # Gloo aborts a process whose collectives do not match, and only this shows where. Notebooks may refuse.
+            # Gloo aborts a process whose collectives do not match, and only this shows where. Notebooks may
+            # refuse.
             with contextlib.suppress(Exception):
                 faulthandler.enable()
         self._watchdog = Watchdog(
@@ -183,7 +187,8 @@ class Supervisor:
     def begin_step(self, step: int, is_training: bool) -> bool:
         """Begin a step that every rank takes, numbered from 1; return whether all stop after it.
 
-        A rank that ends its run before a training step that others take is at fault. RankFailedError if one failed.
+        A rank that ends its run before a training step that others take is at fault. RankFailedError if one
+        failed.
         """
         if self._watchdog is None:
             return False
@@ -217,8 +222,9 @@ class Supervisor:
     def is_alone(self) -> bool:
         """Whether this rank must save and decide without the others after a failure.
 
-        The first call waits for them. They come if all have failed alike, or stop after the same step. If this rank
-        alone has failed, it must leave soon: the others stand in a collective until its connections close.
+        The first call waits for them. They come if all have failed alike, or stop after the same step. If
+        this rank alone has failed, it must leave soon: the others stand in a collective until its
+        connections close.
         """
         if self._watchdog is None:  # the run has been torn down, or has a single rank
             return False
@@ -285,7 +291,8 @@ class Supervisor:
             os.kill(os.getpid(), signum)
             return
         if self.has_failed:
-            # A launcher sends SIGTERM to the remaining ranks: let this one report the cause first, but not for ever.
+            # A launcher sends SIGTERM to the remaining ranks: let this one report the cause first, but not
+            # for ever.
             if time.monotonic() - self._failed_at > LONGEST_LEAVING_S:
                 self._restore_sigterm()
                 os.kill(os.getpid(), signum)

@@ -18,13 +18,13 @@ def decide(
 ) -> RankFailure | None:
     """Find the rank that is at fault.
 
-    In this order: ranks that are silent; a rank that ended its run before the others; a rank that does something else
-    than to wait, in a collective or for its device; else the ranks wait for each other, and the failure is ``own``,
-    with a note of where they are.
+    In this order: ranks that are silent; a rank that ended its run before the others; a rank that does
+    something else than to wait, in a collective or for its device; else the ranks wait for each other, and
+    the failure is ``own``, with a note of where they are.
 
-    ``seen`` is what the reader has seen of every rank, itself included, since its collective failed, ``reading_s``
-    seconds before ``now``; ``own`` is what it would report of itself. After ``longest_s`` seconds it is decided by what
-    is known, before that the verdict is None as long as it cannot be told.
+    ``seen`` is what the reader has seen of every rank, itself included, since its collective failed,
+    ``reading_s`` seconds before ``now``; ``own`` is what it would report of itself. After ``longest_s``
+    seconds it is decided by what is known, before that the verdict is None as long as it cannot be told.
     """
     running = {rank: each for rank, each in seen.items() if not each.known.has_ended}
     others = {rank: each for rank, each in running.items() if rank != own.rank}
@@ -91,9 +91,9 @@ def awaited_by_device(rank: int, records: Mapping[int, Record]) -> list[int]:
 def stuck_device(records: Mapping[int, Record], limit_s: float) -> RankFailure | None:
     """The failure of a rank for which devices of others have waited for ``limit_s`` seconds.
 
-    It has queued fewer collectives than they have. If its own device stands as long, they wait for each other, and it
-    is the rank whose host is elsewhere than most, or has queued the fewest. If all have queued as many, and are at the
-    same lines, they may compute for long, and the answer is None.
+    It has queued fewer collectives than they have. If its own device stands as long, they wait for each
+    other, and it is the rank whose host is elsewhere than most, or has queued the fewest. If all have queued
+    as many, and are at the same lines, they may compute for long, and the answer is None.
     """
     standing = {rank: record for rank, record in records.items() if record.device_stood_s >= limit_s}
     waiting = {rank: awaited for rank in standing if (awaited := awaited_by_device(rank, records))}

@@ -45,17 +45,17 @@ _runs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictio
 class Watchdog:
     """Posts this rank's failure for the others, and leaves with the cause when another rank fails.
 
-    A rank whose collective fails says so in its record, and waits for the verdict. The first of these ranks takes the
-    lease, reads all records with each heartbeat, and posts the verdict as soon as it can be told. If it falls silent,
-    another one takes the lease.
+    A rank whose collective fails says so in its record, and waits for the verdict. The first of these ranks
+    takes the lease, reads all records with each heartbeat, and posts the verdict as soon as it can be told.
+    If it falls silent, another one takes the lease.
 
-    After another rank's failure, a second thread gives the main thread time to raise, since the collective in which it
-    waits may fail. Then it interrupts the main thread, and at last it ends the process.
+    After another rank's failure, a second thread gives the main thread time to raise, since the collective
+    in which it waits may fail. Then it interrupts the main thread, and at last it ends the process.
 
-    ``where`` returns the hook that this rank is in, and ``find_ended`` the ranks whose processes have ended since the
-    last call, and how. ``raises_on_sigterm``: whether the main thread has a handler that raises. ``timeout`` is how
-    long a collective may wait, ``heartbeat_timeout`` how long a rank may be silent, if that is less; also before its
-    first heartbeat if all ranks ``have_just_joined``.
+    ``where`` returns the hook that this rank is in, and ``find_ended`` the ranks whose processes have ended
+    since the last call, and how. ``raises_on_sigterm``: whether the main thread has a handler that raises.
+    ``timeout`` is how long a collective may wait, ``heartbeat_timeout`` how long a rank may be silent, if
+    that is less; also before its first heartbeat if all ranks ``have_just_joined``.
     """
 
     def __init__(
@@ -84,7 +84,8 @@ class Watchdog:
         self._position: tuple[bool, str] = (False, "")
         self._standing_since_s = 0.0
         self._has_ended = False
-        # What this rank would report of itself, once its collective has failed; and what it has seen of all since.
+        # What this rank would report of itself, once its collective has failed; and what it has seen of all
+        # since.
         self._own: RankFailure | None = None
         self._seen: dict[int, Sighting] = {}
         self._reading_since_s = 0.0
@@ -175,7 +176,7 @@ class Watchdog:
         board.conclude(END, len(self._ranks))
         return next((int(rank) for rank in answers if rank), None)
 
-    # --- After an exception on this rank ------------------------------------------------------------------------------
+    # --- After an exception on this rank ----------------------------------------------------------
 
     def stand_at(self, position: tuple[bool, str]) -> None:
         """From now on, give ``position`` as the user's line: after an exception, the main thread is in this package."""
@@ -256,7 +257,7 @@ class Watchdog:
             time.sleep(POLL_S)
         return self.failure or self.board.lost or self._post(own)
 
-    # --- The board's thread -------------------------------------------------------------------------------------------
+    # --- The board's thread -----------------------------------------------------------------------
 
     def _describe(self) -> dict[str, Any]:
         position = self._raised_at or main_thread_position()
@@ -347,7 +348,7 @@ class Watchdog:
                 f" the strategy's timeout, here {self.timeout_s:g} s."
             )
 
-    # --- The second thread --------------------------------------------------------------------------------------------
+    # --- The second thread ------------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Make this rank leave once there is a failure, or no answer from the store."""

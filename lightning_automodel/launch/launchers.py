@@ -33,8 +33,8 @@ _RUN = "run.pt"
 class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
     """Runs this script again for every other rank of the node, unless something else starts the processes.
 
-    Lightning's launcher kills this process some seconds after another one has failed, whatever this one is doing. Here
-    the supervisor asks how they ended, and every rank leaves with the cause.
+    Lightning's launcher kills this process some seconds after another one has failed, whatever this one is
+    doing. Here the supervisor asks how they ended, and every rank leaves with the cause.
     """
 
     def __init__(self, strategy: ParallelStrategy, supervisor: Supervisor, num_processes: int, num_nodes: int) -> None:
@@ -78,9 +78,9 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
 class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
     """Starts every rank of the node as a worker of this process, waits, and gets the results. It is not a rank itself.
 
-    Lightning's launcher gathers no shards, calls no ``on_exception`` hooks in the workers, and terminates all of them
-    when one fails. Here they leave together, each through its own hooks. In a worker, ``folder`` is where it writes
-    what the launching process reads.
+    Lightning's launcher gathers no shards, calls no ``on_exception`` hooks in the workers, and terminates
+    all of them when one fails. Here they leave together, each through its own hooks. In a worker, ``folder``
+    is where it writes what the launching process reads.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
             # Global state that affects results, which a process that is not a fork does not inherit.
             global_state = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, random_states
             try:
-                # Multiprocessing would put CPU tensors in memory that all workers share: they would train one
-                # another's weights and add to one another's metrics.
+                # Multiprocessing would put CPU tensors in memory that all workers share: they would train
+                # one another's weights and add to one another's metrics.
                 torch.save((self, trainer, function, global_state), folder / _RUN)
             except Exception as error:
                 raise TypeError(
@@ -175,7 +175,8 @@ def _run_worker(local_rank: int, folder: Path, variables: Mapping[str, str], run
     # The signal handler that a fork inherits is that of the launching process.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if global_state is None:
-        # OpenMP's threads do not survive a fork: if the parent has used them, this process would wait for them forever.
+        # OpenMP's threads do not survive a fork: if the parent has used them, this process would wait for
+        # them forever.
         torch.set_num_threads(1)
     else:
         deterministic, torch.backends.cudnn.benchmark, random_states = global_state

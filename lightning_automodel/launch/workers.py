@@ -73,9 +73,10 @@ def write_failure(folder: Path, exception: BaseException, trainer: "pl.Trainer")
 def wait_for_workers(context: ProcessContext, folder: Path, first_rank: int, backend: str) -> None:
     """Wait until all workers, whose groups have this ``backend``, have ended.
 
-    There is no time limit for training. Once one worker has ended, the others have a minute, and another one after
-    SIGTERM if it has failed. SIGTERM to this process is passed on to them, and sent if it leaves earlier.
-    RankFailedError, chained to the traceback of the rank that failed, or SIGTERMException if SIGTERM stopped all.
+    There is no time limit for training. Once one worker has ended, the others have a minute, and another one
+    after SIGTERM if it has failed. SIGTERM to this process is passed on to them, and sent if it leaves
+    earlier. RankFailedError, chained to the traceback of the rank that failed, or SIGTERMException if
+    SIGTERM stopped all.
     """
     processes, is_asked_to_stop = context.processes, False
 

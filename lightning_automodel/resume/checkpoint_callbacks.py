@@ -17,8 +17,9 @@ from lightning_automodel.internals.patching import PatchStack
 def save_last(trainer: "pl.Trainer", patches: PatchStack) -> None:
     """Make checkpoint callbacks save after the module's own ``on_train_batch_end``.
 
-    Lightning calls all callbacks first, so what the module does there (the momentum update of a teacher, say) would be
-    missing from the checkpoint and the resumed run. At the end of an epoch Lightning itself calls them last.
+    Lightning calls all callbacks first, so what the module does there (the momentum update of a teacher,
+    say) would be missing from the checkpoint and the resumed run. At the end of an epoch Lightning itself
+    calls them last.
     """
     module = trainer.lightning_module
     saving: list[Any] = [each for each in trainer.callbacks if isinstance(each, Checkpoint)]  # type: ignore[attr-defined]
@@ -46,8 +47,9 @@ def save_on_exception(trainer: "pl.Trainer") -> bool:
 def load_early(trainer: "pl.Trainer", states: dict[str, Any]) -> None:
     """Repeat ``on_fit_start`` with the loaded state for the callbacks of Lightning that read it there.
 
-    If a strategy loads checkpoints after its set-up, Lightning calls that hook before it loads callbacks: parameter
-    groups or a schedule would be missing when states are loaded, and an expired timer would allow another step.
+    If a strategy loads checkpoints after its set-up, Lightning calls that hook before it loads callbacks:
+    parameter groups or a schedule would be missing when states are loaded, and an expired timer would allow
+    another step.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         state = states.get(callback.state_key)

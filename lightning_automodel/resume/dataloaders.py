@@ -1,9 +1,9 @@
 """Positions of training loaders in their epoch: recorded without touching the data, and restored in a new process.
 
-A map-style loader resumes by its sampler: the epoch's indices are drawn again, from the same random states, and used
-ones are skipped, so that nothing is loaded twice. If its class has an ``__iter__`` of its own, which may draw ahead or
-leave batches out, used batches may be loaded again and dropped. A loader with ``state_dict`` resumes by its state, each
-rank by its own. Any other loader starts over.
+A map-style loader resumes by its sampler: the epoch's indices are drawn again, from the same random states,
+and used ones are skipped, so that nothing is loaded twice. If its class has an ``__iter__`` of its own,
+which may draw ahead or leave batches out, used batches may be loaded again and dropped. A loader with
+``state_dict`` resumes by its state, each rank by its own. Any other loader starts over.
 """
 
 import copy
@@ -31,7 +31,8 @@ _KEEPS_ITERATOR = (
     " keep workers from epoch to epoch, use torch's DataLoader(persistent_workers=True)."
 )
 
-# Streaming libraries order an epoch by a count of their own: litdata's loaders, and data sets of MosaicML's streaming.
+# Streaming libraries order an epoch by a count of their own: litdata's loaders, and data sets of MosaicML's
+# streaming.
 _EPOCH_COUNTERS: tuple[tuple[Callable[[Any], Any], str], ...] = (
     (lambda loader: loader, "current_epoch"),
     (lambda loader: getattr(loader, "dataset", None), "next_epoch"),
@@ -154,7 +155,8 @@ class TrainingLoaders:
             _start_persistent_workers(loaders)
         self._states = {at.batches: [position.get("state") for position in positions]}
         for loader, position in zip(loaders, positions, strict=False):
-            # A recorder that has drawn nothing yet sets its samplers when it does, which it may not in this epoch.
+            # A recorder that has drawn nothing yet sets its samplers when it does, which it may not in this
+            # epoch.
             own = _recorder(loader)
             newest = None if own is None else own.iteration
             has_drawn = newest is not None and newest.num_drawn > 0
@@ -192,7 +194,8 @@ class TrainingLoaders:
                     set_epoch(at.epochs)
         if position.get("state") is not None:
             if _is_litdatas(loader):
-                # Until it is iterated, litdata writes the epoch of its data set into the state that it has loaded.
+                # Until it is iterated, litdata writes the epoch of its data set into the state that it has
+                # loaded.
                 loader.dataset.set_epoch(position["state"]["current_epoch"])
             loader.load_state_dict(position["state"])
         for owner, name in _EPOCH_COUNTERS:
@@ -212,7 +215,8 @@ class TrainingLoaders:
         if not _has_own_iter(loader):
             recorder.target = Target(iteration, yielded, position.get("ahead", []))
             return 0
-        # A generator begins with its first batch. So at least one is drawn here, before random states are restored.
+        # A generator begins with its first batch. So at least one is drawn here, before random states are
+        # restored.
         num_skipped = max(yielded - 1, 0) if position.get("is_one_to_one", True) else 0
         recorder.target = Target(iteration, num_skipped, [])
         return yielded - num_skipped
@@ -235,7 +239,8 @@ class TrainingLoaders:
     def end_epoch(self) -> None:
         """Called where the batches of an epoch have ended on this rank."""
         for loader in self._all():
-            # A loader of litdata that was resumed, and whose epoch a limit has ended, would go on there in the next.
+            # A loader of litdata that was resumed, and whose epoch a limit has ended, would go on there in
+            # the next.
             if is_stateful(loader) and getattr(loader, "restore", None) is True:
                 loader.restore = False
 

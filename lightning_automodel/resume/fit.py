@@ -1,6 +1,7 @@
 """Where a stopped fit resumes: recorded as it trains, saved with a checkpoint, and restored from one.
 
-The states of a fit (:class:`State`), which only `Resume._become` changes, and what a checkpoint saved then holds:
+The states of a fit (:class:`State`), which only `Resume._become` changes, and what a checkpoint saved then
+holds:
 
     WAITING ---- on_train_start() ---------------> RECORDING ---- close() ---> CLOSED
        |                                               ^
@@ -64,12 +65,14 @@ class State(Enum):
 class Resume:
     """Records where a fit would resume if it stopped now, and resumes it from a checkpoint.
 
-    Gradients are not saved. So a snapshot is taken before a window's first batch is drawn, and a checkpoint that is
-    saved before the window has stepped resumes there; likewise before a validation. Once a window has stepped, the
-    state at the save is saved. Only :meth:`add_to` and the reduction of logged means at an epoch's end communicate.
+    Gradients are not saved. So a snapshot is taken before a window's first batch is drawn, and a checkpoint
+    that is saved before the window has stepped resumes there; likewise before a validation. Once a window
+    has stepped, the state at the save is saved. Only :meth:`add_to` and the reduction of logged means at an
+    epoch's end communicate.
 
     ``own_state`` returns what the strategy keeps from step to step, and ``restore_own_state`` restores it.
-    ``holds_gradients`` tells whether a window of manual optimization has begun and not stepped. ``say`` warns once.
+    ``holds_gradients`` tells whether a window of manual optimization has begun and not stepped. ``say``
+    warns once.
     """
 
     def __init__(
@@ -142,8 +145,9 @@ class Resume:
             self._go_on(self._loaded)
         self._logged = lightning_internals.logging_step(self._trainer)
         checkpoint_callbacks.save_last(self._trainer, self._patches)
-        # Lightning has no hook before a batch is drawn, and none that comes before those of all callbacks. But its
-        # loops tell the profiler what they are about to do: the name of a hook, or that they draw a batch.
+        # Lightning has no hook before a batch is drawn, and none that comes before those of all callbacks.
+        # But its loops tell the profiler what they are about to do: the name of a hook, or that they draw a
+        # batch.
         profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
         start = profiler.start
         before = {
@@ -170,8 +174,8 @@ class Resume:
         if at.stage == loops.BATCH and (self._snapshot is None or self._snapshot.at.stage == loops.STEP):
             # The run ends within the epoch, and Lightning resets the epoch's metrics as if it were over.
             self._snapshot = self._take(at, lightning_internals.logging_step(self._trainer))
-        # Reduce what was logged over the epoch, on every rank. Otherwise the progress bar, on rank 0 alone, would do it
-        # while another rank gathers parameters in a hook of the module: both would wait.
+        # Reduce what was logged over the epoch, on every rank. Otherwise the progress bar, on rank 0 alone,
+        # would do it while another rank gathers parameters in a hook of the module: both would wait.
         _ = self._trainer.callback_metrics
 
     def _before_fetch(self) -> None:
@@ -216,9 +220,9 @@ class Resume:
     ) -> None:
         """Add the state of every rank to a checkpoint, and set its counters and callbacks to the same moment.
 
-        A collective on ``group``, that of all ranks on the host. Without it, as after a failure, only this rank's state
-        is added. ``sizes`` are the ranks along each dimension of the mesh, ``extra_states`` what this rank's modules
-        keep beside tensors, where that is not the same on every rank.
+        A collective on ``group``, that of all ranks on the host. Without it, as after a failure, only this
+        rank's state is added. ``sizes`` are the ranks along each dimension of the mesh, ``extra_states``
+        what this rank's modules keep beside tensors, where that is not the same on every rank.
         """
         if self._state is State.LOADED:  # a hook saves before the run has started
             own = self._loaded
@@ -259,12 +263,14 @@ class Resume:
         is_within_epoch = epochs.processed < epochs.started
         holds_gradients = self._is_manual and self._holds_gradients()
         if held is not None and held.at.epochs == at.epochs and at.stage != loops.EPOCH:
-            # Before the window that has not stepped; under manual optimization, between batches, only if it has begun.
+            # Before the window that has not stepped; under manual optimization, between batches, only if it
+            # has begun.
             is_batch_over = batches.processed == batches.ready
             if held.at.stage == loops.BATCH and not (self._is_manual and is_batch_over and not holds_gradients):
                 state = held.state
                 if held.at.batches == at.batches and not is_within_epoch and not at.is_epoch_ending:
-                    # The fit ended within an epoch, between two windows. A hook may have put averages into the module.
+                    # The fit ended within an epoch, between two windows. A hook may have put averages into
+                    # the module.
                     state = {**state, "buffers": snapshot.buffers(self._module)}
                 ends = replace(held.at, is_epoch_ending=at.is_epoch_ending)
                 self._snapshot = replace(held, at=ends, state=state)
@@ -321,7 +327,8 @@ class Resume:
             "metrics": self._without_reset(taken),
             # A resumed run may set the others differently.
             "flags": {name: value for name, value in state["flags"].items() if value != first.get(name, value)},
-            # A DTensor's mesh does not outlive the run. One is logged if torch's clip_grad_norm_ returned it.
+            # A DTensor's mesh does not outlive the run. One is logged if torch's clip_grad_norm_ returned
+            # it.
             "seen": {name: value for name, value in seen.items() if not isinstance(value, DTensor)},
         }
         return apply_to_collection(own, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
@@ -341,8 +348,9 @@ class Resume:
     def load(self, state: dict[str, Any] | None, checkpoint: dict[str, Any], sizes: dict[str, int], rank: int) -> None:
         """Prepare to resume from a checkpoint; :meth:`on_train_start` does the rest. Not a collective.
 
-        ``state`` is what :meth:`add_to` added; None for a checkpoint of another strategy. Lightning loads the loops
-        from ``checkpoint`` after this. Raises ValueError if another version of this package wrote ``state``.
+        ``state`` is what :meth:`add_to` added; None for a checkpoint of another strategy. Lightning loads
+        the loops from ``checkpoint`` after this. Raises ValueError if another version of this package wrote
+        ``state``.
         """
         if self._state in (State.RECORDING, State.CLOSED):
             return  # the fit runs, and a hook loads weights: it goes on where it is

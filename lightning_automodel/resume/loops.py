@@ -1,7 +1,8 @@
 """The position of a fit, read from the counters of Lightning's loops, and counters that resume at a position.
 
-Lightning (2.6.6) guesses from its counters where a checkpoint was saved. Counters saved in a hook make it skip a due
-validation, the end of an epoch, or one step of the logger, so a checkpoint gets counters that leave nothing to guess.
+Lightning (2.6.6) guesses from its counters where a checkpoint was saved. Counters saved in a hook make it
+skip a due validation, the end of an epoch, or one step of the logger, so a checkpoint gets counters that
+leave nothing to guess.
 """
 
 import math
@@ -12,8 +13,8 @@ import lightning.pytorch as pl
 
 from lightning_automodel.internals import lightning as lightning_internals
 
-# Stages: an epoch comes next, its hooks first; a batch comes next; a batch was just trained on, and a validation may be
-# due; the validation after a batch is over.
+# Stages: an epoch comes next, its hooks first; a batch comes next; a batch was just trained on, and a
+# validation may be due; the validation after a batch is over.
 EPOCH, BATCH, STEP, VALIDATION = "epoch", "batch", "step", "validation"
 
 
@@ -41,7 +42,8 @@ def position(trainer: "pl.Trainer") -> Position:
     if epochs.started <= epochs.processed:
         is_ending = epochs.completed < epochs.processed
         if 0 < epochs.processed == epochs.ready and batches.processed and not is_last_batch(trainer):
-            # max_steps, max_time or should_stop ended the epoch early: its rest comes when more steps are allowed.
+            # max_steps, max_time or should_stop ended the epoch early: its rest comes when more steps are
+            # allowed.
             return Position(BATCH, batches.processed, epochs.processed - 1, is_ending)
         return Position(EPOCH, batches.processed, epochs.processed, is_ending)
     if batches.completed < batches.ready:

@@ -101,8 +101,8 @@ class RecordingSampler(Sampler[Any]):
         indices = iter(self._inner)
         for _ in range(target.num_skipped + len(target.ahead)):
             next(indices, None)
-        # The first index is drawn here, under the states of that time, since drawing it may use random numbers. So may
-        # drawing later ones: workers had drawn those ahead under states that are not known.
+        # The first index is drawn here, under the states of that time, since drawing it may use random
+        # numbers. So may drawing later ones: workers had drawn those ahead under states that are not known.
         head = target.ahead or list(islice(indices, 0 if target.num_skipped else 1))
         rng.set_global_states(now, self._device)
         rng.set_own_states(self._loader, generators, [])

@@ -15,7 +15,8 @@ OwnStates = tuple[list[Any], list[Any]]  # of a loader's generators, and of its 
 def global_states(device: torch.device) -> dict[str, Any]:
     """The global states of python, numpy and torch on this process, on the host and on its ``device``.
 
-    Does not synchronise: the state of a CUDA generator is on the host. An accelerator's is that of the current device.
+    Does not synchronise: the state of a CUDA generator is on the host. An accelerator's is that of the
+    current device.
     """
     name, keys, *rest = np.random.get_state(legacy=True)
     states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (name, list(map(int, keys)), *rest)}

@@ -17,7 +17,8 @@ def choose(
 ) -> dict[str, Any]:
     """What ``rank`` resumes from, of the states of all ranks that were ``saved``. Not a collective.
 
-    ``sizes`` are the present ranks along each dimension of the mesh. ``say`` tells the user of a layout that changed.
+    ``sizes`` are the present ranks along each dimension of the mesh. ``say`` tells the user of a layout that
+    changed.
     """
     # Each context peer has its own metrics; tensor-parallel peers have the same.
     is_alike = all(saved["sizes"].get(name, 1) == sizes.get(name, 1) for name in ("data_parallel", CONTEXT))
@@ -43,7 +44,8 @@ def choose(
 def carried_over(saved: dict[str, Any], data_parallel: int) -> dict[str, Any]:
     """One state for every rank of the present world size, without what each rank has for itself.
 
-    Within an epoch, the used samples are counted as batches of the present ranks, rounded down: a few are used again.
+    Within an epoch, the used samples are counted as batches of the present ranks, rounded down: a few are
+    used again.
     """
     first = saved["ranks"][0]
     before = saved["sizes"]["data_parallel"]
