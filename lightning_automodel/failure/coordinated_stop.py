@@ -68,7 +68,7 @@ class StopAgreement:
         return self._reason == ""
 
     def ask(self, reason: str = "") -> None:
-        """Ask all ranks to stop; to save and requeue if ``reason`` is :data:`REQUEUE`. Safe in a signal handler."""
+        """Ask all ranks to stop, with :data:`REQUEUE` to save and requeue. Safe in a signal handler."""
         self._reason = reason
 
     def begin_step(self, step: int, longest_wait_s: float) -> bool:

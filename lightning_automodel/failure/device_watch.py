@@ -1,4 +1,4 @@
-"""Devices that wait for a rank which does not come: a warning, then the verdict, before their backend ends them.
+"""Devices that wait for a missing rank: a warning, then the verdict, before their backend ends the processes.
 
 A collective of an accelerator neither blocks the host nor raises, so no rank fails by itself. At the
 timeout, the backend's own watchdog would end each process without a word of which rank was at fault.
@@ -27,7 +27,7 @@ READS_TO_WARNING = 40
 
 
 class Stage(Enum):
-    """How far this rank has come with devices that wait; only :meth:`DeviceWatch.exchange` and `_warn` go on."""
+    """How far this rank has come with devices that wait. It only goes on, in :meth:`DeviceWatch.exchange`."""
 
     WATCHING = auto()  # no device has waited for long
     WARNED = auto()  # whom they wait for was logged
@@ -35,7 +35,10 @@ class Stage(Enum):
 
 
 class DeviceWatch:
-    """Warns after a minute (half of the timeout, if that is less), and decides a minute before the timeout (a quarter).
+    """Warns of devices that wait, and later posts who is at fault.
+
+    It warns after a minute, or half of the timeout if that is less. It posts the verdict a minute before the
+    timeout, or at three quarters of the timeout if that is later.
 
     Only the rank that holds the lease :data:`DEVICES` reads all records, and only while its own device
     waits.
@@ -60,7 +63,7 @@ class DeviceWatch:
         return self._progress.describe()
 
     def exchange(self, board: Board, store: dist.Store, path: str, lease: bytes) -> None:
-        """Called with each heartbeat, on the board's thread: read, warn, and post the verdict at ``path``."""
+        """Read, warn, and post the verdict at ``path``. The board's thread calls it with each heartbeat."""
         own = board.own
         now = board.clock()
         waits = own.device == Device.BUSY and own.device_stood_s >= self.warning_s
@@ -71,9 +74,10 @@ class DeviceWatch:
         self._next_read_s = now + self.warning_s / READS_TO_WARNING
         board.read_records(store, self._ranks, self._seen)
         failure = self._judge(board, self.warning_s)
-        if self._stage is Stage.WATCHING:
-            self._warn(failure)
-        if failure is not None and own.device_stood_s >= self.verdict_s and self._judge(board, self.verdict_s):
+        if self._stage is Stage.WATCHING and self._warn(failure):
+            self._stage = Stage.WARNED
+        is_due = own.device_stood_s >= self.verdict_s
+        if failure is not None and is_due and self._judge(board, self.verdict_s):
             board.post(store, path, failure)
             self._stage = Stage.JUDGED
 
@@ -87,14 +91,15 @@ class DeviceWatch:
             return failure
         return failures.missed_heartbeats(failure.rank, seen.known, board.rank, now - seen.changed_at)
 
-    def _warn(self, failure: RankFailure | None) -> None:
+    def _warn(self, failure: RankFailure | None) -> bool:
+        """Log whom the devices wait for, and return whether that is known."""
         what = devices_standstill(known_records(self._seen), self.warning_s)
         if failure is not None:
             what = str(failure)
         if what is None:
-            return
-        self._stage = Stage.WARNED
+            return False
         log.warning(
-            f"Devices have been busy for {self.warning_s:g} s without progress: {what}\nA collective that a rank does"
-            f" not come to ends the run after the strategy's timeout, here {self._timeout_s:g} s."
+            f"Devices have been busy for {self.warning_s:g} s without progress: {what}\nA collective that a rank"
+            f" does not come to ends the run after the strategy's timeout, here {self._timeout_s:g} s."
         )
+        return True

@@ -2,11 +2,11 @@
 
 Its phases, which only `MainThread.become` changes:
 
-    RUNNING --- it has raised ---------------------------> RAISED --- the cause is known ---> EXPLAINED ---+
-       |                                                                                                   |
-       +--- another rank failed, or all stop after the same step ---> LEAVING -----------------------------+--> CLOSED
-       |                                                                                                   |
-       +--- all ranks have come to the end of the run ------------------------------------------------------+
+    RUNNING --- it has raised ---> RAISED --- the cause is known ---> EXPLAINED ---+
+       |                                                                           |
+       +--- another rank failed, or all stop after the same step ---> LEAVING -----+--> CLOSED
+       |                                                                           |
+       +--- all ranks have come to the end of the run -----------------------------+
 
 If another rank fails, it is interrupted after some seconds in RUNNING and RAISED, and the process is ended
 if that does not help. It is not interrupted for a failure of its own that it has posted (RAISED, EXPLAINED).

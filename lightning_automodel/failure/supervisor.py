@@ -2,12 +2,12 @@
 
 The states of a rank (:class:`State`), which only `Supervisor._become` changes:
 
-    from                 to         when
-    any                  RUNNING    `run` is called
-    RUNNING              IDLE       the function returns, or the Tuner ends it
-    RUNNING              FAILED     the function raises
-    FAILED               ALONE      another rank's failure was the cause, or the others did not come in time
-    FAILED               TOGETHER   all ranks have failed alike, or stop after the same step, and wait for each other
+    from       to          when
+    any        RUNNING     `run` is called
+    RUNNING    IDLE        the function returns, or the Tuner ends it
+    RUNNING    FAILED      the function raises
+    FAILED     ALONE       another rank's failure was the cause, or the others did not come in time
+    FAILED     TOGETHER    all ranks have failed alike, or stop after the same step, and wait for each other
 
 FAILED, ALONE and TOGETHER last until the next `run`. `failure.main_thread` tells how a rank is made to
 raise.
@@ -144,18 +144,20 @@ class Supervisor:
 
     @contextlib.contextmanager
     def tearing_down(self) -> Iterator[None]:
-        """Context for Lightning's teardown. After a failure it takes half a minute at most, and raises nothing.
+        """Context for Lightning's teardown. After a failure, it takes half a minute at most, and raises nothing.
 
-        What clean-up raises then, often because the device has failed, would hide the cause.
+        An error of the clean-up, often because the device has failed, would hide the cause.
         """
         if not self.has_failed:
             yield
             return
-        with limited(LONGEST_LEAVING_S, process_group.group_rank(), _why_late(sys.exc_info()[1], "tearing down")):
+        why = _why_late(sys.exc_info()[1], "tearing down")
+        with limited(LONGEST_LEAVING_S, process_group.group_rank(), why):
             try:
                 yield
             except Exception as error:
-                log.warning("Tearing down after a failure has raised too: %s: %s", type(error).__name__, _line(error))
+                line = next(iter(message_of(error).splitlines()), "")
+                log.warning("Tearing down after a failure has raised too: %s: %s", type(error).__name__, line)
 
     def watch(
         self,
@@ -195,7 +197,9 @@ class Supervisor:
         is_last = self._watchdog.begin_step(step, is_training)
         if is_last:
             stop = self._watchdog.stop
-            what = "was told to save and requeue" if stop.requeues else "received SIGTERM"
+            what = "received SIGTERM"
+            if stop.requeues:
+                what = "was told to save and requeue"
             log.warning("Rank %s %s: all ranks stop after this step.", stop.asked_by, what)
         return is_last
 
@@ -256,8 +260,8 @@ class Supervisor:
             self._watchdog.close()
             self._watchdog = None
             _current.remove(self)
-            boards = [supervisor._watchdog.board for supervisor in _current if supervisor._watchdog is not None]
-            first_rank.use_board(boards[-1] if boards else None)
+            watchdogs = [supervisor._watchdog for supervisor in _current if supervisor._watchdog is not None]
+            first_rank.use_board(watchdogs[-1].board if watchdogs else None)
         self._restore_sigterm()
 
     def _raise_what_came_late(self) -> None:
@@ -329,14 +333,11 @@ def _free_device(exception: BaseException) -> None:
         torch.accelerator.synchronize()
 
 
-def _line(exception: BaseException) -> str:
-    """The first line of its text."""
-    return next(iter(message_of(exception).splitlines()), "")
-
-
 def _why_late(exception: BaseException | None, what: str) -> str:
     """Why a process ends that leaves with ``exception``, and is too long about it."""
-    cause = "" if exception is None else f"{type(exception).__name__}: {message_of(exception)}; "
+    cause = ""
+    if exception is not None:
+        cause = f"{type(exception).__name__}: {message_of(exception)}; "
     return f"{cause}{what} took over {LONGEST_LEAVING_S:g} s"
 
 

@@ -35,9 +35,12 @@ LONGEST_SEARCH_BEATS = 120
 TIME_TO_FAIL_S = 2.0
 NEITHER_ENDS = "a collective neither ends nor fails after {:.0f} s"
 
-RUN, END, LEASE = "run", "end", "lease"
+RUN = "run"
+END = "end"
+LEASE = "lease"
 AFTER_FAILURE = "after_failure"
-TOGETHER, ALONE = "together", "alone"
+TOGETHER = "together"
+ALONE = "alone"
 
 _runs: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -102,7 +105,10 @@ class Watchdog:
     # --- From the start of the run to its end --------------------------------------------------------
 
     def start(self) -> None:
-        """Start the threads, and wait for the store's first answer; RankFailedError if there is none, or a failure."""
+        """Start the threads, and wait for the store's first answer.
+
+        RankFailedError if there is none, or another rank has failed.
+        """
         self.board.start(expects_all=self._have_just_joined)
         self._thread.start()
         # The second thread's time limit also ends this wait.
@@ -151,9 +157,9 @@ class Watchdog:
             raise RankFailedError(failure)
 
     def wait_for_all(self) -> int | None:
-        """Wait until every rank has left its last hook; RankFailedError if one has failed. A collective of the store.
+        """Wait until every rank has left its last hook. A collective, only through the store.
 
-        Returns a rank that received SIGTERM, the same on all ranks, if any.
+        Returns a rank that received SIGTERM, the same on all ranks, if any. RankFailedError if a rank has failed.
         """
         board = self.board
         self._has_ended = True
@@ -179,7 +185,10 @@ class Watchdog:
     # --- After an exception on this rank ----------------------------------------------------------
 
     def stand_at(self, position: tuple[bool, str]) -> None:
-        """From now on, give ``position`` as the user's line: after an exception, the main thread is in this package."""
+        """From now on, give ``position`` as the user's line.
+
+        After an exception, the main thread is in this package.
+        """
         self._raised_at = position
 
     def let_leave(self) -> None:
@@ -187,7 +196,10 @@ class Watchdog:
         self._main_thread.become(Phase.LEAVING)
 
     def explain(self, exception: BaseException, hook: str | None) -> RankFailure | None:
-        """The other rank's failure that caused ``exception``; else post it as this rank's own, raised in ``hook``."""
+        """Find the other rank's failure that caused ``exception``.
+
+        If there is none, post the exception as this rank's own failure, raised in ``hook``, and return None.
+        """
         try:
             if isinstance(exception, RankFailedError):
                 return exception.failure
@@ -210,7 +222,7 @@ class Watchdog:
             self._main_thread.become(Phase.EXPLAINED if has_raised else Phase.LEAVING)
 
     def come_together(self, patience_s: float) -> bool:
-        """Wait after a failure until every rank calls this, and return whether all do, the same on those that do.
+        """Wait after a failure until every rank calls this, and return whether all do, the same on each caller.
 
         Only through the store: in a collective, a rank would wait for those that stand in another one.
         """
@@ -238,7 +250,7 @@ class Watchdog:
             return False
 
     def conclude(self, limit_s: float) -> None:
-        """Note that this rank knows of the failure. Rank 0 waits until all ranks do, ``limit_s`` seconds at most."""
+        """Note that this rank knows of the failure. Rank 0 waits until all ranks do, for ``limit_s`` at most."""
         self.board.conclude(RUN, len(self._ranks), limit_s)
 
     def _post(self, failure: RankFailure) -> RankFailure:
@@ -308,14 +320,15 @@ class Watchdog:
             board.read_records(store, [rank], board.seen)
             record = board.known(rank)
             if not record.has_left:
-                ended = RankFailure(rank, record.host, record.where, failures.PROCESS_ENDED, f"its process {how}")
+                message = f"its process {how}"
+                ended = RankFailure(rank, record.host, record.where, failures.PROCESS_ENDED, message)
                 board.post(store, RUN, ended)
         failure = left_behind({self._rank: board.own} | known_records(board.seen))
         if failure is not None:
             board.post(store, RUN, failure)
 
     def _is_past_timeout(self) -> bool:
-        """Whether the main thread is in a collective that should have failed: to connect, NCCL waits for ever."""
+        """Whether the main thread is in a collective that should have failed: NCCL waits for ever to connect."""
         own = self.board.own
         is_late = own.waits and own.stood_s > self.timeout_s + TIME_TO_FAIL_S
         may_wait = self._has_ended or self._main_thread.is_leaving or first_rank.is_active()
