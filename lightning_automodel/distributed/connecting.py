@@ -21,8 +21,8 @@ CONNECTING = "connecting the groups of its accelerator"
 LONGEST_SILENCE_S = 60.0
 POLL_S = 0.1
 ADVICE = (
-    "check that NCCL_SOCKET_IFNAME names the interface by which the ranks' machines reach each other, and set"
-    " NCCL_DEBUG=INFO, which prints what NCCL tries"
+    "check that NCCL_SOCKET_IFNAME names the interface by which the ranks' machines reach each other, and"
+    " set NCCL_DEBUG=INFO, which prints what NCCL tries"
 )
 
 
@@ -110,6 +110,6 @@ class _ConnectWatch:
         waiting = [rank for rank, each in seen.items() if not each.known.has_ended]
         notes = {rank: f" ({seen[rank].known.host}, in {seen[rank].known.where})" for rank in waiting}
         return (
-            f"rank {board.rank} has waited {waited_s:.0f} s for the groups of its accelerator to connect. Not"
-            f" connected: rank {failures.list_ranks(waiting, notes)}: {ADVICE}"
+            f"rank {board.rank} has waited {waited_s:.0f} s for the groups of its accelerator to connect."
+            f" Not connected: rank {failures.list_ranks(waiting, notes)}: {ADVICE}"
         )

@@ -19,9 +19,9 @@ PROCESS_ENDED = "process ended"
 MISSED_HEARTBEATS = "missed heartbeats"
 STUCK = "stuck"
 RUN_ON_ALL_RANKS = (
-    "What communicates must run on all ranks, never below `if trainer.is_global_zero` or @rank_zero_only: calling,"
-    " saving or exporting a sharded model, self.log(..., sync_dist=True), self.all_gather. And the same parameters must"
-    " be trainable on all ranks."
+    "What communicates must run on all ranks, never below `if trainer.is_global_zero` or @rank_zero_only:"
+    " calling, saving or exporting a sharded model, self.log(..., sync_dist=True), self.all_gather. And the"
+    " same parameters must be trainable on all ranks."
 )
 COMMUNICATION = re.compile(r"\b(gloo|NCCL|XCCL|monitoredBarrier)\b")
 GLOO_SOURCE = re.compile(r"\bgloo/\S+\.(cc|h|cpp|hpp):\d+")

@@ -68,13 +68,15 @@ def locate(
         rank, world_size = 0, 1
     if rank is None or world_size is None:
         raise ValueError(
-            f"RANK is {rank} and WORLD_SIZE is {world_size}: start this process with torchrun, or set both (or pass"
-            " rank= and world_size=); to run as a single process, unset both, and pass neither init_method nor store."
+            f"RANK is {rank} and WORLD_SIZE is {world_size}: start this process with torchrun, or set both"
+            " (or pass rank= and world_size=); to run as a single process, unset both, and pass neither"
+            " init_method nor store."
         )
     if not 0 <= rank < world_size:
         raise ValueError(
-            f"Rank {rank} does not exist in a world of {world_size}: RANK (or rank=) must be from 0 to WORLD_SIZE - 1, "
-            "and the same WORLD_SIZE (or world_size=), at least 1, must be given to every process."
+            f"Rank {rank} does not exist in a world of {world_size}: RANK (or rank=) must be from 0 to"
+            " WORLD_SIZE - 1, and the same WORLD_SIZE (or world_size=), at least 1, must be given to every"
+            " process."
         )
     method = "" if store is not None else init_method or ENVIRONMENT
     return Rendezvous(rank, world_size, method, None if world_size == 1 else _address(method), store)
@@ -89,9 +91,9 @@ def _address(method: str) -> tuple[str, int] | None:
         host, port = os.environ.get("MASTER_ADDR"), number_in_environment("MASTER_PORT")
     if not host or not port or port > 65535:
         raise ValueError(
-            f"init_method={method!r} needs the address of rank 0's machine and a free port there, the same for every"
-            f" process, and has {host or 'no address'} and {port or 'no port'}: set MASTER_ADDR and MASTER_PORT, from 1"
-            " to 65535, or pass init_method='tcp://address:port'."
+            f"init_method={method!r} needs the address of rank 0's machine and a free port there, the same"
+            f" for every process, and has {host or 'no address'} and {port or 'no port'}: set MASTER_ADDR"
+            " and MASTER_PORT, from 1 to 65535, or pass init_method='tcp://address:port'."
         )
     return host, port
 
@@ -235,8 +237,9 @@ class _Round:
         came = store.compare_set(f"{JOIN}/{self._found.rank}", "", self._me).decode()
         if came != self._me:
             return (
-                f"two processes joined as this rank, {came} and {self._me}: give each process a RANK of its own, and"
-                " each job a port or file. Where one was killed and started again, start all ranks again"
+                f"two processes joined as this rank, {came} and {self._me}: give each process a RANK of its"
+                " own, and each job a port or file. Where one was killed and started again, start all ranks"
+                " again"
             )
         terms = store.compare_set(f"{JOIN}/terms", "", self._terms).decode()
         if terms != self._terms:
@@ -249,8 +252,8 @@ class _Round:
     def _post(self, failure: RankFailure) -> RankFailedError:
         """Post the ``failure``, with what to do, and end the round; returns what to raise."""
         hint = (
-            f"all ranks must join at {self._found.place} within {self._timeout.total_seconds():g} s: check that each"
-            " process runs, with this address, the same WORLD_SIZE and a RANK of its own"
+            f"all ranks must join at {self._found.place} within {self._timeout.total_seconds():g} s: check"
+            " that each process runs, with this address, the same WORLD_SIZE and a RANK of its own"
         )
         own = replace(failure, message=f"{failure.message}; {hint}")
 

@@ -219,8 +219,8 @@ def _try(rank: int, other: Announcement, own_rank: int, own: Announcement) -> Ra
     except OSError as caught:
         error = f"{type(caught).__name__}: {caught}"
     message = (
-        f"rank {own_rank} on {own.host} cannot connect to it at {other.address}, {other.because} ({error}). Set"
-        f" {GLOO_INTERFACE} on each node to the network interface that the other nodes can reach, and {NCCL_INTERFACE}"
-        f" for NCCL. {other.network}"
+        f"rank {own_rank} on {own.host} cannot connect to it at {other.address}, {other.because} ({error})."
+        f" Set {GLOO_INTERFACE} on each node to the network interface that the other nodes can reach, and"
+        f" {NCCL_INTERFACE} for NCCL. {other.network}"
     )
     return RankFailure(rank, other.host, "joining", "ConnectionError", message)

@@ -31,9 +31,9 @@ def explained(error: StopIteration, where: str | None = None) -> RuntimeError:
     """The error to raise for ``error``. It names the hook: Lightning's that it came through, else ``where``."""
     where = lightning_internals.failing_hook(error) or where or "what loads a batch"
     return RuntimeError(
-        f"{where} raised StopIteration ({main_thread_position(error)[1]}). Lightning takes it for the end of the"
-        " data and ends the epoch on this rank alone, while the others wait. Begin the iterator anew where it"
-        " ends, or return -1 from on_train_batch_start on all ranks to end an epoch early."
+        f"{where} raised StopIteration ({main_thread_position(error)[1]}). Lightning takes it for the end of"
+        " the data and ends the epoch on this rank alone, while the others wait. Begin the iterator anew"
+        " where it ends, or return -1 from on_train_batch_start on all ranks to end an epoch early."
     )
 
 

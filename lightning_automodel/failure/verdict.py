@@ -85,8 +85,8 @@ def left_behind(records: Mapping[int, Record]) -> RankFailure | None:
     if running[other] <= ended[rank]:
         return None
     message = (
-        f"it ended its run after training step {ended[rank]}, but rank {other} is in step {running[other]}: give"
-        " all ranks equally many batches, and set trainer.should_stop on all of them or on none"
+        f"it ended its run after training step {ended[rank]}, but rank {other} is in step {running[other]}:"
+        " give all ranks equally many batches, and set trainer.should_stop on all of them or on none"
     )
     return RankFailure(rank, records[rank].host, "fit", "RuntimeError", message)
 

@@ -106,14 +106,16 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
             return self._run_in_worker(self.folder, trainer, function, args, kwargs)
         if self._already_fit and trainer.state.fn == TrainerFn.FITTING:
             raise NotImplementedError(
-                f"trainer.fit() ran already, in workers of start_method={self.method!r} that have ended, with"
-                " their optimizer states and loops. To go on, make a new Trainer and call fit(ckpt_path=...)."
+                f"trainer.fit() ran already, in workers of start_method={self.method!r} that have ended,"
+                " with their optimizer states and loops. To go on, make a new Trainer and call"
+                " fit(ckpt_path=...)."
             )
         if self.method == "fork" and dist.is_initialized():
             raise RuntimeError(
-                "start_method='fork' copies this process, which is in a process group, from a run on one device or one"
-                " of your own: save what you need of the model there, call lightning_automodel.destroy_global_state()"
-                " (for your own, torch.distributed.destroy_process_group()), and start again."
+                "start_method='fork' copies this process, which is in a process group, from a run on one"
+                " device or one of your own: save what you need of the model there, call"
+                " lightning_automodel.destroy_global_state() (for your own,"
+                " torch.distributed.destroy_process_group()), and start again."
             )
         folder = Path(tempfile.mkdtemp(prefix="lightning_automodel-"))
         try:
@@ -157,10 +159,10 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
                 torch.save((self, trainer, function, global_state), folder / _RUN)
             except Exception as error:
                 raise TypeError(
-                    f"start_method={self.method!r} sends the Trainer, the module and its data to new processes, and"
-                    f" something of them cannot be pickled: {str(error).rstrip('.')}. Define that at the top level of a"
-                    " module that can be imported, make it in setup(), or pass start_method='fork', or 'popen' in a"
-                    " script."
+                    f"start_method={self.method!r} sends the Trainer, the module and its data to new"
+                    f" processes, and something of them cannot be pickled: {str(error).rstrip('.')}. Define"
+                    " that at the top level of a module that can be imported, make it in setup(), or pass"
+                    " start_method='fork', or 'popen' in a script."
                 ) from error
         return torch.multiprocessing.start_processes(
             _run_worker, (folder, variables, run), self._num_processes, join=False, start_method=self.method
@@ -208,8 +210,9 @@ def make_launcher(
     if (hasattr(sys, "ps1") or sys.flags.interactive) and not launcher.is_interactive_compatible:
         # Lightning's own message would recommend its own strategies.
         raise MisconfigurationException(
-            "AutomodelStrategy(start_method='popen') runs a script again for each further rank, which a notebook or an"
-            " interactive session does not have: pass Trainer(strategy=AutomodelStrategy(start_method='fork'), ...),"
-            " or devices=1, or run your code as a script."
+            "AutomodelStrategy(start_method='popen') runs a script again for each further rank, which a"
+            " notebook or an interactive session does not have: pass"
+            " Trainer(strategy=AutomodelStrategy(start_method='fork'), ...), or devices=1, or run your code"
+            " as a script."
         )
     return launcher

@@ -66,7 +66,8 @@ def load_trained_weights(module: "pl.LightningModule", path: Path) -> None:
             set_model_state_dict(module, state)
     except Exception as error:
         raise RuntimeError(
-            f"{type(module).__name__} is trained, but the module in this process cannot hold the trained weights"
-            f" ({error}): they are in {path}, which torch.load reads. Create its layers, as they are in training, in"
-            " __init__ or in a configure_model that works without self.device_mesh, or load a checkpoint."
+            f"{type(module).__name__} is trained, but the module in this process cannot hold the trained"
+            f" weights ({error}): they are in {path}, which torch.load reads. Create its layers, as they are"
+            " in training, in __init__ or in a configure_model that works without self.device_mesh, or load"
+            " a checkpoint."
         ) from error

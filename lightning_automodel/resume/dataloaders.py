@@ -54,9 +54,9 @@ class TrainingLoaders:
         name = type(loader).__name__
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             self._say_if_saving(
-                f"A run that is resumed within an epoch starts over with its {name}, which is neither a map-style"
-                " DataLoader nor has state_dict() and load_state_dict(): use torchdata's StatefulDataLoader, or resume"
-                " from the end of an epoch."
+                f"A run that is resumed within an epoch starts over with its {name}, which is neither a"
+                " map-style DataLoader nor has state_dict() and load_state_dict(): use torchdata's"
+                " StatefulDataLoader, or resume from the end of an epoch."
             )
         else:
             # No bound method, which a copy of the loader would follow to the trainer and its model.
@@ -132,15 +132,15 @@ class TrainingLoaders:
         kinds, saved = list(map(_kind, loaders)), [position["kind"] for position in positions]
         if at.stage != loops.EPOCH and kinds != saved:
             raise ValueError(
-                f"Training loaders go on within an epoch by {kinds}, and the checkpoint holds {saved}: pass loaders"
-                " like those that were used, or resume from the end of an epoch."
+                f"Training loaders go on within an epoch by {kinds}, and the checkpoint holds {saved}: pass"
+                " loaders like those that were used, or resume from the end of an epoch."
             )
         keeping = [position["keeps_iterator"] for position in positions if "keeps_iterator" in position]
         if at.stage != loops.EPOCH and keeping:
             raise ValueError(
-                f"The checkpoint was written within an epoch of a {keeping[0]}, whose batches come from an iterator"
-                " that was made before the fit or before this epoch, or not from its sampler: where it stood is not"
-                " known. Resume from a checkpoint of the end of an epoch, or use torch's"
+                f"The checkpoint was written within an epoch of a {keeping[0]}, whose batches come from an"
+                " iterator that was made before the fit or before this epoch, or not from its sampler: where"
+                " it stood is not known. Resume from a checkpoint of the end of an epoch, or use torch's"
                 " DataLoader(persistent_workers=True)."
             )
         dropped = [
@@ -209,8 +209,8 @@ class TrainingLoaders:
         iteration = Iteration(states, start, at.epochs)
         if iteration.start and loops.prefetches(self._trainer):
             self._say(
-                "A training loader had started over within the epoch, beside one that has no length: samples of"
-                " this epoch may be left out or used twice."
+                "A training loader had started over within the epoch, beside one that has no length: samples"
+                " of this epoch may be left out or used twice."
             )
         if not _has_own_iter(loader):
             recorder.target = Target(iteration, yielded, position.get("ahead", []))
@@ -226,14 +226,16 @@ class TrainingLoaders:
         length, yielded, size = sized_len(loader), position["yielded"], _batch_size(loader)
         if length is not None and length != (position["length"] or max(length, yielded)):
             raise ValueError(
-                f"The checkpoint was written after batch {yielded} of {position['length']}, and a training loader"
-                f" has {length} now: pass the loader that was used, or resume from the end of an epoch."
+                f"The checkpoint was written after batch {yielded} of {position['length']}, and a training"
+                f" loader has {length} now: pass the loader that was used, or resume from the end of an"
+                " epoch."
             )
         if size != position.get("batch_size", size):
             raise ValueError(
                 f"The checkpoint was written after batch {yielded} of a training loader with"
-                f" batch_size={position['batch_size']}, which is {size} now: samples of this epoch would be left out or"
-                " used twice. Pass the batch size that was used, or resume from the end of an epoch."
+                f" batch_size={position['batch_size']}, which is {size} now: samples of this epoch would be"
+                " left out or used twice. Pass the batch size that was used, or resume from the end of an"
+                " epoch."
             )
 
     def end_epoch(self) -> None:

@@ -248,9 +248,10 @@ class Resume:
             taken.beside.put_into(checkpoint, self._trainer)
             if taken.versions != torch_internals.versions(self._parameters):
                 self._say(
-                    "A checkpoint was saved within a window in which parameters were written, as those of a teacher"
-                    " that averages are, or weights that are clamped. A resumed run repeats the window, and writes"
-                    " them twice. Keep a teacher in buffers, or write where trainer.global_step has grown."
+                    "A checkpoint was saved within a window in which parameters were written, as those of a"
+                    " teacher that averages are, or weights that are clamped. A resumed run repeats the"
+                    " window, and writes them twice. Keep a teacher in buffers, or write where"
+                    " trainer.global_step has grown."
                 )
         return own
 
@@ -280,9 +281,9 @@ class Resume:
                 return held
         if holds_gradients:
             self._say(
-                "A checkpoint was saved while an optimizer held gradients that it has not stepped with, and gradients"
-                " are not saved. Nothing is lost where each step begins with zero_grad(), as in most GANs. Otherwise a"
-                " resumed run is not exact: save where all optimizers have stepped."
+                "A checkpoint was saved while an optimizer held gradients that it has not stepped with, and"
+                " gradients are not saved. Nothing is lost where each step begins with zero_grad(), as in"
+                " most GANs. Otherwise a resumed run is not exact: save where all optimizers have stepped."
             )
         logged = lightning_internals.logging_step(self._trainer)
         if at.stage in (loops.STEP, loops.VALIDATION):  # the batch's step is not counted yet
@@ -356,9 +357,9 @@ class Resume:
             return  # the fit runs, and a hook loads weights: it goes on where it is
         if state is not None and state["format"] != FORMAT:
             raise ValueError(
-                f"The checkpoint's resume state has format {state['format']}, and this version of lightning_automodel"
-                f" knows format {FORMAT}: resume with the version that wrote it, or take only its weights"
-                " (load_from_checkpoint)."
+                f"The checkpoint's resume state has format {state['format']}, and this version of"
+                f" lightning_automodel knows format {FORMAT}: resume with the version that wrote it, or take"
+                " only its weights (load_from_checkpoint)."
             )
         checkpoint_callbacks.load_early(self._trainer, checkpoint.get("callbacks", {}))
         if state is None:
@@ -399,8 +400,8 @@ class Resume:
         unknown = snapshot.restore(self._module, loaded, self._device)
         if unknown:
             self._say(
-                f"The checkpoint holds buffers of modules that this run does not have: {', '.join(unknown)}. Where they"
-                " matter, build these modules before on_train_start ends."
+                f"The checkpoint holds buffers of modules that this run does not have: {', '.join(unknown)}."
+                " Where they matter, build these modules before on_train_start ends."
             )
         self._restore_own_state(loaded["own"])
         if loaded["random"] is not None:

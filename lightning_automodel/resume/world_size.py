@@ -28,9 +28,9 @@ def choose(
         return own
     own = carried_over(saved, sizes["data_parallel"])
     say(
-        f"The checkpoint was saved with a different world size ({saved['sizes']}, now {sizes}): the data goes"
-        " on where it stopped, and each rank's random states, buffers and metrics of the epoch start afresh."
-        " Without a DistributedSampler, samples of this epoch may be left out or used twice."
+        f"The checkpoint was saved with a different world size ({saved['sizes']}, now {sizes}): the data"
+        " goes on where it stopped, and each rank's random states, buffers and metrics of the epoch start"
+        " afresh. Without a DistributedSampler, samples of this epoch may be left out or used twice."
     )
     extra_states = own.get("extra_states")
     if extra_states:
