@@ -5,7 +5,8 @@ Below the board's prefix, the store holds
     record/<rank>       the newest `Record` of a rank, which is also its heartbeat
     <path>/verdict      the first failure of the run, of joining, or of one first-rank block
     <path>/known        how many ranks know how that ended
-    <at>/<rank>, <at>/arrived, <at>/result, <at>/lease    ranks that wait for each other, and which one reads for all
+    <at>/<rank>, <at>/arrived, <at>/result    ranks that wait for each other
+    <at>/lease          which of them looks for those that are missing
 
 and, for a run, `lease` (`failure.watchdog`), `stop` and the keys below it (`failure.coordinated_stop`). With
 each heartbeat a rank writes its record and reads a few keys: two operations. Only one rank ever reads all
@@ -60,6 +61,9 @@ JOIN_S = 1.0
 LINGER_S = 5.0
 NONE = b"-"
 
+StoreFunction = Callable[[dist.Store], Any]
+Exchange = Callable[[dist.Store, Sequence[bytes]], None]
+
 
 class BoardState(Enum):
     """How far this rank's connection to the store has come; see the module's docstring."""
@@ -71,7 +75,7 @@ class BoardState(Enum):
 
 
 class Board:
-    """A connection to a store, and the one thread that uses it. :meth:`start` begins both, :meth:`close` ends them.
+    """A connection to a store, and the one thread that uses it, from :meth:`start` to :meth:`close`.
 
     Only the thread uses the connection: a call to a store whose host is stopped may block forever, and a
     ``TCPStore`` client is blocked for all threads while one of them waits in it. The thread also reads
@@ -100,29 +104,30 @@ class Board:
         self._connect = connect
         self._describe = describe
         self._keys: list[str] = []
-        self._exchange: Callable[[dist.Store, Sequence[bytes]], None] = lambda store, values: None
+        self._exchange: Exchange = lambda store, values: None
         self._check: Callable[[], None] = lambda: None
-        self.interval_s = min(max(BEAT_S, len(members) / RANKS_PER_SECOND), timeout_s / failures.MISSED_BEATS)
+        share_s = len(members) / RANKS_PER_SECOND
+        self.interval_s = min(max(BEAT_S, share_s), timeout_s / failures.MISSED_BEATS)
         self.clock: Callable[[], float] = time.monotonic
         self.beats = 0  # the number of records that this rank has written
         self.own = Record(host=self.host)  # the newest of them
         self.seen: dict[int, Sighting] = {}  # other ranks, as far as their records were read
         self.expects_all = False  # whether a member that has written nothing counts as silent
-        self.verdicts: dict[str, RankFailure | None] = {path: None}  # what was posted at each path that is read
+        self.verdicts: dict[str, RankFailure | None] = {path: None}  # by path, for those that are followed
         self.state = BoardState.OPENING
         self.lost: RankFailure | None = None  # why, in BoardState.LOST
         self._has_answered = threading.Event()
         self._watched: set[int] = set()
         self._existing: set[str] = set()
-        self._calls: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[StoreFunction, Future[Any]] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._serve, name="lightning_automodel board", daemon=True)
 
     # --- What this rank says and reads ------------------------------------------------------------
 
-    def exchange_with(self, keys: Sequence[str], exchange: Callable[[dist.Store, Sequence[bytes]], None]) -> None:
-        """With each heartbeat, read ``keys`` and call ``exchange`` with the store and their values, on the thread.
+    def exchange_with(self, keys: Sequence[str], exchange: Exchange) -> None:
+        """With each heartbeat, read ``keys`` and call ``exchange`` with the store and their values.
 
-        Call it before :meth:`start`.
+        To be called before :meth:`start`. The thread calls ``exchange``.
         """
         self._keys = list(keys)
         self._exchange = exchange
@@ -140,7 +145,7 @@ class Board:
         self.timeout_s = timeout_s
 
     def watch(self, rank: int) -> None:
-        """From now on, read the record of ``rank`` with each heartbeat, besides those of the neighbour and rank 0."""
+        """From now on, read the record of ``rank`` with each heartbeat, as those of the neighbour and rank 0."""
         self._watched.add(rank)
 
     def follow(self, path: str) -> None:
@@ -178,7 +183,7 @@ class Board:
         self.thread.join(JOIN_S + 2 * self.interval_s)
 
     def _become(self, state: BoardState) -> None:
-        """Change the state, here alone. The main thread calls this too, if it has waited in vain for an answer."""
+        """Change the state, here alone. The main thread does so too, if it has waited in vain for an answer."""
         if state is BoardState.OPEN:
             self._has_answered.set()
         if self.state is not BoardState.LOST:
@@ -208,7 +213,7 @@ class Board:
         raise RankFailedError(next((failure for failure in self.verdicts.values() if failure), lost))
 
     def wait_for(self, key: str, path: str, limit_s: float, explain: Callable[[float], None]) -> bytes:
-        """Wait for the value of ``key``. After ``limit_s`` seconds, ``explain`` is called now and then to raise why.
+        """Wait for the value of ``key``; after ``limit_s`` seconds, call ``explain`` now and then to raise why.
 
         RankFailedError if a failure was posted at ``path`` or for the whole board, or the store is lost.
         """
@@ -228,19 +233,19 @@ class Board:
             time.sleep(pause_s(waited_s, len(self.members)))
 
     def gather(self, at: str, ranks: Sequence[int], value: str, path: str, limit_s: float) -> list[str]:
-        """Wait like :meth:`wait_for` until all of ``ranks`` have posted below ``at``; returns all their values."""
+        """Wait like :meth:`wait_for` until all of ``ranks`` have posted below ``at``; returns their values."""
         self.call(lambda store: self.arrive(store, at, ranks, value))
         explain = partial(self.explain_missing, at, ranks)
         return list(json.loads(self.wait_for(f"{at}/result", path, limit_s, explain)))
 
     def explain_missing(self, at: str, ranks: Sequence[int], waited_s: float) -> None:
-        """Raise ``RankFailedError`` for those of ``ranks`` that have posted nothing below ``at``; one rank looks."""
+        """Raise RankFailedError for those of ``ranks`` that have posted nothing below ``at``; one rank looks."""
         failure = self.call(lambda store: self._missing(store, at, ranks, waited_s))
         if failure is not None:
             raise RankFailedError(failure)
 
     def conclude(self, path: str, num_ranks: int, limit_s: float = LINGER_S) -> None:
-        """Note that this rank knows how ``path`` ended. Rank 0, the store's host, waits until ``num_ranks`` know."""
+        """Note that this rank knows how ``path`` ended. Rank 0, the store's host, waits for ``num_ranks`` notes."""
         limit_s = min(limit_s, self.timeout_s)
         began_at = time.monotonic()
 
@@ -262,7 +267,7 @@ class Board:
     # --- For functions that the thread runs -------------------------------------------------------
 
     def read(self, store: dist.Store, keys: Sequence[str] = ()) -> Sequence[bytes]:
-        """Values of ``keys``, ``NONE`` where there is none, and new verdicts of the paths, in one operation."""
+        """Values of ``keys``, ``NONE`` where there is none, and new verdicts, in one operation."""
         # Another thread may add a path meanwhile.
         paths = [path for path, verdict in list(self.verdicts.items()) if verdict is None]
         wanted = [*(f"{path}/verdict" for path in paths), *keys]
@@ -276,7 +281,7 @@ class Board:
         return values[len(paths) :]
 
     def arrive(self, store: dist.Store, at: str, ranks: Sequence[int], value: str) -> None:
-        """Post ``value`` below the key ``at``. The last of ``ranks`` collects all, so that each rank reads one key."""
+        """Post ``value`` below ``at``. The last of ``ranks`` collects all, so that each rank reads one key."""
         store.set(f"{at}/{self.rank}", value)
         if store.add(f"{at}/arrived", 1) == len(ranks):
             values = store.multi_get([f"{at}/{rank}" for rank in ranks])
@@ -360,10 +365,10 @@ class Board:
         return next((rank for rank in before if not self.known(rank).has_ended), self.rank)
 
     def _missing(self, store: dist.Store, at: str, ranks: Sequence[int], waited_s: float) -> RankFailure | None:
-        """Who has not come to ``at``; None if another rank looks for them, and will tell, or they have just come."""
+        """Who has not come to ``at``; None if another rank looks for them, or they have just come."""
         own = str(self.rank)
         if store.compare_set(f"{at}/lease", "", own).decode() != own:
-            # Should that rank have died, the others look for themselves the next time.
+            # If that rank has died, the others look for themselves the next time.
             store.set(f"{at}/lease", own)
             return None
         keys = {rank: f"{at}/{rank}" for rank in ranks}

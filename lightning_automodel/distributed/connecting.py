@@ -28,7 +28,7 @@ ADVICE = (
 
 @contextlib.contextmanager
 def connecting(joined: Joined, timeout: timedelta, is_eager: bool) -> Iterator[dist.Store]:
-    """Context in which the default group is made, of the store that it gets; ends the watch of the ranks that joined.
+    """Context in which the default group is made. It gives the group's store, and closes the board of joining.
 
     If the group connects at once (``is_eager``), ranks go on sending heartbeats meanwhile, and a thread of
     each ends its process, with the cause, when another one fails or falls silent, or after ``timeout``.
@@ -74,7 +74,8 @@ class _ConnectWatch:
         self._warn_after_s = min(LONGEST_SILENCE_S, timeout_s / 2)
         board.allow_silence(self._warn_after_s)
         self.is_over = threading.Event()
-        self.thread = threading.Thread(target=self._watch, name="lightning_automodel connecting", daemon=True)
+        name = "lightning_automodel connecting"
+        self.thread = threading.Thread(target=self._watch, name=name, daemon=True)
 
     def tell(self, error: BaseException) -> None:
         """Post for the other ranks that this one has failed: theirs would wait for it."""
@@ -84,7 +85,8 @@ class _ConnectWatch:
             self._board.conclude(JOIN, len(self._board.members))
 
     def _watch(self) -> None:
-        began_at, board = time.monotonic(), self._board
+        began_at = time.monotonic()
+        board = self._board
         while not self.is_over.wait(POLL_S):
             waited_s = time.monotonic() - began_at
             failure = board.verdicts[JOIN] or board.lost
@@ -104,10 +106,11 @@ class _ConnectWatch:
 
     def _explain(self, waited_s: float) -> str:
         """Who has not connected, as far as their heartbeats tell."""
-        board, seen = self._board, dict[int, Sighting]()
+        board = self._board
+        seen: dict[int, Sighting] = {}
         with contextlib.suppress(RankFailedError):
             board.call(lambda store: board.read_records(store, board.members, seen), LINGER_S)
-        waiting = [rank for rank, each in seen.items() if not each.known.has_ended]
+        waiting = [rank for rank, sighting in seen.items() if not sighting.known.has_ended]
         notes = {rank: f" ({seen[rank].known.host}, in {seen[rank].known.where})" for rank in waiting}
         return (
             f"rank {board.rank} has waited {waited_s:.0f} s for the groups of its accelerator to connect."

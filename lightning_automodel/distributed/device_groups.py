@@ -21,9 +21,10 @@ def exist() -> bool:
     world = dist.group.WORLD
     if world is None:
         return False
-    known, names = _looked_at, torch_internals.group_names()
-    # Asked in each step, and listing all backends takes longer than anything else there. No reference is
-    # kept to them: it would keep their connections.
+    known = _looked_at
+    names = torch_internals.group_names()
+    # This is asked in each step, and listing all backends takes longer than anything else there. A reference
+    # to them would keep their connections.
     if known is None or known[0]() is not world or known[1] != names:
         known = weakref.ref(world), names, bool(torch_internals.accelerator_backends())
         _looked_at = known

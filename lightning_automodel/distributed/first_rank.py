@@ -1,4 +1,4 @@
-"""First-rank blocks: the first rank of each node runs a block before the others, and a failure reaches every rank.
+"""First-rank blocks: the first rank of each node runs a block before the others.
 
 The ranks communicate through the board, the run's or one made for the block: no collective's timeout
 applies. Below ``first_rank/<group>/<number of the block>`` the store holds `node/...`, the node of each
@@ -65,7 +65,9 @@ class FirstRankPerNode(ContextDecorator):
             raise ValueError(f"scope must be 'node' or 'global', got {scope!r}.")
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise ValueError(f"group must be None or a ProcessGroup that this rank is in, got {group!r}.")
-        self._group, self._scope, self._timeout = group, scope, process_group.parse_timeout(timeout)
+        self._group = group
+        self._scope = scope
+        self._timeout = process_group.parse_timeout(timeout)
 
     def __enter__(self) -> bool:
         """Wait until this rank may run the block, and return whether it goes first.
@@ -127,7 +129,7 @@ _active: "list[_Block | None]" = []
 
 
 def use_board(board: Board | None) -> None:
-    """From now on, communicate through ``board``, that of the run which this process is in; None outside of a run."""
+    """From now on, communicate through ``board``, that of this process's run; None outside of a run."""
     global _run_board
     _run_board = board
 
@@ -138,9 +140,12 @@ def is_active() -> bool:
 
 
 def node_of(rank: int) -> str:
-    """Name of this process's node: its host, and the rank of its first process, as ranks of a node are consecutive."""
+    """Name of this process's node: its host, and the rank of its first process."""
+    name = socket.gethostname()
     local_rank = join.number_in_environment("LOCAL_RANK")
-    return socket.gethostname() + ("" if local_rank is None else f" from rank {rank - local_rank}")
+    if local_rank is not None:  # ranks of a node are consecutive
+        name += f" from rank {rank - local_rank}"
+    return name
 
 
 def first_rank(rank: int, nodes: dict[int, str], scope: Scope) -> int:
@@ -149,7 +154,7 @@ def first_rank(rank: int, nodes: dict[int, str], scope: Scope) -> int:
 
 
 class _Block:
-    """One use of :class:`FirstRankPerNode`, as this rank sees it; ``members`` are ranks of the default group."""
+    """One use of :class:`FirstRankPerNode` on this rank; ``members`` are ranks of the default group."""
 
     def __init__(self, group: dist.ProcessGroup, scope: Scope, timeout_s: float, made_group: bool) -> None:
         dist.get_rank(group)  # raises if the group was destroyed
@@ -176,7 +181,8 @@ class _Block:
 
     def enter(self) -> bool:
         """Wait until all ranks have come, and until the first one has left the block, unless this is it."""
-        board, mine = self._board, node_of(self._board.rank)
+        board = self._board
+        mine = node_of(board.rank)
         nodes = board.gather(f"{self._path}/node", self.members, mine, self._path, self._timeout_s)
         first = first_rank(board.rank, dict(zip(self.members, nodes, strict=True)), self.scope)
         self.is_first = board.rank == first
@@ -186,10 +192,11 @@ class _Block:
         return self.is_first
 
     def leave(self, error: BaseException | None) -> None:
-        """Wait until the block has ended on all ranks, unless it ended with an ``error`` here, and end it."""
+        """Wait until the block has ended on all ranks, unless it has ended with an ``error`` here; end it."""
         try:
             if error is None:
-                # Not an empty value, which a rank that makes the key in order to wait for it would replace.
+                # The value is not empty: a rank that makes the key in order to wait for it would replace
+                # that.
                 self._board.gather(f"{self._path}/left", self.members, "left", self._path, LONGEST_WORK_S)
         except BaseException as raised:
             error = raised
@@ -198,7 +205,7 @@ class _Block:
             self.end(error)
 
     def end(self, error: BaseException | None) -> None:
-        """Report how the block ended on this rank, and free what was made for it. Rank 0, the store's host, waits."""
+        """Report how the block ended here, and free what was made for it. Rank 0, the store's host, waits."""
         board = self._board
         try:
             if error is not None:

@@ -37,29 +37,34 @@ class DistInfo:
 
 
 def get_rank_safe() -> int:
-    """Rank of this process in the default group; before joining, from RANK, SLURM_PROCID or LOCAL_RANK, else 0.
+    """Rank of this process in the default group; before joining, RANK, SLURM_PROCID or LOCAL_RANK, else 0.
 
     Not a collective, nor are the three below. Raises ValueError if the variable is not a whole number.
     """
-    return group_rank() if dist.is_initialized() else _first_number("RANK", "SLURM_PROCID", "LOCAL_RANK")
+    if dist.is_initialized():
+        return group_rank()
+    return _first_number("RANK", "SLURM_PROCID", "LOCAL_RANK")
 
 
 def get_world_size_safe() -> int:
-    """Ranks of the default group; before joining, from WORLD_SIZE or, in a SLURM step, SLURM_NTASKS, else 1."""
+    """Size of the default group; before joining, WORLD_SIZE or, in a SLURM step, SLURM_NTASKS, else 1."""
     if dist.is_initialized():
         return group_size()
     # An interactive allocation sets SLURM_NTASKS too, but a process that runs there outside of a step is not
     # a task.
-    return _first_number("WORLD_SIZE", *(["SLURM_NTASKS"] if "SLURM_PROCID" in os.environ else []), default=1)
+    names = ["WORLD_SIZE"]
+    if "SLURM_PROCID" in os.environ:
+        names.append("SLURM_NTASKS")
+    return _first_number(*names, default=1)
 
 
 def get_local_rank_preinit() -> int:
-    """Rank of this process on its machine, with or without a process group: LOCAL_RANK, else SLURM_LOCALID, else 0."""
+    """Rank of this process on its machine, joined or not: LOCAL_RANK, else SLURM_LOCALID, else 0."""
     return _first_number("LOCAL_RANK", "SLURM_LOCALID")
 
 
 def get_local_world_size_preinit() -> int:
-    """Ranks on this machine, with or without a process group: LOCAL_WORLD_SIZE, else SLURM_NTASKS_PER_NODE, else 1."""
+    """Ranks on this machine, joined or not: LOCAL_WORLD_SIZE, else SLURM_NTASKS_PER_NODE, else 1."""
     return _first_number("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", default=1)
 
 
@@ -79,7 +84,7 @@ def _first_number(*names: str, default: int = 0) -> int:
 
 
 def parse_timeout(timeout: timedelta | float, name: str = "timeout") -> timedelta:
-    """Read a timeout given as ``timedelta`` or as minutes; TypeError for other types, ValueError unless positive."""
+    """Read a timeout that is a ``timedelta`` or minutes; TypeError for other types, ValueError unless positive."""
     if isinstance(timeout, bool) or not isinstance(timeout, (timedelta, int, float)):
         raise TypeError(f"{name} must be a timedelta or a number of minutes, got {timeout!r}.")
     try:
@@ -94,11 +99,13 @@ def parse_timeout(timeout: timedelta | float, name: str = "timeout") -> timedelt
 
 
 def choose_backend(device: torch.device, requested: str | None, cpu_offload: bool) -> str:
-    """Backend of the default group: the requested one, else the device's, with gloo for the CPU under CPU offload."""
+    """Backend of the default group: the requested one, else the device's; under CPU offload also gloo."""
     if requested is not None:
         return requested
     backend = dist.get_default_backend_for_device(device)
-    return f"cpu:gloo,{device.type}:{backend}" if cpu_offload and device.type != "cpu" else backend
+    if cpu_offload and device.type != "cpu":
+        backend = f"cpu:gloo,{device.type}:{backend}"
+    return backend
 
 
 def choose_device(backend: str, local_rank: int) -> torch.device:
@@ -107,7 +114,9 @@ def choose_device(backend: str, local_rank: int) -> torch.device:
     # Gloo can copy from an accelerator, but is for the CPU.
     if current is None or backend.lower() in ("gloo", "cpu:gloo"):
         return torch.device("cpu")
-    return torch.device(current.type, 0 if torch.accelerator.device_count() == 1 else local_rank)
+    if torch.accelerator.device_count() == 1:
+        local_rank = 0
+    return torch.device(current.type, local_rank)
 
 
 # The default group that this package made: process id, where the ranks met, the store there, and the group.
@@ -126,7 +135,7 @@ def initialize_distributed(
     world_size: int | None = None,
     device_id: bool = False,
 ) -> DistInfo:
-    """Join the default process group, and set the current accelerator device. A collective over the whole world.
+    """Join the default process group, and set the current accelerator device. A collective over all ranks.
 
     Without arguments or environment variables this is a world of one, which needs no network. A group that
     exists already is used as it is, and ``destroy_global_state`` will not destroy it.
@@ -168,18 +177,21 @@ def join_process_group(
     init_method: str | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Like :func:`initialize_distributed`, by Lightning's cluster environment; ``check`` is called meanwhile.
+    """Join like :func:`initialize_distributed`, as Lightning's cluster environment says; call ``check`` meanwhile.
 
-    Returns whether this made the group: then all ranks have come just now.
+    Returns whether this made the group, so that all ranks have just joined.
     """
     lightning_internals.reset_seed()
     if dist.is_initialized():
         _use_existing(backend, device)
         return False
-    address, port = cluster_environment.main_address, cluster_environment.main_port
-    url = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
-    rank, world_size = cluster_environment.global_rank(), cluster_environment.world_size()
-    _join(join.locate(init_method or url, None, rank, world_size), backend, timeout, device, check)
+    address = cluster_environment.main_address
+    if ":" in address:
+        address = f"[{address}]"
+    url = f"tcp://{address}:{cluster_environment.main_port}"
+    rank = cluster_environment.global_rank()
+    found = join.locate(init_method or url, None, rank, cluster_environment.world_size())
+    _join(found, backend, timeout, device, check)
     return True
 
 
@@ -189,7 +201,8 @@ def _use_existing(backend: str, device: torch.device) -> DistInfo:
     names = {pair.rpartition(":")[2] for pair in config.split(",")}
     actual = config if len(names) > 1 else next(iter(names))
     if not {pair.rpartition(":")[2] for pair in backend.lower().split(",")} <= names:
-        log.warning("The default process group exists already, with backend %s: %s has no effect.", actual, backend)
+        message = "The default process group exists already, with backend %s: %s has no effect."
+        log.warning(message, actual, backend)
     return DistInfo(actual, dist.get_rank(), dist.get_world_size(), device, dist.get_rank() == 0)
 
 
@@ -254,7 +267,7 @@ def kept_with_world() -> dict[object, Any]:
 
 
 def forget_world() -> None:
-    """Drop references to the default group and its meshes: a group that is referred to keeps its connections."""
+    """Drop references to the default group and its meshes: they would keep its connections open."""
     global _kept_for
     _kept_for = None
     _kept.clear()
@@ -274,7 +287,8 @@ def destroy_global_state(linger_s: float = join.LINGER_S, aborts: bool = False) 
 
 def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False, aborts: bool = False) -> None:
     global _membership
-    membership, _membership = _membership, None
+    membership = _membership
+    _membership = None
     if membership is None or membership[0] != os.getpid():
         return
     _, found, store, group = membership
@@ -309,11 +323,13 @@ def _destroy_groups(aborts: bool) -> None:
 
 @contextlib.contextmanager
 def patched_signal(signum: int, handler: Any) -> Iterator[None]:
-    """Patch a signal's handler, then restore it; only in the main thread, and unless the former one was set in C."""
-    can_patch = threading.current_thread() is threading.main_thread() and signal.getsignal(signum) is not None
-    previous = signal.signal(signum, handler) if can_patch else None
+    """Patch a signal's handler, then restore it; only in the main thread, unless the former one was set in C."""
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or signal.getsignal(signum) is None:
+        yield
+        return
+    previous = signal.signal(signum, handler)
     try:
         yield
     finally:
-        if can_patch:
-            signal.signal(signum, previous)
+        signal.signal(signum, previous)

@@ -1,4 +1,4 @@
-"""The key-value store of a process group: another connection to it, who hosts it, and how often ranks may ask it."""
+"""The key-value store of a process group: where it is, another connection to it, and how often ranks ask it."""
 
 import os
 import socket
@@ -23,6 +23,11 @@ def launcher_hosts_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def family_of(address: str) -> socket.AddressFamily:
+    """IPv6 or IPv4, for a numeric ``address``."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 def without_prefixes(store: dist.Store) -> dist.Store:
     """The store below all of its ``PrefixStore`` wrappers."""
     while isinstance(store, dist.PrefixStore):
@@ -31,7 +36,7 @@ def without_prefixes(store: dist.Store) -> dist.Store:
 
 
 def connect_again(prefix: str, timeout_s: float) -> Callable[[], dist.Store]:
-    """A function that opens another connection to the default group's store, for keys that begin with ``prefix``."""
+    """A function that connects to the default group's store once more, for keys that begin with ``prefix``."""
     world = dist.group.WORLD
     assert world is not None
     store = world.get_group_store()
