@@ -1,4 +1,4 @@
-"""Starting the ranks' processes: Lightning's launchers, with the Trainer's function run by the supervisor."""
+"""Starting the ranks' processes: Lightning's launchers, whose supervisor runs the Trainer's function."""
 
 import os
 import shutil
@@ -40,7 +40,8 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
     def __init__(self, strategy: ParallelStrategy, supervisor: Supervisor, num_processes: int, num_nodes: int) -> None:
         assert strategy.cluster_environment is not None
         super().__init__(strategy.cluster_environment, num_processes, num_nodes)
-        self._strategy, self._supervisor = strategy, supervisor
+        self._strategy = strategy
+        self._supervisor = supervisor
 
     @property
     @override
@@ -76,7 +77,7 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
 
 
 class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
-    """Starts every rank of the node as a worker of this process, waits, and gets the results. It is not a rank itself.
+    """Starts every rank of the node as a worker of this process, which is not a rank, and gets the results.
 
     Lightning's launcher gathers no shards, calls no ``on_exception`` hooks in the workers, and terminates
     all of them when one fails. Here they leave together, each through its own hooks. In a worker, ``folder``
@@ -92,9 +93,12 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         supervisor: Supervisor,
     ) -> None:
         super().__init__(strategy, start_method)
-        self._num_processes, self._num_nodes, self._supervisor = num_processes, num_nodes, supervisor
         assert strategy.cluster_environment is not None
-        self.environment, self.method = strategy.cluster_environment, start_method
+        self._num_processes = num_processes
+        self._num_nodes = num_nodes
+        self._supervisor = supervisor
+        self.environment = strategy.cluster_environment
+        self.method = start_method
         self.folder: Path | None = None
 
     @override
@@ -141,7 +145,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         try:
             self._supervisor.run(run_and_collect, *args, **kwargs)
         except BaseException as exception:
-            # Now: this process may not live to the end of `on_exception` hooks, or of leaving its groups.
+            # At once: this process may not live to the end of `on_exception` hooks, or of leaving its groups.
             write_failure(folder, exception, trainer)
             raise
 
@@ -150,9 +154,13 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         variables = {"MASTER_PORT": str(self.environment.main_port)}
         run: tuple[Any, ...] | None = self, trainer, function, None
         if self.method != "fork":
-            run, random_states = None, rng.global_states(torch.device("cpu"))
+            run = None
             # Global state that affects results, which a process that is not a fork does not inherit.
-            global_state = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, random_states
+            global_state = (
+                torch.get_deterministic_debug_mode(),
+                torch.backends.cudnn.benchmark,
+                rng.global_states(torch.device("cpu")),
+            )
             try:
                 # Multiprocessing would put CPU tensors in memory that all workers share: they would train
                 # one another's weights and add to one another's metrics.
@@ -201,7 +209,7 @@ def make_launcher(
     num_nodes: int,
     supervisor: Supervisor,
 ) -> SubprocessLauncher | WorkerLauncher:
-    """The launcher for the strategy's cluster environment and a start method; see the classes for the arguments."""
+    """The launcher for the strategy's cluster environment and a start method; the classes explain the rest."""
     environment = strategy.cluster_environment
     assert environment is not None
     if start_method != "popen" and not environment.creates_processes_externally:

@@ -22,7 +22,8 @@ def save_last(trainer: "pl.Trainer", patches: PatchStack) -> None:
     calls them last.
     """
     module = trainer.lightning_module
-    saving: list[Any] = [each for each in trainer.callbacks if isinstance(each, Checkpoint)]  # type: ignore[attr-defined]
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    saving = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     hook = module.on_train_batch_end
 
     def hook_then_saves(*args: Any) -> None:
@@ -40,12 +41,13 @@ def save_on_exception(trainer: "pl.Trainer") -> bool:
     """Whether a callback saves a checkpoint when the run fails."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return any(
-        isinstance(each, OnExceptionCheckpoint) or getattr(each, "save_on_exception", False) for each in callbacks
+        isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False)
+        for callback in callbacks
     )
 
 
 def load_early(trainer: "pl.Trainer", states: dict[str, Any]) -> None:
-    """Repeat ``on_fit_start`` with the loaded state for the callbacks of Lightning that read it there.
+    """Repeat ``on_fit_start`` with the loaded state for those of Lightning's callbacks that read it there.
 
     If a strategy loads checkpoints after its set-up, Lightning calls that hook before it loads callbacks:
     parameter groups or a schedule would be missing when states are loaded, and an expired timer would allow

@@ -1,4 +1,4 @@
-"""Positions of training loaders in their epoch: recorded without touching the data, and restored in a new process.
+"""Positions of training loaders in their epoch: recorded without touching the data, and restored later.
 
 A map-style loader resumes by its sampler: the epoch's indices are drawn again, from the same random states,
 and used ones are skipped, so that nothing is loaded twice. If its class has an ``__iter__`` of its own,
@@ -43,7 +43,9 @@ class TrainingLoaders:
     """The training loaders of a fit. ``say`` shows the user a warning, once."""
 
     def __init__(self, trainer: "pl.Trainer", device: torch.device, say: Callable[[str], None]) -> None:
-        self._trainer, self._device, self._say = trainer, device, say
+        self._trainer = trainer
+        self._device = device
+        self._say = say
         self._recorders: list[RecordingSampler] = []
         self._states: dict[int, list[Any]] = {}  # of loaders, before the batches of these numbers were drawn
 
@@ -63,22 +65,26 @@ class TrainingLoaders:
             self._recorders.append(RecordingSampler(loader, self._device, lambda: self._used_and_epoch()))
 
     def _say_if_saving(self, text: str) -> None:
-        if any(isinstance(callback, Checkpoint) for callback in self._trainer.callbacks):  # type: ignore[attr-defined]
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, Checkpoint) for callback in callbacks):
             self._say(text)
 
     def _used_and_epoch(self) -> tuple[int, int]:
         fit_loop: Any = self._trainer.fit_loop
-        return fit_loop.epoch_loop.batch_progress.current.processed, fit_loop.epoch_progress.current.processed
+        used = fit_loop.epoch_loop.batch_progress.current.processed
+        return used, fit_loop.epoch_progress.current.processed
 
     @property
     def _fetcher(self) -> Any:
         return lightning_internals.training_data_fetcher(self._trainer)
 
     def _all(self) -> list[Any]:
-        return [] if self._fetcher is None else list(map(users_own, self._fetcher.combined_loader.flattened))
+        if self._fetcher is None:
+            return []
+        return list(map(users_own, self._fetcher.combined_loader.flattened))
 
     def before_fetch(self) -> None:
-        """Called before a batch is drawn. If that is one batch ahead of the loop, the last two states are kept."""
+        """Called before a batch is drawn. If the loop draws one batch ahead, the last two states are kept."""
         if loops.prefetches(self._trainer) and any(map(is_stateful, self._all())):
             number = self._fetcher.fetched
             states = [_state_of(loader) for loader in self._all()]
@@ -94,19 +100,22 @@ class TrainingLoaders:
         if isinstance(sampler := _innermost_sampler(loader), DistributedSampler):
             found["seed"] = sampler.seed
         # Between epochs it is at the end of one, and starts over; so is a generator before its first batch.
-        begins = at.stage == loops.EPOCH or (at.batches == 0 and inspect.isgeneratorfunction(type(loader).__iter__))
+        is_generator = inspect.isgeneratorfunction(type(loader).__iter__)
+        begins = at.stage == loops.EPOCH or (at.batches == 0 and is_generator)
         if is_stateful(loader) and begins:
             found["epoch_counters"] = _epoch_counters(loader)
-        elif is_stateful(loader):
+        elif is_stateful(loader) and loops.prefetches(self._trainer):
             ahead = self._states.get(at.batches) or [None] * (index + 1)
-            found["state"] = ahead[index] if loops.prefetches(self._trainer) else _state_of(loader)
+            found["state"] = ahead[index]
+        elif is_stateful(loader):
+            found["state"] = _state_of(loader)
         recorder = _recorder(loader)
         if recorder is not None and at.is_iterated:
             found |= self._position_of_indices(loader, recorder, at)
         return found
 
     def _position_of_indices(self, loader: Any, recorder: RecordingSampler, at: loops.Position) -> dict[str, Any]:
-        """Where a map-style loader is within the epoch: nothing if it has not begun."""
+        """Where a map-style loader is within the epoch; empty if it has not begun."""
         newest = recorder.iteration
         if newest is None or newest.epoch < at.epochs:
             if at.batches == 0:  # a generator draws when its first batch is asked for
@@ -129,7 +138,8 @@ class TrainingLoaders:
     def start(self, positions: list[dict[str, Any]], at: loops.Position) -> None:
         """Resume, once the loaders are iterated and the run has started. Changes the global random states."""
         loaders = self._all()
-        kinds, saved = list(map(_kind, loaders)), [position["kind"] for position in positions]
+        kinds = list(map(_kind, loaders))
+        saved = [position["kind"] for position in positions]
         if at.stage != loops.EPOCH and kinds != saved:
             raise ValueError(
                 f"Training loaders go on within an epoch by {kinds}, and the checkpoint holds {saved}: pass"
@@ -143,9 +153,8 @@ class TrainingLoaders:
                 " it stood is not known. Resume from a checkpoint of the end of an epoch, or use torch's"
                 " DataLoader(persistent_workers=True)."
             )
-        dropped = [
-            self._restore_position(at, loader, position) for loader, position in zip(loaders, positions, strict=False)
-        ]
+        pairs = list(zip(loaders, positions, strict=False))
+        dropped = [self._restore_position(at, loader, position) for loader, position in pairs]
         if at.is_iterated and positions:
             with self._dropping(dropped):
                 iter(self._fetcher)
@@ -154,14 +163,15 @@ class TrainingLoaders:
         if not at.is_iterated:
             _start_persistent_workers(loaders)
         self._states = {at.batches: [position.get("state") for position in positions]}
-        for loader, position in zip(loaders, positions, strict=False):
+        for loader, position in pairs:
             # A recorder that has drawn nothing yet sets its samplers when it does, which it may not in this
             # epoch.
             own = _recorder(loader)
-            newest = None if own is None else own.iteration
-            has_drawn = newest is not None and newest.num_drawn > 0
-            goes_on = at.is_iterated and (is_stateful(loader) or ("iteration" in position and has_drawn))
-            rng.set_own_states(loader, position["generators"], [] if goes_on else position["samplers"])
+            has_drawn = "iteration" in position and own is not None and own.has_drawn
+            samplers = position["samplers"]
+            if at.is_iterated and (is_stateful(loader) or has_drawn):
+                samplers = []
+            rng.set_own_states(loader, position["generators"], samplers)
 
     @contextmanager
     def _dropping(self, numbers: list[int]) -> Iterator[None]:
@@ -184,13 +194,15 @@ class TrainingLoaders:
 
     def _restore_position(self, at: loops.Position, loader: Any, position: dict[str, Any]) -> int:
         """Prepare a loader to be iterated; return how many batches are to be loaded and dropped then."""
-        recorder, sampler = _recorder(loader), _innermost_sampler(loader)
+        recorder = _recorder(loader)
+        sampler = _innermost_sampler(loader)
         if "seed" in position and isinstance(sampler, DistributedSampler):
             # Lightning seeds its sampler from PL_GLOBAL_SEED, which may differ now, or not be set.
             sampler.seed = position["seed"]
         if at.is_iterated:
             for owner in (getattr(loader, "sampler", None), sampler):
-                if callable(set_epoch := getattr(owner, "set_epoch", None)):
+                set_epoch = getattr(owner, "set_epoch", None)
+                if callable(set_epoch):
                     set_epoch(at.epochs)
         if position.get("state") is not None:
             if _is_litdatas(loader):
@@ -217,13 +229,17 @@ class TrainingLoaders:
             return 0
         # A generator begins with its first batch. So at least one is drawn here, before random states are
         # restored.
-        num_skipped = max(yielded - 1, 0) if position.get("is_one_to_one", True) else 0
+        num_skipped = 0
+        if position.get("is_one_to_one", True):
+            num_skipped = max(yielded - 1, 0)
         recorder.target = Target(iteration, num_skipped, [])
         return yielded - num_skipped
 
     def _check_same(self, loader: Any, position: dict[str, Any]) -> None:
-        """Raise ValueError if indices of a loader like this would be other samples than those of the position."""
-        length, yielded, size = sized_len(loader), position["yielded"], _batch_size(loader)
+        """Raise ValueError if this loader's indices would be other samples than those of the position."""
+        length = sized_len(loader)
+        yielded = position["yielded"]
+        size = _batch_size(loader)
         if length is not None and length != (position["length"] or max(length, yielded)):
             raise ValueError(
                 f"The checkpoint was written after batch {yielded} of {position['length']}, and a training"
@@ -254,7 +270,7 @@ class TrainingLoaders:
 
 
 def _start_persistent_workers(loaders: list[Any]) -> None:
-    """Start those that a generator starts in the first epoch alone, with a random number, as was done then."""
+    """Start the workers that a generator starts in the first epoch only; this draws a random number, as then."""
     for loader in loaders:
         if isinstance(loader, DataLoader) and loader.persistent_workers and _has_own_iter(loader):
             DataLoader.__iter__(loader)
@@ -265,8 +281,10 @@ def _has_own_iter(loader: Any) -> bool:
 
 
 def _kind(loader: Any) -> str:
-    """What a loader goes on by."""
-    return "state" if is_stateful(loader) else "no position" if _recorder(loader) is None else "indices"
+    """The kind of state from which a loader resumes."""
+    if is_stateful(loader):
+        return "state"
+    return "no position" if _recorder(loader) is None else "indices"
 
 
 def _is_litdatas(loader: Any) -> bool:
@@ -279,7 +297,9 @@ def _epoch_counters(loader: Any) -> dict[str, int]:
 
 
 def _state_of(loader: Any) -> Any:
-    return copy.deepcopy(loader.state_dict()) if is_stateful(loader) else None
+    if not is_stateful(loader):
+        return None
+    return copy.deepcopy(loader.state_dict())
 
 
 def _batch_size(loader: Any) -> int | None:

@@ -110,12 +110,12 @@ class Resume:
         self._state = state
 
     def process_dataloader(self, loader: Any) -> None:
-        """Called in ``process_dataloader``, before a loader is iterated; only training loaders are recorded."""
+        """Called in ``process_dataloader``, before a loader is iterated. Only training loaders are recorded."""
         if self._trainer.state.fn == TrainerFn.FITTING and self._trainer.training:
             self._loaders.process(loader)
 
     def _run_to_its_end(self, run: Callable[[], None]) -> None:
-        """Run the fit loop, which does nothing where no step is left; then do what followed after the checkpoint."""
+        """Run the fit loop. If no step is left, it does nothing: then do what followed after the checkpoint."""
         fit_loop: Any = self._trainer.fit_loop
         fit_loop.setup_data()
         if self._state is not State.LOADED or self._trainer.limit_train_batches == 0 or not fit_loop.done:
@@ -133,11 +133,12 @@ class Resume:
             self._restore(loaded)
             return
         for callback in self._trainer.checkpoint_callbacks:
-            self._patches.set(callback, "on_train_end", lambda *_: None)  # which would save the same step once more
+            # It would save the same step once more.
+            self._patches.set(callback, "on_train_end", lambda *_: None)
         loops.run_rest(fit_loop, is_within_batch)
 
     def on_train_start(self) -> None:
-        """Called in ``on_train_start``, after everything is loaded and the other hooks. Every rank calls it."""
+        """Called in ``on_train_start``, after everything is loaded and all other hooks. Every rank calls it."""
         self._first_buffers = snapshot.buffers(self._module)
         was_loaded = self._state is State.LOADED
         self._become(State.RECORDING)
@@ -218,7 +219,7 @@ class Resume:
         group: dist.ProcessGroup | None,
         extra_states: dict[str, Any],
     ) -> None:
-        """Add the state of every rank to a checkpoint, and set its counters and callbacks to the same moment.
+        """Add the state of every rank to a checkpoint, whose counters and callbacks become those of that moment.
 
         A collective on ``group``, that of all ranks on the host. Without it, as after a failure, only this
         rank's state is added. ``sizes`` are the ranks along each dimension of the mesh, ``extra_states``
@@ -237,7 +238,7 @@ class Resume:
             checkpoint[CHECKPOINT_KEY] = {"format": FORMAT, "sizes": dict(sizes), "ranks": ranks}
 
     def _add_moment(self, checkpoint: dict[str, Any], taken: Snapshot) -> dict[str, Any]:
-        """Set the counters and callbacks of a checkpoint to what was ``taken``; returns this rank's state of then."""
+        """Set the counters and callbacks of a checkpoint to those ``taken``; returns this rank's state of then."""
         own = self._savable(taken)
         if "loops" in checkpoint:
             progress = checkpoint["loops"]["fit_loop"]
@@ -267,7 +268,8 @@ class Resume:
             # Before the window that has not stepped; under manual optimization, between batches, only if it
             # has begun.
             is_batch_over = batches.processed == batches.ready
-            if held.at.stage == loops.BATCH and not (self._is_manual and is_batch_over and not holds_gradients):
+            is_between_steps = self._is_manual and is_batch_over and not holds_gradients
+            if held.at.stage == loops.BATCH and not is_between_steps:
                 state = held.state
                 if held.at.batches == at.batches and not is_within_epoch and not at.is_epoch_ending:
                     # The fit ended within an epoch, between two windows. A hook may have put averages into
@@ -327,7 +329,7 @@ class Resume:
             "buffers": snapshot.unsaved_buffers(self._module, state["buffers"], self._first_buffers),
             "metrics": self._without_reset(taken),
             # A resumed run may set the others differently.
-            "flags": {name: value for name, value in state["flags"].items() if value != first.get(name, value)},
+            "flags": {name: flag for name, flag in state["flags"].items() if flag != first.get(name, flag)},
             # A DTensor's mesh does not outlive the run. One is logged if torch's clip_grad_norm_ returned
             # it.
             "seen": {name: value for name, value in seen.items() if not isinstance(value, DTensor)},
@@ -377,8 +379,8 @@ class Resume:
         fit_loop: Any = self._trainer.fit_loop
         self._patches.set(fit_loop, "run", partial(self._run_to_its_end, fit_loop.run))
         # Before optimizers are loaded, as these have no state for frozen parameters.
-        unfrozen = {name for name, value in own["flags"].items() if value and name.endswith(".requires_grad")}
-        snapshot.restore_flags(self._module, dict.fromkeys(unfrozen, True))
+        unfrozen = {name: True for name, flag in own["flags"].items() if flag and name.endswith(".requires_grad")}
+        snapshot.restore_flags(self._module, unfrozen)
         counters = loops.counters_at(checkpoint["loops"]["fit_loop"], world_size.position(own), own["logged"])
         checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": counters}
         # Lightning warns of every loader without a state, and does not know that these resume.
