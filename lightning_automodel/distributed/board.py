@@ -38,6 +38,7 @@ import torch.distributed as dist
 from lightning_automodel.distributed import failures
 from lightning_automodel.distributed.failures import (
     MISSED_HEARTBEATS,
+    UNSEEN,
     RankFailedError,
     RankFailure,
     Record,
@@ -162,11 +163,6 @@ class Board:
         """Start the thread. ``expects_all``: whether a member that has written nothing counts as silent."""
         self.expects_all = expects_all
         self.thread.start()
-
-    @property
-    def has_answered(self) -> bool:
-        """Whether the store has ever answered."""
-        return self._has_answered.is_set()
 
     def wait_for_answer(self, seconds: float) -> bool:
         """Wait for the store's first answer, and return whether it has come."""
@@ -326,10 +322,7 @@ class Board:
 
     def known(self, rank: int) -> Record:
         """The newest record of ``rank`` that this one has read, or one that says that nothing is known."""
-        sighting = self.seen.get(rank)
-        if sighting is None:
-            return Record()
-        return sighting.known
+        return self.seen.get(rank, UNSEEN).known
 
     def _write(self, store: dist.Store, **changes: Any) -> None:
         self.own = Record(self.beats, self.host, **{**self._describe(), **changes})

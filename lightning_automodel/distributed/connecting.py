@@ -111,8 +111,7 @@ class _ConnectWatch:
         with contextlib.suppress(RankFailedError):
             board.call(lambda store: board.read_records(store, board.members, seen), LINGER_S)
         waiting = [rank for rank, sighting in seen.items() if not sighting.known.has_ended]
-        notes = {rank: f" ({seen[rank].known.host}, in {seen[rank].known.where})" for rank in waiting}
         return (
             f"rank {board.rank} has waited {waited_s:.0f} s for the groups of its accelerator to connect."
-            f" Not connected: rank {failures.list_ranks(waiting, notes)}: {ADVICE}"
+            f" Not connected: rank {failures.list_seen(waiting, seen)}: {ADVICE}"
         )

@@ -91,6 +91,9 @@ class Sighting:
         return has_missed and not self.known.has_ended
 
 
+UNSEEN = Sighting(None, 0.0)
+
+
 @dataclass(frozen=True)
 class RankFailure:
     """What went wrong on one rank, as every other rank reports it."""
@@ -186,6 +189,12 @@ def list_ranks(ranks: Sequence[int], notes: Mapping[int, str] | None = None) -> 
     return listed
 
 
+def list_seen(ranks: Sequence[int], seen: Mapping[int, Sighting]) -> str:
+    """Like :func:`list_ranks`, with the host and the place of each rank that was ``seen``."""
+    known = {rank: seen[rank].known for rank in ranks[:LONGEST_LIST]}
+    return list_ranks(ranks, {rank: f" ({record.host}, in {record.where})" for rank, record in known.items()})
+
+
 def did_not_arrive(
     missing: Sequence[int], seen: Mapping[int, Sighting], is_alive: bool, reader: str, unseen: str
 ) -> RankFailure:
@@ -193,8 +202,6 @@ def did_not_arrive(
 
     ``reader`` says who has waited for how long, and ``unseen`` where a rank is that has written no record.
     """
-    known = {rank: seen[rank].known for rank in missing[:LONGEST_LIST]}
-    notes = {rank: f" ({record.host}, in {record.where})" for rank, record in known.items()}
     first = seen[missing[0]]
     where = first.known.where
     if first.record is None:
@@ -204,7 +211,7 @@ def did_not_arrive(
     if is_alive:
         error = STUCK
         why = "alive, but did not arrive"
-    message = f"{reader} for ranks {list_ranks(missing, notes)}: {why}"
+    message = f"{reader} for ranks {list_seen(missing, seen)}: {why}"
     return RankFailure(missing[0], first.known.host, where, error, message)
 
 

@@ -7,14 +7,12 @@ timeout, the backend's own watchdog would end each process without a word of whi
 import logging
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import Any
 
 import torch.distributed as dist
 
 from lightning_automodel.distributed import failures
 from lightning_automodel.distributed.board import Board
 from lightning_automodel.distributed.failures import Device, RankFailure, Sighting
-from lightning_automodel.failure.device_progress import DeviceProgress
 from lightning_automodel.failure.lease import holds_lease
 from lightning_automodel.failure.verdict import SILENT_S, devices_standstill, known_records, stuck_device
 
@@ -45,7 +43,6 @@ class DeviceWatch:
     """
 
     def __init__(self, timeout_s: float, ranks: Sequence[int]) -> None:
-        self._progress = DeviceProgress(timeout_s)
         self._ranks = ranks
         self._timeout_s = timeout_s
         self.warning_s = min(WARNING_S, timeout_s / 2)
@@ -53,14 +50,6 @@ class DeviceWatch:
         self._stage = Stage.WATCHING
         self._seen: dict[int, Sighting] = {}
         self._next_read_s = 0.0
-
-    def begin_step(self, step: int) -> None:
-        """Note on the device's stream that ``step`` begins; for the main thread."""
-        self._progress.begin_step(step)
-
-    def describe(self) -> dict[str, Any]:
-        """What this rank's record says of its device."""
-        return self._progress.describe()
 
     def exchange(self, board: Board, store: dist.Store, path: str, lease: bytes) -> None:
         """Read, warn, and post the verdict at ``path``. The board's thread calls it with each heartbeat."""

@@ -20,6 +20,7 @@ from lightning_automodel.distributed.board import BEAT_S, LINGER_S, NONE, Board
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure, Sighting
 from lightning_automodel.distributed.store import connect_again
 from lightning_automodel.failure.coordinated_stop import STEPS, STOP, StopAgreement
+from lightning_automodel.failure.device_progress import DeviceProgress
 from lightning_automodel.failure.device_watch import DEVICES, DeviceWatch
 from lightning_automodel.failure.lease import holds_lease
 from lightning_automodel.failure.main_thread import MainThread, Phase
@@ -87,12 +88,12 @@ class Watchdog:
         self._position: tuple[bool, str] = (False, "")
         self._standing_since_s = 0.0
         self._has_ended = False
-        # What this rank would report of itself, once its collective has failed; and what it has seen of all
-        # since.
+        # What this rank would report of itself once its collective has failed, and what it has seen since.
         self._own: RankFailure | None = None
         self._seen: dict[int, Sighting] = {}
         self._reading_since_s = 0.0
-        self.stop = StopAgreement(self._rank, lambda store, step: self.board.arrive(store, STOP, self._ranks, step))
+        self.stop = StopAgreement(self._rank, self._promise)
+        self._progress = DeviceProgress(self.timeout_s)
         self._devices = DeviceWatch(self.timeout_s, self._ranks)
         _runs[world] = _runs.get(world, 0) + 1
         longest_s = max(self.timeout_s / 2, self.timeout_s - TIME_TO_LEAVE_S)
@@ -123,10 +124,13 @@ class Watchdog:
         """
         if is_training:
             self._training_step = step
-        self._devices.begin_step(step)
+        self._progress.begin_step(step)
         is_last = self.stop.begin_step(step, self.timeout_s)
         self.raise_failure()
         return is_last
+
+    def _promise(self, store: dist.Store, step: str) -> None:
+        self.board.arrive(store, STOP, self._ranks, step)
 
     def save_on_exception(self) -> None:
         """Give this rank time to raise when another one fails: it then saves a checkpoint alone."""
@@ -203,7 +207,7 @@ class Watchdog:
         try:
             if isinstance(exception, RankFailedError):
                 return exception.failure
-            if not self.board.has_answered or self._main_thread.is_closed:
+            if not self.board.wait_for_answer(0.0) or self._main_thread.is_closed:
                 return self.failure
             own = RankFailure.from_exception(exception, self._rank, hook or self._where())
             self._main_thread.become(Phase.RAISED)
@@ -286,7 +290,7 @@ class Watchdog:
             "stood_s": now - self._standing_since_s,
             "has_failed": self._own is not None,
             "has_ended": self._has_ended,
-            **self._devices.describe(),
+            **self._progress.describe(),
         }
 
     def _describe_where(self) -> str:

@@ -42,10 +42,7 @@ def _roots(module: "pl.LightningModule") -> Iterator[tuple[str, nn.Module]]:
 
 
 def _modules(module: "pl.LightningModule") -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
-    for prefix, root in _roots(module):
-        found.update(root.named_modules(prefix=prefix))
-    return found
+    return {name: child for prefix, root in _roots(module) for name, child in root.named_modules(prefix=prefix)}
 
 
 def unsaved_buffers(
