@@ -168,8 +168,8 @@ def reduce_tensor(
 def is_mean(reduce_op: dist.ReduceOp | str | None) -> bool:
     """Whether :func:`reduce_tensor` averages."""
     if isinstance(reduce_op, str):
-        return reduce_op.lower() in ("mean", "avg")
-    return reduce_op in (None, dist.ReduceOp.AVG)
+        reduce_op = reduce_op.lower()
+    return reduce_op in ("mean", "avg", None, dist.ReduceOp.AVG)
 
 
 def sent_to_first(tensor: Tensor, source: int, device: torch.device) -> Tensor:
