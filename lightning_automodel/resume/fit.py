@@ -50,7 +50,7 @@ class Snapshot:
     state: dict[str, Any]  # as a checkpoint holds it
     callbacks: dict[str, Any]
     beside: snapshot.BesideCallbacks
-    versions: list[int]  # of the parameters, which change when they are written
+    versions: list[int]  # of all parameters: a write changes them
 
 
 class State(Enum):
@@ -106,8 +106,10 @@ class Resume:
         self._actions_seen: set[str] = set()
 
     def _become(self, state: State) -> None:
-        """Change the state, here alone."""
+        """Change the state, here alone, and drop what was loaded unless it waits."""
         self._state = state
+        if state is not State.LOADED:
+            self._loaded = {}
 
     def process_dataloader(self, loader: Any) -> None:
         """Called in ``process_dataloader``, before a loader is iterated. Only training loaders are recorded."""
@@ -140,10 +142,10 @@ class Resume:
     def on_train_start(self) -> None:
         """Called in ``on_train_start``, after everything is loaded and all other hooks. Every rank calls it."""
         self._first_buffers = snapshot.buffers(self._module)
-        was_loaded = self._state is State.LOADED
+        loaded = self._loaded
         self._become(State.RECORDING)
-        if was_loaded:
-            self._go_on(self._loaded)
+        if loaded:
+            self._go_on(loaded)
         self._logged = lightning_internals.logging_step(self._trainer)
         checkpoint_callbacks.save_last(self._trainer, self._patches)
         # Lightning has no hook before a batch is drawn, and none that comes before those of all callbacks.
