@@ -298,8 +298,8 @@ class Board:
         values = self.read(store, [*self._keys, *(f"record/{rank}" for rank in ranks)])
         self._see(self.seen, ranks, values[len(self._keys) :])
         self._exchange(store, values[: len(self._keys)])
-        # A rank that has written nothing may come later, unless all have just joined: whoever waits for it
-        # names it.
+        # A rank that has written nothing may come later, unless all have just joined. Ranks that wait for it
+        # name it.
         if neighbour != self.rank and (self.seen[neighbour].record or self.expects_all):
             seen = self.seen[neighbour]
             now = self.clock()

@@ -101,9 +101,9 @@ def full(tensor: Tensor) -> Tensor:
 def gather_to(tensor: DTensor, dst: int) -> Tensor:
     """All of ``tensor``, detached and on its device, on rank ``dst``; other ranks get some part of it.
 
-    A collective over its mesh. On a CPU ranks send their parts to ``dst`` alone, into their places there:
-    gloo's all-gather (torch 2.13) would hold all of it twice. Tensors that are sharded more than once are
-    gathered on all.
+    A collective over its mesh. On a CPU, ranks send their parts to ``dst`` alone, into their places there:
+    gloo's all-gather (torch 2.13) would hold the whole tensor twice. A tensor that is sharded more than once
+    is gathered on all ranks.
     """
     sharded = [index for index, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if tensor.device.type != "cpu" or len(sharded) != 1:
@@ -173,10 +173,10 @@ def is_mean(reduce_op: dist.ReduceOp | str | None) -> bool:
 
 
 def sent_to_first(tensor: Tensor, source: int, device: torch.device) -> Tensor:
-    """Rank ``source``'s ``tensor`` on rank 0; on other ranks unchanged. A collective over the default group.
+    """On rank 0, rank ``source``'s ``tensor``; on other ranks, their own. A collective on the default group.
 
-    Other ranks pass one of the same shape and dtype, which may be without values. ``device`` is what
-    communicates.
+    Other ranks pass a tensor of the same shape and dtype, which may be without values. ``device`` is the one
+    that communicates.
     """
     if source == 0:
         return tensor

@@ -1,4 +1,4 @@
-"""While groups of an accelerator connect: the main thread is in their backend, which may wait for ever."""
+"""The watch while groups of an accelerator connect: the main thread is in a backend that may wait for ever."""
 
 import contextlib
 import logging
@@ -56,17 +56,17 @@ def connecting(joined: Joined, timeout: timedelta, is_eager: bool) -> Iterator[d
 
 
 def _connection(store: dist.Store, timeout: timedelta) -> dist.Store:
-    """Another connection to the store: while one is waited in, as backends do, it serves no other thread."""
+    """Another connection to the store: a connection in which a backend waits serves no other thread."""
     try:
         connection: dist.Store = store.clone()  # type: ignore[attr-defined]
         connection.set_timeout(timeout)
-    except (RuntimeError, AttributeError):  # a store that cannot be cloned, or of the caller's own making
+    except (RuntimeError, AttributeError):  # a store that cannot be cloned, or a class of the caller's
         return store
     return connection
 
 
 class _ConnectWatch:
-    """The thread beside a main thread that connects."""
+    """The thread that watches while the main thread connects."""
 
     def __init__(self, board: Board, timeout_s: float) -> None:
         self._board = board
@@ -78,7 +78,7 @@ class _ConnectWatch:
         self.thread = threading.Thread(target=self._watch, name=name, daemon=True)
 
     def tell(self, error: BaseException) -> None:
-        """Post for the other ranks that this one has failed: theirs would wait for it."""
+        """Post for the other ranks that this one has failed: they would wait for it."""
         failure = RankFailure.from_exception(error, self._board.rank, CONNECTING)
         with contextlib.suppress(RankFailedError):
             self._board.call(lambda store: self._board.post(store, JOIN, failure), LINGER_S)

@@ -1,9 +1,9 @@
 """First-rank blocks: the first rank of each node runs a block before the others.
 
-The ranks communicate through the board, the run's or one made for the block: no collective's timeout
-applies. Below ``first_rank/<group>/<number of the block>`` the store holds `node/...`, the node of each
-rank; `left/...`, the ranks that left the block without an error, for which others wait at the entry; and how
-it ended.
+A failure reaches every rank. The ranks communicate through a board, that of the run or one made for the
+block, so no collective's timeout applies. Below ``first_rank/<group>/<number of the block>``, the store holds
+`node/...`, the node of each rank; `left/...`, the ranks that have left the block without an error, for which
+others wait at the entry; and how the block ended.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ LONGEST_WORK_S = 24 * 3600.0
 
 
 class FirstRankPerNode(ContextDecorator):
-    """Run a block on the first rank of each node, then on its other ranks, which find the work done.
+    """Run a block on the first rank of each node, then on the node's other ranks, when the work is done.
 
     A context manager and a decorator. ``with ... as is_first`` tells whether this rank goes first. One
     object serves any number of blocks. All ranks of the group must enter the same blocks in the same order,
@@ -38,8 +38,8 @@ class FirstRankPerNode(ContextDecorator):
 
     A block starts when all ranks have entered it, and ends when it has ended on all ranks. An exception
     leaves the block unchanged on the rank that raised it. Every other rank raises ``RankFailedError``: at
-    the entry, without running the block, if it waits there, else at the exit. A block inside another one, of
-    the same group and scope, is a part of that: it waits for nobody.
+    the entry, without running the block, if it waits there, else at the exit. A block inside another one of
+    the same group and scope is a part of it, and waits for no rank.
 
     Without a process group the block just runs. With ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
     ``MASTER_PORT`` in the environment and more than one rank, a gloo group is made for the block and
@@ -165,8 +165,8 @@ class _Block:
         self._timeout_s = timeout_s
         self._made_group = made_group
         self._where = f"FirstRankPerNode(scope={scope!r})"
-        # Each member counts its blocks on this group; all enter the same blocks, so the numbers agree. The
-        # lowest rank is in the path, as torch may give one name to groups that share no rank.
+        # Each member counts its blocks on this group. All enter the same blocks, so the numbers agree. The
+        # path holds the lowest rank, since torch may give one name to groups that share no rank.
         _num_blocks[group] = _num_blocks.get(group, 0) + 1
         self._path = f"first_rank/{group.group_name}.{min(self.members)}/{_num_blocks[group]}"
         self._makes_board = _run_board is None or not _run_board.is_served

@@ -1,8 +1,8 @@
-"""Joining: where the ranks of a world meet, and what they are told if not all come.
+"""Joining: where the ranks meet, and what they learn if some do not come.
 
 They meet on a board of their own, in the store that then serves the process group. A store serves several
-rounds, one after the other; below the round's number stand, beside what every board has, `join/terms`, the
-world size and backend of the first rank, and `left/<rank>` of each rank that no longer needs the store.
+rounds, one after the other. Below the round's number it holds, besides the keys of every board, `join/terms`,
+the world size and backend of the first rank, and `left/<rank>` for each rank that no longer needs the store.
 """
 
 import contextlib
@@ -126,8 +126,7 @@ def number_in_environment(name: str, at_least: int = 0) -> int | None:
 def open_store(found: Rendezvous, timeout: timedelta, deadline: float) -> dist.Store:
     """The store in which the ranks meet: the caller's, or a new one in rank 0 or in the launcher.
 
-    Waits until the deadline, on the monotonic clock, and for ever if something else than a store listens
-    there.
+    Waits until the deadline, on the monotonic clock, and for ever if what listens there is not a store.
     """
     if found.store is not None:
         return found.store
@@ -157,8 +156,7 @@ def open_store(found: Rendezvous, timeout: timedelta, deadline: float) -> dist.S
 def _listen(host: str, port: int) -> int | None:
     """A listening socket on the interface of ``host`` alone; None if that is a name or not of this machine.
 
-    A name may mean another interface elsewhere. On all interfaces, a store stalls where names are looked up
-    in vain.
+    A name may mean another interface elsewhere. On all interfaces, a store stalls if looking up names fails.
     """
     try:
         if host != "localhost":

@@ -55,8 +55,8 @@ def adopt_nccl_interface() -> None:
 def matching_interfaces(chosen: str, names: Iterable[str]) -> list[str]:
     """Those of ``names`` that NCCL takes for a value of NCCL_SOCKET_IFNAME.
 
-    It is a list of prefixes (``eth,ib``), of which a port may follow each (``eth0:5000``). ``=`` in front
-    makes them whole names (``=eth0,eth1``), ``^`` excludes them (``^docker,lo``, ``^=docker0``).
+    It is a list of prefixes (``eth,ib``), each of which a port may follow (``eth0:5000``). A leading ``=``
+    makes them whole names (``=eth0,eth1``), and ``^`` excludes them (``^docker,lo``, ``^=docker0``).
     """
     excludes = chosen.startswith("^")
     listed = chosen.removeprefix("^")
@@ -93,7 +93,7 @@ def interfaces() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Announcement:
-    """Where a rank listens, as gloo will; ``problem`` if that is nowhere."""
+    """Where a rank listens, as gloo will, or the ``problem`` if it cannot."""
 
     host: str
     address: str
@@ -141,8 +141,8 @@ def _usable_address(host: str) -> str | None:
 def check_connections(rank: int, world_size: int, store: dist.Store, timeout: timedelta) -> None:
     """Let each rank connect to the next one, where gloo will. A collective, through the store.
 
-    RankFailedError, the same on every rank, if one cannot be reached; it names both variables. A rank of
-    which the address is not known is taken to be reachable. Each rank takes a constant number of operations.
+    RankFailedError, the same on every rank, if one cannot be reached; it names both variables. A rank whose
+    address is not known counts as reachable. Each rank needs a constant number of operations.
     """
     if world_size == 1:
         return
@@ -179,7 +179,7 @@ def _posted_failure(store: dist.Store) -> str:
 
 def _wait_for(store: dist.Store, key: str, deadline: float, world_size: int) -> str:
     """The value of ``key``, empty if it does not come until the deadline."""
-    # Not by ``wait``: with a limit it floods the log, and without one it does not let signals in.
+    # ``wait`` is not used: with a limit it floods the log, and without one it blocks signals.
     began_at = time.monotonic()
     while not store.check([key]):
         if time.monotonic() > deadline:

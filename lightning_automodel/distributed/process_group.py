@@ -50,8 +50,7 @@ def get_world_size_safe() -> int:
     """Size of the default group; before joining, WORLD_SIZE or, in a SLURM step, SLURM_NTASKS, else 1."""
     if dist.is_initialized():
         return group_size()
-    # An interactive allocation sets SLURM_NTASKS too, but a process that runs there outside of a step is not
-    # a task.
+    # An interactive allocation also sets SLURM_NTASKS, but a process outside of a step is not a task.
     names = ["WORLD_SIZE"]
     if "SLURM_PROCID" in os.environ:
         names.append("SLURM_NTASKS")
@@ -84,7 +83,7 @@ def _first_number(*names: str, default: int = 0) -> int:
 
 
 def parse_timeout(timeout: timedelta | float, name: str = "timeout") -> timedelta:
-    """Read a timeout that is a ``timedelta`` or minutes; TypeError for other types, ValueError unless positive."""
+    """Read a timeout, a ``timedelta`` or minutes; TypeError for other types, ValueError unless positive."""
     if isinstance(timeout, bool) or not isinstance(timeout, (timedelta, int, float)):
         raise TypeError(f"{name} must be a timedelta or a number of minutes, got {timeout!r}.")
     try:
@@ -137,21 +136,19 @@ def initialize_distributed(
 ) -> DistInfo:
     """Join the default process group, and set the current accelerator device. A collective over all ranks.
 
-    Without arguments or environment variables this is a world of one, which needs no network. A group that
+    Without arguments or environment variables this is a single process, which needs no network. A group that
     exists already is used as it is, and ``destroy_global_state`` will not destroy it.
 
     Args:
         backend: ``"gloo"`` for the CPU, ``"nccl"`` for CUDA, ``"xccl"`` for XPU, ``"cpu:gloo,cuda:nccl"``
             for both, or any that is registered with torch.
-        timeout_minutes: How long joining may take, and a collective on the group may wait: ``timedelta`` or
-            minutes.
-        init_method: ``env://``, ``tcp://address:port`` or ``file:///path``. None: MASTER_ADDR and
-            MASTER_PORT.
+        timeout_minutes: The longest time for joining, and for a collective on the group: ``timedelta`` or minutes.
+        init_method: ``env://``, ``tcp://address:port`` or ``file:///path``. None: MASTER_ADDR and MASTER_PORT.
         store: Where the ranks meet, instead of ``init_method``. The same store can serve several joins.
         rank: Rank of this process. None: RANK.
         world_size: Number of ranks. None: WORLD_SIZE.
-        device_id: Bind the group to this rank's accelerator now, which connects NCCL eagerly; without effect
-            on other backends. Some systems hang with it and some without.
+        device_id: Bind the group to this rank's accelerator now, which connects NCCL at once. It has no effect
+            on other backends. Some systems hang with it, some without it.
 
     Raises:
         ValueError: If an argument or environment variable is missing or out of range.
@@ -253,10 +250,10 @@ def _binds(device: torch.device | None, backend: str) -> bool:
 
 
 def kept_with_world() -> dict[object, Any]:
-    """Meshes and groups that last as long as the default group, by what they are for. Not a collective.
+    """Meshes and groups that last as long as the default group, by purpose. Not a collective.
 
-    If the default group has changed, those of the old one are dropped, and DTensor's caches of its meshes:
-    to these a mesh over the new group equals the old mesh, so they would return destroyed groups.
+    If the default group has changed, those of the old one are dropped, and so are DTensor's caches of its
+    meshes. In these caches, a mesh over the new group equals the old one: they would return destroyed groups.
     """
     global _kept_for
     if _kept_for is not dist.group.WORLD:
@@ -274,13 +271,13 @@ def forget_world() -> None:
 
 
 def destroy_global_state(linger_s: float = join.LINGER_S, aborts: bool = False) -> None:
-    """Destroy the process group that this package made, subgroups first; nothing if it made none.
+    """Destroy the process group that this package made, subgroups first. Do nothing if it made none.
 
-    Not a collective, though every rank should call it: the one that hosts the store waits ``linger_s``
-    seconds at most for the others' last reads. Safe to call twice, in an exception handler and at exit,
+    Not a collective, though every rank should call it: the rank that hosts the store waits ``linger_s``
+    seconds at most for the others' last reads. It may be called twice, in an exception handler, and at exit,
     where it runs anyway. Threads and sockets of groups that the caller refers to remain. ``aborts`` is for
-    the time after a failure: groups of an accelerator would wait for what they have queued, and so for ranks
-    that are gone.
+    the time after a failure: otherwise, groups of an accelerator would wait for what they have queued, and
+    so for ranks that are gone.
     """
     _leave(linger_s, aborts=aborts)
 

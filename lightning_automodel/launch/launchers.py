@@ -34,7 +34,7 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
     """Runs this script again for every other rank of the node, unless something else starts the processes.
 
     Lightning's launcher kills this process some seconds after another one has failed, whatever this one is
-    doing. Here the supervisor asks how they ended, and every rank leaves with the cause.
+    doing. Here the supervisor asks how processes ended, and every rank leaves with the cause.
     """
 
     def __init__(self, strategy: ParallelStrategy, supervisor: Supervisor, num_processes: int, num_nodes: int) -> None:
@@ -185,8 +185,7 @@ def _run_worker(local_rank: int, folder: Path, variables: Mapping[str, str], run
     # The signal handler that a fork inherits is that of the launching process.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if global_state is None:
-        # OpenMP's threads do not survive a fork: if the parent has used them, this process would wait for
-        # them forever.
+        # OpenMP's threads do not survive a fork: this process would wait forever for those that its parent used.
         torch.set_num_threads(1)
     else:
         deterministic, torch.backends.cudnn.benchmark, random_states = global_state

@@ -76,10 +76,11 @@ def write_failure(folder: Path, exception: BaseException, trainer: "pl.Trainer")
 def wait_for_workers(context: ProcessContext, folder: Path, first_rank: int, backend: str) -> None:
     """Wait until all workers, whose groups have this ``backend``, have ended.
 
-    There is no time limit for training. Once one worker has ended, the others have a minute, and another one
-    after SIGTERM if it has failed. SIGTERM to this process is passed on to them, and sent if it leaves
-    earlier. RankFailedError, chained to the traceback of the rank that failed, or SIGTERMException if
-    SIGTERM stopped all.
+    There is no time limit for training. Once a worker has ended, the others have a minute. If it has failed,
+    they then get SIGTERM, and another minute. SIGTERM to this process is passed on to them. They also get it
+    if this process leaves earlier.
+
+    RankFailedError, chained to the traceback of the rank that failed; SIGTERMException if SIGTERM stopped all.
     """
     processes = context.processes
     is_asked_to_stop = False
@@ -111,7 +112,7 @@ def wait_for_workers(context: ProcessContext, folder: Path, first_rank: int, bac
 
 
 def _join_all(context: ProcessContext) -> None:
-    """Wait until all workers have ended, or do not end though others have."""
+    """Wait until all workers have ended, or those that are left do not end after the others."""
     num_running = len(context.processes)
     limit_s = None
     while not context.join(limit_s, TIME_TO_END_S):

@@ -61,7 +61,7 @@ class TrainingLoaders:
                 " StatefulDataLoader, or resume from the end of an epoch."
             )
         else:
-            # No bound method, which a copy of the loader would follow to the trainer and its model.
+            # Not a bound method: a copy of the loader would follow it to the trainer and its model.
             self._recorders.append(RecordingSampler(loader, self._device, lambda: self._used_and_epoch()))
 
     def _say_if_saving(self, text: str) -> None:
@@ -91,7 +91,7 @@ class TrainingLoaders:
             self._states = {number - 1: self._states.get(number - 1, []), number: states}
 
     def positions(self, at: loops.Position) -> list[dict[str, Any]]:
-        """Position of each loader, where the fit is ``at``."""
+        """Position of each loader when the fit is ``at`` a position."""
         return [self._position(index, loader, at) for index, loader in enumerate(self._all())]
 
     def _position(self, index: int, loader: Any, at: loops.Position) -> dict[str, Any]:
@@ -164,8 +164,7 @@ class TrainingLoaders:
             _start_persistent_workers(loaders)
         self._states = {at.batches: [position.get("state") for position in positions]}
         for loader, position in pairs:
-            # A recorder that has drawn nothing yet sets its samplers when it does, which it may not in this
-            # epoch.
+            # A recorder that has drawn nothing yet sets its samplers when it draws, perhaps not in this epoch.
             own = _recorder(loader)
             has_drawn = "iteration" in position and own is not None and own.has_drawn
             samplers = position["samplers"]
@@ -175,7 +174,7 @@ class TrainingLoaders:
 
     @contextmanager
     def _dropping(self, numbers: list[int]) -> Iterator[None]:
-        """Within it, iterating the loaders loads and drops these numbers of batches of each first."""
+        """Context in which a loader that is iterated first loads and drops its number of batches."""
         combined = self._fetcher.combined_loader
         present = combined.flattened
         dropping = list(present)
@@ -193,7 +192,7 @@ class TrainingLoaders:
                 combined.flattened = present
 
     def _restore_position(self, at: loops.Position, loader: Any, position: dict[str, Any]) -> int:
-        """Prepare a loader to be iterated; return how many batches are to be loaded and dropped then."""
+        """Prepare a loader to be iterated; return how many batches it must then load and drop."""
         recorder = _recorder(loader)
         sampler = _innermost_sampler(loader)
         if "seed" in position and isinstance(sampler, DistributedSampler):
@@ -206,8 +205,7 @@ class TrainingLoaders:
                     set_epoch(at.epochs)
         if position.get("state") is not None:
             if _is_litdatas(loader):
-                # Until it is iterated, litdata writes the epoch of its data set into the state that it has
-                # loaded.
+                # Until it is iterated, litdata writes its data set's epoch into the state that it has loaded.
                 loader.dataset.set_epoch(position["state"]["current_epoch"])
             loader.load_state_dict(position["state"])
         for owner, name in _EPOCH_COUNTERS:
@@ -227,8 +225,7 @@ class TrainingLoaders:
         if not _has_own_iter(loader):
             recorder.target = Target(iteration, yielded, position.get("ahead", []))
             return 0
-        # A generator begins with its first batch. So at least one is drawn here, before random states are
-        # restored.
+        # A generator begins with its first batch. So one is drawn here, before random states are restored.
         num_skipped = 0
         if position.get("is_one_to_one", True):
             num_skipped = max(yielded - 1, 0)
@@ -255,10 +252,9 @@ class TrainingLoaders:
             )
 
     def end_epoch(self) -> None:
-        """Called where the batches of an epoch have ended on this rank."""
+        """Called when the batches of an epoch have ended on this rank."""
         for loader in self._all():
-            # A loader of litdata that was resumed, and whose epoch a limit has ended, would go on there in
-            # the next.
+            # A resumed loader of litdata whose epoch a limit has ended would go on there in the next epoch.
             if is_stateful(loader) and getattr(loader, "restore", None) is True:
                 loader.restore = False
 

@@ -59,7 +59,7 @@ class State(Enum):
     WAITING = auto()  # nothing waits to be restored, and no batch was drawn
     LOADED = auto()  # a checkpoint was loaded, and waits for the start of training
     RECORDING = auto()  # the loops run, and snapshots are taken
-    CLOSED = auto()  # the loops are as Lightning made them again
+    CLOSED = auto()  # patches are restored, and no snapshot is taken any more
 
 
 class Resume:
@@ -127,7 +127,7 @@ class Resume:
         at = world_size.position(loaded)
         is_within_batch = at.stage in (loops.STEP, loops.VALIDATION)
         if at.stage == loops.BATCH:
-            # The epoch was over, if not all of its batches were used.
+            # The epoch was over, even if not all of its batches were used.
             fit_loop.epoch_progress.increment_processed()
             fit_loop.epoch_progress.increment_completed()
         if not is_within_batch and not at.is_epoch_ending:  # the fit was over
@@ -149,8 +149,7 @@ class Resume:
         self._logged = lightning_internals.logging_step(self._trainer)
         checkpoint_callbacks.save_last(self._trainer, self._patches)
         # Lightning has no hook before a batch is drawn, and none that comes before those of all callbacks.
-        # But its loops tell the profiler what they are about to do: the name of a hook, or that they draw a
-        # batch.
+        # But its loops tell the profiler what they are about to do: call a hook, or draw a batch.
         profiler: Any = self._trainer.profiler  # type: ignore[attr-defined]
         start = profiler.start
         before = {
@@ -225,7 +224,7 @@ class Resume:
 
         A collective on ``group``, that of all ranks on the host. Without it, as after a failure, only this
         rank's state is added. ``sizes`` are the ranks along each dimension of the mesh, ``extra_states``
-        what this rank's modules keep beside tensors, where that is not the same on every rank.
+        what this rank's modules keep besides tensors, where that is not the same on every rank.
         """
         if self._state is State.LOADED:  # a hook saves before the run has started
             own = self._loaded
@@ -267,15 +266,14 @@ class Resume:
         is_within_epoch = epochs.processed < epochs.started
         holds_gradients = self._is_manual and self._holds_gradients()
         if held is not None and held.at.epochs == at.epochs and at.stage != loops.EPOCH:
-            # Before the window that has not stepped; under manual optimization, between batches, only if it
-            # has begun.
+            # Before the window that has not stepped. Under manual optimization, it must have begun, or the
+            # save must be within a batch.
             is_batch_over = batches.processed == batches.ready
             is_between_steps = self._is_manual and is_batch_over and not holds_gradients
             if held.at.stage == loops.BATCH and not is_between_steps:
                 state = held.state
                 if held.at.batches == at.batches and not is_within_epoch and not at.is_epoch_ending:
-                    # The fit ended within an epoch, between two windows. A hook may have put averages into
-                    # the module.
+                    # The fit ended between two windows of an epoch. A hook may have put averages into the module.
                     state = {**state, "buffers": snapshot.buffers(self._module)}
                 ends = replace(held.at, is_epoch_ending=at.is_epoch_ending)
                 self._snapshot = replace(held, at=ends, state=state)
@@ -332,8 +330,7 @@ class Resume:
             "metrics": self._without_reset(taken),
             # A resumed run may set the others differently.
             "flags": {name: flag for name, flag in state["flags"].items() if flag != first.get(name, flag)},
-            # A DTensor's mesh does not outlive the run. One is logged if torch's clip_grad_norm_ returned
-            # it.
+            # A DTensor's mesh does not outlive the run. torch's clip_grad_norm_ returns one, which may be logged.
             "seen": {name: value for name, value in seen.items() if not isinstance(value, DTensor)},
         }
         return apply_to_collection(own, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))

@@ -13,12 +13,11 @@ import lightning.pytorch as pl
 
 from lightning_automodel.internals import lightning as lightning_internals
 
-# Stages: an epoch comes next, its hooks first; a batch comes next; a batch was just trained on, and a
-# validation may be due; the validation after a batch is over.
-EPOCH = "epoch"
-BATCH = "batch"
-STEP = "step"
-VALIDATION = "validation"
+# Stages of a fit.
+EPOCH = "epoch"  # an epoch comes next, its hooks first
+BATCH = "batch"  # a batch comes next
+STEP = "step"  # a batch was just trained on, and a validation may be due
+VALIDATION = "validation"  # the validation after a batch is over
 
 
 _TRACKERS = (

@@ -89,7 +89,7 @@ class RecordingSampler(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         # Loaders with workers do this twice.
         target = self.target
-        # Here and not with the first index, before which the first window's snapshot is taken.
+        # Not with the first index: the first window's snapshot is taken before that.
         if target is None:
             self.iteration = None
             return self._record()
@@ -113,8 +113,8 @@ class RecordingSampler(Sampler[Any]):
         indices = iter(self._inner)
         for _ in range(target.num_skipped + len(target.ahead)):
             next(indices, None)
-        # The first index is drawn here, under the states of that time, since drawing it may use random
-        # numbers. So may drawing later ones: workers had drawn those ahead under states that are not known.
+        # The first index is drawn under the states of that time, since drawing it may use random numbers.
+        # Later ones may too, but workers had drawn those ahead under states that are not known.
         head = target.ahead
         if not head and not target.num_skipped:
             head = list(islice(indices, 1))
@@ -126,7 +126,7 @@ class RecordingSampler(Sampler[Any]):
 
 
 class DroppingLoader:
-    """A ``loader`` whose first iteration begins after ``number`` batches, which are loaded and dropped."""
+    """A ``loader`` whose first iteration loads and drops ``number`` batches before it begins."""
 
     def __init__(self, loader: Any, number: int) -> None:
         self._loader = loader

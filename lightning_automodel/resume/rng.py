@@ -13,10 +13,10 @@ OwnStates = tuple[list[Any], list[Any]]  # of a loader's generators, and of its 
 
 
 def global_states(device: torch.device) -> dict[str, Any]:
-    """The global states of python, numpy and torch on this process, on the host and on its ``device``.
+    """The global states of python, numpy and torch in this process, for the host and its ``device``.
 
-    Does not synchronise: the state of a CUDA generator is on the host. An accelerator's is that of the
-    current device.
+    This does not synchronise: the state of a CUDA generator is on the host. For an accelerator, it is the
+    state of the current device.
     """
     name, keys, *rest = np.random.get_state(legacy=True)
     states = {

@@ -1,6 +1,6 @@
 """What a module and its Trainer's callbacks hold besides the module's state dict, at one moment on one rank.
 
-Nothing here synchronises or communicates, and what changes in place is copied.
+Nothing here synchronises or communicates. Values that change in place are copied.
 """
 
 import copy
@@ -86,7 +86,7 @@ def metrics(module: "pl.LightningModule") -> dict[str, dict[str, Any]]:
 
 
 def flags(module: "pl.LightningModule") -> dict[str, Any]:
-    """What hooks may switch: modes of modules, which parameters are trained, the length of windows."""
+    """What hooks may switch: modes of modules, which parameters train, the length of windows."""
     return {
         **{f"{name}.training": child.training for name, child in module.named_modules()},
         **{f"{name}.requires_grad": parameter.requires_grad for name, parameter in module.named_parameters()},
