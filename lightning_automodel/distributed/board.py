@@ -137,12 +137,9 @@ class Board:
         """Call ``check`` now and then while this rank waits for an answer; it may raise."""
         self._check = check
 
-    def describe_as(self, what: Mapping[str, Any]) -> None:
-        """From the next heartbeat on, say ``what`` of this rank, in place of what ``describe`` returns."""
+    def describe_as(self, what: Mapping[str, Any], timeout_s: float) -> None:
+        """From now on, say ``what`` of this rank, and allow ranks and the store to be silent for ``timeout_s``."""
         self._describe = lambda: what
-
-    def allow_silence(self, timeout_s: float) -> None:
-        """From now on, allow ranks and the store to be silent for ``timeout_s``."""
         self.timeout_s = timeout_s
 
     def watch(self, rank: int) -> None:

@@ -42,16 +42,13 @@ def connecting(joined: Joined, timeout: timedelta, is_eager: bool) -> Iterator[d
         yield joined.store
         return
     watch = _ConnectWatch(board, timeout.total_seconds())
-    board.describe_as({"where": CONNECTING})
-    watch.thread.start()
     try:
         yield _connection(joined.store, timeout)
     except BaseException as error:
         watch.tell(error)
         raise
     finally:
-        watch.is_over.set()
-        watch.thread.join()
+        watch.close()
         board.close()
 
 
@@ -72,10 +69,16 @@ class _ConnectWatch:
         self._board = board
         self._timeout_s = timeout_s
         self._warn_after_s = min(LONGEST_SILENCE_S, timeout_s / 2)
-        board.allow_silence(self._warn_after_s)
-        self.is_over = threading.Event()
+        board.describe_as({"where": CONNECTING}, self._warn_after_s)
+        self._is_over = threading.Event()
         name = "lightning_automodel connecting"
-        self.thread = threading.Thread(target=self._watch, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_over.set()
+        self._thread.join()
 
     def tell(self, error: BaseException) -> None:
         """Post for the other ranks that this one has failed: they would wait for it."""
@@ -87,7 +90,7 @@ class _ConnectWatch:
     def _watch(self) -> None:
         began_at = time.monotonic()
         board = self._board
-        while not self.is_over.wait(POLL_S):
+        while not self._is_over.wait(POLL_S):
             waited_s = time.monotonic() - began_at
             failure = board.verdicts[JOIN] or board.lost
             if failure is not None and failure.rank != board.rank:
@@ -101,7 +104,7 @@ class _ConnectWatch:
     def _end(self, why: str) -> None:
         # Rank 0 may host the store, from which the others are to learn the cause.
         self._board.conclude(JOIN, len(self._board.members))
-        if not self.is_over.is_set():
+        if not self._is_over.is_set():
             end_process(self._board.rank, why)
 
     def _explain(self, waited_s: float) -> str:

@@ -159,7 +159,7 @@ class TrainingLoaders:
             with self._dropping(dropped):
                 iter(self._fetcher)
         for recorder in self._recorders:
-            recorder.target = None
+            recorder.repeat(None)
         if not at.is_iterated:
             _start_persistent_workers(loaders)
         self._states = {at.batches: [position.get("state") for position in positions]}
@@ -223,13 +223,13 @@ class TrainingLoaders:
                 " of this epoch may be left out or used twice."
             )
         if not _has_own_iter(loader):
-            recorder.target = Target(iteration, yielded, position.get("ahead", []))
+            recorder.repeat(Target(iteration, yielded, position.get("ahead", [])))
             return 0
         # A generator begins with its first batch. So one is drawn here, before random states are restored.
         num_skipped = 0
         if position.get("is_one_to_one", True):
             num_skipped = max(yielded - 1, 0)
-        recorder.target = Target(iteration, num_skipped, [])
+        recorder.repeat(Target(iteration, num_skipped, []))
         return yielded - num_skipped
 
     def _check_same(self, loader: Any, position: dict[str, Any]) -> None:

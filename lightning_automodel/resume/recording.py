@@ -48,8 +48,8 @@ class Target:
 class RecordingSampler(Sampler[Any]):
     """Replaces the (batch) sampler of a DataLoader until :meth:`close`: it can skip what was used.
 
-    ``iteration`` is the newest one, None before its first index; ``target`` one to repeat, if any.
-    ``position`` returns how many batches of the epoch the loop has used, and the epoch.
+    ``iteration`` is the newest one, None before its first index. ``position`` returns how many batches of the
+    epoch the loop has used, and the epoch.
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device, position: Callable[[], tuple[int, int]]) -> None:
@@ -58,10 +58,14 @@ class RecordingSampler(Sampler[Any]):
         self._position = position
         self._name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._inner: Any = getattr(loader, self._name)
-        self.target: Target | None = None
+        self._target: Target | None = None
         self.iteration: Iteration | None = None
         # DataLoader refuses to set its sampler after its construction.
         vars(loader)[self._name] = self
+
+    def repeat(self, target: Target | None) -> None:
+        """From the next iteration on, repeat ``target``; None: record new ones."""
+        self._target = target
 
     @property
     def has_drawn(self) -> bool:
@@ -88,7 +92,7 @@ class RecordingSampler(Sampler[Any]):
     @override
     def __iter__(self) -> Iterator[Any]:
         # Loaders with workers do this twice.
-        target = self.target
+        target = self._target
         # Not with the first index: the first window's snapshot is taken before that.
         if target is None:
             self.iteration = None
