@@ -9,8 +9,7 @@ Below the board's prefix, the store holds
     <at>/lease          which of them looks for those that are missing
 
 and, for a run, `lease` (`failure.watchdog`), `stop` and the keys below it (`failure.coordinated_stop`). With
-each heartbeat a rank writes its record and reads a few keys: two operations. Only one rank ever reads all
-records.
+each heartbeat, a rank writes its record and reads a few keys. Only one rank ever reads all records.
 
 The states of a board, which only `Board._become` changes. LOST is for good:
 
@@ -83,9 +82,8 @@ class Board:
     verdicts ahead, since the store may be gone by the time the rank asks for them.
 
     Each of ``members`` watches the one before it that has not ended. A rank that is silent for ``timeout_s``
-    is posted at ``path``. ``connect`` opens the connection, with the same prefix of keys on all ranks;
-    ``describe`` returns what this rank's record says. The thread calls both, ``describe`` with each
-    heartbeat.
+    is posted at ``path``. The thread calls ``connect``, which opens the connection, with the same prefix of
+    keys on all ranks, and with each heartbeat ``describe``, which returns what this rank's record says.
     """
 
     def __init__(
@@ -126,10 +124,7 @@ class Board:
     # --- What this rank says and reads ------------------------------------------------------------
 
     def exchange_with(self, keys: Sequence[str], exchange: Exchange) -> None:
-        """With each heartbeat, read ``keys`` and call ``exchange`` with the store and their values.
-
-        To be called before :meth:`start`. The thread calls ``exchange``.
-        """
+        """With each heartbeat, read ``keys`` and call ``exchange`` on the thread. To be set before the start."""
         self._keys = list(keys)
         self._exchange = exchange
 
@@ -295,8 +290,7 @@ class Board:
         values = self.read(store, [*self._keys, *(f"record/{rank}" for rank in ranks)])
         self._see(self.seen, ranks, values[len(self._keys) :])
         self._exchange(store, values[: len(self._keys)])
-        # A rank that has written nothing may come later, unless all have just joined. Ranks that wait for it
-        # name it.
+        # A rank that has written nothing may come later: ranks that wait for it name it.
         if neighbour != self.rank and (self.seen[neighbour].record or self.expects_all):
             seen = self.seen[neighbour]
             now = self.clock()

@@ -16,7 +16,7 @@ A fit that was over when its checkpoint was saved goes from LOADED back to WAITI
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -35,22 +35,11 @@ from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.release_probe import UnsupportedReleaseError
 from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops, rng, snapshot, world_size
+from lightning_automodel.resume.snapshot import Snapshot
 
 CHECKPOINT_KEY = "lightning_automodel"
 FORMAT = 4
 _FETCH = "train_dataloader_next"
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """State of a fit at one moment on this rank."""
-
-    at: loops.Position
-    logged: int  # batches that stepped, as loggers count them
-    state: dict[str, Any]  # as a checkpoint holds it
-    callbacks: dict[str, Any]
-    beside: snapshot.BesideCallbacks
-    versions: list[int]  # of all parameters: a write changes them
 
 
 class State(Enum):

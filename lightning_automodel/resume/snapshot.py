@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.resume import loops
 from lightning_automodel.sharding import weight_averaging
 
 
@@ -130,6 +131,18 @@ class BesideCallbacks:
         name = type(_data_module(trainer)).__qualname__
         if self.data_module and name in checkpoint:
             checkpoint[name] = self.data_module
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State of a fit at one moment on this rank."""
+
+    at: loops.Position
+    logged: int  # batches that stepped, as loggers count them
+    state: dict[str, Any]  # as a checkpoint holds it
+    callbacks: dict[str, Any]
+    beside: BesideCallbacks
+    versions: list[int]  # of all parameters: a write changes them
 
 
 def beside_callbacks(trainer: "pl.Trainer") -> BesideCallbacks:
