@@ -68,7 +68,7 @@ class ExactnessCheck(Callback):
     Attributes:
         verdict: ``"exact"``, ``"wrong"`` or ``"not checked"``; None until it is known.
         report: What is printed.
-        results: A :class:`StepResult` for each step, on rank 0, with all numbers. Loggers get those of
+        results: A ``StepResult`` for each step, on rank 0, with all numbers. Loggers get those of
             ``exactness/gradient_error``, ``exactness/rounding`` and ``exactness/optimizer_error``.
 
     Examples:

@@ -105,10 +105,15 @@ def tensors_of(module: nn.Module) -> dict[tuple[str, str], torch.Tensor | None]:
 
 
 def set_tensors(module: nn.Module, values: dict[tuple[str, str], torch.Tensor | None]) -> None:
-    """Set what :func:`tensors_of` has found; what it has found no more was made since, as a cache, and is deleted."""
+    """Set what :func:`tensors_of` has found; what it has found no more was made since, as a cache, and is deleted.
+
+    An attribute that is None here and no tensor in the run, such as a process group that ``configure_model``
+    has set, stays None.
+    """
     owners = dict(module.named_modules())
-    for owner, name in tensors_of(module).keys() - values.keys():
-        delattr(owners[owner], name)
+    for (owner, name), value in tensors_of(module).items():
+        if value is not None and (owner, name) not in values:
+            delattr(owners[owner], name)
     set_attributes(module, values)
 
 
