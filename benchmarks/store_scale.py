@@ -119,7 +119,7 @@ class Rank:
             watchdog_module.dist, watchdog_module.connect_again = real
         self.board, self._store = self.watchdog.board, _Counting(world.store, world.counted)
         self.board.clock = lambda: world.now  # type: ignore[assignment]
-        self.watchdog.training_step = 3
+        self.watchdog.begin_step(3, is_training=True)
         self.stand_at(True, "train.py:39 in training_step")
 
     def beat(self) -> None:
@@ -129,7 +129,7 @@ class Rank:
 
     def stand_at(self, waits: bool, line: str) -> None:
         """Let the main thread be there."""
-        self.watchdog.raised_at = waits, line
+        self.watchdog.stand_at((waits, line))
 
     def fail(self, exception: Exception) -> None:
         """The main thread raises: in a collective a `RuntimeError`, else it posts what it has raised."""
@@ -186,8 +186,9 @@ def inflict(world: World, fault: str, victim: int, failing: Sequence[int]) -> tu
         named = victim, STUCK
     elif fault == "left behind":
         rank.end()
-        for each in world.ranks:
-            each.watchdog.training_step += each is not rank
+        for other in world.ranks:
+            if other is not rank:
+                other.watchdog.begin_step(4, is_training=True)
         named = victim, "RuntimeError"
     else:
         rank.stand_at(True, "train.py:51 in backward")

@@ -1,20 +1,26 @@
-"""The board between ranks: one record a rank in a store, kept and read by one thread on each rank.
+"""The board between ranks: one record per rank in a store, written and read by one thread on each rank.
 
-Below the board's prefix the store holds
+Below the board's prefix, the store holds
 
     record/<rank>       the newest `Record` of a rank, which is also its heartbeat
     <path>/verdict      the first failure of the run, of joining, or of one first-rank block
     <path>/known        how many ranks know how that ended
-    <at>/<rank>, <at>/arrived, <at>/result, <at>/lease    ranks that wait for each other, and which one reads for all
+    <at>/<rank>, <at>/arrived, <at>/result    ranks that wait for each other
+    <at>/lease          which of them looks for those that are missing
 
-and, for a run, `lease` (`failure.watchdog`), `stop` and what lies below it (`failure.coordinated_stop`). With each
-heartbeat a rank writes its record and reads a few keys: two operations. Only one rank ever reads all records.
+and, for a run, `lease` (`failure.watchdog`), `stop` and the keys below it (`failure.coordinated_stop`). With
+each heartbeat, a rank writes its record and reads a few keys. Only one rank ever reads all records.
+
+The states of a board, which only `Board._become` changes. LOST is for good:
+
+    OPENING ---- first heartbeat ----> OPEN ---- close() ----> CLOSED
+       |                                |
+       +--- connecting fails, the store ends or does not answer, or the thread raises ---> LOST
 """
 
 import contextlib
 import json
 import logging
-import os
 import queue
 import socket
 import threading
@@ -22,7 +28,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
-from datetime import timedelta
+from enum import Enum, auto
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,72 +37,53 @@ import torch.distributed as dist
 from lightning_automodel.distributed import failures
 from lightning_automodel.distributed.failures import (
     MISSED_HEARTBEATS,
+    UNSEEN,
     RankFailedError,
     RankFailure,
     Record,
     Sighting,
     message_of,
 )
+from lightning_automodel.distributed.store import (
+    LONGEST_PAUSE_S,
+    RANKS_PER_SECOND,
+    launcher_hosts_store,
+    pause_s,
+    without_prefixes,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BEAT_S = 0.25
-RANKS_PER_SECOND = 1000
 BEATS_IN_A_FILE = 40
-SHORTEST_PAUSE_S = 0.002
-LONGEST_PAUSE_S = 0.25
 JOIN_S = 1.0
 LINGER_S = 5.0
 NONE = b"-"
 
-
-def pause_s(waited_s: float, num_ranks: int) -> float:
-    """Seconds until the store is asked again: the longer a wait takes, and the more ranks wait, the less often."""
-    share_s = num_ranks / RANKS_PER_SECOND
-    return max(SHORTEST_PAUSE_S, share_s / 4, min(max(LONGEST_PAUSE_S, share_s), waited_s / 10))
+StoreFunction = Callable[[dist.Store], Any]
+Exchange = Callable[[dist.Store, Sequence[bytes]], None]
 
 
-def launcher_hosts_store() -> bool:
-    """Whether ``torchrun`` keeps the store at MASTER_ADDR and MASTER_PORT, so that no rank has to."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+class BoardState(Enum):
+    """How far this rank's connection to the store has come; see the module's docstring."""
 
-
-def _bottom(store: dist.Store) -> dist.Store:
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store
-
-
-def connect_again(prefix: str, timeout_s: float) -> Callable[[], dist.Store]:
-    """What opens another connection to the default group's store, for keys that begin with ``prefix``."""
-    world = dist.group.WORLD
-    assert world is not None
-    store = world.get_group_store()
-
-    def connect() -> dist.Store:
-        bottom = _bottom(store)
-        if isinstance(bottom, dist.TCPStore):
-            # Raises at once if the host is gone; a client would retry for the whole timeout and more.
-            socket.create_connection((bottom.host, bottom.port), timeout=timeout_s).close()
-        connection = store.clone()  # type: ignore[attr-defined]
-        connection.set_timeout(timedelta(seconds=timeout_s))
-        return dist.PrefixStore(prefix, connection)
-
-    return connect
+    OPENING = auto()  # the store has not answered yet
+    OPEN = auto()  # heartbeats are written, and calls are answered
+    LOST = auto()  # the store cannot be used any more: `Board.lost` says why
+    CLOSED = auto()  # the thread has ended because this rank closed its board
 
 
 class Board:
-    """A connection to a store, and the one thread that uses it; :meth:`close` ends both.
+    """A connection to a store, and the one thread that uses it, from :meth:`start` to :meth:`close`.
 
-    Only the thread uses the connection: a call to a store whose host is stopped may block forever, and a ``TCPStore``
-    client is blocked for all threads while one of them waits in it. The thread also reads verdicts ahead, since the
-    store may be gone by the time that the rank asks for them.
+    Only the thread uses the connection: a call to a store whose host is stopped may block forever, and a
+    ``TCPStore`` client is blocked for all threads while one of them waits in it. The thread also reads
+    verdicts ahead, since the store may be gone by the time the rank asks for them.
 
-    Each of ``members`` watches the one before it that has not ended. A rank that is silent for ``timeout_s`` is posted
-    at ``path``; further paths may be added to ``verdicts``. The thread calls ``connect``, which opens the connection,
-    with the same prefix of keys on all ranks, and with each heartbeat ``describe``, which returns what this rank's
-    record is to say, and ``exchange``, with the values of ``keys``. ``check`` is called while this rank waits.
+    Each of ``members`` watches the one before it that has not ended. A rank that is silent for ``timeout_s``
+    is posted at ``path``. The thread calls ``connect``, which opens the connection, with the same prefix of
+    keys on all ranks, and with each heartbeat ``describe``, which returns what this rank's record says.
     """
 
     def __init__(
@@ -107,35 +94,94 @@ class Board:
         members: Sequence[int],
         timeout_s: float,
         describe: Callable[[], Mapping[str, Any]],
-        keys: Sequence[str] = (),
-        exchange: Callable[[dist.Store, Sequence[bytes]], None] = lambda store, values: None,
-        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.rank, self.host, self.members = rank, socket.gethostname(), list(members)
-        self.path, self.timeout_s = path, timeout_s
-        self._connect, self._describe, self._keys, self._exchange = connect, describe, list(keys), exchange
-        self._check = check
-        self.interval_s = min(max(BEAT_S, len(members) / RANKS_PER_SECOND), timeout_s / failures.MISSED_BEATS)
-        self.beats, self.own = 0, Record(host=self.host)  # how many records it has written, and the newest
-        self.is_open = threading.Event()  # once the store has answered
-        self.watched: set[int] = set()  # whose records are read with each heartbeat, beside the neighbour's
-        self.expects_all = False  # whether a member that has written nothing is silent
-        self.seen: dict[int, Sighting] = {}  # other ranks, as far as their records were read
-        self.lost: RankFailure | None = None  # why this rank cannot use the store any more
-        self.verdicts: dict[str, RankFailure | None] = {path: None}  # what was posted at each path that is read
+        self.rank = rank
+        self.host = socket.gethostname()
+        self.path = path
+        self.members = list(members)
+        self.timeout_s = timeout_s
+        self._connect = connect
+        self._describe = describe
+        self._keys: list[str] = []
+        self._exchange: Exchange = lambda store, values: None
+        self._check: Callable[[], None] = lambda: None
+        share_s = len(members) / RANKS_PER_SECOND
+        self.interval_s = min(max(BEAT_S, share_s), timeout_s / failures.MISSED_BEATS)
         self.clock: Callable[[], float] = time.monotonic
+        self.beats = 0  # the number of records that this rank has written
+        self.own = Record(host=self.host)  # the newest of them
+        self.seen: dict[int, Sighting] = {}  # other ranks, as far as their records were read
+        self.expects_all = False  # whether a member that has written nothing counts as silent
+        self.verdicts: dict[str, RankFailure | None] = {path: None}  # by path, for those that are followed
+        self.state = BoardState.OPENING
+        self.lost: RankFailure | None = None  # why, in BoardState.LOST
+        self._has_answered = threading.Event()
+        self._watched: set[int] = set()
         self._existing: set[str] = set()
-        self._calls: queue.SimpleQueue[tuple[Callable[[dist.Store], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[StoreFunction, Future[Any]] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._serve, name="lightning_automodel board", daemon=True)
 
-    def describe_as(self, what: Mapping[str, Any]) -> None:
-        """From the next heartbeat on, say ``what`` of this rank, in place of what ``describe`` returns."""
+    # --- What this rank says and reads ------------------------------------------------------------
+
+    def exchange_with(self, keys: Sequence[str], exchange: Exchange) -> None:
+        """With each heartbeat, read ``keys`` and call ``exchange`` on the thread. To be set before the start."""
+        self._keys = list(keys)
+        self._exchange = exchange
+
+    def check_while_waiting(self, check: Callable[[], None]) -> None:
+        """Call ``check`` now and then while this rank waits for an answer; it may raise."""
+        self._check = check
+
+    def describe_as(self, what: Mapping[str, Any], timeout_s: float) -> None:
+        """From now on, say ``what`` of this rank, and allow ranks and the store to be silent for ``timeout_s``."""
         self._describe = lambda: what
+        self.timeout_s = timeout_s
+
+    def watch(self, rank: int) -> None:
+        """From now on, read the record of ``rank`` with each heartbeat, as those of the neighbour and rank 0."""
+        self._watched.add(rank)
+
+    def follow(self, path: str) -> None:
+        """From now on, read the verdict at ``path`` too."""
+        self.verdicts[path] = None
+
+    def unfollow(self, path: str) -> None:
+        """Stop reading the verdict at ``path``."""
+        del self.verdicts[path]
+
+    # --- The connection ---------------------------------------------------------------------------
+
+    def start(self, expects_all: bool = False) -> None:
+        """Start the thread. ``expects_all``: whether a member that has written nothing counts as silent."""
+        self.expects_all = expects_all
+        self.thread.start()
+
+    def wait_for_answer(self, seconds: float) -> bool:
+        """Wait for the store's first answer, and return whether it has come."""
+        return self._has_answered.wait(seconds)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the thread runs in this process; a forked child inherits the board without its thread."""
+        return self.thread.is_alive()
 
     def close(self) -> None:
         """Write that this rank has left, unless the run failed, and end the thread, unless it is stuck."""
         self._calls.put(None)
         self.thread.join(JOIN_S + 2 * self.interval_s)
+
+    def _become(self, state: BoardState) -> None:
+        """Change the state, here alone. The main thread does so too, if it has waited in vain for an answer."""
+        if state is BoardState.OPEN:
+            self._has_answered.set()
+        if self.state is not BoardState.LOST:
+            self.state = state
+
+    def _lose(self, failure: RankFailure) -> RankFailure:
+        """Stop using the store because of ``failure``; returns the first reason."""
+        self.lost = self.lost or failure
+        self._become(BoardState.LOST)
+        return self.lost
 
     def call(self, function: Callable[[dist.Store], T], patience_s: float = float("inf")) -> T:
         """Run ``function``, which must not wait for a key, on the thread, and return its result.
@@ -146,21 +192,21 @@ class Board:
         self._calls.put((function, answer))
         patience_s = min(patience_s, self.timeout_s)
         give_up_at = time.monotonic() + patience_s
-        while self.lost is None and self.thread.is_alive() and time.monotonic() <= give_up_at:
+        while self.lost is None and self.is_served and time.monotonic() <= give_up_at:
             self._check()
             with contextlib.suppress(TimeoutError):
                 return answer.result(min(patience_s, LONGEST_PAUSE_S))
-        if self.lost is None:
-            self.lost = self.lost_store(f"has not answered for {patience_s:g} s")
+        lost = self._lose(self.lost_store(f"has not answered for {patience_s:g} s"))
         # The store often ends because of a failure that this rank knows already.
-        raise RankFailedError(next((failure for failure in self.verdicts.values() if failure), self.lost))
+        raise RankFailedError(next((failure for failure in self.verdicts.values() if failure), lost))
 
     def wait_for(self, key: str, path: str, limit_s: float, explain: Callable[[float], None]) -> bytes:
-        """Wait for the value of ``key``; after ``limit_s`` seconds ``explain`` is called now and then, to raise why.
+        """Wait for the value of ``key``; after ``limit_s`` seconds, call ``explain`` now and then to raise why.
 
         RankFailedError if a failure was posted at ``path`` or for the whole board, or the store is lost.
         """
-        began_at, late_s = time.monotonic(), limit_s
+        began_at = time.monotonic()
+        late_s = limit_s
         while True:
             (value,) = self.call(lambda store: self.read(store, [key]))
             for failure in (self.verdicts.get(path), self.verdicts[self.path]):
@@ -168,24 +214,26 @@ class Board:
                     raise RankFailedError(failure)
             if value != NONE:
                 return value
-            if (waited_s := time.monotonic() - began_at) > late_s:
+            waited_s = time.monotonic() - began_at
+            if waited_s > late_s:
                 late_s += LINGER_S
                 explain(waited_s)
             time.sleep(pause_s(waited_s, len(self.members)))
 
     def gather(self, at: str, ranks: Sequence[int], value: str, path: str, limit_s: float) -> list[str]:
-        """Wait like :meth:`wait_for` until all of ``ranks`` have posted below ``at``; returns all their values."""
+        """Wait like :meth:`wait_for` until all of ``ranks`` have posted below ``at``; returns their values."""
         self.call(lambda store: self.arrive(store, at, ranks, value))
         explain = partial(self.explain_missing, at, ranks)
         return list(json.loads(self.wait_for(f"{at}/result", path, limit_s, explain)))
 
     def explain_missing(self, at: str, ranks: Sequence[int], waited_s: float) -> None:
-        """Raise ``RankFailedError`` for those of ``ranks`` that have posted nothing below ``at``; one rank looks."""
-        if failure := self.call(lambda store: self._missing(store, at, ranks, waited_s)):
+        """Raise RankFailedError for those of ``ranks`` that have posted nothing below ``at``; one rank looks."""
+        failure = self.call(lambda store: self._missing(store, at, ranks, waited_s))
+        if failure is not None:
             raise RankFailedError(failure)
 
     def conclude(self, path: str, num_ranks: int, limit_s: float = LINGER_S) -> None:
-        """Note that this rank knows how ``path`` ended. Rank 0, the store's host, waits until ``num_ranks`` know."""
+        """Note that this rank knows how ``path`` ended. Rank 0, the store's host, waits for ``num_ranks`` notes."""
         limit_s = min(limit_s, self.timeout_s)
         began_at = time.monotonic()
 
@@ -196,19 +244,24 @@ class Board:
 
         with contextlib.suppress(RankFailedError):
             self.call(acknowledge, limit_s)
-            while self.rank == 0 and (waited_s := time.monotonic() - began_at) < limit_s:
+            while self.rank == 0:
+                waited_s = time.monotonic() - began_at
+                if waited_s >= limit_s:
+                    return
                 if self.call(lambda store: store.add(f"{path}/known", 0), limit_s) >= num_ranks:
                     return
                 time.sleep(pause_s(waited_s, num_ranks))
 
-    # --- For functions that the thread runs ---------------------------------------------------------------------------
+    # --- For functions that the thread runs -------------------------------------------------------
 
     def read(self, store: dist.Store, keys: Sequence[str] = ()) -> Sequence[bytes]:
-        """Values of ``keys``, ``NONE`` where there is none, and new verdicts of the paths, in one operation."""
+        """Values of ``keys``, ``NONE`` where there is none, and new verdicts, in one operation."""
         # Another thread may add a path meanwhile.
         paths = [path for path, verdict in list(self.verdicts.items()) if verdict is None]
         wanted = [*(f"{path}/verdict" for path in paths), *keys]
-        values = self._values(store, wanted) if wanted else []
+        values: Sequence[bytes] = []
+        if wanted:
+            values = self._values(store, wanted)
         for path, value in zip(paths, values, strict=False):
             if value != NONE:
                 self.verdicts[path] = RankFailure(**json.loads(value))
@@ -216,11 +269,11 @@ class Board:
         return values[len(paths) :]
 
     def arrive(self, store: dist.Store, at: str, ranks: Sequence[int], value: str) -> None:
-        """Post ``value`` below the key ``at``. The last of ``ranks`` collects all, so that each rank reads one key."""
+        """Post ``value`` below ``at``. The last of ``ranks`` collects all, so that each rank reads one key."""
         store.set(f"{at}/{self.rank}", value)
         if store.add(f"{at}/arrived", 1) == len(ranks):
             values = store.multi_get([f"{at}/{rank}" for rank in ranks])
-            store.set(f"{at}/result", json.dumps([each.decode() for each in values]))
+            store.set(f"{at}/result", json.dumps([posted.decode() for posted in values]))
 
     def post(self, store: dist.Store, path: str, failure: RankFailure) -> RankFailure:
         """Post ``failure`` at ``path`` unless there is one already; returns the first one."""
@@ -229,24 +282,25 @@ class Board:
         return RankFailure(**json.loads(posted))
 
     def beat(self, store: dist.Store) -> None:
-        """Write this rank's record, and read what other ranks have to say to it."""
+        """Write this rank's record, and read what concerns it."""
         self._write(store)
         neighbour = self._neighbour()
-        # All read rank 0's, which may hold the store: if that is lost, it has to be named.
-        ranks = sorted({neighbour, 0, *self.watched} & set(self.members) - {self.rank})
+        # All read rank 0's record: rank 0 may hold the store, and has to be named if that is lost.
+        ranks = sorted({neighbour, 0, *self._watched} & set(self.members) - {self.rank})
         values = self.read(store, [*self._keys, *(f"record/{rank}" for rank in ranks)])
         self._see(self.seen, ranks, values[len(self._keys) :])
         self._exchange(store, values[: len(self._keys)])
-        # A rank that has written nothing may come later, unless all have just joined: whoever waits for it names it.
+        # A rank that has written nothing may come later: ranks that wait for it name it.
         if neighbour != self.rank and (self.seen[neighbour].record or self.expects_all):
-            seen, now = self.seen[neighbour], self.clock()
+            seen = self.seen[neighbour]
+            now = self.clock()
             if seen.is_silent(now, self.timeout_s):
                 silent = failures.missed_heartbeats(neighbour, seen.known, self.rank, now - seen.changed_at)
                 self.post(store, self.path, silent)
-        self.is_open.set()
+        self._become(BoardState.OPEN)
 
     def read_records(self, store: dist.Store, ranks: Sequence[int], seen: dict[int, Sighting]) -> None:
-        """Add the records of ``ranks`` to what was ``seen``."""
+        """Add the records of ``ranks`` to what the caller has ``seen``."""
         self._see(seen, ranks, self._values(store, [f"record/{rank}" for rank in ranks]))
 
     def lost_store(self, what: str) -> RankFailure:
@@ -254,8 +308,12 @@ class Board:
         message = f"which holds the store of the process group, {what}"
         if launcher_hosts_store():
             return RankFailure(failures.LAUNCHER, self.host, "", MISSED_HEARTBEATS, message)
-        known = self.seen[0].known if 0 in self.seen else Record()
+        known = self.known(0)
         return RankFailure(0, known.host, known.where, MISSED_HEARTBEATS, f"its process, {message}")
+
+    def known(self, rank: int) -> Record:
+        """The newest record of ``rank`` that this one has read, or one that says that nothing is known."""
+        return self.seen.get(rank, UNSEEN).known
 
     def _write(self, store: dist.Store, **changes: Any) -> None:
         self.own = Record(self.beats, self.host, **{**self._describe(), **changes})
@@ -264,7 +322,8 @@ class Board:
 
     def _values(self, store: dist.Store, keys: Sequence[str]) -> Sequence[bytes]:
         """The values of ``keys``, which are made first: reading a missing one would wait for it."""
-        if new := [key for key in keys if key not in self._existing]:
+        new = [key for key in keys if key not in self._existing]
+        if new:
             if not store.check(new):
                 for key in new:
                     store.compare_set(key, "", NONE.decode())
@@ -275,20 +334,25 @@ class Board:
     def _see(self, seen: dict[int, Sighting], ranks: Sequence[int], values: Sequence[bytes]) -> None:
         now = self.clock()
         for rank, value in zip(ranks, values, strict=True):
-            record = None if value == NONE else Record(**json.loads(value))
-            seen[rank] = seen[rank].then(record, now) if rank in seen else Sighting(record, now)
+            record = None
+            if value != NONE:
+                record = Record(**json.loads(value))
+            if rank in seen:
+                seen[rank] = seen[rank].then(record, now)
+            else:
+                seen[rank] = Sighting(record, now)
 
     def _neighbour(self) -> int:
         """The nearest member before this one that has not ended, as far as this rank knows."""
         at = self.members.index(self.rank)
         before = [*self.members[:at][::-1], *self.members[at + 1 :][::-1]]
-        return next((r for r in before if r not in self.seen or not self.seen[r].known.has_ended), self.rank)
+        return next((rank for rank in before if not self.known(rank).has_ended), self.rank)
 
     def _missing(self, store: dist.Store, at: str, ranks: Sequence[int], waited_s: float) -> RankFailure | None:
-        """Who has not come to ``at``; None if another rank looks for them, and will tell, or they have just come."""
+        """Who has not come to ``at``; None if another rank looks for them, or they have just come."""
         own = str(self.rank)
         if store.compare_set(f"{at}/lease", "", own).decode() != own:
-            # Should that rank have died, the others look for themselves the next time.
+            # If that rank has died, the others look for themselves the next time.
             store.set(f"{at}/lease", own)
             return None
         keys = {rank: f"{at}/{rank}" for rank in ranks}
@@ -296,20 +360,15 @@ class Board:
         if not missing:
             return None
         self.read_records(store, missing[: failures.LONGEST_LIST], self.seen)
-        known = {rank: self.seen[rank].known for rank in missing[: failures.LONGEST_LIST]}
-        notes = {rank: f" ({record.host}, in {record.where})" for rank, record in known.items()}
-        listed = failures.list_ranks(missing, notes)
-        rank, first = missing[0], self.seen[missing[0]]
+        first = self.seen[missing[0]]
         is_alive = first.record is not None and not first.is_silent(self.clock(), self.timeout_s)
-        why = "alive, but did not arrive" if is_alive else "stopped, dead, cut off, or not arrived yet"
-        message = f"rank {self.rank} waited {waited_s:.1f} s for ranks {listed}: {why}"
-        where = first.known.where if first.record else f"code before {self.own.where}"
-        return RankFailure(rank, first.known.host, where, failures.STUCK if is_alive else MISSED_HEARTBEATS, message)
+        reader = f"rank {self.rank} waited {waited_s:.1f} s"
+        return failures.did_not_arrive(missing, self.seen, is_alive, reader, f"code before {self.own.where}")
 
     def _serve(self) -> None:
         try:
             store = self._connect()
-            if isinstance(_bottom(store), dist.FileStore):
+            if isinstance(without_prefixes(store), dist.FileStore):
                 # A file keeps all that was ever written to it.
                 self.interval_s = max(self.interval_s, self.timeout_s / BEATS_IN_A_FILE)
             next_beat_at = time.monotonic()
@@ -326,14 +385,15 @@ class Board:
                     answer.set_result(function(store))
             if self.verdicts.get(self.path) is None:
                 self._write(store, has_ended=True, has_left=True)
+            self._become(BoardState.CLOSED)
         except (dist.DistError, OSError) as error:
             first_line = next(iter(str(error).splitlines()), "")
-            self.lost = self.lost or self.lost_store(f"ended or is out of reach ({type(error).__name__}: {first_line})")
+            self._lose(self.lost_store(f"ended or is out of reach ({type(error).__name__}: {first_line})"))
         except Exception as error:
             log.exception("The board between ranks has failed.")
             message = f"{message_of(error)}, raised in the thread that sends this rank's heartbeats"
             failure = RankFailure(self.rank, self.host, self.own.where, type(error).__name__, message)
             with contextlib.suppress(Exception):
-                # The store need not have to do with it: the others would only miss this rank's heartbeats.
+                # The store may still work. Otherwise the others would only miss this rank's heartbeats.
                 self.post(store, self.path, failure)
-            self.lost = self.lost or failure
+            self._lose(failure)

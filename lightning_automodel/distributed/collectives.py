@@ -21,10 +21,11 @@ T = TypeVar("T")
 
 
 def barrier_and_log(message: str = "", *, string: str = "") -> None:
-    """Wait for every rank, then log ``message``, at level INFO, on rank 0; ``string`` is NeMo Automodel's name for it.
+    """Wait for every rank, then log ``message`` on rank 0, at level INFO.
 
-    A collective on the default group. If a rank does not call it, the others raise when the group's timeout ends.
-    Without an initialised process group it only logs.
+    ``string`` is NeMo Automodel's name for the message. A collective on the default group. If a rank does
+    not call it, the others raise when the group's timeout ends. Without an initialised process group it only
+    logs.
     """
     if group_size() > 1:
         dist.barrier()
@@ -33,9 +34,10 @@ def barrier_and_log(message: str = "", *, string: str = "") -> None:
 
 
 def named_barrier(name: str, timeout: timedelta) -> None:
-    """Wait for every rank of the default group, if there is one. A collective, on the host and not the device.
+    """Wait for every rank of the default group, if there is one. A collective on the host, not the device.
 
-    If a rank does not call it, the others raise RuntimeError when the timeout ends; rank 0's names the missing ranks.
+    If a rank does not call it, the others raise RuntimeError when the timeout ends; rank 0's names the
+    missing ranks.
     """
     if group_size() == 1:
         return
@@ -49,9 +51,10 @@ def named_barrier(name: str, timeout: timedelta) -> None:
 
 
 def host_group(timeout: timedelta) -> dist.ProcessGroup:
-    """The default group if its backend is gloo, else a separate one: the first call is a collective over the world."""
-    # With TORCH_DISTRIBUTED_DEBUG=DETAIL always a separate one: a monitored barrier counts as more operations on rank 0
-    # than on the others, and the group's next collective would be refused for its sequence number (torch 2.13).
+    """The default group if its backend is gloo, else a separate one. The first call is a collective."""
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL always a separate one: a monitored barrier counts as more
+    # operations on rank 0 than on the others, and the group's next collective would be refused for its
+    # sequence number (torch 2.13).
     world = dist.group.WORLD
     assert world is not None
     if dist.get_backend() == dist.Backend.GLOO and dist.get_debug_level() != dist.DebugLevel.DETAIL:
@@ -70,7 +73,7 @@ def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
 
 
 def broadcast_object(value: Any, src: int) -> Any:
-    """Rank ``src``'s picklable ``value``, on every rank. A collective on the default group, if there is one."""
+    """Rank ``src``'s picklable ``value``. A collective on the default group, if there is one."""
     if not dist.is_initialized():
         return value
     values = [value]
@@ -79,7 +82,7 @@ def broadcast_object(value: Any, src: int) -> Any:
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """``value`` of every rank, picklable, by rank; a collective over ``group``, else the default group, if any."""
+    """The picklable ``value`` of each rank. A collective over ``group``, else over the default group, if any."""
     values = [value]
     if dist.is_initialized():
         values = values * dist.get_world_size(group)
@@ -89,18 +92,23 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def full(tensor: Tensor) -> Tensor:
     """All of a ``DTensor``, detached; a collective over its mesh. Other tensors are returned unchanged."""
-    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor().detach()
+    return tensor
 
 
 def gather_to(tensor: DTensor, dst: int) -> Tensor:
     """All of ``tensor``, detached and on its device, on rank ``dst``; other ranks get some part of it.
 
-    A collective over its mesh. On a CPU ranks send their parts to ``dst`` alone, into their places there: gloo's
-    all-gather (torch 2.13) would hold all of it twice. Tensors that are sharded more than once are gathered on all.
+    A collective over its mesh. On a CPU, ranks send their parts to ``dst`` alone, into their places there:
+    gloo's all-gather (torch 2.13) would hold the whole tensor twice. A tensor that is sharded more than once
+    is gathered on all ranks.
     """
     sharded = [index for index, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    placement = tensor.placements[sharded[0]] if len(sharded) == 1 else None
-    if tensor.device.type != "cpu" or type(placement) is not Shard or placement.dim != 0:
+    if tensor.device.type != "cpu" or len(sharded) != 1:
+        return full(tensor)
+    placement = tensor.placements[sharded[0]]
+    if type(placement) is not Shard or placement.dim != 0:
         return full(tensor)
     group = tensor.device_mesh.get_group(sharded[0])
     ranks = dist.get_process_group_ranks(group)
@@ -122,11 +130,11 @@ def gather_to(tensor: DTensor, dst: int) -> Tensor:
 
 
 def broadcast_value(tensor: Tensor, src: int, timeout: timedelta) -> Tensor:
-    """Rank ``src``'s value of a plain tensor, of the same size on all ranks, in host memory. A collective."""
-    found = tensor.detach().to("cpu", copy=True).contiguous()
-    if found.numel() and dist.is_initialized():
-        dist.broadcast(_as_bytes(found), src, host_group(timeout))
-    return found
+    """Rank ``src``'s plain tensor, which has the same size on all ranks, in host memory. A collective."""
+    value = tensor.detach().to("cpu", copy=True).contiguous()
+    if value.numel() and dist.is_initialized():
+        dist.broadcast(_as_bytes(value), src, host_group(timeout))
+    return value
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -135,35 +143,39 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def log_full(log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    """Call the ``log`` of a LightningModule with full tensors: reading a ``DTensor`` gives one rank's part of it."""
+    """Call the ``log`` of a LightningModule with full tensors: a ``DTensor`` would be read as one rank's part."""
     log(name, apply_to_collection(value, DTensor, full), *args, **kwargs)
 
 
 def reduce_tensor(
     tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.ReduceOp | str | None, device: torch.device
 ) -> Tensor:
-    """Reduce ``tensor`` over ``group`` into a new one; a collective. The mean of integers is taken in float64."""
+    """Reduce ``tensor`` over ``group`` into a new one. A collective. The mean of integers is taken in float64."""
     reduced = tensor.detach().to(device, copy=True).contiguous()
     if is_mean(reduce_op):
-        reduced = reduced if reduced.is_floating_point() else reduced.double()
+        if not reduced.is_floating_point():
+            reduced = reduced.double()
         dist.all_reduce(reduced, group=group)
         reduced /= group.size()
     else:
-        op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
-        dist.all_reduce(reduced, op=op, group=group)
+        if isinstance(reduce_op, str):
+            reduce_op = getattr(dist.ReduceOp, reduce_op.upper())
+        dist.all_reduce(reduced, op=reduce_op, group=group)
     return reduced.to(tensor.device)
 
 
 def is_mean(reduce_op: dist.ReduceOp | str | None) -> bool:
     """Whether :func:`reduce_tensor` averages."""
-    op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
-    return op in ("mean", "avg", None, dist.ReduceOp.AVG)
+    if isinstance(reduce_op, str):
+        reduce_op = reduce_op.lower()
+    return reduce_op in ("mean", "avg", None, dist.ReduceOp.AVG)
 
 
 def sent_to_first(tensor: Tensor, source: int, device: torch.device) -> Tensor:
-    """Rank ``source``'s ``tensor`` on rank 0; on other ranks unchanged. A collective over the default group.
+    """On rank 0, rank ``source``'s ``tensor``; on other ranks, their own. A collective on the default group.
 
-    Other ranks pass one of the same shape and dtype, which may be without values. ``device`` is what communicates.
+    Other ranks pass a tensor of the same shape and dtype, which may be without values. ``device`` is the one
+    that communicates.
     """
     if source == 0:
         return tensor

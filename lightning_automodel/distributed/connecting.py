@@ -1,4 +1,4 @@
-"""While groups of an accelerator connect: the main thread is in their backend, which may wait for ever."""
+"""The watch while groups of an accelerator connect: the main thread is in a backend that may wait for ever."""
 
 import contextlib
 import logging
@@ -21,18 +21,19 @@ CONNECTING = "connecting the groups of its accelerator"
 LONGEST_SILENCE_S = 60.0
 POLL_S = 0.1
 ADVICE = (
-    "check that NCCL_SOCKET_IFNAME names the interface by which the ranks' machines reach each other, and set"
-    " NCCL_DEBUG=INFO, which prints what NCCL tries"
+    "check that NCCL_SOCKET_IFNAME names the interface by which the ranks' machines reach each other, and"
+    " set NCCL_DEBUG=INFO, which prints what NCCL tries"
 )
 
 
 @contextlib.contextmanager
 def connecting(joined: Joined, timeout: timedelta, is_eager: bool) -> Iterator[dist.Store]:
-    """Context in which the default group is made, of the store that it gets; ends the watch of the ranks that joined.
+    """Context in which the default group is made. It gives the group's store, and closes the board of joining.
 
-    If the group connects at once (``is_eager``), ranks go on sending heartbeats meanwhile, and a thread of each ends
-    its process, with the cause, when another one fails or falls silent, or after ``timeout``. After a minute, or half
-    of the timeout, it warns of the ranks that have not connected. An exception on this rank is posted for the others.
+    If the group connects at once (``is_eager``), ranks go on sending heartbeats meanwhile, and a thread of
+    each ends its process, with the cause, when another one fails or falls silent, or after ``timeout``.
+    After a minute, or half of the timeout, it warns of the ranks that have not connected. An exception on
+    this rank is posted for the others.
     """
     board = joined.board
     if board is None or not is_eager:
@@ -41,48 +42,55 @@ def connecting(joined: Joined, timeout: timedelta, is_eager: bool) -> Iterator[d
         yield joined.store
         return
     watch = _ConnectWatch(board, timeout.total_seconds())
-    board.describe_as({"where": CONNECTING})
-    watch.thread.start()
     try:
         yield _connection(joined.store, timeout)
     except BaseException as error:
         watch.tell(error)
         raise
     finally:
-        watch.is_over.set()
-        watch.thread.join()
+        watch.close()
         board.close()
 
 
 def _connection(store: dist.Store, timeout: timedelta) -> dist.Store:
-    """Another connection to the store: while one is waited in, as backends do, it serves no other thread."""
+    """Another connection to the store: a connection in which a backend waits serves no other thread."""
     try:
         connection: dist.Store = store.clone()  # type: ignore[attr-defined]
         connection.set_timeout(timeout)
-    except (RuntimeError, AttributeError):  # a store that cannot be cloned, or of the caller's own making
+    except (RuntimeError, AttributeError):  # a store that cannot be cloned, or a class of the caller's
         return store
     return connection
 
 
 class _ConnectWatch:
-    """The thread beside a main thread that connects."""
+    """The thread that watches while the main thread connects."""
 
     def __init__(self, board: Board, timeout_s: float) -> None:
-        self._board, self._timeout_s = board, timeout_s
-        self._warn_after_s = board.timeout_s = min(LONGEST_SILENCE_S, timeout_s / 2)
-        self.is_over = threading.Event()
-        self.thread = threading.Thread(target=self._watch, name="lightning_automodel connecting", daemon=True)
+        self._board = board
+        self._timeout_s = timeout_s
+        self._warn_after_s = min(LONGEST_SILENCE_S, timeout_s / 2)
+        board.describe_as({"where": CONNECTING}, self._warn_after_s)
+        self._is_over = threading.Event()
+        name = "lightning_automodel connecting"
+        self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_over.set()
+        self._thread.join()
 
     def tell(self, error: BaseException) -> None:
-        """Post for the other ranks that this one has failed: theirs would wait for it."""
+        """Post for the other ranks that this one has failed: they would wait for it."""
         failure = RankFailure.from_exception(error, self._board.rank, CONNECTING)
         with contextlib.suppress(RankFailedError):
             self._board.call(lambda store: self._board.post(store, JOIN, failure), LINGER_S)
             self._board.conclude(JOIN, len(self._board.members))
 
     def _watch(self) -> None:
-        began_at, board = time.monotonic(), self._board
-        while not self.is_over.wait(POLL_S):
+        began_at = time.monotonic()
+        board = self._board
+        while not self._is_over.wait(POLL_S):
             waited_s = time.monotonic() - began_at
             failure = board.verdicts[JOIN] or board.lost
             if failure is not None and failure.rank != board.rank:
@@ -96,17 +104,17 @@ class _ConnectWatch:
     def _end(self, why: str) -> None:
         # Rank 0 may host the store, from which the others are to learn the cause.
         self._board.conclude(JOIN, len(self._board.members))
-        if not self.is_over.is_set():
+        if not self._is_over.is_set():
             end_process(self._board.rank, why)
 
     def _explain(self, waited_s: float) -> str:
         """Who has not connected, as far as their heartbeats tell."""
-        board, seen = self._board, dict[int, Sighting]()
+        board = self._board
+        seen: dict[int, Sighting] = {}
         with contextlib.suppress(RankFailedError):
             board.call(lambda store: board.read_records(store, board.members, seen), LINGER_S)
-        waiting = [rank for rank, each in seen.items() if not each.known.has_ended]
-        notes = {rank: f" ({seen[rank].known.host}, in {seen[rank].known.where})" for rank in waiting}
+        waiting = [rank for rank, sighting in seen.items() if not sighting.known.has_ended]
         return (
-            f"rank {board.rank} has waited {waited_s:.0f} s for the groups of its accelerator to connect. Not"
-            f" connected: rank {failures.list_ranks(waiting, notes)}: {ADVICE}"
+            f"rank {board.rank} has waited {waited_s:.0f} s for the groups of its accelerator to connect."
+            f" Not connected: rank {failures.list_seen(waiting, seen)}: {ADVICE}"
         )

@@ -1,7 +1,7 @@
 """Groups of accelerators. Their collectives are queued and return: they neither block the host nor raise.
 
-A rank whose peer is gone waits where its host reads from the device, until the group's timeout ends its process. Only
-an abort frees it before.
+A rank whose peer is gone waits where its host reads from the device, until the group's timeout ends its
+process. Only an abort frees it before.
 """
 
 import threading
@@ -21,9 +21,10 @@ def exist() -> bool:
     world = dist.group.WORLD
     if world is None:
         return False
-    known, names = _looked_at, torch_internals.group_names()
-    # Asked in each step, and listing all backends takes longer than anything else there. No reference is kept to them:
-    # it would keep their connections.
+    known = _looked_at
+    names = torch_internals.group_names()
+    # This is asked in each step, and listing all backends takes longer than anything else there. A reference
+    # to them would keep their connections.
     if known is None or known[0]() is not world or known[1] != names:
         known = weakref.ref(world), names, bool(torch_internals.accelerator_backends())
         _looked_at = known
@@ -47,8 +48,8 @@ def num_queued() -> dict[str, int]:
 def abort() -> None:
     """Free this rank's device and host from all collectives, for good; groups of the host stay as they are.
 
-    It may wait for as long as a collective: call it where something else ends the process after less. Safe to call
-    twice, and from two threads: the second one waits for the first.
+    It may wait for as long as a collective: call it where something else ends the process after less. Safe
+    to call twice, and from two threads: the second one waits for the first.
     """
     with _aborting:
         torch_internals.abort_backends(list(torch_internals.accelerator_backends().values())[::-1])

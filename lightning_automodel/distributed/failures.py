@@ -1,4 +1,4 @@
-"""What ranks tell of themselves and of their failures, and what others see of that."""
+"""Heartbeat records and failures of ranks, and how other ranks read them."""
 
 import re
 import socket
@@ -19,9 +19,9 @@ PROCESS_ENDED = "process ended"
 MISSED_HEARTBEATS = "missed heartbeats"
 STUCK = "stuck"
 RUN_ON_ALL_RANKS = (
-    "What communicates must run on all ranks, never below `if trainer.is_global_zero` or @rank_zero_only: calling,"
-    " saving or exporting a sharded model, self.log(..., sync_dist=True), self.all_gather. And the same parameters must"
-    " be trainable on all ranks."
+    "What communicates must run on all ranks, never below `if trainer.is_global_zero` or @rank_zero_only:"
+    " calling, saving or exporting a sharded model, self.log(..., sync_dist=True), self.all_gather. And the"
+    " same parameters must be trainable on all ranks."
 )
 COMMUNICATION = re.compile(r"\b(gloo|NCCL|XCCL|monitoredBarrier)\b")
 GLOO_SOURCE = re.compile(r"\bgloo/\S+\.(cc|h|cpp|hpp):\d+")
@@ -32,7 +32,7 @@ class Device(StrEnum):
     """What is known of a rank's accelerator."""
 
     NONE = "none"  # or none that communicates
-    UNSEEN = "not looked at"  # as its host goes on
+    UNSEEN = "not looked at"  # because its host goes on
     IDLE = "idle"  # it has done all that its host has queued
     BUSY = "busy"
     FAILED = "failed"
@@ -46,7 +46,7 @@ class Record:
     host: str = "an unknown host"
     where: str = "set-up"  # the hook or block that it is in
     step: int = 0  # the newest training step that it began
-    position: str = ""  # lines of user code that its main thread is at, or that called the collective that failed
+    position: str = ""  # lines of user code that its main thread is at, or that called the failed collective
     waits: bool = False  # whether the main thread is in a collective there
     stood_s: float = 0.0  # for how long it has been there
     has_failed: bool = False  # whether its collective failed, so that it waits for the verdict
@@ -54,7 +54,7 @@ class Record:
     has_left: bool = False  # whether it needs the board no more
     device: str = Device.NONE  # what its accelerator does
     device_step: int = 0  # the newest step that this has come to, of those that the host has begun
-    device_stood_s: float = 0.0  # for how long it has been busy, without a sign of progress of host or device
+    device_stood_s: float = 0.0  # for how long it has been busy, without progress of host or device
     queued: Mapping[str, int] = field(default_factory=dict)  # collectives, by group of accelerators
 
 
@@ -73,7 +73,9 @@ class Sighting:
         """What is seen after ``record`` was read."""
         if record is None or record == self.record:
             return replace(self, missed=self.missed + 1)
-        busy = 0 if record.waits or record.has_failed or record.has_ended else self.busy + 1
+        busy = self.busy + 1
+        if record.waits or record.has_failed or record.has_ended:
+            busy = 0
         gap_s = max(self.gap_s, now - self.changed_at)
         return Sighting(record, now, 0, self.beats + 1, busy, gap_s)
 
@@ -83,10 +85,13 @@ class Sighting:
         return self.record or Record()
 
     def is_silent(self, now: float, limit_s: float) -> bool:
-        """Whether the rank has sent no heartbeat for ``limit_s`` seconds, nor for several of the reader's."""
-        # Where the machine is so busy that the reader itself hardly gets its turn, seconds say little.
+        """Whether the rank has sent no heartbeat for ``limit_s`` seconds and for several of the reader's."""
+        # If the machine is so busy that the reader itself hardly gets its turn, seconds say little.
         has_missed = self.missed >= MISSED_BEATS and now - self.changed_at > limit_s
         return has_missed and not self.known.has_ended
+
+
+UNSEEN = Sighting(None, 0.0)
 
 
 @dataclass(frozen=True)
@@ -96,30 +101,37 @@ class RankFailure:
     rank: int  # in the default group; LAUNCHER for the process that started the ranks
     host: str
     where: str  # the hook or block that the rank was in
-    error: str  # the type of an exception, PROCESS_ENDED (another process saw it end), MISSED_HEARTBEATS or STUCK
+    error: str  # an exception's type, PROCESS_ENDED (another process saw it end), MISSED_HEARTBEATS or STUCK
     message: str  # that of the exception, cut after some thousand characters
 
     @classmethod
     def from_exception(cls, exception: BaseException, rank: int, where: str) -> "RankFailure":
-        """What ``exception``, raised in ``where`` on this rank, reports: another rank's failure, or else itself."""
+        """The failure that ``exception``, raised in ``where`` on this rank, reports: another rank's or its own."""
         if isinstance(exception, RankFailedError):
             return exception.failure
-        message = f"exit status {exception.code}" if isinstance(exception, SystemExit) else message_of(exception)
-        return cls(rank, socket.gethostname(), where, type(exception).__name__, message[:MAX_MESSAGE_CHARACTERS])
+        message = message_of(exception)
+        if isinstance(exception, SystemExit):
+            message = f"exit status {exception.code}"
+        message = message[:MAX_MESSAGE_CHARACTERS]
+        return cls(rank, socket.gethostname(), where, type(exception).__name__, message)
 
     def __str__(self) -> str:
-        ending = f": {self.message}" if self.message else ""
         if self.rank == LAUNCHER:
             return f"the launcher, {self.message}"
-        seen = f" was last seen in {self.where}" if self.where else ""
-        said = {
-            PROCESS_ENDED: f"rank {self.rank} on {self.host}{seen}",
-            MISSED_HEARTBEATS: f"rank {self.rank} on {self.host} missed heartbeats, last seen in {self.where}",
-            STUCK: f"rank {self.rank} on {self.host} is stuck in {self.where}",
-            KeyboardInterrupt.__name__: f"rank {self.rank} on {self.host} was interrupted in {self.where}",
+        seen = ""
+        if self.where:
+            seen = f" was last seen in {self.where}"
+        predicates = {
+            PROCESS_ENDED: seen,
+            MISSED_HEARTBEATS: f" missed heartbeats, last seen in {self.where}",
+            STUCK: f" is stuck in {self.where}",
+            KeyboardInterrupt.__name__: f" was interrupted in {self.where}",
         }
-        failed = f"rank {self.rank} on {self.host} failed in {self.where}: {self.error}"
-        return said.get(self.error, failed) + ending
+        predicate = predicates.get(self.error, f" failed in {self.where}: {self.error}")
+        text = f"rank {self.rank} on {self.host}{predicate}"
+        if self.message:
+            text += f": {self.message}"
+        return text
 
 
 class RankFailedError(RuntimeError):
@@ -156,7 +168,7 @@ def is_communication_error(exception: BaseException) -> bool:
 
 
 def _tells_of_communication(exception: RuntimeError) -> bool:
-    """Whether it was raised where ranks communicate, and says so: a text alone may name a file `gloomy.jpg`."""
+    """Whether it was raised where ranks communicate, and says so: its text alone may name a file `gloo.jpg`."""
     message = message_of(exception)
     if GLOO_SOURCE.search(message):
         # Raised in `wait()`, whose caller may be anybody.
@@ -171,8 +183,36 @@ def _tells_of_communication(exception: RuntimeError) -> bool:
 
 def list_ranks(ranks: Sequence[int], notes: Mapping[int, str] | None = None) -> str:
     """The first of ``ranks``, each with its note, and how many more there are."""
-    more = f" and {len(ranks) - LONGEST_LIST} more" if len(ranks) > LONGEST_LIST else ""
-    return ", ".join(f"{rank}{(notes or {}).get(rank, '')}" for rank in ranks[:LONGEST_LIST]) + more
+    listed = ", ".join(f"{rank}{(notes or {}).get(rank, '')}" for rank in ranks[:LONGEST_LIST])
+    if len(ranks) > LONGEST_LIST:
+        listed += f" and {len(ranks) - LONGEST_LIST} more"
+    return listed
+
+
+def list_seen(ranks: Sequence[int], seen: Mapping[int, Sighting]) -> str:
+    """Like :func:`list_ranks`, with the host and the place of each rank that was ``seen``."""
+    known = {rank: seen[rank].known for rank in ranks[:LONGEST_LIST]}
+    return list_ranks(ranks, {rank: f" ({record.host}, in {record.where})" for rank, record in known.items()})
+
+
+def did_not_arrive(
+    missing: Sequence[int], seen: Mapping[int, Sighting], is_alive: bool, reader: str, unseen: str
+) -> RankFailure:
+    """The failure to report for the ranks ``missing``: that of the first one, which may be alive elsewhere.
+
+    ``reader`` says who has waited for how long, and ``unseen`` where a rank is that has written no record.
+    """
+    first = seen[missing[0]]
+    where = first.known.where
+    if first.record is None:
+        where = unseen
+    error = MISSED_HEARTBEATS
+    why = "stopped, dead, cut off, or not arrived yet"
+    if is_alive:
+        error = STUCK
+        why = "alive, but did not arrive"
+    message = f"{reader} for ranks {list_seen(missing, seen)}: {why}"
+    return RankFailure(missing[0], first.known.host, where, error, message)
 
 
 def missed_heartbeats(rank: int, record: Record, reader: int, silent_s: float, more: str = "") -> RankFailure:

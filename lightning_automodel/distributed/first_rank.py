@@ -1,8 +1,9 @@
-"""First-rank blocks: the first rank of each node runs a block before the others, and a failure reaches every rank.
+"""First-rank blocks: the first rank of each node runs a block before the others.
 
-The ranks communicate through the board, the run's or one made for the block: no collective's timeout applies. Below
-``first_rank/<group>/<number of the block>`` the store holds `node/...`, the node of each rank; `left/...`, the ranks
-that left the block without an error, for which others wait at the entry; and how it ended.
+A failure reaches every rank. The ranks communicate through a board, that of the run or one made for the
+block, so no collective's timeout applies. Below ``first_rank/<group>/<number of the block>``, the store holds
+`node/...`, the node of each rank; `left/...`, the ranks that have left the block without an error, for which
+others wait at the entry; and how the block ended.
 """
 
 import contextlib
@@ -18,8 +19,9 @@ from typing import Literal, get_args
 import torch.distributed as dist
 
 from lightning_automodel.distributed import join, process_group
-from lightning_automodel.distributed.board import LINGER_S, Board, connect_again
+from lightning_automodel.distributed.board import LINGER_S, Board
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure
+from lightning_automodel.distributed.store import connect_again
 
 Scope = Literal["node", "global"]
 
@@ -28,27 +30,28 @@ LONGEST_WORK_S = 24 * 3600.0
 
 
 class FirstRankPerNode(ContextDecorator):
-    """Run a block on the first rank of each node, then on its other ranks, which find the work done.
+    """Run a block on the first rank of each node, then on the node's other ranks, when the work is done.
 
-    A context manager and a decorator. ``with ... as is_first`` tells whether this rank goes first. One object serves
-    any number of blocks. All ranks of the group must enter the same blocks in the same order, from one thread; others
-    take no part. It calls no collective.
+    A context manager and a decorator. ``with ... as is_first`` tells whether this rank goes first. One
+    object serves any number of blocks. All ranks of the group must enter the same blocks in the same order,
+    from one thread; others take no part. It calls no collective.
 
-    A block starts when all ranks have entered it, and ends when it has ended on all ranks. An exception leaves the
-    block unchanged on the rank that raised it. Every other rank raises ``RankFailedError``: at the entry, without
-    running the block, if it waits there, else at the exit. A block inside another one, of the same group and scope, is
-    a part of that: it waits for nobody.
+    A block starts when all ranks have entered it, and ends when it has ended on all ranks. An exception
+    leaves the block unchanged on the rank that raised it. Every other rank raises ``RankFailedError``: at
+    the entry, without running the block, if it waits there, else at the exit. A block inside another one of
+    the same group and scope is a part of it, and waits for no rank.
 
-    Without a process group the block just runs. With ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in
-    the environment and more than one rank, a gloo group is made for the block and destroyed after it.
+    Without a process group the block just runs. With ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
+    ``MASTER_PORT`` in the environment and more than one rank, a gloo group is made for the block and
+    destroyed after it.
 
     Args:
         group: Group of the ranks that take part; None is the default group.
-        scope: Who goes first: the lowest rank of the group on each ``"node"`` (for local disks), or the lowest rank of
-            the group, ``"global"`` (for a shared file system).
-        timeout: Within which all ranks must enter a block, and, outside of a run of the strategy, how long a rank that
-            others wait for may miss heartbeats (in one, its ``heartbeat_timeout``): a ``timedelta`` or minutes. It does
-            not limit the work, for which the others wait up to a day.
+        scope: Who goes first: the lowest rank of the group on each ``"node"`` (for local disks), or the
+            lowest rank of the group, ``"global"`` (for a shared file system).
+        timeout: Within which all ranks must enter a block, and, outside of a run of the strategy, how long a
+            rank that others wait for may miss heartbeats (in one, its ``heartbeat_timeout``): a
+            ``timedelta`` or minutes. It does not limit the work, for which the others wait up to a day.
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class FirstRankPerNode(ContextDecorator):
             raise ValueError(f"scope must be 'node' or 'global', got {scope!r}.")
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise ValueError(f"group must be None or a ProcessGroup that this rank is in, got {group!r}.")
-        self._group, self._scope, self._timeout = group, scope, process_group.parse_timeout(timeout)
+        self._group = group
+        self._scope = scope
+        self._timeout = process_group.parse_timeout(timeout)
 
     def __enter__(self) -> bool:
         """Wait until this rank may run the block, and return whether it goes first.
@@ -116,12 +121,17 @@ class FirstRankPerNode(ContextDecorator):
         return _Block(group, self._scope, self._timeout.total_seconds(), makes_group)
 
 
-run_board: Board | None = None
-"""Board of the run that this process is in; the run's supervisor sets it."""
+_run_board: Board | None = None
 
 _num_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _active: "list[_Block | None]" = []
 """Blocks that this process is in, outermost first; None for a part of another one."""
+
+
+def use_board(board: Board | None) -> None:
+    """From now on, communicate through ``board``, that of this process's run; None outside of a run."""
+    global _run_board
+    _run_board = board
 
 
 def is_active() -> bool:
@@ -130,9 +140,12 @@ def is_active() -> bool:
 
 
 def node_of(rank: int) -> str:
-    """Name of this process's node: its host, and the rank of its first process, as ranks of a node are consecutive."""
+    """Name of this process's node: its host, and the rank of its first process."""
+    name = socket.gethostname()
     local_rank = join.number_in_environment("LOCAL_RANK")
-    return socket.gethostname() + ("" if local_rank is None else f" from rank {rank - local_rank}")
+    if local_rank is not None:  # ranks of a node are consecutive
+        name += f" from rank {rank - local_rank}"
+    return name
 
 
 def first_rank(rank: int, nodes: dict[int, str], scope: Scope) -> int:
@@ -141,31 +154,35 @@ def first_rank(rank: int, nodes: dict[int, str], scope: Scope) -> int:
 
 
 class _Block:
-    """One use of :class:`FirstRankPerNode`, as this rank sees it; ``members`` are ranks of the default group."""
+    """One use of :class:`FirstRankPerNode` on this rank; ``members`` are ranks of the default group."""
 
     def __init__(self, group: dist.ProcessGroup, scope: Scope, timeout_s: float, made_group: bool) -> None:
         dist.get_rank(group)  # raises if the group was destroyed
-        self.group, self.members, self.scope, self.is_first = group, dist.get_process_group_ranks(group), scope, False
-        self._timeout_s, self._made_group = timeout_s, made_group
+        self.group = group
+        self.members = dist.get_process_group_ranks(group)
+        self.scope = scope
+        self.is_first = False
+        self._timeout_s = timeout_s
+        self._made_group = made_group
         self._where = f"FirstRankPerNode(scope={scope!r})"
-        # Each member counts its blocks on this group; all enter the same blocks, so the numbers agree. The lowest rank
-        # is in the path, as torch may give one name to groups that share no rank.
+        # Each member counts its blocks on this group. All enter the same blocks, so the numbers agree. The
+        # path holds the lowest rank, since torch may give one name to groups that share no rank.
         _num_blocks[group] = _num_blocks.get(group, 0) + 1
         self._path = f"first_rank/{group.group_name}.{min(self.members)}/{_num_blocks[group]}"
-        self._own_board = None
-        if run_board is None or not run_board.thread.is_alive():
+        self._makes_board = _run_board is None or not _run_board.is_served
+        if _run_board is not None and not self._makes_board:
+            self._board = _run_board
+        else:
             connect = connect_again(f"lightning_automodel/{self._path}", timeout_s)
             where = {"where": self._where}
-            self._own_board = Board(dist.get_rank(), connect, self._path, self.members, timeout_s, lambda: where)
-            self._own_board.thread.start()
-        board = self._own_board or run_board
-        assert board is not None
-        self._board = board
-        board.verdicts[self._path] = None
+            self._board = Board(dist.get_rank(), connect, self._path, self.members, timeout_s, lambda: where)
+            self._board.start()
+        self._board.follow(self._path)
 
     def enter(self) -> bool:
         """Wait until all ranks have come, and until the first one has left the block, unless this is it."""
-        board, mine = self._board, node_of(self._board.rank)
+        board = self._board
+        mine = node_of(board.rank)
         nodes = board.gather(f"{self._path}/node", self.members, mine, self._path, self._timeout_s)
         first = first_rank(board.rank, dict(zip(self.members, nodes, strict=True)), self.scope)
         self.is_first = board.rank == first
@@ -175,10 +192,11 @@ class _Block:
         return self.is_first
 
     def leave(self, error: BaseException | None) -> None:
-        """Wait until the block has ended on all ranks, unless it ended with an ``error`` here, and end it."""
+        """Wait until the block has ended on all ranks, unless it has ended with an ``error`` here; end it."""
         try:
             if error is None:
-                # Not an empty value, which a rank that makes the key in order to wait for it would replace.
+                # The value is not empty: a rank that makes the key in order to wait for it would replace
+                # that.
                 self._board.gather(f"{self._path}/left", self.members, "left", self._path, LONGEST_WORK_S)
         except BaseException as raised:
             error = raised
@@ -187,7 +205,7 @@ class _Block:
             self.end(error)
 
     def end(self, error: BaseException | None) -> None:
-        """Report how the block ended on this rank, and free what was made for it. Rank 0, the store's host, waits."""
+        """Report how the block ended here, and free what was made for it. Rank 0, the store's host, waits."""
         board = self._board
         try:
             if error is not None:
@@ -196,9 +214,9 @@ class _Block:
                     board.call(lambda store: board.post(store, self._path, failure), LINGER_S)
             board.conclude(self._path, len(self.members))
         finally:
-            if self._own_board is not None:
-                self._own_board.close()
+            if self._makes_board:
+                board.close()
             else:
-                del board.verdicts[self._path]
+                board.unfollow(self._path)
             if self._made_group:
                 process_group.destroy_global_state()

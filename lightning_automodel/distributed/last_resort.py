@@ -28,17 +28,18 @@ def limited(seconds: float, rank: int, why: str) -> Iterator[None]:
 
 
 def end_process(rank: int, why: str) -> None:
-    """Print why, and where all threads are, and end this process with status 1, whatever its threads are doing."""
+    """Print why, and where all threads are, and end this process with status 1, whatever its threads do."""
     try:
         recorded = _dump_flight_records(rank)
-        print(f"rank {rank} on {socket.gethostname()} stops: {why}.{recorded} It was at:", file=sys.stderr, flush=True)
+        name = f"rank {rank} on {socket.gethostname()}"
+        print(f"{name} stops: {why}.{recorded} It was at:", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
     finally:
         os._exit(1)
 
 
 def _dump_flight_records(rank: int) -> str:
-    """Write the newest collectives to the file that torch would use at the timeout; returns a sentence that names it.
+    """Write the newest collectives to the file that torch would use at the timeout; returns a sentence on it.
 
     Only with groups of accelerators: gloo records its groups without names, and no tool reads that.
     """
@@ -52,11 +53,13 @@ def _dump_flight_records(rank: int) -> str:
                 path.write_bytes(torch_internals.flight_records())
                 written.append(path)
 
-    # In a thread, as it may wait for a lock that a thread which is stuck holds.
+    # In a thread, since it may wait for a lock that a stuck thread holds.
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
     thread.join(LONGEST_DUMP_S)
-    return f" Its newest collectives are in {path}, which torchfrtrace reads." if written else ""
+    if not written:
+        return ""
+    return f" Its newest collectives are in {path}, which torchfrtrace reads."
 
 
 def _file_prefix() -> str:

@@ -1,8 +1,8 @@
-"""Over which network ranks connect: gloo's interface by default, and whether neighbours reach each other there.
+"""The network over which ranks connect: gloo's interface, and whether neighbours reach each other there.
 
-Gloo, of which there always is a group, listens at the interface of GLOO_SOCKET_IFNAME, else at the address that this
-machine's host name resolves to. On some machines that is the loopback address, which others cannot reach: gloo would
-hang, or fail on some ranks.
+Gloo, of which there always is a group, listens at the interface of GLOO_SOCKET_IFNAME, else at the address
+that this machine's host name resolves to. On some machines that is the loopback address, which others cannot
+reach: gloo would hang, or fail on some ranks.
 """
 
 import contextlib
@@ -22,23 +22,26 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed.board import pause_s
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure
+from lightning_automodel.distributed.store import family_of, pause_s
 
 log = logging.getLogger(__name__)
 
-GLOO_INTERFACE, NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 VARIABLES = (GLOO_INTERFACE, NCCL_INTERFACE)
 LOOPBACK = "127.0.0.1"
-CONNECT_S, LONGEST_CHECK_S = 10.0, 60.0
+CONNECT_S = 10.0
+LONGEST_CHECK_S = 60.0
 _READ_IPV4_ADDRESS = 0x8915  # SIOCGIFADDR
 _REACHED = "reached"
 
 
 def adopt_nccl_interface() -> None:
-    """Let gloo connect over the interface that NCCL_SOCKET_IFNAME names, if it names one and gloo's variable is empty.
+    """Let gloo connect over the interface that NCCL_SOCKET_IFNAME names, unless gloo's variable is set.
 
-    Not a collective. The variable stays set, since gloo reads it for each group.
+    Not a collective. Nothing is set if NCCL's variable matches several interfaces. The variable stays set,
+    since gloo reads it for each group.
     """
     chosen = os.environ.get(NCCL_INTERFACE, "")
     if os.environ.get(GLOO_INTERFACE) or not chosen:
@@ -52,23 +55,25 @@ def adopt_nccl_interface() -> None:
 def matching_interfaces(chosen: str, names: Iterable[str]) -> list[str]:
     """Those of ``names`` that NCCL takes for a value of NCCL_SOCKET_IFNAME.
 
-    It is a list of prefixes (``eth,ib``), of which a port may follow each (``eth0:5000``). ``=`` in front makes them
-    whole names (``=eth0,eth1``), ``^`` excludes them (``^docker,lo``, ``^=docker0``).
+    It is a list of prefixes (``eth,ib``), each of which a port may follow (``eth0:5000``). A leading ``=``
+    makes them whole names (``=eth0,eth1``), and ``^`` excludes them (``^docker,lo``, ``^=docker0``).
     """
     excludes = chosen.startswith("^")
     listed = chosen.removeprefix("^")
     is_whole = listed.startswith("=")
-    patterns = [each.partition(":")[0].strip() for each in listed.removeprefix("=").split(",")]
-    patterns = [each for each in patterns if each]
+    patterns = [entry.partition(":")[0].strip() for entry in listed.removeprefix("=").split(",")]
+    patterns = [pattern for pattern in patterns if pattern]
 
     def matches(name: str) -> bool:
-        return any(name == pattern if is_whole else name.startswith(pattern) for pattern in patterns)
+        if is_whole:
+            return name in patterns
+        return name.startswith(tuple(patterns))
 
     return [name for name in names if matches(name) != excludes]
 
 
 def interfaces() -> dict[str, str]:
-    """The network interfaces of this machine that have an address, and the one that gloo takes; empty if not Linux."""
+    """The addresses that gloo takes for the network interfaces of this machine, by name; empty if not Linux."""
     if sys.platform != "linux":
         return {}
     import fcntl
@@ -88,7 +93,7 @@ def interfaces() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Announcement:
-    """Where a rank listens, as gloo will; ``problem`` if that is nowhere."""
+    """Where a rank listens, as gloo will, or the ``problem`` if it cannot."""
 
     host: str
     address: str
@@ -101,7 +106,9 @@ class Announcement:
 
 def announce() -> Announcement:
     """The address that gloo will listen at on this machine."""
-    host, chosen, known = socket.gethostname(), os.environ.get(GLOO_INTERFACE, ""), interfaces()
+    host = socket.gethostname()
+    chosen = os.environ.get(GLOO_INTERFACE, "")
+    known = interfaces()
     shown = ", ".join(f"{name} ({address})" for name, address in known.items()) or "unknown interfaces"
     variables = (f"{name}={os.environ[name]}" if name in os.environ else f"no {name}" for name in VARIABLES)
     network = f"{host} has {' and '.join(variables)}, and the interfaces {shown}"
@@ -116,7 +123,8 @@ def announce() -> Announcement:
         return Announcement(host, known[name], f"that of {GLOO_INTERFACE}={chosen}", network)
     with contextlib.suppress(OSError):
         if known or name not in {name for _, name in socket.if_nameindex()}:
-            return Announcement(host, "", "", network, f"{GLOO_INTERFACE}={chosen} is no interface with an address")
+            problem = f"{GLOO_INTERFACE}={chosen} is no interface with an address"
+            return Announcement(host, "", "", network, problem)
     return Announcement(host, "", "", network)  # gloo knows
 
 
@@ -133,8 +141,8 @@ def _usable_address(host: str) -> str | None:
 def check_connections(rank: int, world_size: int, store: dist.Store, timeout: timedelta) -> None:
     """Let each rank connect to the next one, where gloo will. A collective, through the store.
 
-    RankFailedError, the same on every rank, if one cannot be reached; it names both variables. A rank of which the
-    address is not known is taken to be reachable. Each rank takes a constant number of operations.
+    RankFailedError, the same on every rank, if one cannot be reached; it names both variables. A rank whose
+    address is not known counts as reachable. Each rank needs a constant number of operations.
     """
     if world_size == 1:
         return
@@ -154,10 +162,8 @@ def check_connections(rank: int, world_size: int, store: dist.Store, timeout: ti
         if failure is not None:
             store.compare_set("failure", "", json.dumps(asdict(failure)))
         if store.add("checked", 1) == world_size:
-            store.set("result", store.get("failure").decode() if store.check(["failure"]) else _REACHED)
-        result = _wait_for(store, "result", deadline + CONNECT_S, world_size)
-        if not result and store.check(["failure"]):
-            result = store.get("failure").decode()
+            store.set("result", _posted_failure(store) or _REACHED)
+        result = _wait_for(store, "result", deadline + CONNECT_S, world_size) or _posted_failure(store)
         if not result:
             late = "some ranks had joined, but did not come to connect"
             raise RankFailedError(RankFailure(rank, own.host, "joining", "TimeoutError", late))
@@ -165,9 +171,15 @@ def check_connections(rank: int, world_size: int, store: dist.Store, timeout: ti
             raise RankFailedError(RankFailure(**json.loads(result)))
 
 
+def _posted_failure(store: dist.Store) -> str:
+    if not store.check(["failure"]):
+        return ""
+    return store.get("failure").decode()
+
+
 def _wait_for(store: dist.Store, key: str, deadline: float, world_size: int) -> str:
     """The value of ``key``, empty if it does not come until the deadline."""
-    # Not by ``wait``: with a limit it floods the log, and without one it does not let signals in.
+    # ``wait`` is not used: with a limit it floods the log, and without one it blocks signals.
     began_at = time.monotonic()
     while not store.check([key]):
         if time.monotonic() > deadline:
@@ -178,24 +190,24 @@ def _wait_for(store: dist.Store, key: str, deadline: float, world_size: int) -> 
 
 @contextlib.contextmanager
 def _listening(own: Announcement, deadline: float) -> Iterator[Announcement]:
-    """Context in which the rank before this one can connect; gives the announcement, with port and password."""
+    """Context in which the previous rank can connect; gives the announcement, with port and password."""
     listener = None
     if own.address:
-        family = socket.AF_INET6 if ":" in own.address else socket.AF_INET
         with contextlib.suppress(OSError):  # an address of one link, say: gloo knows
-            listener = socket.create_server((own.address, 0), family=family)
+            listener = socket.create_server((own.address, 0), family=family_of(own.address))
     if listener is None:
         yield replace(own, address="")
         return
     with listener:
         listener.settimeout(max(deadline - time.monotonic(), 1.0))
         password = secrets.token_hex(16)
-        threading.Thread(target=_answer, args=(listener, password), name="network check", daemon=True).start()
+        answering = threading.Thread(target=_answer, args=(listener, password), name="network check", daemon=True)
+        answering.start()
         yield replace(own, port=listener.getsockname()[1], password=password)
 
 
 def _answer(listener: socket.socket, password: str) -> None:
-    """Greet whoever knows the password, once: another machine's process may listen at the same loopback address."""
+    """Greet whoever knows the password, once: another machine's process may listen at this loopback address."""
     with contextlib.suppress(OSError):
         while True:
             connection, _ = listener.accept()
@@ -219,8 +231,8 @@ def _try(rank: int, other: Announcement, own_rank: int, own: Announcement) -> Ra
     except OSError as caught:
         error = f"{type(caught).__name__}: {caught}"
     message = (
-        f"rank {own_rank} on {own.host} cannot connect to it at {other.address}, {other.because} ({error}). Set"
-        f" {GLOO_INTERFACE} on each node to the network interface that the other nodes can reach, and {NCCL_INTERFACE}"
-        f" for NCCL. {other.network}"
+        f"rank {own_rank} on {own.host} cannot connect to it at {other.address}, {other.because} ({error})."
+        f" Set {GLOO_INTERFACE} on each node to the network interface that the other nodes can reach, and"
+        f" {NCCL_INTERFACE} for NCCL. {other.network}"
     )
     return RankFailure(rank, other.host, "joining", "ConnectionError", message)

@@ -37,28 +37,33 @@ class DistInfo:
 
 
 def get_rank_safe() -> int:
-    """Rank of this process in the default group; before joining, from RANK, SLURM_PROCID or LOCAL_RANK, else 0.
+    """Rank of this process in the default group; before joining, RANK, SLURM_PROCID or LOCAL_RANK, else 0.
 
     Not a collective, nor are the three below. Raises ValueError if the variable is not a whole number.
     """
-    return group_rank() if dist.is_initialized() else _first_number("RANK", "SLURM_PROCID", "LOCAL_RANK")
+    if dist.is_initialized():
+        return group_rank()
+    return _first_number("RANK", "SLURM_PROCID", "LOCAL_RANK")
 
 
 def get_world_size_safe() -> int:
-    """Ranks of the default group; before joining, from WORLD_SIZE or, in a SLURM step, SLURM_NTASKS, else 1."""
+    """Size of the default group; before joining, WORLD_SIZE or, in a SLURM step, SLURM_NTASKS, else 1."""
     if dist.is_initialized():
         return group_size()
-    # An interactive allocation sets SLURM_NTASKS too, but a process that runs there outside of a step is not a task.
-    return _first_number("WORLD_SIZE", *(["SLURM_NTASKS"] if "SLURM_PROCID" in os.environ else []), default=1)
+    # An interactive allocation also sets SLURM_NTASKS, but a process outside of a step is not a task.
+    names = ["WORLD_SIZE"]
+    if "SLURM_PROCID" in os.environ:
+        names.append("SLURM_NTASKS")
+    return _first_number(*names, default=1)
 
 
 def get_local_rank_preinit() -> int:
-    """Rank of this process on its machine, with or without a process group: LOCAL_RANK, else SLURM_LOCALID, else 0."""
+    """Rank of this process on its machine, joined or not: LOCAL_RANK, else SLURM_LOCALID, else 0."""
     return _first_number("LOCAL_RANK", "SLURM_LOCALID")
 
 
 def get_local_world_size_preinit() -> int:
-    """Ranks on this machine, with or without a process group: LOCAL_WORLD_SIZE, else SLURM_NTASKS_PER_NODE, else 1."""
+    """Ranks on this machine, joined or not: LOCAL_WORLD_SIZE, else SLURM_NTASKS_PER_NODE, else 1."""
     return _first_number("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", default=1)
 
 
@@ -78,7 +83,7 @@ def _first_number(*names: str, default: int = 0) -> int:
 
 
 def parse_timeout(timeout: timedelta | float, name: str = "timeout") -> timedelta:
-    """Read a timeout given as ``timedelta`` or as minutes; TypeError for other types, ValueError unless positive."""
+    """Read a timeout, a ``timedelta`` or minutes; TypeError for other types, ValueError unless positive."""
     if isinstance(timeout, bool) or not isinstance(timeout, (timedelta, int, float)):
         raise TypeError(f"{name} must be a timedelta or a number of minutes, got {timeout!r}.")
     try:
@@ -93,11 +98,13 @@ def parse_timeout(timeout: timedelta | float, name: str = "timeout") -> timedelt
 
 
 def choose_backend(device: torch.device, requested: str | None, cpu_offload: bool) -> str:
-    """Backend of the default group: the requested one, else the device's, with gloo for the CPU under CPU offload."""
+    """Backend of the default group: the requested one, else the device's; under CPU offload also gloo."""
     if requested is not None:
         return requested
     backend = dist.get_default_backend_for_device(device)
-    return f"cpu:gloo,{device.type}:{backend}" if cpu_offload and device.type != "cpu" else backend
+    if cpu_offload and device.type != "cpu":
+        backend = f"cpu:gloo,{device.type}:{backend}"
+    return backend
 
 
 def choose_device(backend: str, local_rank: int) -> torch.device:
@@ -106,7 +113,9 @@ def choose_device(backend: str, local_rank: int) -> torch.device:
     # Gloo can copy from an accelerator, but is for the CPU.
     if current is None or backend.lower() in ("gloo", "cpu:gloo"):
         return torch.device("cpu")
-    return torch.device(current.type, 0 if torch.accelerator.device_count() == 1 else local_rank)
+    if torch.accelerator.device_count() == 1:
+        local_rank = 0
+    return torch.device(current.type, local_rank)
 
 
 # The default group that this package made: process id, where the ranks met, the store there, and the group.
@@ -125,26 +134,26 @@ def initialize_distributed(
     world_size: int | None = None,
     device_id: bool = False,
 ) -> DistInfo:
-    """Join the default process group, and set the current accelerator device. A collective over the whole world.
+    """Join the default process group, and set the current accelerator device. A collective over all ranks.
 
-    Without arguments or environment variables this is a world of one, which needs no network. A group that exists
-    already is used as it is, and ``destroy_global_state`` will not destroy it.
+    Without arguments or environment variables this is a single process, which needs no network. A group that
+    exists already is used as it is, and ``destroy_global_state`` will not destroy it.
 
     Args:
-        backend: ``"gloo"`` for the CPU, ``"nccl"`` for CUDA, ``"xccl"`` for XPU, ``"cpu:gloo,cuda:nccl"`` for both, or
-            any that is registered with torch.
-        timeout_minutes: How long joining may take, and a collective on the group may wait: ``timedelta`` or minutes.
+        backend: ``"gloo"`` for the CPU, ``"nccl"`` for CUDA, ``"xccl"`` for XPU, ``"cpu:gloo,cuda:nccl"``
+            for both, or any that is registered with torch.
+        timeout_minutes: The longest time for joining, and for a collective on the group: ``timedelta`` or minutes.
         init_method: ``env://``, ``tcp://address:port`` or ``file:///path``. None: MASTER_ADDR and MASTER_PORT.
         store: Where the ranks meet, instead of ``init_method``. The same store can serve several joins.
         rank: Rank of this process. None: RANK.
         world_size: Number of ranks. None: WORLD_SIZE.
-        device_id: Bind the group to this rank's accelerator now, which connects NCCL eagerly; without effect on other
-            backends. Some systems hang with it and some without.
+        device_id: Bind the group to this rank's accelerator now, which connects NCCL at once. It has no effect
+            on other backends. Some systems hang with it, some without it.
 
     Raises:
         ValueError: If an argument or environment variable is missing or out of range.
-        RankFailedError: On every rank that has joined, if others are missing, two have the same rank, or the address
-            cannot be used. The message names ranks, address and waiting time.
+        RankFailedError: On every rank that has joined, if others are missing, two have the same rank, or the
+            address cannot be used. The message names ranks, address and waiting time.
     """
     timeout = parse_timeout(timeout_minutes)
     device = choose_device(backend, get_local_rank_preinit())
@@ -165,18 +174,21 @@ def join_process_group(
     init_method: str | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Like :func:`initialize_distributed`, by Lightning's cluster environment; ``check`` is called meanwhile.
+    """Join like :func:`initialize_distributed`, as Lightning's cluster environment says; call ``check`` meanwhile.
 
-    Returns whether this made the group: then all ranks have come just now.
+    Returns whether this made the group, so that all ranks have just joined.
     """
     lightning_internals.reset_seed()
     if dist.is_initialized():
         _use_existing(backend, device)
         return False
-    address, port = cluster_environment.main_address, cluster_environment.main_port
-    url = f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
-    rank, world_size = cluster_environment.global_rank(), cluster_environment.world_size()
-    _join(join.locate(init_method or url, None, rank, world_size), backend, timeout, device, check)
+    address = cluster_environment.main_address
+    if ":" in address:
+        address = f"[{address}]"
+    url = f"tcp://{address}:{cluster_environment.main_port}"
+    rank = cluster_environment.global_rank()
+    found = join.locate(init_method or url, None, rank, cluster_environment.world_size())
+    _join(found, backend, timeout, device, check)
     return True
 
 
@@ -186,7 +198,8 @@ def _use_existing(backend: str, device: torch.device) -> DistInfo:
     names = {pair.rpartition(":")[2] for pair in config.split(",")}
     actual = config if len(names) > 1 else next(iter(names))
     if not {pair.rpartition(":")[2] for pair in backend.lower().split(",")} <= names:
-        log.warning("The default process group exists already, with backend %s: %s has no effect.", actual, backend)
+        message = "The default process group exists already, with backend %s: %s has no effect."
+        log.warning(message, actual, backend)
     return DistInfo(actual, dist.get_rank(), dist.get_world_size(), device, dist.get_rank() == 0)
 
 
@@ -220,7 +233,8 @@ def _join(
     group = dist.group.WORLD
     assert group is not None
     _membership = os.getpid(), found, store, weakref.ref(group)
-    # Unlike `atexit`, this also runs in children of `multiprocessing`; from priority 0 on, before it joins children.
+    # Unlike `atexit`, this also runs in children of `multiprocessing`; from priority 0 on, before it joins
+    # children.
     multiprocessing.util.Finalize(None, _leave, kwargs={"is_exiting": True}, exitpriority=0)
     if found.rank == 0:
         log.info("%d ranks have joined at %s (backend %s).", found.world_size, found.place, backend)
@@ -229,17 +243,17 @@ def _join(
 def _binds(device: torch.device | None, backend: str) -> bool:
     """Whether the groups connect this device at once.
 
-    Groups made later inherit a bound device: gloo serves no accelerator but CUDA, and `init_device_mesh` would split a
-    group whose backend may have no such thing.
+    Groups made later inherit a bound device: gloo serves no accelerator but CUDA, and `init_device_mesh`
+    would split a group whose backend may have no such thing.
     """
     return device is not None and device.type == "cuda" and dist.Backend.NCCL in backend.lower()
 
 
 def kept_with_world() -> dict[object, Any]:
-    """Meshes and groups that last as long as the default group, by what they are for. Not a collective.
+    """Meshes and groups that last as long as the default group, by purpose. Not a collective.
 
-    If the default group has changed, those of the old one are dropped, and DTensor's caches of its meshes: to these a
-    mesh over the new group equals the old mesh, so they would return destroyed groups.
+    If the default group has changed, those of the old one are dropped, and so are DTensor's caches of its
+    meshes. In these caches, a mesh over the new group equals the old one: they would return destroyed groups.
     """
     global _kept_for
     if _kept_for is not dist.group.WORLD:
@@ -250,26 +264,28 @@ def kept_with_world() -> dict[object, Any]:
 
 
 def forget_world() -> None:
-    """Drop references to the default group and its meshes: a group that is referred to keeps its connections."""
+    """Drop references to the default group and its meshes: they would keep its connections open."""
     global _kept_for
     _kept_for = None
     _kept.clear()
 
 
 def destroy_global_state(linger_s: float = join.LINGER_S, aborts: bool = False) -> None:
-    """Destroy the process group that this package made, subgroups first; nothing if it made none.
+    """Destroy the process group that this package made, subgroups first. Do nothing if it made none.
 
-    Not a collective, though every rank should call it: the one that hosts the store waits ``linger_s`` seconds at most
-    for the others' last reads. Safe to call twice, in an exception handler and at exit, where it runs anyway. Threads
-    and sockets of groups that the caller refers to remain. ``aborts`` is for the time after a failure: groups of an
-    accelerator would wait for what they have queued, and so for ranks that are gone.
+    Not a collective, though every rank should call it: the rank that hosts the store waits ``linger_s``
+    seconds at most for the others' last reads. It may be called twice, in an exception handler, and at exit,
+    where it runs anyway. Threads and sockets of groups that the caller refers to remain. ``aborts`` is for
+    the time after a failure: otherwise, groups of an accelerator would wait for what they have queued, and
+    so for ranks that are gone.
     """
     _leave(linger_s, aborts=aborts)
 
 
 def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False, aborts: bool = False) -> None:
     global _membership
-    membership, _membership = _membership, None
+    membership = _membership
+    _membership = None
     if membership is None or membership[0] != os.getpid():
         return
     _, found, store, group = membership
@@ -278,8 +294,9 @@ def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False, aborts: bo
             if group() is not None and dist.group.WORLD is group():
                 forget_world()
                 if not is_exiting:
-                    # Dropped models and meshes refer to each other in cycles. Now, as collecting them fills the caches
-                    # again; not at exit, which frees them sooner: in a forked process, collecting copies the heap.
+                    # Dropped models and meshes refer to each other in cycles. Now, as collecting them fills
+                    # the caches again; not at exit, which frees them sooner: in a forked process, collecting
+                    # copies the heap.
                     gc.collect()
                     torch_internals.forget_meshes()
                 try:
@@ -303,11 +320,13 @@ def _destroy_groups(aborts: bool) -> None:
 
 @contextlib.contextmanager
 def patched_signal(signum: int, handler: Any) -> Iterator[None]:
-    """Patch a signal's handler, then restore it; only in the main thread, and unless the former one was set in C."""
-    can_patch = threading.current_thread() is threading.main_thread() and signal.getsignal(signum) is not None
-    previous = signal.signal(signum, handler) if can_patch else None
+    """Patch a signal's handler, then restore it; only in the main thread, unless the former one was set in C."""
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or signal.getsignal(signum) is None:
+        yield
+        return
+    previous = signal.signal(signum, handler)
     try:
         yield
     finally:
-        if can_patch:
-            signal.signal(signum, previous)
+        signal.signal(signum, previous)

@@ -1,4 +1,4 @@
-"""What this rank's accelerator has done of what its host has queued. It is only asked, and only if the host stands."""
+"""How far this rank's accelerator has come with what its host has queued, asked only while the host stands."""
 
 import threading
 import time
@@ -19,20 +19,23 @@ MOST_MARKS = 64
 class DeviceProgress:
     """Notes each step on the device's stream, and asks how far it is.
 
-    The main thread calls :meth:`begin_step`, which records an event and waits for nothing; the board's thread calls
-    :meth:`describe` with each heartbeat. As long as the host begins steps or queues collectives, nothing is asked of
-    the device: a query would disturb the capture of a CUDA graph, and would tell nothing.
+    The main thread calls :meth:`begin_step`, which records an event and waits for nothing; the board's
+    thread calls :meth:`describe` with each heartbeat. As long as the host begins steps or queues
+    collectives, nothing is asked of the device: a query would disturb the capture of a CUDA graph, and would
+    tell nothing.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._unseen_s = clock, min(LONGEST_UNSEEN_S, timeout_s / 20)
+        self._clock = clock
+        self._unseen_s = min(LONGEST_UNSEEN_S, timeout_s / 20)
         self._marks: deque[tuple[int, torch.Event]] = deque(maxlen=MOST_MARKS)
         self._lock = threading.Lock()
         self._stream: torch.Stream | None = None
-        self._device_index: int | None = None
         self._host: tuple[int, dict[str, int]] = (0, {})  # steps and collectives that the host has given
-        self._host_since_s = self._device_since_s = clock()
-        self._num_steps = self._device_step = 0
+        self._host_since_s = clock()
+        self._device_since_s = clock()
+        self._num_steps = 0
+        self._device_step = 0
 
     def begin_step(self, step: int) -> None:
         """Note on the current stream that ``step`` begins."""
@@ -42,41 +45,45 @@ class DeviceProgress:
         stream = torch.accelerator.current_stream()
         event = stream.record_event()
         with self._lock:
-            self._stream, self._device_index = stream, stream.device_index
+            self._stream = stream
             self._marks.append((step, event))
 
     def describe(self) -> dict[str, Any]:
         """What this rank's record says of its device."""
         if not device_groups.exist():
             return {}
-        now, host = self._clock(), (self._num_steps, device_groups.num_queued())
+        now = self._clock()
+        queued = device_groups.num_queued()
+        host = (self._num_steps, queued)
         if host != self._host:
-            self._host, self._host_since_s = host, now
-        host_goes_on = now - self._host_since_s < self._unseen_s
-        device = Device.UNSEEN if host_goes_on else self._look()
+            self._host = host
+            self._host_since_s = now
+        device = Device.UNSEEN
+        if now - self._host_since_s >= self._unseen_s:
+            device = self._look()
         if device is not Device.BUSY:
             self._device_since_s = now
-        stood_s = now - max(self._host_since_s, self._device_since_s) if device is Device.BUSY else 0.0
         return {
             "device": device,
             "device_step": self._device_step,
-            "device_stood_s": stood_s,
-            "queued": host[1],
+            "device_stood_s": now - max(self._host_since_s, self._device_since_s),
+            "queued": queued,
         }
 
     def _look(self) -> Device:
         """Ask the device; this never waits for it."""
         try:
             with self._lock:
-                stream, marks = self._stream, self._marks
+                stream = self._stream
+                marks = self._marks
                 if stream is None:
                     return Device.UNSEEN
                 # A query in a thread that has chosen no device would open a context on the first one.
-                torch.accelerator.set_device_index(self._device_index)
+                torch.accelerator.set_device_index(stream.device_index)
                 while marks and marks[0][1].query():
                     self._device_step = marks.popleft()[0]
                     self._device_since_s = self._clock()
                 return Device.IDLE if stream.query() else Device.BUSY
         except Exception:
-            # An error in a kernel is raised by each later call; the main thread will meet it too, and tell it.
+            # Each later call raises the error of a kernel. The main thread will meet it too, and report it.
             return Device.FAILED

@@ -18,7 +18,7 @@ def holds_lease(board: Board, store: dist.Store, key: str, value: bytes, silence
     if value != NONE and int(value) != board.rank:
         holder = int(value)
         # Its record is read with each heartbeat from now on.
-        board.watched.add(holder)
+        board.watch(holder)
         seen = board.seen.get(holder)
         if seen is None or not seen.is_silent(board.clock(), min(silence_s, board.timeout_s)):
             return False

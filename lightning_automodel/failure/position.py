@@ -14,21 +14,21 @@ FOREIGN = ("/torch/", "/lightning/", "/lightning_utilities/", "/lightning_automo
 
 
 def main_thread_position(exception: BaseException | None = None) -> tuple[bool, str]:
-    """Whether the main thread waits in a collective, and the lines of user code that it is at, in a run below it.
+    """Whether the main thread waits in a collective, and its lines of user code, in a run below it.
 
-    These are the line that Lightning called and the innermost one; without user code, the innermost of all. If an
-    ``exception`` is given, these are the lines that it came through.
+    These are the line that Lightning called and the innermost one; without user code, the innermost of all.
+    If an ``exception`` is given, these are the lines that it came through.
     """
     frames = [*traceback.walk_tb(exception.__traceback__)][::-1] if exception else _main_thread_frames()
-    stack = [(each.f_code.co_filename, line, each.f_code.co_name) for each, line in frames]
+    stack = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames]
     # Innermost frame first, without frames that wait for another thread, or in C++.
-    stack = [each for each in stack if not any(part in each[0] for part in WAITING)]
+    stack = [entry for entry in stack if not any(part in entry[0] for part in WAITING)]
     if not stack:
         return False, "its end" if frames else "an unknown line"
     file, _, name = stack[0]
     waits = any(part in file for part in COLLECTIVE) or name == torch_internals.BACKWARD
-    below = max((index for index, each in enumerate(stack) if RUN in each[0]), default=len(stack))
-    own = [each for each in stack[:below] if not any(part in each[0] for part in FOREIGN)] or stack[:1]
+    below = max((index for index, entry in enumerate(stack) if RUN in entry[0]), default=len(stack))
+    own = [entry for entry in stack[:below] if not any(part in entry[0] for part in FOREIGN)] or stack[:1]
     at = dict.fromkeys([own[-1], own[0]])
     return waits, ", ".join(f"{file}:{line} in {name}" for file, line, name in at)
 
@@ -36,7 +36,7 @@ def main_thread_position(exception: BaseException | None = None) -> tuple[bool, 
 def _main_thread_frames() -> list[tuple[FrameType, int]]:
     """The main thread's frames and their lines, the innermost first."""
     interval = sys.getswitchinterval()
-    # Were it to go on meanwhile, the walk could read frames that are gone: Python 3.11 then returns other objects.
+    # If it went on meanwhile, the walk could read frames that are gone: Python 3.11 then returns other objects.
     sys.setswitchinterval(1.0)
     try:
         return list(traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0)))

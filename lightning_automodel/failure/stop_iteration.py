@@ -1,4 +1,4 @@
-"""StopIteration from user code on one of several ranks, which Lightning takes for the end of that rank's data."""
+"""StopIteration from user code on one of several ranks, which Lightning takes for the end of its data."""
 
 import traceback
 from collections.abc import Callable
@@ -21,26 +21,29 @@ EVALUATION_HOOKS = (
     "on_predict_batch_start",
     "on_predict_batch_end",
 )
-LOOPS, FETCHERS = "lightning.pytorch.loops", "lightning.pytorch.loops.fetchers"
-DATASETS, RAISED_IN_WORKER = "torch.utils.data._utils.fetch", ("torch._utils", "reraise")
+LOOPS = "lightning.pytorch.loops"
+FETCHERS = "lightning.pytorch.loops.fetchers"
+DATASETS = "torch.utils.data._utils.fetch"
+RAISED_IN_WORKER = ("torch._utils", "reraise")
 
 
 def explained(error: StopIteration, where: str | None = None) -> RuntimeError:
-    """What to raise for ``error``: it names the hook, by default that of Lightning's that it came through."""
+    """The error to raise for ``error``. It names the hook: Lightning's that it came through, else ``where``."""
     where = lightning_internals.failing_hook(error) or where or "what loads a batch"
     return RuntimeError(
-        f"{where} raised StopIteration ({main_thread_position(error)[1]}). Lightning takes it for the end of the data"
-        " and ends the epoch on this rank alone, while the others wait. Begin the iterator anew where it ends, or"
-        " return -1 from on_train_batch_start on all ranks to end an epoch early."
+        f"{where} raised StopIteration ({main_thread_position(error)[1]}). Lightning takes it for the end of"
+        " the data and ends the epoch on this rank alone, while the others wait. Begin the iterator anew"
+        " where it ends, or return -1 from on_train_batch_start on all ranks to end an epoch early."
     )
 
 
 def watch(trainer: "pl.Trainer", patches: PatchStack) -> None:
-    """Raise what :func:`explained` returns wherever a hook of a fit, or one of a batch of evaluation, has stopped so.
+    """Raise what :func:`explained` returns if a hook of a fit, or of a batch of evaluation, raises StopIteration.
 
-    Steps of evaluation and the transfer of batches are hooks of the strategy, which does the same there.
+    The strategy does the same in its own hooks: steps of evaluation, and the transfer of batches.
     """
-    module, fit_loop = trainer.lightning_module, trainer.fit_loop
+    module = trainer.lightning_module
+    fit_loop = trainer.fit_loop
     ends_by_it = lightning_internals.draws_its_batches(module.training_step)
     advance = fit_loop.epoch_loop.advance
     patches.set(fit_loop.epoch_loop, "advance", partial(_run, advance, may_end=True, ends_by_it=ends_by_it))
@@ -53,7 +56,8 @@ def watch(trainer: "pl.Trainer", patches: PatchStack) -> None:
         patches.set(loop, name, partial(_run, getattr(loop, name)))
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     owners: list[Any] = [module, *callbacks]
-    if (data_module := getattr(trainer, "datamodule", None)) is not None:
+    data_module = getattr(trainer, "datamodule", None)
+    if data_module is not None:
         owners.append(data_module)
     for owner in owners:
         for name in EVALUATION_HOOKS:
@@ -74,7 +78,10 @@ def _run(
     hook_name: str | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Call ``function``. ``may_end``: the data may end in it; ``ends_by_it``: by what the training step raises."""
+    """Call ``function``.
+
+    ``may_end``: whether the data may end in it. ``ends_by_it``: whether the training step ends them by raising.
+    """
     try:
         return function(*args, **kwargs)
     except StopIteration as error:

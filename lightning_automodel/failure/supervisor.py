@@ -1,4 +1,17 @@
-"""Runs the Trainer's function so that all ranks leave together."""
+"""Runs the Trainer's function so that all ranks leave together.
+
+The states of a rank (:class:`State`), which only `Supervisor._become` changes:
+
+    from       to          when
+    any        RUNNING     `run` is called
+    RUNNING    IDLE        the function returns, or the Tuner ends it
+    RUNNING    FAILED      the function raises
+    FAILED     ALONE       another rank's failure was the cause, or the others did not come in time
+    FAILED     TOGETHER    all ranks have failed alike, or stop after the same step, and wait for each other
+
+FAILED, ALONE and TOGETHER last until the next `run`. `failure.main_thread` tells how a rank is made to
+raise.
+"""
 
 import contextlib
 import faulthandler
@@ -22,7 +35,7 @@ from lightning_automodel.distributed.failures import PROCESS_ENDED, RankFailedEr
 from lightning_automodel.distributed.last_resort import limited
 from lightning_automodel.failure.coordinated_stop import REQUEUE
 from lightning_automodel.failure.position import main_thread_position
-from lightning_automodel.failure.watchdog import RUN, Watchdog
+from lightning_automodel.failure.watchdog import Watchdog
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.patching import Left, leave
 
@@ -32,7 +45,7 @@ SIGTERM_STATUS = 128 + signal.SIGTERM
 LINGER_AFTER_FAILURE_S = 1.0
 LONGEST_LEAVING_S = 30.0
 PATIENCE_AT_STOP_S = 15.0
-# Less than a rank that stands in a collective is given to leave: `watchdog.TIME_TO_RAISE_S`, twice.
+# Less than a rank that stands in a collective is given to leave: `main_thread.TIME_TO_RAISE_S`, twice.
 PATIENCE_AFTER_FAILURE_S = 2.0
 
 
@@ -42,70 +55,80 @@ class State(Enum):
     IDLE = auto()  # no function runs, and the last one has not failed
     RUNNING = auto()  # the Trainer's function runs
     FAILED = auto()  # leaving, or left, after an exception of its own or another rank's failure
+    ALONE = auto()  # failed, and the other ranks do not come: this one saves and decides without them
+    TOGETHER = auto()  # failed, and the other ranks come: they save and decide together
 
 
 class Supervisor:
     """Makes one ``fit``, ``validate``, ``test`` or ``predict`` of all ranks end together.
 
-    An exception on this rank is posted for the others. If it only follows from another rank's failure, that is raised
-    instead. SIGTERM on any rank ends the run of all ranks after the same step.
+    An exception on this rank is posted for the others. If it only follows from another rank's failure, that
+    is raised instead. SIGTERM on any rank ends the run of all ranks after the same step.
 
-    ``join`` joins the other ranks, and calls :meth:`watch`. ``before_telling`` is called after an exception on this
-    rank, before the others learn of it and leave. ``weights_only`` is what the user gave to ``fit`` under this name.
+    ``join`` joins the other ranks, and calls :meth:`watch`. ``before_telling`` is called after an exception
+    on this rank, before the others learn of it and leave. ``weights_only`` is what the user gave to ``fit``
+    under this name.
     """
 
     def __init__(self, join: Callable[[], None], before_telling: Callable[[], None]) -> None:
-        self._join, self._before_telling = join, before_telling
+        self._join = join
+        self._before_telling = before_telling
         self._watchdog: Watchdog | None = None
         self._previous_handler: Any = None
         self._handler_process: int | None = None
         self._state = State.IDLE
         self._failed_at = 0.0  # when it came to State.FAILED, on the monotonic clock
-        self._others_come: bool | None = None  # to act together after a failure; None: not asked yet
         self.weights_only: bool | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Join the other ranks, and call ``function``; RankFailedError if another rank failed."""
-        for each in [each for each in _current if each.has_failed]:
+        for supervisor in [supervisor for supervisor in _current if supervisor.has_failed]:
             # A callback's `on_exception` raised in an earlier run, so that Lightning did not tear it down.
-            each.close()
-        self._state, self._others_come = State.RUNNING, None
+            supervisor.close()
+        self._become(State.RUNNING)
         self.weights_only = lightning_internals.told_weights_only(function, args, kwargs)
         try:
             self._join()
             result = function(*args, **kwargs)
             self._raise_what_came_late()
             self._end()
-            self._state = State.IDLE
+            self._become(State.IDLE)
             return result
         except lightning_internals.TunerExitException:
             self._end()
-            self._state = State.IDLE
+            self._become(State.IDLE)
             raise
         except BaseException as exception:
-            self._failed_at, self._state = time.monotonic(), State.FAILED
+            self._become(State.FAILED)
             self._leave(exception)
             raise
 
-    # --- The way out of a rank whose run has raised -------------------------------------------------------------------
+    def _become(self, state: State) -> None:
+        """Change the state, here alone."""
+        if state is State.FAILED:
+            self._failed_at = time.monotonic()
+        self._state = state
+
+    # --- The way out of a rank whose run has raised -----------------------------------------------
 
     def _leave(self, exception: BaseException) -> None:
         """Say why, tell the others, and free this rank; raises the other rank's failure that was the cause.
 
-        Nothing here may hide ``exception``, or wait without a limit. Afterwards Lightning calls ``on_exception`` hooks
-        and tears down: with groups of an accelerator, both would wait for collectives that nobody joins any more.
+        Nothing here may hide ``exception``, or wait without a limit. Afterwards Lightning calls
+        ``on_exception`` hooks and tears down: with groups of an accelerator, both would wait for collectives
+        that nobody joins any more.
         """
         watchdog = self._watchdog
         if isinstance(exception, lightning_internals.SIGTERMException):
             exception.code = exception.code or SIGTERM_STATUS
-            if watchdog is not None and watchdog.stop.last_step is not None:
+            if watchdog is not None and watchdog.stop.is_decided:
                 # All ranks stop after the same step: they may still save together, and nobody is stuck.
-                watchdog.is_noticed.set()
+                watchdog.let_leave()
                 return
         if watchdog is None:
             return
         if watchdog.failure is None:
-            watchdog.raised_at = main_thread_position(exception)
+            watchdog.stand_at(main_thread_position(exception))
             _print_first(exception)
             self._before_telling()
         failure = watchdog.explain(exception, lightning_internals.failing_hook(exception))
@@ -113,27 +136,29 @@ class Supervisor:
             log.error("This rank stops: %s.", str(failure).rstrip("."))
         _free_device(exception)
         if failure is not None:
-            self._others_come = False  # the other rank has raised, and others stand in collectives or leave
+            self._become(State.ALONE)  # the other rank has raised, and others stand in collectives or leave
             if failure.error == KeyboardInterrupt.__name__:
-                # Ctrl-C reaches all ranks of a terminal, but one that waits in a collective may first learn of another
-                # rank's interrupt. On both it is the user's wish, not a failure with a traceback.
+                # Ctrl-C reaches all ranks of a terminal, but one that waits in a collective may first learn
+                # of another rank's interrupt. On both it is the user's wish, not a failure with a traceback.
                 raise KeyboardInterrupt from exception
             raise RankFailedError(failure) from exception
 
     @contextlib.contextmanager
     def tearing_down(self) -> Iterator[None]:
-        """Context for Lightning's teardown. After a failure it takes half a minute at most, and raises nothing.
+        """Context for Lightning's teardown. After a failure, it takes half a minute at most, and raises nothing.
 
-        What clean-up raises then, often because the device has failed, would hide the cause.
+        An error of the clean-up, often because the device has failed, would hide the cause.
         """
         if not self.has_failed:
             yield
             return
-        with limited(LONGEST_LEAVING_S, process_group.group_rank(), _why_late(sys.exc_info()[1], "tearing down")):
+        why = _why_late(sys.exc_info()[1], "tearing down")
+        with limited(LONGEST_LEAVING_S, process_group.group_rank(), why):
             try:
                 yield
             except Exception as error:
-                log.warning("Tearing down after a failure has raised too: %s: %s", type(error).__name__, _line(error))
+                line = next(iter(message_of(error).splitlines()), "")
+                log.warning("Tearing down after a failure has raised too: %s: %s", type(error).__name__, line)
 
     def watch(
         self,
@@ -144,39 +169,40 @@ class Supervisor:
     ) -> None:
         """Start to watch the other ranks; every rank must call it. A thread asks ``where`` this rank is: its hook.
 
-        A collective may wait for ``timeout``, and a rank be silent for ``heartbeat_timeout``, also before its first
-        heartbeat if all ranks ``have_just_joined``.
+        A collective may wait for ``timeout``. A rank may be silent for ``heartbeat_timeout``, and before its
+        first heartbeat for any time, unless all ranks ``have_just_joined``.
         """
         self._end()
         if process_group.group_size() == 1:
             return
         if not faulthandler.is_enabled():
-            # Gloo aborts a process whose collectives do not match, and only this shows where. Notebooks may refuse.
+            # Gloo aborts a process whose collectives do not match, and only this shows where. Notebooks may
+            # refuse.
             with contextlib.suppress(Exception):
                 faulthandler.enable()
                 leave(Left.FAULTHANDLER)
-        self._watchdog = Watchdog(timeout, where, self._patch_sigterm(), _find_ended, heartbeat_timeout)
-        self._watchdog.board.expects_all = have_just_joined
+        self._watchdog = Watchdog(
+            timeout, where, self._patch_sigterm(), _find_ended, heartbeat_timeout, have_just_joined
+        )
         _current.append(self)
-        first_rank.run_board = self._watchdog.board
+        first_rank.use_board(self._watchdog.board)
         self._watchdog.start()
 
     def begin_step(self, step: int, is_training: bool) -> bool:
         """Begin a step that every rank takes, numbered from 1; return whether all stop after it.
 
-        A rank that ends its run before a training step that others take is at fault. RankFailedError if one failed.
+        A rank that ends its run before a training step that others take is at fault. RankFailedError if one
+        failed.
         """
         if self._watchdog is None:
             return False
-        if is_training:
-            self._watchdog.training_step = step
-        self._watchdog.devices.progress.begin_step(step)
-        is_last = self._watchdog.stop.begin_step(step, self._watchdog.timeout_s)
-        if self._watchdog.failure is not None:
-            raise RankFailedError(self._watchdog.failure)
+        is_last = self._watchdog.begin_step(step, is_training)
         if is_last:
-            what = "was told to save and requeue" if self.requeues else "received SIGTERM"
-            log.warning("Rank %s %s: all ranks stop after this step.", self._watchdog.stop.asked_by, what)
+            stop = self._watchdog.stop
+            what = "received SIGTERM"
+            if stop.requeues:
+                what = "was told to save and requeue"
+            log.warning("Rank %s %s: all ranks stop after this step.", stop.asked_by, what)
         return is_last
 
     @property
@@ -192,35 +218,38 @@ class Supervisor:
     @property
     def has_failed(self) -> bool:
         """Whether this rank is leaving after a failure of its own or of another rank."""
-        return self._state is State.FAILED
+        return self._state in (State.FAILED, State.ALONE, State.TOGETHER)
 
     def save_on_exception(self) -> None:
         """Give this rank time to raise when another one fails, since it then saves a checkpoint alone."""
         if self._watchdog is not None:
-            self._watchdog.saves_on_exception = True
+            self._watchdog.save_on_exception()
 
     def is_alone(self) -> bool:
-        """Whether this rank must do without the others after a failure, in what it saves and decides.
+        """Whether this rank must save and decide without the others after a failure.
 
-        The first call waits for them. They come where all have failed alike, or stop after the same step. Where this
-        rank alone has failed, it must leave soon: the others stand in a collective until its connections close.
+        The first call waits for them. They come if all have failed alike, or stop after the same step. If
+        this rank alone has failed, it must leave soon: the others stand in a collective until its
+        connections close.
         """
-        if not self.has_failed or self._watchdog is None:  # without a watch, the run has been torn down, or is one rank
+        if self._watchdog is None:  # the run has been torn down, or has a single rank
             return False
-        if self._others_come is None:
-            stops_together = self._watchdog.stop.last_step is not None
-            self._others_come = self._watchdog.come_together(
-                PATIENCE_AT_STOP_S if stops_together else PATIENCE_AFTER_FAILURE_S
-            )
-        return not self._others_come
+        if self._state is State.FAILED:
+            patience_s = PATIENCE_AFTER_FAILURE_S
+            if self._watchdog.stop.is_decided:
+                patience_s = PATIENCE_AT_STOP_S
+            is_together = self._watchdog.come_together(patience_s)
+            self._become(State.TOGETHER if is_together else State.ALONE)
+        return self._state is State.ALONE
 
     def close(self) -> None:
         """After a failure, end the watch and destroy this package's process groups, in half a minute at most."""
         if self._state is State.RUNNING:
             return
-        stops_together = self.has_failed and self._watchdog is not None and self._watchdog.stop.last_step is not None
+        stops_together = False
         if self.has_failed and self._watchdog is not None:
-            self._watchdog.board.conclude(RUN, process_group.group_size(), LINGER_AFTER_FAILURE_S)
+            stops_together = self._watchdog.stop.is_decided
+            self._watchdog.conclude(LINGER_AFTER_FAILURE_S)
         self._end()
         if self.has_failed and process_group.group_size() > 1:
             process_group.forget_world()
@@ -233,8 +262,8 @@ class Supervisor:
             self._watchdog.close()
             self._watchdog = None
             _current.remove(self)
-            outer = _current[-1]._watchdog if _current else None
-            first_rank.run_board = None if outer is None else outer.board
+            watchdogs = [supervisor._watchdog for supervisor in _current if supervisor._watchdog is not None]
+            first_rank.use_board(watchdogs[-1].board if watchdogs else None)
         self._restore_sigterm()
 
     def _raise_what_came_late(self) -> None:
@@ -242,8 +271,7 @@ class Supervisor:
         if self._watchdog is None:
             return
         asked_by = self._watchdog.wait_for_all()
-        if self._watchdog.failure is not None:
-            raise RankFailedError(self._watchdog.failure)
+        self._watchdog.raise_failure()
         if asked_by is not None:
             log.warning("Rank %s received SIGTERM: all ranks stop at the end of this run.", asked_by)
         if asked_by is not None or self._watchdog.stop.is_asked_here:
@@ -269,14 +297,15 @@ class Supervisor:
             os.kill(os.getpid(), signum)
             return
         if self.has_failed:
-            # A launcher sends SIGTERM to the remaining ranks: let this one report the cause first, but not for ever.
+            # A launcher sends SIGTERM to the remaining ranks: let this one report the cause first, but not
+            # for ever.
             if time.monotonic() - self._failed_at > LONGEST_LEAVING_S:
                 self._restore_sigterm()
                 os.kill(os.getpid(), signum)
             return
         watchdog = self._watchdog
-        if watchdog is not None and watchdog.failure is not None:
-            raise RankFailedError(watchdog.failure)
+        if watchdog is not None:
+            watchdog.raise_failure()
         if callable(self._previous_handler):
             self._previous_handler(signum, frame)
         if watchdog is None or watchdog.stop.step == 0:
@@ -306,14 +335,11 @@ def _free_device(exception: BaseException) -> None:
         torch.accelerator.synchronize()
 
 
-def _line(exception: BaseException) -> str:
-    """The first line of its text."""
-    return next(iter(message_of(exception).splitlines()), "")
-
-
 def _why_late(exception: BaseException | None, what: str) -> str:
     """Why a process ends that leaves with ``exception``, and is too long about it."""
-    cause = "" if exception is None else f"{type(exception).__name__}: {message_of(exception)}; "
+    cause = ""
+    if exception is not None:
+        cause = f"{type(exception).__name__}: {message_of(exception)}; "
     return f"{cause}{what} took over {LONGEST_LEAVING_S:g} s"
 
 

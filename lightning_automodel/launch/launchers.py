@@ -1,4 +1,4 @@
-"""Starting the ranks' processes: Lightning's launchers, with the Trainer's function run by the supervisor."""
+"""Starting the ranks' processes: Lightning's launchers, whose supervisor runs the Trainer's function."""
 
 import os
 import shutil
@@ -33,14 +33,15 @@ _RUN = "run.pt"
 class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
     """Runs this script again for every other rank of the node, unless something else starts the processes.
 
-    Lightning's launcher kills this process some seconds after another one has failed, whatever this one is doing. Here
-    the supervisor asks how they ended, and every rank leaves with the cause.
+    Lightning's launcher kills this process some seconds after another one has failed, whatever this one is
+    doing. Here the supervisor asks how processes ended, and every rank leaves with the cause.
     """
 
     def __init__(self, strategy: ParallelStrategy, supervisor: Supervisor, num_processes: int, num_nodes: int) -> None:
         assert strategy.cluster_environment is not None
         super().__init__(strategy.cluster_environment, num_processes, num_nodes)
-        self._strategy, self._supervisor = strategy, supervisor
+        self._strategy = strategy
+        self._supervisor = supervisor
 
     @property
     @override
@@ -76,11 +77,11 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
 
 
 class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
-    """Starts every rank of the node as a worker of this process, waits, and gets the results. It is not a rank itself.
+    """Starts every rank of the node as a worker of this process, which is not a rank, and gets the results.
 
-    Lightning's launcher gathers no shards, calls no ``on_exception`` hooks in the workers, and terminates all of them
-    when one fails. Here they leave together, each through its own hooks. In a worker, ``folder`` is where it writes
-    what the launching process reads.
+    Lightning's launcher gathers no shards, calls no ``on_exception`` hooks in the workers, and terminates
+    all of them when one fails. Here they leave together, each through its own hooks. In a worker, ``folder``
+    is where it writes what the launching process reads.
     """
 
     def __init__(
@@ -92,9 +93,12 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         supervisor: Supervisor,
     ) -> None:
         super().__init__(strategy, start_method)
-        self._num_processes, self._num_nodes, self._supervisor = num_processes, num_nodes, supervisor
         assert strategy.cluster_environment is not None
-        self.environment, self.method = strategy.cluster_environment, start_method
+        self._num_processes = num_processes
+        self._num_nodes = num_nodes
+        self._supervisor = supervisor
+        self.environment = strategy.cluster_environment
+        self.method = start_method
         self.folder: Path | None = None
 
     @override
@@ -106,14 +110,16 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
             return self._run_in_worker(self.folder, trainer, function, args, kwargs)
         if self._already_fit and trainer.state.fn == TrainerFn.FITTING:
             raise NotImplementedError(
-                f"trainer.fit() ran already, in workers of start_method={self.method!r} that have ended, with"
-                " their optimizer states and loops. To go on, make a new Trainer and call fit(ckpt_path=...)."
+                f"trainer.fit() ran already, in workers of start_method={self.method!r} that have ended,"
+                " with their optimizer states and loops. To go on, make a new Trainer and call"
+                " fit(ckpt_path=...)."
             )
         if self.method == "fork" and dist.is_initialized():
             raise RuntimeError(
-                "start_method='fork' copies this process, which is in a process group, from a run on one device or one"
-                " of your own: save what you need of the model there, call lightning_automodel.destroy_global_state()"
-                " (for your own, torch.distributed.destroy_process_group()), and start again."
+                "start_method='fork' copies this process, which is in a process group, from a run on one"
+                " device or one of your own: save what you need of the model there, call"
+                " lightning_automodel.destroy_global_state() (for your own,"
+                " torch.distributed.destroy_process_group()), and start again."
             )
         folder = Path(tempfile.mkdtemp(prefix="lightning_automodel-"))
         try:
@@ -139,7 +145,7 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         try:
             self._supervisor.run(run_and_collect, *args, **kwargs)
         except BaseException as exception:
-            # Now: this process may not live to the end of `on_exception` hooks, or of leaving its groups.
+            # At once: this process may not live to the end of `on_exception` hooks, or of leaving its groups.
             write_failure(folder, exception, trainer)
             raise
 
@@ -148,19 +154,23 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         variables = {"MASTER_PORT": str(self.environment.main_port)}
         run: tuple[Any, ...] | None = self, trainer, function, None
         if self.method != "fork":
-            run, random_states = None, rng.global_states(torch.device("cpu"))
+            run = None
             # Global state that affects results, which a process that is not a fork does not inherit.
-            global_state = torch.get_deterministic_debug_mode(), torch.backends.cudnn.benchmark, random_states
+            global_state = (
+                torch.get_deterministic_debug_mode(),
+                torch.backends.cudnn.benchmark,
+                rng.global_states(torch.device("cpu")),
+            )
             try:
-                # Multiprocessing would put CPU tensors in memory that all workers share: they would train one
-                # another's weights and add to one another's metrics.
+                # Multiprocessing would put CPU tensors in memory that all workers share: they would train
+                # one another's weights and add to one another's metrics.
                 torch.save((self, trainer, function, global_state), folder / _RUN)
             except Exception as error:
                 raise TypeError(
-                    f"start_method={self.method!r} sends the Trainer, the module and its data to new processes, and"
-                    f" something of them cannot be pickled: {str(error).rstrip('.')}. Define that at the top level of a"
-                    " module that can be imported, make it in setup(), or pass start_method='fork', or 'popen' in a"
-                    " script."
+                    f"start_method={self.method!r} sends the Trainer, the module and its data to new"
+                    f" processes, and something of them cannot be pickled: {str(error).rstrip('.')}. Define"
+                    " that at the top level of a module that can be imported, make it in setup(), or pass"
+                    " start_method='fork', or 'popen' in a script."
                 ) from error
         return torch.multiprocessing.start_processes(
             _run_worker, (folder, variables, run), self._num_processes, join=False, start_method=self.method
@@ -175,7 +185,7 @@ def _run_worker(local_rank: int, folder: Path, variables: Mapping[str, str], run
     # The signal handler that a fork inherits is that of the launching process.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if global_state is None:
-        # OpenMP's threads do not survive a fork: if the parent has used them, this process would wait for them forever.
+        # OpenMP's threads do not survive a fork: this process would wait forever for those that its parent used.
         torch.set_num_threads(1)
     else:
         deterministic, torch.backends.cudnn.benchmark, random_states = global_state
@@ -198,7 +208,7 @@ def make_launcher(
     num_nodes: int,
     supervisor: Supervisor,
 ) -> SubprocessLauncher | WorkerLauncher:
-    """The launcher for the strategy's cluster environment and a start method; see the classes for the arguments."""
+    """The launcher for the strategy's cluster environment and a start method; the classes explain the rest."""
     environment = strategy.cluster_environment
     assert environment is not None
     if start_method != "popen" and not environment.creates_processes_externally:
@@ -207,8 +217,9 @@ def make_launcher(
     if (hasattr(sys, "ps1") or sys.flags.interactive) and not launcher.is_interactive_compatible:
         # Lightning's own message would recommend its own strategies.
         raise MisconfigurationException(
-            "AutomodelStrategy(start_method='popen') runs a script again for each further rank, which a notebook or an"
-            " interactive session does not have: pass Trainer(strategy=AutomodelStrategy(start_method='fork'), ...),"
-            " or devices=1, or run your code as a script."
+            "AutomodelStrategy(start_method='popen') runs a script again for each further rank, which a"
+            " notebook or an interactive session does not have: pass"
+            " Trainer(strategy=AutomodelStrategy(start_method='fork'), ...), or devices=1, or run your code"
+            " as a script."
         )
     return launcher

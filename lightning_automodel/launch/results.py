@@ -12,11 +12,12 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from lightning_automodel import checkpoint as checkpoints
 
 _OF_CHECKPOINT_CALLBACKS = ("best_model_path", "best_model_score", "last_model_path")
-RESULTS, _WEIGHTS = "results.pt", "weights.pt"
+RESULTS = "results.pt"
+_WEIGHTS = "weights.pt"
 
 
 def collect(trainer: "pl.Trainer", returned: Any, folder: Path) -> None:
-    """Write this run's results and whole weights for :func:`restore`, on the first rank of each node. A collective."""
+    """Write this run's results and whole weights for :func:`restore`, once on each node. A collective."""
     is_first = trainer.strategy.local_rank == 0  # type: ignore[attr-defined]
     if trainer.state.fn == TrainerFn.FITTING:
         state = checkpoints.whole(checkpoints.model_state(trainer.lightning_module), keep=is_first)
@@ -37,12 +38,17 @@ def collect(trainer: "pl.Trainer", returned: Any, folder: Path) -> None:
 
 
 def restore(trainer: "pl.Trainer", folder: Path) -> Any:
-    """Put the workers' results into the launching process's Trainer and module; return what the function returned."""
+    """Put the workers' results into the launching process's Trainer and module.
+
+    Returns:
+        What the Trainer's function returned.
+    """
     results = torch.load(folder / RESULTS, map_location="cpu", weights_only=False)
     trainer.state = results["state"]
     trainer.callback_metrics.clear()
     trainer.callback_metrics.update(results["metrics"])
-    for callback, attributes in zip(trainer.checkpoint_callbacks, results["checkpoint_callbacks"], strict=False):
+    saved = results["checkpoint_callbacks"]
+    for callback, attributes in zip(trainer.checkpoint_callbacks, saved, strict=False):
         for name, value in attributes.items():
             setattr(callback, name, value)
     if (folder / _WEIGHTS).exists():
@@ -52,7 +58,7 @@ def restore(trainer: "pl.Trainer", folder: Path) -> Any:
 
 
 def load_trained_weights(module: "pl.LightningModule", path: Path) -> None:
-    """Load whole weights into a module of this process alone. If it lacks layers, ``configure_model`` is called.
+    """Load whole weights into a module of this process alone; call ``configure_model`` if it lacks layers.
 
     RuntimeError if it still lacks some: otherwise the module would seem trained.
     """
@@ -66,7 +72,8 @@ def load_trained_weights(module: "pl.LightningModule", path: Path) -> None:
             set_model_state_dict(module, state)
     except Exception as error:
         raise RuntimeError(
-            f"{type(module).__name__} is trained, but the module in this process cannot hold the trained weights"
-            f" ({error}): they are in {path}, which torch.load reads. Create its layers, as they are in training, in"
-            " __init__ or in a configure_model that works without self.device_mesh, or load a checkpoint."
+            f"{type(module).__name__} is trained, but the module in this process cannot hold the trained"
+            f" weights ({error}): they are in {path}, which torch.load reads. Create its layers, as they are"
+            " in training, in __init__ or in a configure_model that works without self.device_mesh, or load"
+            " a checkpoint."
         ) from error

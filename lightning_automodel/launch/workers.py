@@ -1,4 +1,4 @@
-"""Workers: ranks started by a launching process that is no rank; what they report, and waiting for all of them."""
+"""Workers: ranks started by a launching process that is no rank. It reads their reports, and waits for them."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ TIME_TO_END_AFTER_INTERRUPT_S = 10.0
 
 
 def describe_exit(status: int, backend: str) -> str:
-    """The exit status of a rank's process in words, with its ``backend``; a negative one is the number of a signal."""
+    """The exit status of a rank's process, which used ``backend``, in words; below 0, it is minus a signal."""
     names = {known.value: known.name for known in signal.Signals}
     if status == -signal.SIGABRT:
         return f"was ended by SIGABRT, {_why_aborted(backend)} {failures.RUN_ON_ALL_RANKS}"
@@ -51,13 +51,16 @@ def _why_aborted(backend: str) -> str:
 def share_cores(num_processes: int) -> None:
     """Give this process its part of the node's cores, as Lightning does, unless the user has said how many."""
     if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        os.environ["OMP_NUM_THREADS"] = str(max(1, cores // num_processes))
-        torch.set_num_threads(max(1, cores // num_processes))
+        cores = os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):
+            cores = len(os.sched_getaffinity(0))
+        share = max(1, cores // num_processes)
+        os.environ["OMP_NUM_THREADS"] = str(share)
+        torch.set_num_threads(share)
 
 
 def write_failure(folder: Path, exception: BaseException, trainer: "pl.Trainer") -> None:
-    """Report the exception that ends this worker, unless it has reported one. SIGTERM shows in the exit status."""
+    """Report the exception that ends this worker, once. SIGTERM is not reported: it is the exit status."""
     path = folder / f"{trainer.global_rank}.failure"
     if path.exists() or isinstance(exception, lightning_internals.SIGTERMException):
         return
@@ -73,11 +76,14 @@ def write_failure(folder: Path, exception: BaseException, trainer: "pl.Trainer")
 def wait_for_workers(context: ProcessContext, folder: Path, first_rank: int, backend: str) -> None:
     """Wait until all workers, whose groups have this ``backend``, have ended.
 
-    There is no time limit for training. Once one worker has ended, the others have a minute, and another one after
-    SIGTERM if it has failed. SIGTERM to this process is passed on to them, and sent if it leaves earlier.
-    RankFailedError, chained to the traceback of the rank that failed, or SIGTERMException if SIGTERM stopped all.
+    There is no time limit for training. Once a worker has ended, the others have a minute. If it has failed,
+    they then get SIGTERM, and another minute. SIGTERM to this process is passed on to them. They also get it
+    if this process leaves earlier.
+
+    RankFailedError, chained to the traceback of the rank that failed; SIGTERMException if SIGTERM stopped all.
     """
-    processes, is_asked_to_stop = context.processes, False
+    processes = context.processes
+    is_asked_to_stop = False
 
     def pass_sigterm_on(*_: object) -> None:
         """Pass on the first SIGTERM, so that the ranks agree on a last step. At the second one, leave."""
@@ -90,20 +96,11 @@ def wait_for_workers(context: ProcessContext, folder: Path, first_rank: int, bac
 
     try:
         with patched_signal(signal.SIGTERM, pass_sigterm_on):
-            num_running = len(processes)
-            while not context.join(TIME_TO_END_S if num_running < len(processes) else None, TIME_TO_END_S):
-                if num_running == len(context.sentinels):
-                    log.warning("Some of the workers have finished, and the others do not end: they are killed.")
-                    break
-                num_running = len(context.sentinels)
+            _join_all(context)
     except (ProcessExitedException, ProcessRaisedException) as error:  # torch has ended the others
         _raise_failure(error, folder, first_rank, backend)
     except BaseException:
-        for process in processes:
-            process.terminate()
-        wait_until = time.monotonic() + TIME_TO_END_AFTER_INTERRUPT_S
-        for process in processes:
-            process.join(max(0.0, wait_until - time.monotonic()))
+        _terminate(context)
         raise
     finally:
         for process in processes:
@@ -114,22 +111,44 @@ def wait_for_workers(context: ProcessContext, folder: Path, first_rank: int, bac
         _raise_failure(ended, folder, first_rank, backend)
 
 
+def _join_all(context: ProcessContext) -> None:
+    """Wait until all workers have ended, or those that are left do not end after the others."""
+    num_running = len(context.processes)
+    limit_s = None
+    while not context.join(limit_s, TIME_TO_END_S):
+        if num_running == len(context.sentinels):
+            log.warning("Some of the workers have finished, and the others do not end: they are killed.")
+            return
+        num_running = len(context.sentinels)
+        limit_s = TIME_TO_END_S
+
+
+def _terminate(context: ProcessContext) -> None:
+    """Ask the workers to end, and give them some seconds."""
+    for process in context.processes:
+        process.terminate()
+    wait_until = time.monotonic() + TIME_TO_END_AFTER_INTERRUPT_S
+    for process in context.processes:
+        process.join(max(0.0, wait_until - time.monotonic()))
+
+
 def _raise_failure(
     error: ProcessExitedException | ProcessRaisedException, folder: Path, first_rank: int, backend: str
 ) -> None:
     """Raise why the workers failed. ``error`` is how the first one ended."""
-    rank, status = first_rank + error.error_index, getattr(error, "exit_code", 1)
+    rank = first_rank + error.error_index
+    status = getattr(error, "exit_code", 1)
     reports = [torch.load(path, weights_only=False) for path in folder.glob("*.failure")]
     if not reports and status == SIGTERM_STATUS:
         raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
-    silent = failures.RankFailure(
-        rank, socket.gethostname(), "", failures.PROCESS_ENDED, f"its process {describe_exit(status, backend)}"
-    )
+    message = f"its process {describe_exit(status, backend)}"
+    silent = failures.RankFailure(rank, socket.gethostname(), "", failures.PROCESS_ENDED, message)
     if not reports:
         raise failures.RankFailedError(silent) from error
     # Prefer the report of the rank that failed to those of the ranks that left because of it.
     failure, reporter, text = min(reports, key=lambda report: report[0].rank != report[1])
-    if failure.rank == rank != reporter and failure.error in (failures.PROCESS_ENDED, failures.MISSED_HEARTBEATS):
+    is_silent = failure.error in (failures.PROCESS_ENDED, failures.MISSED_HEARTBEATS)
+    if failure.rank == rank != reporter and is_silent:
         # The other ranks know no more than that it is silent.
         failure = replace(silent, host=failure.host, where=failure.where)
     raise failures.RankFailedError(failure) from ProcessRaisedException(

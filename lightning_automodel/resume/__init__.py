@@ -1,4 +1,4 @@
-"""A stopped fit resumes as if it had never stopped: random states, loaders, running metrics, position of the loops."""
+"""A stopped fit resumes as if it had never stopped: random states, loaders, running metrics, loops."""
 
 from lightning_automodel.resume.fit import CHECKPOINT_KEY, Resume
 

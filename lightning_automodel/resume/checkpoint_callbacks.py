@@ -17,11 +17,13 @@ from lightning_automodel.internals.patching import PatchStack
 def save_last(trainer: "pl.Trainer", patches: PatchStack) -> None:
     """Make checkpoint callbacks save after the module's own ``on_train_batch_end``.
 
-    Lightning calls all callbacks first, so what the module does there (the momentum update of a teacher, say) would be
-    missing from the checkpoint and the resumed run. At the end of an epoch Lightning itself calls them last.
+    Lightning calls all callbacks first, so what the module does there (the momentum update of a teacher,
+    say) would be missing from the checkpoint and the resumed run. At the end of an epoch Lightning itself
+    calls them last.
     """
     module = trainer.lightning_module
-    saving: list[Any] = [each for each in trainer.callbacks if isinstance(each, Checkpoint)]  # type: ignore[attr-defined]
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    saving = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
     hook = module.on_train_batch_end
 
     def hook_then_saves(*args: Any) -> None:
@@ -39,15 +41,17 @@ def save_on_exception(trainer: "pl.Trainer") -> bool:
     """Whether a callback saves a checkpoint when the run fails."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return any(
-        isinstance(each, OnExceptionCheckpoint) or getattr(each, "save_on_exception", False) for each in callbacks
+        isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False)
+        for callback in callbacks
     )
 
 
 def load_early(trainer: "pl.Trainer", states: dict[str, Any]) -> None:
-    """Repeat ``on_fit_start`` with the loaded state for the callbacks of Lightning that read it there.
+    """Repeat ``on_fit_start`` with the loaded state for those of Lightning's callbacks that read it there.
 
-    If a strategy loads checkpoints after its set-up, Lightning calls that hook before it loads callbacks: parameter
-    groups or a schedule would be missing when states are loaded, and an expired timer would allow another step.
+    If a strategy loads checkpoints after its set-up, Lightning calls that hook before it loads callbacks:
+    parameter groups or a schedule would be missing when states are loaded, and an expired timer would allow
+    another step.
     """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         state = states.get(callback.state_key)
@@ -56,6 +60,7 @@ def load_early(trainer: "pl.Trainer", states: dict[str, Any]) -> None:
             callback.on_fit_start(trainer, trainer.lightning_module)
         if isinstance(callback, StochasticWeightAveraging) and state and state["scheduler_state"] is not None:
             raise ValueError(
-                "StochasticWeightAveraging had begun to average when the checkpoint was written, and cannot go on:"
-                " resume from a checkpoint of an earlier epoch, or average with WeightAveraging, which resumes."
+                "StochasticWeightAveraging had begun to average when the checkpoint was written, and cannot"
+                " go on: resume from a checkpoint of an earlier epoch, or average with WeightAveraging,"
+                " which resumes."
             )

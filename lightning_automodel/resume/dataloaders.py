@@ -1,9 +1,9 @@
-"""Positions of training loaders in their epoch: recorded without touching the data, and restored in a new process.
+"""Positions of training loaders in their epoch: recorded without touching the data, and restored later.
 
-A map-style loader resumes by its sampler: the epoch's indices are drawn again, from the same random states, and used
-ones are skipped, so that nothing is loaded twice. If its class has an ``__iter__`` of its own, which may draw ahead or
-leave batches out, used batches may be loaded again and dropped. A loader with ``state_dict`` resumes by its state, each
-rank by its own. Any other loader starts over.
+A map-style loader resumes by its sampler: the epoch's indices are drawn again, from the same random states,
+and used ones are skipped, so that nothing is loaded twice. If its class has an ``__iter__`` of its own,
+which may draw ahead or leave batches out, used batches may be loaded again and dropped. A loader with
+``state_dict`` resumes by its state, each rank by its own. Any other loader starts over.
 """
 
 import copy
@@ -31,7 +31,8 @@ _KEEPS_ITERATOR = (
     " keep workers from epoch to epoch, use torch's DataLoader(persistent_workers=True)."
 )
 
-# Streaming libraries order an epoch by a count of their own: litdata's loaders, and data sets of MosaicML's streaming.
+# Streaming libraries order an epoch by a count of their own: litdata's loaders, and data sets of MosaicML's
+# streaming.
 _EPOCH_COUNTERS: tuple[tuple[Callable[[Any], Any], str], ...] = (
     (lambda loader: loader, "current_epoch"),
     (lambda loader: getattr(loader, "dataset", None), "next_epoch"),
@@ -42,7 +43,9 @@ class TrainingLoaders:
     """The training loaders of a fit. ``say`` shows the user a warning, once."""
 
     def __init__(self, trainer: "pl.Trainer", device: torch.device, say: Callable[[str], None]) -> None:
-        self._trainer, self._device, self._say = trainer, device, say
+        self._trainer = trainer
+        self._device = device
+        self._say = say
         self._recorders: list[RecordingSampler] = []
         self._states: dict[int, list[Any]] = {}  # of loaders, before the batches of these numbers were drawn
 
@@ -53,38 +56,42 @@ class TrainingLoaders:
         name = type(loader).__name__
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             self._say_if_saving(
-                f"A run that is resumed within an epoch starts over with its {name}, which is neither a map-style"
-                " DataLoader nor has state_dict() and load_state_dict(): use torchdata's StatefulDataLoader, or resume"
-                " from the end of an epoch."
+                f"A run that is resumed within an epoch starts over with its {name}, which is neither a"
+                " map-style DataLoader nor has state_dict() and load_state_dict(): use torchdata's"
+                " StatefulDataLoader, or resume from the end of an epoch."
             )
         else:
-            # No bound method, which a copy of the loader would follow to the trainer and its model.
+            # Not a bound method: a copy of the loader would follow it to the trainer and its model.
             self._recorders.append(RecordingSampler(loader, self._device, lambda: self._used_and_epoch()))
 
     def _say_if_saving(self, text: str) -> None:
-        if any(isinstance(callback, Checkpoint) for callback in self._trainer.callbacks):  # type: ignore[attr-defined]
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, Checkpoint) for callback in callbacks):
             self._say(text)
 
     def _used_and_epoch(self) -> tuple[int, int]:
         fit_loop: Any = self._trainer.fit_loop
-        return fit_loop.epoch_loop.batch_progress.current.processed, fit_loop.epoch_progress.current.processed
+        used = fit_loop.epoch_loop.batch_progress.current.processed
+        return used, fit_loop.epoch_progress.current.processed
 
     @property
     def _fetcher(self) -> Any:
         return lightning_internals.training_data_fetcher(self._trainer)
 
     def _all(self) -> list[Any]:
-        return [] if self._fetcher is None else list(map(users_own, self._fetcher.combined_loader.flattened))
+        if self._fetcher is None:
+            return []
+        return list(map(users_own, self._fetcher.combined_loader.flattened))
 
     def before_fetch(self) -> None:
-        """Called before a batch is drawn. If that is one batch ahead of the loop, the last two states are kept."""
+        """Called before a batch is drawn. If the loop draws one batch ahead, the last two states are kept."""
         if loops.prefetches(self._trainer) and any(map(is_stateful, self._all())):
             number = self._fetcher.fetched
             states = [_state_of(loader) for loader in self._all()]
             self._states = {number - 1: self._states.get(number - 1, []), number: states}
 
     def positions(self, at: loops.Position) -> list[dict[str, Any]]:
-        """Position of each loader, where the fit is ``at``."""
+        """Position of each loader when the fit is ``at`` a position."""
         return [self._position(index, loader, at) for index, loader in enumerate(self._all())]
 
     def _position(self, index: int, loader: Any, at: loops.Position) -> dict[str, Any]:
@@ -93,19 +100,22 @@ class TrainingLoaders:
         if isinstance(sampler := _innermost_sampler(loader), DistributedSampler):
             found["seed"] = sampler.seed
         # Between epochs it is at the end of one, and starts over; so is a generator before its first batch.
-        begins = at.stage == loops.EPOCH or (at.batches == 0 and inspect.isgeneratorfunction(type(loader).__iter__))
+        is_generator = inspect.isgeneratorfunction(type(loader).__iter__)
+        begins = at.stage == loops.EPOCH or (at.batches == 0 and is_generator)
         if is_stateful(loader) and begins:
             found["epoch_counters"] = _epoch_counters(loader)
-        elif is_stateful(loader):
+        elif is_stateful(loader) and loops.prefetches(self._trainer):
             ahead = self._states.get(at.batches) or [None] * (index + 1)
-            found["state"] = ahead[index] if loops.prefetches(self._trainer) else _state_of(loader)
+            found["state"] = ahead[index]
+        elif is_stateful(loader):
+            found["state"] = _state_of(loader)
         recorder = _recorder(loader)
         if recorder is not None and at.is_iterated:
             found |= self._position_of_indices(loader, recorder, at)
         return found
 
     def _position_of_indices(self, loader: Any, recorder: RecordingSampler, at: loops.Position) -> dict[str, Any]:
-        """Where a map-style loader is within the epoch: nothing if it has not begun."""
+        """Where a map-style loader is within the epoch; empty if it has not begun."""
         newest = recorder.iteration
         if newest is None or newest.epoch < at.epochs:
             if at.batches == 0:  # a generator draws when its first batch is asked for
@@ -128,42 +138,43 @@ class TrainingLoaders:
     def start(self, positions: list[dict[str, Any]], at: loops.Position) -> None:
         """Resume, once the loaders are iterated and the run has started. Changes the global random states."""
         loaders = self._all()
-        kinds, saved = list(map(_kind, loaders)), [position["kind"] for position in positions]
+        kinds = list(map(_kind, loaders))
+        saved = [position["kind"] for position in positions]
         if at.stage != loops.EPOCH and kinds != saved:
             raise ValueError(
-                f"Training loaders go on within an epoch by {kinds}, and the checkpoint holds {saved}: pass loaders"
-                " like those that were used, or resume from the end of an epoch."
+                f"Training loaders go on within an epoch by {kinds}, and the checkpoint holds {saved}: pass"
+                " loaders like those that were used, or resume from the end of an epoch."
             )
         keeping = [position["keeps_iterator"] for position in positions if "keeps_iterator" in position]
         if at.stage != loops.EPOCH and keeping:
             raise ValueError(
-                f"The checkpoint was written within an epoch of a {keeping[0]}, whose batches come from an iterator"
-                " that was made before the fit or before this epoch, or not from its sampler: where it stood is not"
-                " known. Resume from a checkpoint of the end of an epoch, or use torch's"
+                f"The checkpoint was written within an epoch of a {keeping[0]}, whose batches come from an"
+                " iterator that was made before the fit or before this epoch, or not from its sampler: where"
+                " it stood is not known. Resume from a checkpoint of the end of an epoch, or use torch's"
                 " DataLoader(persistent_workers=True)."
             )
-        dropped = [
-            self._restore_position(at, loader, position) for loader, position in zip(loaders, positions, strict=False)
-        ]
+        pairs = list(zip(loaders, positions, strict=False))
+        dropped = [self._restore_position(at, loader, position) for loader, position in pairs]
         if at.is_iterated and positions:
             with self._dropping(dropped):
                 iter(self._fetcher)
         for recorder in self._recorders:
-            recorder.target = None
+            recorder.repeat(None)
         if not at.is_iterated:
             _start_persistent_workers(loaders)
         self._states = {at.batches: [position.get("state") for position in positions]}
-        for loader, position in zip(loaders, positions, strict=False):
-            # A recorder that has drawn nothing yet sets its samplers when it does, which it may not in this epoch.
+        for loader, position in pairs:
+            # A recorder that has drawn nothing yet sets its samplers when it draws, perhaps not in this epoch.
             own = _recorder(loader)
-            newest = None if own is None else own.iteration
-            has_drawn = newest is not None and newest.num_drawn > 0
-            goes_on = at.is_iterated and (is_stateful(loader) or ("iteration" in position and has_drawn))
-            rng.set_own_states(loader, position["generators"], [] if goes_on else position["samplers"])
+            has_drawn = "iteration" in position and own is not None and own.has_drawn
+            samplers = position["samplers"]
+            if at.is_iterated and (is_stateful(loader) or has_drawn):
+                samplers = []
+            rng.set_own_states(loader, position["generators"], samplers)
 
     @contextmanager
     def _dropping(self, numbers: list[int]) -> Iterator[None]:
-        """Within it, iterating the loaders loads and drops these numbers of batches of each first."""
+        """Context in which a loader that is iterated first loads and drops its number of batches."""
         combined = self._fetcher.combined_loader
         present = combined.flattened
         dropping = list(present)
@@ -181,18 +192,20 @@ class TrainingLoaders:
                 combined.flattened = present
 
     def _restore_position(self, at: loops.Position, loader: Any, position: dict[str, Any]) -> int:
-        """Prepare a loader to be iterated; return how many batches are to be loaded and dropped then."""
-        recorder, sampler = _recorder(loader), _innermost_sampler(loader)
+        """Prepare a loader to be iterated; return how many batches it must then load and drop."""
+        recorder = _recorder(loader)
+        sampler = _innermost_sampler(loader)
         if "seed" in position and isinstance(sampler, DistributedSampler):
             # Lightning seeds its sampler from PL_GLOBAL_SEED, which may differ now, or not be set.
             sampler.seed = position["seed"]
         if at.is_iterated:
             for owner in (getattr(loader, "sampler", None), sampler):
-                if callable(set_epoch := getattr(owner, "set_epoch", None)):
+                set_epoch = getattr(owner, "set_epoch", None)
+                if callable(set_epoch):
                     set_epoch(at.epochs)
         if position.get("state") is not None:
             if _is_litdatas(loader):
-                # Until it is iterated, litdata writes the epoch of its data set into the state that it has loaded.
+                # Until it is iterated, litdata writes its data set's epoch into the state that it has loaded.
                 loader.dataset.set_epoch(position["state"]["current_epoch"])
             loader.load_state_dict(position["state"])
         for owner, name in _EPOCH_COUNTERS:
@@ -206,36 +219,42 @@ class TrainingLoaders:
         iteration = Iteration(states, start, at.epochs)
         if iteration.start and loops.prefetches(self._trainer):
             self._say(
-                "A training loader had started over within the epoch, beside one that has no length: samples of"
-                " this epoch may be left out or used twice."
+                "A training loader had started over within the epoch, beside one that has no length: samples"
+                " of this epoch may be left out or used twice."
             )
         if not _has_own_iter(loader):
-            recorder.target = Target(iteration, yielded, position.get("ahead", []))
+            recorder.repeat(Target(iteration, yielded, position.get("ahead", [])))
             return 0
-        # A generator begins with its first batch. So at least one is drawn here, before random states are restored.
-        num_skipped = max(yielded - 1, 0) if position.get("is_one_to_one", True) else 0
-        recorder.target = Target(iteration, num_skipped, [])
+        # A generator begins with its first batch. So one is drawn here, before random states are restored.
+        num_skipped = 0
+        if position.get("is_one_to_one", True):
+            num_skipped = max(yielded - 1, 0)
+        recorder.repeat(Target(iteration, num_skipped, []))
         return yielded - num_skipped
 
     def _check_same(self, loader: Any, position: dict[str, Any]) -> None:
-        """Raise ValueError if indices of a loader like this would be other samples than those of the position."""
-        length, yielded, size = sized_len(loader), position["yielded"], _batch_size(loader)
+        """Raise ValueError if this loader's indices would be other samples than those of the position."""
+        length = sized_len(loader)
+        yielded = position["yielded"]
+        size = _batch_size(loader)
         if length is not None and length != (position["length"] or max(length, yielded)):
             raise ValueError(
-                f"The checkpoint was written after batch {yielded} of {position['length']}, and a training loader"
-                f" has {length} now: pass the loader that was used, or resume from the end of an epoch."
+                f"The checkpoint was written after batch {yielded} of {position['length']}, and a training"
+                f" loader has {length} now: pass the loader that was used, or resume from the end of an"
+                " epoch."
             )
         if size != position.get("batch_size", size):
             raise ValueError(
                 f"The checkpoint was written after batch {yielded} of a training loader with"
-                f" batch_size={position['batch_size']}, which is {size} now: samples of this epoch would be left out or"
-                " used twice. Pass the batch size that was used, or resume from the end of an epoch."
+                f" batch_size={position['batch_size']}, which is {size} now: samples of this epoch would be"
+                " left out or used twice. Pass the batch size that was used, or resume from the end of an"
+                " epoch."
             )
 
     def end_epoch(self) -> None:
-        """Called where the batches of an epoch have ended on this rank."""
+        """Called when the batches of an epoch have ended on this rank."""
         for loader in self._all():
-            # A loader of litdata that was resumed, and whose epoch a limit has ended, would go on there in the next.
+            # A resumed loader of litdata whose epoch a limit has ended would go on there in the next epoch.
             if is_stateful(loader) and getattr(loader, "restore", None) is True:
                 loader.restore = False
 
@@ -247,7 +266,7 @@ class TrainingLoaders:
 
 
 def _start_persistent_workers(loaders: list[Any]) -> None:
-    """Start those that a generator starts in the first epoch alone, with a random number, as was done then."""
+    """Start the workers that a generator starts in the first epoch only; this draws a random number, as then."""
     for loader in loaders:
         if isinstance(loader, DataLoader) and loader.persistent_workers and _has_own_iter(loader):
             DataLoader.__iter__(loader)
@@ -258,8 +277,10 @@ def _has_own_iter(loader: Any) -> bool:
 
 
 def _kind(loader: Any) -> str:
-    """What a loader goes on by."""
-    return "state" if is_stateful(loader) else "no position" if _recorder(loader) is None else "indices"
+    """The kind of state from which a loader resumes."""
+    if is_stateful(loader):
+        return "state"
+    return "no position" if _recorder(loader) is None else "indices"
 
 
 def _is_litdatas(loader: Any) -> bool:
@@ -272,7 +293,9 @@ def _epoch_counters(loader: Any) -> dict[str, int]:
 
 
 def _state_of(loader: Any) -> Any:
-    return copy.deepcopy(loader.state_dict()) if is_stateful(loader) else None
+    if not is_stateful(loader):
+        return None
+    return copy.deepcopy(loader.state_dict())
 
 
 def _batch_size(loader: Any) -> int | None:

@@ -1,7 +1,8 @@
-"""The position of a fit, read from the counters of Lightning's loops, and counters that resume at a position.
+"""The position of a fit, read from the counters of Lightning's loops, and counters to resume from.
 
-Lightning (2.6.6) guesses from its counters where a checkpoint was saved. Counters saved in a hook make it skip a due
-validation, the end of an epoch, or one step of the logger, so a checkpoint gets counters that leave nothing to guess.
+Lightning (2.6.6) guesses from its counters where a checkpoint was saved. Counters saved in a hook make it
+skip a due validation, the end of an epoch, or one step of the logger, so a checkpoint gets counters that
+leave nothing to guess.
 """
 
 import math
@@ -12,19 +13,28 @@ import lightning.pytorch as pl
 
 from lightning_automodel.internals import lightning as lightning_internals
 
-# Stages: an epoch comes next, its hooks first; a batch comes next; a batch was just trained on, and a validation may be
-# due; the validation after a batch is over.
-EPOCH, BATCH, STEP, VALIDATION = "epoch", "batch", "step", "validation"
+# Stages of a fit.
+EPOCH = "epoch"  # an epoch comes next, its hooks first
+BATCH = "batch"  # a batch comes next
+STEP = "step"  # a batch was just trained on, and a validation may be due
+VALIDATION = "validation"  # the validation after a batch is over
+
+
+_TRACKERS = (
+    "epoch_loop.automatic_optimization.optim_progress",
+    "epoch_loop.manual_optimization.optim_step_progress",
+    "epoch_loop.scheduler_progress",
+)
 
 
 @dataclass(frozen=True)
 class Position:
-    """Position of a fit: one of the stages above, batches of the epoch that the loop has used, complete epochs."""
+    """Position of a fit."""
 
-    stage: str
-    batches: int
-    epochs: int
-    is_epoch_ending: bool = False  # the hooks that end an epoch are running: what follows them is still to be done
+    stage: str  # one of those above
+    batches: int  # of the epoch that the loop has used
+    epochs: int  # that are complete
+    is_epoch_ending: bool = False  # the hooks that end an epoch are running: what follows them is not done yet
 
     @property
     def is_iterated(self) -> bool:
@@ -41,7 +51,8 @@ def position(trainer: "pl.Trainer") -> Position:
     if epochs.started <= epochs.processed:
         is_ending = epochs.completed < epochs.processed
         if 0 < epochs.processed == epochs.ready and batches.processed and not is_last_batch(trainer):
-            # max_steps, max_time or should_stop ended the epoch early: its rest comes when more steps are allowed.
+            # max_steps, max_time or should_stop ended the epoch early: its rest comes when more steps are
+            # allowed.
             return Position(BATCH, batches.processed, epochs.processed - 1, is_ending)
         return Position(EPOCH, batches.processed, epochs.processed, is_ending)
     if batches.completed < batches.ready:
@@ -60,18 +71,21 @@ def is_last_batch(trainer: "pl.Trainer") -> bool:
 
 
 def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, Any]:
-    """``saved``, a state of the fit loop, with counters from which Lightning's loops resume ``at`` a position."""
+    """A ``saved`` state of the fit loop, with counters from which Lightning's loops resume ``at`` a position."""
     started = at.epochs + (at.stage != EPOCH)
     epochs = {"ready": started, "started": started, "processed": at.epochs, "completed": at.epochs}
-    batches, steps = saved["epoch_loop.batch_progress"], saved["epoch_loop.state_dict"]
+    batches = saved["epoch_loop.batch_progress"]
+    steps = saved["epoch_loop.state_dict"]
     validated = saved["epoch_loop.val_loop.batch_progress"]
     before = batches["total"]["processed"] - batches["current"]["processed"]
     validations = dict.fromkeys(validated["total"], validated["total"]["completed"])
     if at.stage == STEP:
         # With these counters, Lightning takes a due validation for an interrupted one, and runs it.
         validations["ready"] = validations["started"] = validations["completed"] + 1
-    # Within an epoch, a restarted loop finishes a batch before it draws one, and counts its step.
-    counted = logged if at.stage == EPOCH else logged - 1
+    counted = logged
+    if at.stage != EPOCH:
+        # Within an epoch, a restarted loop finishes a batch before it draws one, and counts its step.
+        counted -= 1
     counters = {
         "epoch_progress": {"total": epochs, "current": dict(epochs)},
         "epoch_loop.batch_progress": {
@@ -89,8 +103,7 @@ def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, A
         # Each rank's loaders have their own states, and Lightning would load those of rank 0 on every rank.
         "state_dict": {name: value for name, value in saved["state_dict"].items() if name != "combined_loader"},
     }
-    trackers = "automatic_optimization.optim_progress", "manual_optimization.optim_step_progress", "scheduler_progress"
-    counters |= {f"epoch_loop.{name}": _all_completed(saved[f"epoch_loop.{name}"]) for name in trackers}
+    counters |= {name: _all_completed(saved[name]) for name in _TRACKERS}
     return {**saved, **counters}
 
 
@@ -102,7 +115,7 @@ def _all_completed(progress: dict[str, Any]) -> dict[str, Any]:
 
 
 def finish_restart(trainer: "pl.Trainer", stage: str, logged: int) -> None:
-    """Make the loops forget, in ``on_train_start``, that they were restarted where that would mislead them."""
+    """In ``on_train_start``, make the loops forget that they were restarted where that would mislead them."""
     fit_loop: Any = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
     lightning_internals.forget_restart(fit_loop)
@@ -121,6 +134,28 @@ def finish_restart(trainer: "pl.Trainer", stage: str, logged: int) -> None:
         lightning_internals.skip_validation(epoch_loop.val_loop)
 
 
+def run_rest(fit_loop: Any, is_within_batch: bool) -> None:
+    """Run the hooks that end a fit without a step left, after the validation of its last batch, if that is due."""
+    fit_loop.reset()
+    fit_loop.on_run_start()
+    if is_within_batch:
+        fit_loop.on_advance_start()
+        fit_loop.advance()
+        fit_loop.on_advance_end()
+        fit_loop.on_iteration_done()
+    fit_loop.on_run_end()
+
+
+def step_plateau_schedulers(trainer: "pl.Trainer") -> None:
+    """Do what Lightning does after the hooks that end an epoch; the checkpoint was saved in one of them."""
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    configs = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    if all(config.monitor in trainer.callback_metrics for config in configs):
+        epochs.completed -= 1
+        trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        epochs.completed += 1
+
+
 def prefetches(trainer: "pl.Trainer") -> bool:
-    """Whether the loop draws one batch ahead, as it does if it cannot know otherwise which batch is the last."""
+    """Whether the loop draws one batch ahead, since it cannot know otherwise which batch is the last."""
     return math.isinf(trainer.num_training_batches)

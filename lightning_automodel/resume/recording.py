@@ -15,13 +15,13 @@ from lightning_automodel.resume import rng
 
 @dataclass
 class Iteration:
-    """One iteration over the indices of a loader; for a loader that collates them, an index is a list of these."""
+    """One iteration over the indices of a loader. If the loader collates them, an index is a list of these."""
 
     states: tuple[dict[str, Any], rng.OwnStates] | None  # before its first index; None of another world size
-    start: int  # batches of the epoch that the loop had used before; not 0 if a shorter loader has started over
+    start: int  # batches of the epoch used before it; not 0 if a shorter loader has started over
     epoch: int = 0
     num_drawn: int = 0
-    latest: list[Any] = field(default_factory=list)  # the indices drawn last, at least those of unused batches
+    latest: list[Any] = field(default_factory=list)  # the newest indices, at least those of unused batches
 
     def drew(self, index: Any) -> Any:
         """Note ``index``, and return it."""
@@ -38,28 +38,39 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Target:
-    """An iteration to repeat without what was used: ``num_skipped`` indices; ``ahead`` are those drawn after them."""
+    """An iteration to repeat without its used indices."""
 
     iteration: Iteration
-    num_skipped: int
-    ahead: list[Any]
+    num_skipped: int  # the used indices
+    ahead: list[Any]  # those that were drawn after them
 
 
 class RecordingSampler(Sampler[Any]):
-    """Replaces the (batch) sampler of a DataLoader until :meth:`close`: yields the same, and can skip what was used.
+    """Replaces the (batch) sampler of a DataLoader until :meth:`close`: it can skip what was used.
 
-    ``iteration`` is the newest one, None before its first index; ``target`` one to repeat, if any.
-    ``position`` returns how many batches of the epoch the loop has used, and the epoch.
+    ``iteration`` is the newest one, None before its first index. ``position`` returns how many batches of the
+    epoch the loop has used, and the epoch.
     """
 
     def __init__(self, loader: DataLoader[Any], device: torch.device, position: Callable[[], tuple[int, int]]) -> None:
-        self._loader, self._device, self._position = loader, device, position
+        self._loader = loader
+        self._device = device
+        self._position = position
         self._name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._inner: Any = getattr(loader, self._name)
-        self.target: Target | None = None
+        self._target: Target | None = None
         self.iteration: Iteration | None = None
         # DataLoader refuses to set its sampler after its construction.
         vars(loader)[self._name] = self
+
+    def repeat(self, target: Target | None) -> None:
+        """From the next iteration on, repeat ``target``; None: record new ones."""
+        self._target = target
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether the newest iteration has drawn an index."""
+        return self.iteration is not None and self.iteration.num_drawn > 0
 
     @property
     def innermost(self) -> Any:
@@ -81,29 +92,36 @@ class RecordingSampler(Sampler[Any]):
     @override
     def __iter__(self) -> Iterator[Any]:
         # Loaders with workers do this twice.
-        target = self.target
-        # Here and not with the first index, before which the first window's snapshot is taken.
-        self.iteration = None if target is None else target.iteration
-        return self._record() if target is None else self._replay(target)
+        target = self._target
+        # Not with the first index: the first window's snapshot is taken before that.
+        if target is None:
+            self.iteration = None
+            return self._record()
+        self.iteration = target.iteration
+        return self._replay(target)
 
     def _record(self) -> Iterator[Any]:
         states = rng.global_states(self._device), rng.own_states(self._loader)
-        iteration = self.iteration = Iteration(states, *self._position())
+        iteration = Iteration(states, *self._position())
+        self.iteration = iteration
         for index in self._inner:
             yield iteration.drew(index)
 
     def _replay(self, target: Target) -> Iterator[Any]:
         iteration = target.iteration
-        now, (generators, _) = rng.global_states(self._device), rng.own_states(self._loader)
+        now = rng.global_states(self._device)
+        generators, _ = rng.own_states(self._loader)
         if iteration.states is not None:
             rng.set_global_states(iteration.states[0], self._device)
             rng.set_own_states(self._loader, *iteration.states[1])
         indices = iter(self._inner)
         for _ in range(target.num_skipped + len(target.ahead)):
             next(indices, None)
-        # The first index is drawn here, under the states of that time, since drawing it may use random numbers. So may
-        # drawing later ones: workers had drawn those ahead under states that are not known.
-        head = target.ahead or list(islice(indices, 0 if target.num_skipped else 1))
+        # The first index is drawn under the states of that time, since drawing it may use random numbers.
+        # Later ones may too, but workers had drawn those ahead under states that are not known.
+        head = target.ahead
+        if not head and not target.num_skipped:
+            head = list(islice(indices, 1))
         rng.set_global_states(now, self._device)
         rng.set_own_states(self._loader, generators, [])
         iteration.num_drawn = target.num_skipped
@@ -112,10 +130,11 @@ class RecordingSampler(Sampler[Any]):
 
 
 class DroppingLoader:
-    """A ``loader`` whose first iteration begins after ``number`` batches, which are loaded and dropped."""
+    """A ``loader`` whose first iteration loads and drops ``number`` batches before it begins."""
 
     def __init__(self, loader: Any, number: int) -> None:
-        self._loader, self._number = loader, number
+        self._loader = loader
+        self._number = number
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -125,7 +144,8 @@ class DroppingLoader:
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._loader)
-        number, self._number = self._number, 0
+        number = self._number
+        self._number = 0
         for _ in range(number):
             next(batches, None)
         return batches

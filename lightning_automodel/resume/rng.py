@@ -1,4 +1,4 @@
-"""States of random-number generators as plain data, which ``weights_only`` loads, and what a loader draws from."""
+"""States of random-number generators as plain data, which ``weights_only`` loads: global ones, and a loader's."""
 
 import copy
 import random
@@ -9,16 +9,21 @@ import torch
 from torch.utils.data import Sampler
 
 _FOLLOWED_ATTRIBUTES = ("sampler", "batch_sampler", "dataset", "_inner")
-OwnStates = tuple[list[Any], list[Any]]  # of a loader's generators, and of its samplers that have `state_dict`
+OwnStates = tuple[list[Any], list[Any]]  # of a loader's generators, and of its samplers with `state_dict`
 
 
 def global_states(device: torch.device) -> dict[str, Any]:
-    """The global states of python, numpy and torch on this process, on the host and on its ``device``.
+    """The global states of python, numpy and torch in this process, for the host and its ``device``.
 
-    Does not synchronise: the state of a CUDA generator is on the host. An accelerator's is that of the current device.
+    This does not synchronise: the state of a CUDA generator is on the host. For an accelerator, it is the
+    state of the current device.
     """
     name, keys, *rest = np.random.get_state(legacy=True)
-    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (name, list(map(int, keys)), *rest)}
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (name, list(map(int, keys)), *rest),
+    }
     if device.type != "cpu":
         states["device"] = torch.get_device_module(device).get_rng_state()
     return states
@@ -36,7 +41,8 @@ def set_global_states(states: dict[str, Any], device: torch.device) -> None:
 def own_states(loader: Any) -> OwnStates:
     """States of the generators of torch and of the samplers that a loader holds."""
     generators, samplers = _sources(loader)
-    return [each.get_state() for each in generators], [copy.deepcopy(each.state_dict()) for each in samplers]
+    generator_states = [generator.get_state() for generator in generators]
+    return generator_states, [copy.deepcopy(sampler.state_dict()) for sampler in samplers]
 
 
 def set_own_states(loader: Any, generators: list[Any], samplers: list[Any]) -> None:
@@ -49,8 +55,10 @@ def set_own_states(loader: Any, generators: list[Any], samplers: list[Any]) -> N
 
 
 def _sources(loader: Any) -> tuple[list[torch.Generator], list[Any]]:
-    """Generators, and samplers with a state, of a loader and of the samplers and datasets below it, each once."""
-    owners, generators, waiting = {id(loader): loader}, {}, [loader]
+    """Generators, and samplers with a state, of a loader and of the samplers and datasets below it, once each."""
+    owners = {id(loader): loader}
+    generators = {}
+    waiting = [loader]
     while waiting:
         for name, value in getattr(waiting.pop(0), "__dict__", {}).items():
             if isinstance(value, torch.Generator):
@@ -59,7 +67,6 @@ def _sources(loader: Any) -> tuple[list[torch.Generator], list[Any]]:
                 owners[id(value)] = value
                 waiting.append(value)
     # Asked of the class: a sampler that records another has its attributes.
-    stateful = [
-        each for each in owners.values() if isinstance(each, Sampler) and hasattr(type(each), "load_state_dict")
-    ]
+    samplers = [owner for owner in owners.values() if isinstance(owner, Sampler)]
+    stateful = [sampler for sampler in samplers if hasattr(type(sampler), "load_state_dict")]
     return list(generators.values()), stateful

@@ -1,6 +1,6 @@
 """What a module and its Trainer's callbacks hold besides the module's state dict, at one moment on one rank.
 
-Nothing here synchronises or communicates, and what changes in place is copied.
+Nothing here synchronises or communicates. Values that change in place are copied.
 """
 
 import copy
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.resume import loops
 from lightning_automodel.sharding import weight_averaging
 
 
@@ -29,7 +30,9 @@ def _plain_buffers(module: "pl.LightningModule") -> dict[str, Tensor]:
     held: dict[str, Tensor] = {}
     for prefix, root in _roots(module):
         held.update(root.named_buffers(prefix))
-    return {name: each.detach() for name, each in held.items() if not isinstance(each, DTensor) and not each.is_meta}
+    return {
+        name: buffer.detach() for name, buffer in held.items() if not isinstance(buffer, DTensor) and not buffer.is_meta
+    }
 
 
 def _roots(module: "pl.LightningModule") -> Iterator[tuple[str, nn.Module]]:
@@ -40,16 +43,13 @@ def _roots(module: "pl.LightningModule") -> Iterator[tuple[str, nn.Module]]:
 
 
 def _modules(module: "pl.LightningModule") -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
-    for prefix, root in _roots(module):
-        found.update(root.named_modules(prefix=prefix))
-    return found
+    return {name: child for prefix, root in _roots(module) for name, child in root.named_modules(prefix=prefix)}
 
 
 def unsaved_buffers(
     module: "pl.LightningModule", copies: dict[str, Tensor], first: dict[str, Tensor]
 ) -> dict[str, Tensor | None]:
-    """The ``copies`` that a state dict may lack for this rank: they differ from the ``first`` ones, or from now.
+    """The ``copies`` that a state dict may lack for this rank: they differ from the ``first`` ones, or now.
 
     None for those that have no value any more.
     """
@@ -62,15 +62,15 @@ def unsaved_buffers(
             changed[name] = None
     for name, value in copies.items():
         # Within a validation, an average and the module have each other's values.
-        swapped = [now[each] for each in _swapped_names(name) if each in now]
+        swapped = [now[other] for other in _swapped_names(name) if other in now]
         held = [first.get(name), now.get(name), *swapped]
-        if not all(_are_equal(value, each) for each in held):
+        if not all(_are_equal(value, buffer) for buffer in held):
             changed[name] = value
     return changed
 
 
 def _swapped_names(name: str) -> list[str]:
-    """Names of what a first average holds for a buffer of the module, or the module for one of any average."""
+    """Names under which the first average holds a buffer of the module, or the module one of an average."""
     average, _, own = name.partition(".module.")
     if own and average.removeprefix("average").isdigit():
         return [own]
@@ -79,23 +79,26 @@ def _swapped_names(name: str) -> list[str]:
 
 def metrics(module: "pl.LightningModule") -> dict[str, dict[str, Any]]:
     """Copies of the states of all TorchMetrics objects, and how often they were updated."""
-    found = {name: each for name, each in module.named_modules() if isinstance(each, Metric)}
-    return {name: lightning_internals.metric_state(metric) for name, metric in found.items()}
+    return {
+        name: lightning_internals.metric_state(metric)
+        for name, metric in module.named_modules()
+        if isinstance(metric, Metric)
+    }
 
 
 def flags(module: "pl.LightningModule") -> dict[str, Any]:
-    """What hooks may switch: modes of modules, which parameters are trained, the length of windows."""
+    """What hooks may switch: modes of modules, which parameters train, the length of windows."""
     return {
-        **{f"{name}.training": each.training for name, each in module.named_modules()},
-        **{f"{name}.requires_grad": each.requires_grad for name, each in module.named_parameters()},
+        **{f"{name}.training": child.training for name, child in module.named_modules()},
+        **{f"{name}.requires_grad": parameter.requires_grad for name, parameter in module.named_parameters()},
         "accumulate_grad_batches": module.trainer.accumulate_grad_batches,
     }
 
 
 def restore_flags(module: "pl.LightningModule", switched: dict[str, Any]) -> None:
     """Set some of what :func:`flags` returned."""
-    for name, each in module.named_modules():
-        each.training = switched.get(f"{name}.training", each.training)
+    for name, child in module.named_modules():
+        child.training = switched.get(f"{name}.training", child.training)
     for name, parameter in module.named_parameters():
         parameter.requires_grad = switched.get(f"{name}.requires_grad", parameter.requires_grad)
     length = switched.get("accumulate_grad_batches", module.trainer.accumulate_grad_batches)
@@ -104,7 +107,8 @@ def restore_flags(module: "pl.LightningModule", switched: dict[str, Any]) -> Non
 
 def callbacks(trainer: "pl.Trainer") -> dict[str, Any]:
     """Copies of the states of all callbacks that have one, by key."""
-    states = {each.state_key: each.state_dict() for each in trainer.callbacks}  # type: ignore[attr-defined]
+    held: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    states = {callback.state_key: callback.state_dict() for callback in held}
     return {key: _copied(state) for key, state in states.items() if state}
 
 
@@ -117,7 +121,7 @@ class BesideCallbacks:
     data_module: Any  # None without a state
 
     def put_into(self, checkpoint: dict[str, Any], trainer: "pl.Trainer") -> None:
-        """Set them in a checkpoint that was written later, but for what ``on_save_checkpoint`` has removed from it."""
+        """Set them in a checkpoint that was written later, except what ``on_save_checkpoint`` has removed."""
         if "lr_schedulers" in checkpoint:
             checkpoint["lr_schedulers"] = self.schedulers
         for state, options in zip(checkpoint["optimizer_states"], self.options, strict=False):
@@ -127,6 +131,18 @@ class BesideCallbacks:
         name = type(_data_module(trainer)).__qualname__
         if self.data_module and name in checkpoint:
             checkpoint[name] = self.data_module
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State of a fit at one moment on this rank."""
+
+    at: loops.Position
+    logged: int  # batches that stepped, as loggers count them
+    state: dict[str, Any]  # as a checkpoint holds it
+    callbacks: dict[str, Any]
+    beside: BesideCallbacks
+    versions: list[int]  # of all parameters: a write changes them
 
 
 def beside_callbacks(trainer: "pl.Trainer") -> BesideCallbacks:
@@ -161,9 +177,9 @@ def restore(module: "pl.LightningModule", loaded: dict[str, Any], device: torch.
     Returns:
         Names of saved buffers whose module this run does not have.
     """
-    for name, each in module.named_modules():
-        if name in loaded["metrics"] and isinstance(each, Metric):
-            lightning_internals.set_metric_state(each, loaded["metrics"][name])
+    for name, metric in module.named_modules():
+        if name in loaded["metrics"] and isinstance(metric, Metric):
+            lightning_internals.set_metric_state(metric, loaded["metrics"][name])
     unknown = _restore_buffers(module, loaded["buffers"], device)
     restore_flags(module, loaded["flags"])
     module.trainer.callback_metrics.update(move_data_to_device(loaded["seen"], device))
@@ -192,7 +208,8 @@ def _restore_buffers(module: "pl.LightningModule", saved: dict[str, Tensor | Non
 
 def _give_buffer(owner: nn.Module, attribute: str, value: Tensor | None, device: torch.device) -> None:
     """Set a buffer that is registered without a value, or not yet."""
-    value = None if value is None else value.to(device)
+    if value is not None:
+        value = value.to(device)
     setattr(owner, attribute, value)
     if value is not None and attribute not in dict(owner.named_buffers(recurse=False)):
         delattr(owner, attribute)
@@ -202,14 +219,16 @@ def _give_buffer(owner: nn.Module, attribute: str, value: Tensor | None, device:
 
 def _replace_buffer(modules: Iterable[nn.Module], buffer: Tensor, value: Tensor | None) -> None:
     """Set ``value`` wherever modules hold ``buffer``, which they may share."""
+    if value is not None:
+        value = value.to(buffer.device)
     for module in modules:
         for name, held in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if held is buffer:
-                setattr(module, name, None if value is None else value.to(buffer.device))
+                setattr(module, name, value)
 
 
 def _fits(buffer: Tensor, value: Tensor) -> bool:
-    """Whether ``value`` may be copied into ``buffer``: another floating-point dtype is that of another precision."""
+    """Whether ``value`` may be copied into ``buffer``: floating-point dtypes may differ, as precisions do."""
     if buffer.shape != value.shape or buffer.layout != value.layout:
         return False
     return buffer.dtype == value.dtype or (buffer.is_floating_point() and value.is_floating_point())

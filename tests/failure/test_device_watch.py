@@ -28,7 +28,8 @@ class World:
         def exchange(store: dist.Store, values: Any) -> None:
             self.watches[rank].exchange(board, store, "run", values[0])
 
-        board = Board(rank, lambda: self.store, "run", range(3), 1795.0, lambda: self.says(rank), [DEVICES], exchange)
+        board = Board(rank, lambda: self.store, "run", range(3), 1795.0, lambda: self.says(rank))
+        board.exchange_with([DEVICES], exchange)
         board.clock = lambda: self.now
         return board
 

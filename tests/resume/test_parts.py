@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
-from lightning_automodel.resume import fit, loops, rng
+from lightning_automodel.resume import fit, loops, rng, world_size
 
 
 def through_a_file(value: Any) -> Any:
@@ -65,7 +65,7 @@ def test_as_many_samples_count_as_used(then: int, now: int, batches: int) -> Non
         "own": {"last_step": None},
         "loaders": [{"kind": "indices", "iteration": (1, 0), "yielded": 3, "seed": 5}, {"kind": "state", "state": {}}],
     }
-    plan = fit.carried_over({"ranks": [saved], "sizes": {"data_parallel": then}}, now)
+    plan = world_size.carried_over({"ranks": [saved], "sizes": {"data_parallel": then}}, now)
     assert plan["batches"] == plan["loaders"][0]["yielded"] == batches
     assert plan["loaders"][0]["seed"] == 5
     assert "state" not in plan["loaders"][1]
@@ -105,6 +105,6 @@ def test_counters_are_consistent() -> None:
 
 
 def test_another_format_is_refused() -> None:
-    resume: Any = SimpleNamespace(_actions_seen=set(), _trainer=SimpleNamespace(callbacks=[]))
+    resume: Any = SimpleNamespace(_state=fit.State.WAITING, _trainer=SimpleNamespace(callbacks=[]))
     with pytest.raises(ValueError, match="has format 1, and this version of lightning_automodel knows format 4"):
         fit.Resume.load(resume, {"format": 1}, {}, {}, 0)

@@ -1,0 +1,53 @@
+"""The key-value store of a process group: where it is, another connection to it, and how often ranks ask it."""
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+RANKS_PER_SECOND = 1000
+SHORTEST_PAUSE_S = 0.002
+LONGEST_PAUSE_S = 0.25
+
+
+def pause_s(waited_s: float, num_ranks: int) -> float:
+    """Seconds until the store is asked again: longer as a wait takes longer, and as more ranks wait."""
+    share_s = num_ranks / RANKS_PER_SECOND
+    return max(SHORTEST_PAUSE_S, share_s / 4, min(max(LONGEST_PAUSE_S, share_s), waited_s / 10))
+
+
+def launcher_hosts_store() -> bool:
+    """Whether ``torchrun`` keeps the store at MASTER_ADDR and MASTER_PORT, so that no rank has to."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """IPv6 or IPv4, for a numeric ``address``."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def without_prefixes(store: dist.Store) -> dist.Store:
+    """The store below all of its ``PrefixStore`` wrappers."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def connect_again(prefix: str, timeout_s: float) -> Callable[[], dist.Store]:
+    """A function that connects to the default group's store once more, for keys that begin with ``prefix``."""
+    world = dist.group.WORLD
+    assert world is not None
+    store = world.get_group_store()
+
+    def connect() -> dist.Store:
+        innermost = without_prefixes(store)
+        if isinstance(innermost, dist.TCPStore):
+            # Raises at once if the host is gone; a client would retry for longer than the timeout.
+            socket.create_connection((innermost.host, innermost.port), timeout=timeout_s).close()
+        connection = store.clone()  # type: ignore[attr-defined]
+        connection.set_timeout(timedelta(seconds=timeout_s))
+        return dist.PrefixStore(prefix, connection)
+
+    return connect
