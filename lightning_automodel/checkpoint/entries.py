@@ -1,4 +1,4 @@
-"""Entries of a ``.distcp`` file, each what ``torch.save`` writes of one tensor: opened, and read block by block."""
+"""Opens the entries of a ``.distcp`` file, each one tensor from ``torch.save``, and reads them block by block."""
 
 import errno
 import io
@@ -47,8 +47,10 @@ class _Part(io.RawIOBase):
     @override
     def read(self, size: int = -1) -> bytes:
         num_left = max(0, self._length - self._position)
+        if size < 0 or size > num_left:
+            size = num_left
         self._file.seek(self._offset + self._position)
-        data = self._file.read(num_left if size < 0 else min(size, num_left))
+        data = self._file.read(size)
         self._position += len(data)
         return data
 
@@ -60,14 +62,14 @@ class _Part(io.RawIOBase):
 
 
 def part(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
-    """``length`` bytes of an open ``file``, from ``offset`` on, as a file of its own; nothing is read ahead."""
+    """A file-like view of the ``length`` bytes of an open ``file`` from ``offset`` on; it reads nothing ahead."""
     return cast(IO[bytes], _Part(file, offset, length))
 
 
 def read_in_blocks(entry: IO[bytes], target: Tensor) -> bool:
-    """Copy the tensor in ``entry`` into ``target``; False if it has to be read at once, with ``torch.load``.
+    """Copy the tensor in ``entry`` into ``target``; False if only ``torch.load`` can read it, in one piece.
 
-    Raises ``zipfile.BadZipFile`` if its checksum is wrong.
+    Raises ``zipfile.BadZipFile`` if the checksum is wrong.
     """
     stored = torch.load(entry, map_location="meta", weights_only=True)
     is_plain = type(stored) is Tensor and stored.layout == torch.strided and not stored.is_quantized
@@ -82,19 +84,21 @@ def read_in_blocks(entry: IO[bytes], target: Tensor) -> bool:
         if "data/0" not in records or archive.getinfo(records["data/0"]).file_size != stored.nbytes:
             return False
         with archive.open(records["data/0"]) as content:
-            _fill(target.view(-1) if target.is_contiguous() else target, content, stored.dtype)
+            if target.is_contiguous():
+                target = target.view(-1)
+            _fill(target, content, stored.dtype)
     return True
 
 
 def _fill(target: Tensor, content: IO[bytes], dtype: torch.dtype) -> None:
-    """Read ``target``, of one dimension or more, from ``content`` that is of ``dtype``, some rows at a time."""
+    """Fill ``target``, which has a dimension or more, with ``content`` of ``dtype``, a block of rows at a time."""
     row_bytes = target[:1].numel() * dtype.itemsize
     num_rows = max(1, BLOCK // max(1, row_bytes))
     buffer = bytearray(min(num_rows, len(target)) * row_bytes)
     with torch.no_grad():
         for rows in target.split(num_rows):
             view = memoryview(buffer)[: rows.numel() * dtype.itemsize]
-            # At the record's end its checksum is compared.
+            # The last read of the record compares its checksum.
             if content.readinto(view) != len(view):  # type: ignore[attr-defined]
                 raise zipfile.BadZipFile("an entry is cut off")
             rows.copy_(torch.frombuffer(view, dtype=torch.uint8).view(dtype).view(rows.size()))
