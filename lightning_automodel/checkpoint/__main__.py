@@ -50,7 +50,11 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("inspect", help="what a checkpoint is, and whether it is complete")
     _add_path(command, "checkpoints", nargs="+")
-    command.add_argument("--verify", action="store_true", help="read all content and compare it with its checksums")
+    command.add_argument(
+        "--verify",
+        action="store_true",
+        help="read all content and compare it with its checksums",
+    )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=_inspect)
 
@@ -59,7 +63,15 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("out", help="the file to write; a local path that does not exist yet")
     command.set_defaults(run=_consolidate)
 
-    command = commands.add_parser("export", help="write safetensors, as Hugging Face's from_pretrained reads them")
+    _add_export(commands)
+    return parser
+
+
+def _add_export(commands: Any) -> None:
+    command = commands.add_parser(
+        "export",
+        help="write safetensors, as Hugging Face's from_pretrained reads them",
+    )
     _add_path(command, "the checkpoint")
     command.add_argument("out", help="the directory to write; a local path that does not exist yet")
     command.add_argument(
@@ -83,7 +95,6 @@ def _parser() -> argparse.ArgumentParser:
         help="prefix of the model in the LightningModule, such as model.",
     )
     command.set_defaults(run=_export)
-    return parser
 
 
 def _add_path(parser: argparse.ArgumentParser, what: str, **options: Any) -> None:

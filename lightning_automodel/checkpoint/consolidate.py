@@ -25,10 +25,10 @@ _ALIGNMENT = 64  # bytes, like torch.save's
 def consolidate(path: str, out: str, weights_only: bool | None) -> None:
     """Write a directory of shards as one file, like Lightning's other strategies. Not a collective.
 
-    Tensors are read one by one into a temporary file beside the new one. Pages are evicted as soon as they were read
-    or written, so memory holds one tensor at a time. torch's ``dcp_to_torch_save`` holds the whole checkpoint, runs
-    code that it may contain, and drops everything but the shards. Optimizer states keep parameter names as
-    ids; torch's optimizers match ids by order.
+    Tensors are read one by one into a temporary file beside the new one. Pages are evicted as soon as they
+    were read or written, so memory holds one tensor at a time. torch's ``dcp_to_torch_save`` holds the whole
+    checkpoint, runs code that it may contain, and drops everything but the shards. Optimizer states keep
+    parameter names as ids; torch's optimizers match ids by order.
     """
     if not paths.is_directory(path):
         raise CheckpointError(f"{path} is not a directory of shards: there is nothing to consolidate")
@@ -55,7 +55,7 @@ def consolidate(path: str, out: str, weights_only: bool | None) -> None:
 
 
 class _MappedTensors:
-    """New tensors with the names, sizes and dtypes of ``entries``, mapped to a temporary file in ``folder``."""
+    """New tensors like ``entries``, under the same names, mapped to a temporary file in ``folder``."""
 
     def __init__(self, entries: Mapping[str, Tensor], folder: Path) -> None:
         offsets: dict[str, int] = {}

@@ -25,8 +25,8 @@ class _Unread:
 class LazyDict(dict[Any, Any]):
     """A dict of a directory's states that reads each tensor, whole, when a hook asks for it.
 
-    Reading is not a collective. The dict keeps what was read, since the hook may change it in place; it is then
-    loaded instead of the shards.
+    Reading is not a collective. The dict keeps what was read, since the hook may change it in place; it is
+    then loaded instead of the shards.
 
     Args:
         tree: The dict with a place for each tensor.
@@ -139,7 +139,12 @@ class EditedDirectory(Saved):
         names: Names of each optimizer's parameters by group, for states that number them.
     """
 
-    def __init__(self, directory: ShardDirectory, checkpoint: Mapping[str, Any], names: Iterable[Names] = ()) -> None:
+    def __init__(
+        self,
+        directory: ShardDirectory,
+        checkpoint: Mapping[str, Any],
+        names: Iterable[Names] = (),
+    ) -> None:
         self.path = directory.path
         self.rest = directory.rest
         self.module_versions = directory.module_versions
@@ -183,7 +188,7 @@ class EditedDirectory(Saved):
 
     @override
     def read_into(self, targets: dict[str, Any]) -> None:
-        """See :meth:`.ShardDirectory.read_into`. Always a collective, even if this rank's hooks edited everything."""
+        """See :meth:`.ShardDirectory.read_into`. A collective even if this rank's hooks edited everything."""
         of_model = targets.get(MODEL, {})
         from_memory = {name: value for name, value in of_model.items() if f"{MODEL}.{name}" in self._edited}
         from_shards = {name: value for name, value in of_model.items() if name not in from_memory}

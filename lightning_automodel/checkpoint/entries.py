@@ -1,4 +1,4 @@
-"""Opens the entries of a ``.distcp`` file, each one tensor from ``torch.save``, and reads them block by block."""
+"""Opens the entries of a ``.distcp`` file, each a tensor from ``torch.save``, and reads them in blocks."""
 
 import errno
 import io
@@ -62,7 +62,7 @@ class _Part(io.RawIOBase):
 
 
 def part(file: IO[bytes], offset: int, length: int) -> IO[bytes]:
-    """A file-like view of the ``length`` bytes of an open ``file`` from ``offset`` on; it reads nothing ahead."""
+    """The ``length`` bytes of an open ``file`` from ``offset`` on, as a file that reads nothing ahead."""
     return cast(IO[bytes], _Part(file, offset, length))
 
 
@@ -91,7 +91,7 @@ def read_in_blocks(entry: IO[bytes], target: Tensor) -> bool:
 
 
 def _fill(target: Tensor, content: IO[bytes], dtype: torch.dtype) -> None:
-    """Fill ``target``, which has a dimension or more, with ``content`` of ``dtype``, a block of rows at a time."""
+    """Fill ``target``, of one or more dimensions, with ``content`` of ``dtype``, a block of rows at a time."""
     row_bytes = target[:1].numel() * dtype.itemsize
     num_rows = max(1, BLOCK // max(1, row_bytes))
     buffer = bytearray(min(num_rows, len(target)) * row_bytes)

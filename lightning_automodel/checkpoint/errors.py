@@ -16,10 +16,11 @@ class CheckpointError(RuntimeError):
 
 @contextmanager
 def on_every_rank(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raise a :class:`CheckpointError` on every rank if the block raises on any; it says that ``what`` failed and why.
+    """Raise a :class:`CheckpointError` about ``what`` on every rank if the block raises on any.
 
-    A collective over ``group``, or else over the default group if there is one. Every rank must reach the end of the
-    block, so the block must not contain a collective: it would wait for a rank that has failed in the block.
+    A collective over ``group``, or else over the default group if there is one. Every rank must reach the
+    end of the block, so the block must not contain a collective: it would wait for a rank that has failed in
+    the block.
     """
     error: Exception | None = None
     try:

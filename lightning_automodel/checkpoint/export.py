@@ -1,7 +1,7 @@
 """Exports for Hugging Face, tensor by tensor: by the ranks of a run, or by one process from a checkpoint.
 
-torch's ``HuggingFaceStorageWriter`` (2.13 to 2.15) is not used: when it merges shards, it turns zero-dimensional
-tensors into zeros and omits the format that ``from_pretrained`` looks for.
+torch's ``HuggingFaceStorageWriter`` (2.13 to 2.15) is not used: when it merges shards, it turns
+zero-dimensional tensors into zeros and omits the format that ``from_pretrained`` looks for.
 """
 
 import contextlib
@@ -62,20 +62,22 @@ def export_hugging_face(
 ) -> None:
     """Write a run's model as it is now: safetensors, and the other files that ``from_pretrained`` needs.
 
-    A collective over the default group, if there is one: every rank must call it with the same arguments, between
-    two optimizer steps (in a callback's hook, or after ``fit``, ``validate`` or ``test``). It gathers the tensors of
-    a sharded model one by one, so a rank holds one whole tensor beside its part of the model. Each rank that sees
-    rank 0's folder writes a share of the files; rank 0 writes a replicated model. If any rank fails to write, all
-    ranks raise and no files remain. The callback ``ModelExport`` calls this when a fit ends.
+    A collective over the default group, if there is one: every rank must call it with the same arguments,
+    between two optimizer steps (in a callback's hook, or after ``fit``, ``validate`` or ``test``). It
+    gathers the tensors of a sharded model one by one, so a rank holds one whole tensor beside its part of
+    the model. Each rank that sees rank 0's folder writes a share of the files; rank 0 writes a replicated
+    model. If any rank fails to write, all ranks raise and no files remain. The callback ``ModelExport``
+    calls this when a fit ends.
 
     Args:
         module: The LightningModule, or any module with Hugging Face models in it, sharded or not.
         path: A local directory that does not exist yet; it appears when all of it is on disk.
-        max_shard_size: Largest size of a file, such as ``"5GB"``, or in bytes; a larger tensor gets its own file.
+        max_shard_size: Largest size of a file, such as ``"5GB"``, or in bytes; a larger tensor gets its own
+            file.
         dtype: Dtype of the exported floating-point tensors; None keeps each tensor's own.
         adapter_only: Export the adapters of a PEFT model, for ``PeftModel.from_pretrained``.
-        prefix: Prefix of the model's names in ``module``, such as ``"model."``; None if ``module`` has only one
-            Hugging Face model.
+        prefix: Prefix of the model's names in ``module``, such as ``"model."``; None if ``module`` has only
+            one Hugging Face model.
 
     Raises:
         CheckpointError: On every rank, if there is no such model, or one of the ranks cannot write.
@@ -112,7 +114,7 @@ def export_hugging_face(
 
 
 def check_export(module: nn.Module, path: str | Path, **options: Any) -> None:
-    """Raise :class:`CheckpointError` if :func:`export_hugging_face` would refuse to begin. A collective like it."""
+    """Raise :class:`CheckpointError` if :func:`export_hugging_face` would refuse to begin. A collective."""
     with on_every_rank(f"Cannot export to {path}"):
         _planned(_tensors_of(module), _descriptions(module), **options)
         if group_rank() == 0:
@@ -140,11 +142,17 @@ def _owners(plan: _Plan, state: Mapping[str, Tensor], folder: Path) -> list[int]
     return owners_of(plan.files, ranks)
 
 
-def _write_share(plan: _Plan, owners: list[int], state: Mapping[str, Tensor], folder: Path) -> Exception | None:
+def _write_share(
+    plan: _Plan,
+    owners: list[int],
+    state: Mapping[str, Tensor],
+    folder: Path,
+) -> Exception | None:
     """Write this rank's files, and gather all tensors with the others. A collective.
 
     Returns:
-        The error of this rank's first failed write. The rank goes on gathering, since the others wait for it there.
+        The error of this rank's first failed write. The rank goes on gathering: the others wait for it
+        there.
     """
     failure: Exception | None = None
     for file, owner in zip(plan.files, owners, strict=True):
@@ -172,8 +180,9 @@ def _whole(tensor: Tensor, dtype: torch.dtype, owner: int) -> Tensor:
 def export_checkpoint(path: str, out: str, weights_only: bool | None, **options: Any) -> None:
     """Export a checkpoint of either form, in one process that holds one tensor at a time. Not a collective.
 
-    See :func:`export_hugging_face` for what is written, and for ``options``. A file is mapped, so the system can
-    evict the parts that were read. If ``weights_only`` is False, this runs code that the checkpoint may hold.
+    See :func:`export_hugging_face` for what is written, and for ``options``. A file is mapped, so the system
+    can evict the parts that were read. If ``weights_only`` is False, this runs code that the checkpoint may
+    hold.
     """
     saved = open_checkpoint(path, weights_only)
     what = f"Cannot export to {out}"

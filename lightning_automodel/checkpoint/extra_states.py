@@ -1,4 +1,4 @@
-"""Extra states of modules (``get_extra_state``) that differ between ranks, such as samplers and replay buffers."""
+"""Extra states of modules (``get_extra_state``) that differ between ranks, such as those of samplers."""
 
 import hashlib
 import io
@@ -15,12 +15,16 @@ from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.internals.torch import EXTRA_STATE, without_wrappers
 
 
-def differing_extra_states(module: nn.Module, path: str | Path, group: dist.ProcessGroup | None) -> dict[str, Any]:
+def differing_extra_states(
+    module: nn.Module,
+    path: str | Path,
+    group: dist.ProcessGroup | None,
+) -> dict[str, Any]:
     """This rank's extra states that are not the same on every rank, by name and in host memory.
 
-    The state dict of the checkpoint at ``path`` holds rank 0's. A collective over ``group``, which exchanges a
-    digest of each state; without a group nothing can differ. If a rank cannot pickle one of its states, every rank
-    raises :class:`CheckpointError`.
+    The state dict of the checkpoint at ``path`` holds rank 0's. A collective over ``group``, which exchanges
+    a digest of each state; without a group nothing can differ. If a rank cannot pickle one of its states,
+    every rank raises :class:`CheckpointError`.
     """
     if group is None:
         return {}

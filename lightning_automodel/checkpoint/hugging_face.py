@@ -24,7 +24,7 @@ _PATIENCE = timedelta(minutes=30)  # the default of torch's process groups
 
 
 def describe_models(module: nn.Module) -> dict[str, list[Description]]:
-    """The entry to add to a checkpoint of ``module``; empty if it has no Hugging Face model. Not a collective."""
+    """The entry for a checkpoint of ``module``; empty if it has no Hugging Face model. Not a collective."""
     descriptions: list[Description] = []
     for prefix, model in _models(module):
         try:
@@ -99,7 +99,7 @@ def _tied(model: nn.Module) -> list[str]:
 
 
 def _adapters(model: Any) -> dict[str, Any]:
-    """Describe the active adapter: its configuration, and our names of its entries by their names in PEFT's file.
+    """Describe the active adapter: its configuration, and our names of its entries by PEFT's names in files.
 
     PEFT chooses the entries and names them: it is given our names in place of the tensors.
     """

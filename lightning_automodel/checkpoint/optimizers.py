@@ -1,7 +1,8 @@
-"""States of optimizers, nested in any way, under the names of parameters, and independent of how tensors are sharded.
+"""States of optimizers, nested in any way, under the names of parameters, and independent of sharding.
 
-A tensor of its parameter's shape is saved and loaded like the parameter, so a state that was saved under one engine
-loads under the other. Where this rule would not restore a tensor as it was, the state holds a note under its key:
+A tensor of its parameter's shape is saved and loaded like the parameter, so a state that was saved under one
+engine loads under the other. Where this rule would not restore a tensor as it was, the state holds a note
+under its key:
 
 - ``sharded``: a DTensor whose shape is not its parameter's, or that belongs to no parameter;
 - ``local``: a plain tensor for the rank's part of its parameter, saved as a DTensor;
@@ -29,7 +30,7 @@ OPTIMIZER_STATES = "lightning_automodel_optimizers"
 """Key in ``meta.pt`` of the states of optimizers by their keys, with a place for each tensor."""
 
 PARAMETER_NAMES = "lightning_automodel_parameter_names"
-"""Key in a replicated model's file of the parameters' names by optimizer and group: optimizers number them there."""
+"""Key in a replicated model's file of parameter names by optimizer and group; its states have numbers."""
 
 SIMPLE = (str, bytes, int, float, bool, complex, type(None), torch.dtype)
 _AS_SAVED = "configure the optimizers that the run was saved with"
@@ -78,8 +79,8 @@ def _ids(state: Mapping[str, Any]) -> list[Any]:
 def by_name(state: Any, names: list[str]) -> Any:
     """An optimizer's state with parameters by name, even if they are numbered, as in plain optimizers' states.
 
-    Wrappers save the state of another optimizer within theirs: it is renamed too if it has as many parameters.
-    Raises CheckpointError if the outermost state has more or fewer parameters.
+    Wrappers save the state of another optimizer within theirs: it is renamed too if it has as many
+    parameters. Raises CheckpointError if the outermost state has more or fewer parameters.
     """
 
     def names_of(ids: list[Any]) -> Mapping[Any, str]:
@@ -98,7 +99,7 @@ def by_number(state: Any, numbers: Mapping[str, int]) -> Any:
 
 
 def _renamed(state: Any, new_names: Callable[[list[Any]], Mapping[Any, Any]], kind: type) -> Any:
-    """``state`` with other ids of parameters in each state of torch's form whose ids are all of this ``kind``."""
+    """``state`` with other ids of parameters in each state of torch's form whose ids are of this ``kind``."""
     if isinstance(state, list):
         return [_renamed(item, new_names, kind) for item in state]
     if type(state) is not dict:
@@ -118,7 +119,7 @@ def _renamed(state: Any, new_names: Callable[[list[Any]], Mapping[Any, Any]], ki
 
 
 def named_parameters(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, list[Names]]:
-    """The entry to add to a file whose optimizers number parameters; empty if parameters cannot be named uniquely."""
+    """The entry to add to a file whose optimizers number parameters; empty if names are not unique."""
     known = {id(parameter) for parameter in model.parameters()}
     names = {without_wrappers(name) for name, _ in model.named_parameters()}
     trained = {
@@ -133,7 +134,7 @@ def named_parameters(model: nn.Module, optimizers: list[Optimizer]) -> dict[str,
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Optimizer state by parameter name, with the optimizer's own tensors; empty for Lightning's mock optimizer."""
+    """Optimizer state by parameter name, with the optimizer's tensors; empty for Lightning's mock optimizer."""
     state = optimizer.state_dict()
     if not state:
         return {}
@@ -156,7 +157,8 @@ class Owners:
     def of(self, path: Path) -> Tensor | None:
         """The parameter for a path within the state.
 
-        The path leads into a parameter's state, or to an entry of a list in a group with an entry for each parameter.
+        The path leads into a parameter's state, or to an entry of a list in a group with an entry for each
+        parameter.
         """
         for part, within in itertools.pairwise(path):
             if part == "state" and within in self._parameters:
@@ -199,7 +201,7 @@ def check_number(what: str, saved: int, own: int) -> None:
 
 
 def check_groups(optimizer: Optimizer, saved: list[dict[str, Any]], index: int) -> None:
-    """Raise CheckpointError unless the ``saved`` groups are as many, each with the options of this optimizer's type.
+    """Raise CheckpointError unless the ``saved`` groups are as many as the optimizer's, and have its options.
 
     Flags may be missing: newer releases of torch have added some.
     """
@@ -217,8 +219,9 @@ def check_groups(optimizer: Optimizer, saved: list[dict[str, Any]], index: int) 
 def new_names(saved: Names, own: Names, known: Mapping[str, Any], index: int) -> dict[str, str]:
     """This run's names of the ``saved`` parameters of an optimizer.
 
-    Saved names that the model does not have are taken for renamed parameters, matched by position, if the group has
-    as many parameters as the saved one. Raises CheckpointError if the optimizer trains other parameters.
+    Saved names that the model does not have are taken for renamed parameters, matched by position, if the
+    group has as many parameters as the saved one. Raises CheckpointError if the optimizer trains other
+    parameters.
 
     Args:
         saved: Saved names by group.
@@ -248,7 +251,7 @@ def new_names(saved: Names, own: Names, known: Mapping[str, Any], index: int) ->
 
 
 def in_order(state: dict[str, Any], saved: Names, renamed: Mapping[str, str], own: Names) -> dict[str, Any]:
-    """A saved state with its groups in this run's order of parameters: torch's optimizers match them by order."""
+    """A saved state with its groups in this run's order of parameters; torch's optimizers match by order."""
     groups: list[dict[str, Any]] = []
     for group, there, here in zip(state["param_groups"], saved, own, strict=True):
         id_of = {renamed[name]: number for name, number in zip(there, group["params"], strict=True)}

@@ -1,7 +1,7 @@
 """Paths of checkpoints: URLs that fsspec knows, and local paths, at which a checkpoint appears whole.
 
-A local checkpoint is written beside its target under a temporary name, then renamed to the target. Nothing with a
-temporary name is ever taken for a checkpoint. So a crash leaves the old checkpoint or the new one.
+A local checkpoint is written beside its target under a temporary name, then renamed to the target. Nothing
+with a temporary name is ever taken for a checkpoint. So a crash leaves the old checkpoint or the new one.
 """
 
 import os
@@ -20,7 +20,7 @@ TEMPORARY = ".unfinished-"
 """Prefix of the names of directories and files that are being written or removed."""
 
 PATIENCE_S = 5.0
-"""Seconds that a rank waits to see another rank's file before it concludes that they share no file system."""
+"""Seconds for which a rank waits to see another's file before it concludes that they share no file system."""
 
 _LONGEST_NAME = 255  # bytes, on all common file systems
 
@@ -53,14 +53,14 @@ def is_directory(path: str) -> bool:
 
 
 def member(folder: str, name: str) -> str:
-    """Path of ``name`` in ``folder``; CheckpointError if the name, read from an untrusted file, leads elsewhere."""
+    """Path of ``name`` in ``folder``; CheckpointError if the name, from an untrusted file, leads elsewhere."""
     if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
         raise CheckpointError(f"it refers to {name!r}, which is not the name of a file in the checkpoint")
     return f"{folder}/{name}"
 
 
 def size_of_file(path: str) -> int:
-    """Size of a file in bytes; CheckpointError if it is missing, or a fifo or device, which may have no end."""
+    """Size of a file in bytes; CheckpointError if it is missing, or a fifo or device, which has no end."""
     filesystem, place = url_to_fs(path)
     name = path.rpartition("/")[2]
     if not filesystem.exists(place):
@@ -93,8 +93,8 @@ def prepare_place(path: str) -> str:
     """Make the directory that ``path`` lies in. Called by one rank.
 
     Returns:
-        A new folder for the files of a directory at ``path``: beside it, or within it if it is a URL, where nothing
-        can be renamed.
+        A new folder for the files of a directory at ``path``: beside it, or within it if it is a URL, where
+        nothing can be renamed.
 
     Raises:
         CheckpointError: If ``path`` is a local directory that holds something other than a checkpoint.
@@ -123,14 +123,14 @@ def _check_replaceable(path: Path) -> None:
 
 
 def mark(folder: str, name: str) -> None:
-    """Make a ``folder`` for the files of a directory, with an empty file ``name`` for other ranks to look for."""
+    """Make a ``folder`` for a directory's files, with an empty file ``name`` for other ranks to look for."""
     filesystem, place = url_to_fs(folder)
     filesystem.makedirs(place, exist_ok=True)
     filesystem.pipe_file(f"{place}/{name}", b"")
 
 
 def is_seen(folder: str, name: str) -> bool:
-    """Whether this process sees the file from another's :func:`mark`; network file systems may show it later."""
+    """Whether this process sees the file of another's :func:`mark`; network file systems may be late."""
     filesystem, place = url_to_fs(folder)
     deadline = time.monotonic() + PATIENCE_S
     pause_s = 0.05
@@ -168,7 +168,7 @@ def remove(path: str) -> None:
 
 
 def remove_unfinished(folder: str) -> None:
-    """Remove the folder that :func:`mark` made for a save that failed, and an empty parent. Called by one rank."""
+    """Remove the folder of a save that failed, and a remote target if it is empty. Called by one rank."""
     remove(folder)
     if not is_local(folder):
         filesystem, place = url_to_fs(folder)
@@ -185,9 +185,9 @@ def temporary_name() -> str:
 def replace(temporary: Path, target: Path) -> None:
     """Rename ``temporary`` to ``target``, in the same directory; then remove what was there.
 
-    Called by one rank, once the content of ``temporary`` is on disk. Files and links are replaced in one step. An old
-    directory is first moved aside: a crash before the second renaming leaves it whole, under a name that begins
-    and ends like ``target``, so that ``ckpt_path="last"`` finds it.
+    Called by one rank, once the content of ``temporary`` is on disk. Files and links are replaced in one
+    step. An old directory is first moved aside: a crash before the second renaming leaves it whole, under a
+    name that begins and ends like ``target``, so that ``ckpt_path="last"`` finds it.
     """
     aside = None
     if _is_folder(temporary):

@@ -22,8 +22,8 @@ def open_checkpoint(
 ) -> ShardDirectory | WholeCheckpoint:
     """Check a checkpoint of either form, and open it. Not a collective.
 
-    A file's optimizer states are left out unless it names their parameters. Raises CheckpointError if the checkpoint
-    is damaged or missing, or if it holds code and ``weights_only`` is not False.
+    A file's optimizer states are left out unless it names their parameters. Raises CheckpointError if the
+    checkpoint is damaged or missing, or if it holds code and ``weights_only`` is not False.
     """
     if paths.is_directory(path):
         return ShardDirectory(path, weights_only, alone=True, reads_content=reads_content)
@@ -33,7 +33,7 @@ def open_checkpoint(
 
 @cache
 def load_directories() -> None:
-    """Patch Lightning's ``load_from_checkpoint`` to read directories of shards too; it has no setting for that."""
+    """Patch Lightning's ``load_from_checkpoint``, which has no setting for it, to read directories of shards."""
     load = lightning_internals.saving.pl_load
 
     @wraps(load)
@@ -47,7 +47,7 @@ def load_directories() -> None:
 
 
 def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any] | None:
-    """Read a directory, without optimizer states, in the form of one file; None if ``path`` is not a directory."""
+    """Read a directory in the form of one file, without optimizer states; None if it is not a directory."""
     if not isinstance(path, str | Path) or str(path).startswith(("http://", "https://")):
         return None
     place = paths.normalize(path)

@@ -1,4 +1,4 @@
-"""States that optimizers on shards save, with notes for loading; owners of whole parameters save their own."""
+"""States that optimizers on shards save, with notes for loading; owners of whole parameters save theirs."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -32,8 +32,8 @@ def restorable_state(
 ) -> dict[str, Any]:
     """:func:`optimizer_state` of an optimizer that trains shards, with notes for loading.
 
-    A collective. For parameters that are stepped whole, each rank returns the states of those that it owns, and
-    tensors without values for the others.
+    A collective. For parameters that are stepped whole, each rank returns the states of those that it owns,
+    and tensors without values for the others.
 
     Args:
         model: The model whose parameters are trained.
@@ -42,8 +42,8 @@ def restorable_state(
         owned: The parameters that are stepped whole, and whether this rank owns them.
 
     Raises:
-        CheckpointError: On every rank, if a part of the state could not be restored: plain tensors that differ
-            between ranks, or shards in an object that is not a collection.
+        CheckpointError: On every rank, if a part of the state could not be restored: plain tensors that
+            differ between ranks, or shards in an object that is not a collection.
     """
     state = optimizer_state(model, optimizer)
     if not state:
@@ -74,7 +74,7 @@ def _with_owned(
     gather: Callable[[Any], list[Any]],
     class_name: str,
 ) -> dict[str, Any]:
-    """``state`` with all owners' states of parameters that are stepped whole. A collective of small objects."""
+    """``state`` with all owners' states of parameters that are stepped whole. Gathers small objects."""
     empty = apply_to_collection(of_owned, Tensor, lambda tensor: torch.empty_like(tensor, device="meta"))
     options = {
         index: {name: value for name, value in group.items() if isinstance(value, SIMPLE)}
@@ -111,7 +111,7 @@ def _with_owned(
 def on_first_rank(
     state: dict[str, Any], receive: Callable[[Tensor, Any], Tensor], gather: Callable[[Any], list[Any]]
 ) -> dict[str, Any]:
-    """``state`` of :func:`restorable_state`, with all owners' tensors on rank 0. A collective for each tensor.
+    """:func:`restorable_state`'s ``state`` with all owners' tensors on rank 0. A collective for each tensor.
 
     Args:
         state: The state, in which tensors of other owners have no values.
@@ -134,7 +134,7 @@ def on_first_rank(
 def _restorable(
     state: dict[str, Any], owners: Owners, gather: Callable[[Any], list[Any]], class_name: str
 ) -> dict[str, Any]:
-    """``state`` with its notes; sharded where a plain tensor is the rank's part of its parameter. A collective."""
+    """``state`` with its notes, and plain tensors for parts of parameters as shards. A collective."""
     tree, leaves = take_apart(state)
     plain: dict[str, Tensor] = {}
     shapes: dict[str, _Shapes] = {}

@@ -29,8 +29,8 @@ class NotPlainDataError(CheckpointError):
 def load_plain_data(source: str | io.BytesIO, what: str, weights_only: bool) -> Any:
     """``torch.load`` to host memory; a local file is mapped, so only the parts in use are read.
 
-    Raises NotPlainDataError about ``what`` if it holds other objects. With ``weights_only=False`` this runs their
-    code instead.
+    Raises NotPlainDataError about ``what`` if it holds other objects. With ``weights_only=False`` this runs
+    their code instead.
     """
     if isinstance(source, io.BytesIO):
         source.seek(0)
@@ -48,7 +48,7 @@ def load_plain_data(source: str | io.BytesIO, what: str, weights_only: bool) -> 
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Loads ``.metadata`` with torch's data classes and enumerations for shards, and refuses anything else."""
+    """Loads ``.metadata`` with torch's data classes and enumerations for shards, and refuses all others."""
 
     @override
     def find_class(self, module: str, name: str) -> Any:

@@ -1,7 +1,7 @@
 """Safetensors files for ``from_pretrained``, written tensor by tensor.
 
-safetensors' own writer (0.8) takes all tensors of a file at once. The format is the header's length in 8 bytes, the
-header (JSON with the offsets of each tensor), and the tensors' bytes.
+safetensors' own writer (0.8) takes all tensors of a file at once. The format is the header's length in 8
+bytes, the header (JSON with the offsets of each tensor), and the tensors' bytes.
 """
 
 import json

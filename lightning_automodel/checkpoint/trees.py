@@ -19,9 +19,9 @@ Path = tuple[str | int, ...]
 def take_apart(tree: Any, path: Path = (), elsewhere: Set[str] = frozenset()) -> tuple[Any, dict[Path, Any]]:
     """``tree`` with a place for each tensor, and all leaves by their paths.
 
-    Dicts, and lists and tuples that hold tensors or dicts, are taken apart, like in ``torch.distributed.checkpoint``;
-    anything else is a leaf. A tensor's key is its path joined by dots. Each key belongs to one leaf, and none is
-    among the keys of tensors ``elsewhere``.
+    Dicts, and lists and tuples that hold tensors or dicts, are taken apart, like in
+    ``torch.distributed.checkpoint``; anything else is a leaf. A tensor's key is its path joined by dots.
+    Each key belongs to one leaf, and none is among the keys of tensors ``elsewhere``.
     """
     leaves: dict[Path, Any] = {}
     taken = set(elsewhere)
@@ -72,7 +72,7 @@ def joined(path: Path) -> str:
 
 
 def nested(leaves: Mapping[Path, Any]) -> Any:
-    """The nested dicts and lists with these ``leaves`` by path; all keys are strings, numbers are indices of lists."""
+    """The nested dicts and lists of ``leaves`` by path; keys become strings, numbers are indices of lists."""
     if () in leaves:
         return leaves[()]
     below: dict[Any, dict[Path, Any]] = {}
