@@ -1,4 +1,4 @@
-"""The strategy that a Trainer runs, if it is ours: callbacks work under others too."""
+"""Gives callbacks, which work under any strategy, the Trainer's strategy if it is ``AutomodelStrategy``."""
 
 import lightning.pytorch as pl
 
@@ -12,6 +12,6 @@ def automodel(trainer: pl.Trainer) -> AutomodelStrategy | None:
 
 
 def current_run(trainer: pl.Trainer) -> TrainingRun | None:
-    """What the ``AutomodelStrategy`` of ``trainer`` owns during a fit; None under another strategy."""
+    """The :class:`.TrainingRun` of the ``AutomodelStrategy`` of ``trainer``; None under another strategy."""
     strategy = automodel(trainer)
     return None if strategy is None else strategy._run

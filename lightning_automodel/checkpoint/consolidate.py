@@ -62,20 +62,20 @@ class _MappedTensors:
         end = 0
         for name, entry in entries.items():
             offsets[name] = end
-            end += -(-entry.numel() * entry.element_size() // _ALIGNMENT) * _ALIGNMENT
+            end += -(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT
+        end = max(1, end)  # neither an empty file nor an empty mapping is allowed
         self.tensors: dict[str, Tensor] = {}
         with tempfile.TemporaryFile(dir=folder, prefix=paths.TEMPORARY) as file:
             if hasattr(os, "posix_fallocate"):  # a full disk raises here, not as SIGBUS later
-                os.posix_fallocate(file.fileno(), 0, max(1, end))
+                os.posix_fallocate(file.fileno(), 0, end)
             else:
-                file.truncate(max(1, end))
+                file.truncate(end)
             # The mapping keeps the deleted file alive.
-            self._mapping = mmap.mmap(file.fileno(), max(1, end))
+            self._mapping = mmap.mmap(file.fileno(), end)
         for name, entry in entries.items():
-            num_bytes = entry.numel() * entry.element_size()
-            if num_bytes:
+            if entry.nbytes:
                 # Each call makes a separate storage; torch.save would write a shared one whole.
-                content = torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes, offset=offsets[name])
+                content = torch.frombuffer(self._mapping, dtype=torch.uint8, count=entry.nbytes, offset=offsets[name])
                 self.tensors[name] = content.view(entry.dtype).view(entry.size())
             else:
                 self.tensors[name] = torch.empty_like(entry, device="cpu")

@@ -6,7 +6,6 @@ Nothing here imports transformers: exporting a checkpoint must not need it.
 import json
 import sys
 from collections.abc import Iterator, Mapping, Set
-from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -19,8 +18,6 @@ KEY = "hugging_face"
 
 Description = dict[str, Any]
 """Description of one model, plain data, as :func:`_described` makes it."""
-
-_PATIENCE = timedelta(minutes=30)  # the default of torch's process groups
 
 
 def describe_models(module: nn.Module) -> dict[str, list[Description]]:

@@ -54,7 +54,7 @@ class SafetensorsFile:
     @property
     def num_bytes(self) -> int:
         """Size of the tensors."""
-        return sum(map(_num_bytes, self.tensors.values()))
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def append(self, folder: Path, name: str, value: Tensor) -> None:
         """Write the next tensor, cast to the planned dtype. Call it in the order of ``tensors``."""
@@ -82,7 +82,7 @@ class SafetensorsFile:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for name, tensor in self.tensors.items():
-            end = offset + _num_bytes(tensor)
+            end = offset + tensor.nbytes
             header[name] = {
                 "dtype": _DTYPES[tensor.dtype],
                 "shape": list(tensor.size()),
@@ -105,15 +105,14 @@ def plan_files(tensors: Mapping[str, Tensor], stem: str, max_bytes: int) -> list
     size = 0
     for name, tensor in tensors.items():
         _check(name, tensor)
-        num_bytes = _num_bytes(tensor)
-        if num_bytes > max_bytes:
+        if tensor.nbytes > max_bytes:
             groups.insert(len(groups) - 1, {name: tensor})
             continue
-        if size + num_bytes > max_bytes:
+        if size + tensor.nbytes > max_bytes:
             groups.append({})
             size = 0
         groups[-1][name] = tensor
-        size += num_bytes
+        size += tensor.nbytes
     groups = [group for group in groups if group]
     files: list[SafetensorsFile] = []
     for number, group in enumerate(groups, 1):
@@ -149,10 +148,6 @@ def num_bytes_of(size: str | int) -> int:
     if match is None:
         raise ValueError(f"{size!r} is not a size of files: give a number of bytes, or one with KB, MB, GB or TB")
     return int(float(match[1]) * _UNITS[match[2]])
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _check(name: str, tensor: Tensor) -> None:

@@ -303,15 +303,13 @@ class ShardDirectory(Saved):
 
         ``targets`` is nested like the saved state, or flat. Each rank reads only what its own shards need.
         """
-        of_model = targets.get(MODEL)
+        of_model = targets.get(MODEL, {})
+        tensors = {name: value for name, value in of_model.items() if name not in self._extra_state}
         if of_model:
-            tensors = {name: value for name, value in of_model.items() if name not in self._extra_state}
-            of_model.update({name: self._extra_state[name] for name in of_model.keys() - tensors.keys()})
             targets = {**targets, MODEL: tensors}
-            self._read(targets, self._is_alone)
-            of_model.update(tensors)
-        else:
-            self._read(targets, self._is_alone)
+        self._read(targets, self._is_alone)
+        of_model.update(tensors)
+        of_model.update({name: self._extra_state[name] for name in of_model.keys() - tensors.keys()})
         with self._raising():
             self._check_unreplaced()
 

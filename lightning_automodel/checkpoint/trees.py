@@ -130,10 +130,11 @@ def _list_like(value: Any, items: list[Any]) -> Any:
     return type(value)(items)
 
 
-class _Nowhere:
-    """A file that discards what is written."""
+class Nowhere:
+    """A file for :class:`pickle.Pickler` that discards what is written."""
 
     def write(self, content: Any) -> int:
+        """Discard ``content``."""
         return len(content)
 
 
@@ -141,7 +142,7 @@ class _Survey(pickle.Pickler):
     """Looks for sharded tensors."""
 
     def __init__(self) -> None:
-        super().__init__(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL)
+        super().__init__(Nowhere(), protocol=pickle.HIGHEST_PROTOCOL)
         self.has_shards = False
 
     @override

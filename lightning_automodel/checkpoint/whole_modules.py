@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.state_dict import with_own_dicts
+from lightning_automodel.checkpoint.trees import Nowhere
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals import torch as torch_internals
@@ -106,7 +107,7 @@ class _Entry:
 def _entries_with_modules(tree: dict[str, Any], module: nn.Module) -> Iterator[_Entry]:
     modules = {id(submodule) for submodule in module.modules()}
     for place, holder, key, value in _leaves(tree, "checkpoint"):
-        survey = _Packing(_Nowhere(), modules)  # most entries hold no modules, and some are large
+        survey = _Packing(Nowhere(), modules)  # most entries hold no modules, and some are large
         try:
             survey.dump(value)
         except Exception as error:  # objects can raise anything
@@ -157,18 +158,10 @@ def _names_of_shards(entries: list[_Entry], module: nn.Module) -> list[str]:
     return list(used)
 
 
-class _Nowhere(io.RawIOBase):
-    """A file that discards what is written."""
-
-    @override
-    def write(self, content: Any) -> int:
-        return len(content)
-
-
 class _Packing(pickle.Pickler):
     """Pickles a value with tensors by number and the model's modules as plain ones of the user's classes."""
 
-    def __init__(self, stream: io.BytesIO | _Nowhere, modules: Collection[int]) -> None:
+    def __init__(self, stream: io.BytesIO | Nowhere, modules: Collection[int]) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
         self.has_modules = False
