@@ -21,6 +21,7 @@ EXACTNESS = (
     "comparison",
     "count_check",
     "gradient_check",
+    "isolation",
     "module_copy",
     "optimizer_check",
     "recording",

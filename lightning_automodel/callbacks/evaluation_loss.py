@@ -18,7 +18,7 @@ from lightning_automodel.gradients.token_loss import TokenWeighting, has_count
 
 
 class _TokenMean(Metric):
-    """A sum of losses over its denominator. Tensor-parallel peers count both several times; the ratio stays right.
+    """A sum of losses over its denominator. Tensor-parallel peers add to both alike; the ratio stays right.
 
     TorchMetrics 1.9's ``MeanMetric`` sums in float32 (moving it to a device undoes ``set_dtype``), and
     copies each batch's value to the host to drop NaN.
@@ -42,7 +42,7 @@ class _TokenMean(Metric):
 
 
 class EvaluationLoss(Callback):
-    """Logs the mean loss per label token of validation and test, over all ranks, with each token counted once.
+    """Logs the mean loss per label token of validation and test, over all ranks, counting each token once.
 
     This is the value that one process would get on the whole set. (``self.log("val_loss", loss,
     sync_dist=True)`` logs a mean of batch means.) ``validation_step`` and ``test_step`` return the same
@@ -111,7 +111,7 @@ class EvaluationLoss(Callback):
     on_test_epoch_end = on_validation_epoch_end
 
     def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: int | None) -> None:
-        """Log the mean. Lightning computes it at the end of the loader, and adds the loader's index to its name."""
+        """Log the mean. Lightning computes it at the end of the loader and adds the loader's index to its name."""
         mean = self._means[loader]
         metrics: dict[str, Metric] = {self._name: mean}
         if self._perplexity is not None:

@@ -1,4 +1,4 @@
-"""The callback that replays the first optimizer steps of a training in one process, and reports the difference."""
+"""The callback that replays a training's first optimizer steps in one process and reports the difference."""
 
 import time
 from collections.abc import Callable

@@ -280,7 +280,7 @@ def _last_step(trainer: pl.Trainer) -> StepReport | None:
 
 
 class _FlopMeter:
-    """Counts the floating-point operations of each shape of batch once: counting runs each of them through Python."""
+    """Counts the floating-point operations of each shape of batch once, since counting slows each of them down."""
 
     def __init__(self, is_on: bool) -> None:
         self.is_on = is_on

@@ -74,7 +74,7 @@ class TrainingReport(Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # All ranks read the metrics, although rank 0 writes: reading one may compute it, which is a collective.
+        # All ranks read the metrics, although rank 0 writes: reading one may compute it in a collective.
         # Metrics of training are still the same tensors as before.
         before = self._metrics_before
         metrics = trainer.callback_metrics.items()

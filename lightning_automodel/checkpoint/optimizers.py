@@ -11,7 +11,7 @@ under its key:
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -171,16 +171,9 @@ class Owners:
             return None
         return self._parameters[group[number]]
 
-    def any_like(self, shape: torch.Size) -> DTensor | None:
-        """A sharded parameter of this shape, if there is one."""
-        return next((parameter for parameter in self._sharded() if parameter.shape == shape), None)
-
-    def any(self) -> DTensor | None:
-        """A sharded parameter, if there is one."""
-        return next(self._sharded(), None)
-
-    def _sharded(self) -> Iterator[DTensor]:
-        return (parameter for parameter in self._own if isinstance(parameter, DTensor))
+    def sharded(self) -> list[DTensor]:
+        """The optimizer's sharded parameters."""
+        return [parameter for parameter in self._own if isinstance(parameter, DTensor)]
 
 
 # --- Checking ---------------------------------------------------------------------------------------------
@@ -332,15 +325,15 @@ class Loading:
         if owner is not None and like_owner and note in (None, "local", "owned") and not is_stepped_whole:
             return torch.empty_like(owner, dtype=entry.dtype)
         empty = torch.empty(entry.shape, dtype=entry.dtype)
-        if is_stepped_whole:
+        sharded = self._owners.sharded()
+        if is_stepped_whole or note != "sharded" or not sharded:
             return empty
-        if note != "sharded" or (any_sharded := self._owners.any()) is None:
-            return empty
-        if (alike := self._owners.any_like(entry.shape)) is not None:
-            return torch.empty_like(alike, dtype=entry.dtype)
-        mesh = any_sharded.device_mesh
+        for parameter in sharded:
+            if parameter.shape == entry.shape:
+                return torch.empty_like(parameter, dtype=entry.dtype)
+        mesh = sharded[0].device_mesh
         placements = [Replicate()] * mesh.ndim
-        return DTensor.from_local(empty.to(any_sharded.device), mesh, placements, run_check=False)
+        return DTensor.from_local(empty.to(sharded[0].device), mesh, placements, run_check=False)
 
     def finish(self) -> None:
         """Load the optimizer's state from the targets, which are filled by now. Not a collective."""

@@ -55,13 +55,7 @@ class RunCheckpoints:
         timeout: Timeout of the group that writes in the background.
     """
 
-    def __init__(
-        self,
-        is_sharded: bool,
-        as_directory: bool | None,
-        in_background: bool,
-        timeout: timedelta,
-    ) -> None:
+    def __init__(self, is_sharded: bool, as_directory: bool | None, in_background: bool, timeout: timedelta) -> None:
         self.is_sharded = is_sharded
         self.in_background = in_background
         self._chosen_form = as_directory
@@ -396,10 +390,7 @@ def _write_beside_training(
         write(group)
 
 
-def _file_saver(
-    io: CheckpointIO,
-    storage_options: Any | None = None,
-) -> Callable[[dict[str, Any], str], None]:
+def _file_saver(io: CheckpointIO, storage_options: Any = None) -> Callable[[dict[str, Any], str], None]:
     """The function that writes a file: this package's, or that of the Trainer's plugin if it has one."""
     if type(io) is TorchCheckpointIO:
         return single_file.save_file

@@ -5,7 +5,6 @@ rank), the rest of the checkpoint (``meta.pt``) and a manifest, which is written
 can read it too. Each entry of a ``.distcp`` file is written by ``torch.save``, with torch's checksums.
 """
 
-import dataclasses
 import io
 import itertools
 import json
@@ -23,23 +22,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.utils.serialization import config as serialization_config
 from typing_extensions import override
 
-from lightning_automodel.checkpoint import entries, paths
+from lightning_automodel.checkpoint import paths
+from lightning_automodel.checkpoint.entries import DirectoryReader, PlainDataPlanner, part
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
 from lightning_automodel.checkpoint.optimizers import NOTES, OPTIMIZER_STATES, is_optimizer_key, optimizer_key
 from lightning_automodel.checkpoint.safe_load import MetadataUnpickler, load_plain_data
@@ -98,26 +90,26 @@ class ShardWriter(torch_internals.FsspecWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the directory and move it to its target. Called on one rank, once all have written."""
         super().finish(metadata, results)
+        is_local = paths.is_local(self._folder)
+        top = self._target
+        valid = self._folder.rpartition("/")[2]
+        if is_local:  # the whole folder is renamed to the target
+            top = self._folder
+            valid = ""
         table = f"{self._folder}/{METADATA}"
-        manifest = {"format": _FORMAT, "folder": "", "crc32": _checksum(paths.read_file(table))}
+        manifest = {"format": _FORMAT, "folder": valid, "crc32": _checksum(paths.read_file(table))}
         paths.write_file(f"{self._folder}/{REST}", self._rest)
-        if paths.is_local(self._folder):
-            _write_manifest(self._folder, manifest)
+        # Last, since this makes the new files the checkpoint where nothing can be renamed.
+        paths.write_file(f"{top}/{MANIFEST}", json.dumps(manifest, indent=1).encode())
+        if is_local:
             paths.sync(table)
             paths.replace(Path(self._folder), Path(self._target))
             return
-        valid = self._folder.rpartition("/")[2]
-        # Last, since this makes the new files the checkpoint.
-        _write_manifest(self._target, {**manifest, "folder": valid})
         filesystem, place = url_to_fs(self._target)
         for path in filesystem.ls(place, detail=False):
             name = path.rstrip("/").rpartition("/")[2]
             if name != valid and name.startswith(paths.TEMPORARY):
                 filesystem.rm(path, recursive=True)
-
-
-def _write_manifest(folder: str, manifest: dict[str, str]) -> None:
-    paths.write_file(f"{folder}/{MANIFEST}", json.dumps(manifest, indent=1).encode())
 
 
 def prepare_shards(
@@ -275,7 +267,11 @@ class ShardDirectory(Saved):
             self._optimizers: dict[str, Any] | None = rest.pop(OPTIMIZER_STATES, None)
             self.module_versions: dict[str, dict[str, Any]] = rest.pop(MODULE_VERSIONS, {})
             self.rest = rest
-            self.entries = _entries(self._metadata)
+            saved = self._metadata.state_dict_metadata
+            self.entries: dict[str, Tensor | None] = dict.fromkeys(saved)
+            for name, entry in saved.items():
+                if isinstance(entry, TensorStorageMetadata):
+                    self.entries[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             self.entries.update({f"{MODEL}.{name}": None for name in self._extra_state})
             self.places: dict[str, tuple[Any, ...]] = self._metadata.planner_data
             # torch calls the files __<rank>_<number>.distcp.
@@ -328,10 +324,10 @@ class ShardDirectory(Saved):
         return targets[key]
 
     def _read(self, targets: dict[str, Any], is_alone: bool) -> None:
-        reader = _Reader(self._folder, self._metadata)
+        reader = DirectoryReader(self._folder, self._metadata)
         with on_this_rank(f"Cannot load {self.path}"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(targets, storage_reader=reader, planner=_Planner(self._weights_only), no_dist=is_alone)
+            dcp.load(targets, storage_reader=reader, planner=PlainDataPlanner(self._weights_only), no_dist=is_alone)
 
     def _raising(self) -> AbstractContextManager[None]:
         what = f"Cannot load {self.path}"
@@ -368,7 +364,7 @@ class ShardDirectory(Saved):
             with filesystem.open(f"{folder}/{name}", "rb") as file:
                 for _, offset, length in of_file:
                     if is_local:
-                        check_content(entries.part(file, offset, length), name)
+                        check_content(part(file, offset, length), name)
                     else:  # in one request
                         file.seek(offset)
                         check_content(io.BytesIO(file.read(length)), name)
@@ -377,58 +373,6 @@ class ShardDirectory(Saved):
         """Raise CheckpointError if a newer save, with the same names and sizes, has replaced this one."""
         if _manifest(self.path) != self._manifest:
             raise CheckpointError("another checkpoint took its place while it was read: load it again")
-
-
-class _Reader(torch_internals.FsspecReader):
-    """Reads a directory with the given ``metadata``, large local entries block by block.
-
-    torch would hold each entry twice: the content of the file, and the tensor that it is copied into.
-    """
-
-    def __init__(self, folder: str, metadata: Metadata) -> None:
-        super().__init__(folder)
-        self._folder = folder
-        self._metadata = metadata
-        self._is_local = paths.is_local(folder)
-
-    @override
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-    @override
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        others = [item for item in plan.items if not self._is_read_in_blocks(item, planner)]
-        return super().read_data(dataclasses.replace(plan, items=others), planner)
-
-    def _is_read_in_blocks(self, item: ReadItem, planner: LoadPlanner) -> bool:
-        """Read an item if it can be read in blocks."""
-        place = self._metadata.storage_data[item.storage_index]
-        is_small = place.length <= 2 * entries.BLOCK
-        if not self._is_local or is_small or item.type != LoadItemType.TENSOR or place.transform_descriptors:
-            return False
-        if any(item.storage_offsets):
-            return False
-        target = planner.resolve_tensor(item).detach()
-        with open(paths.member(self._folder, place.relative_path), "rb") as file:
-            is_read = entries.read_in_blocks(entries.part(file, place.offset, place.length), target)
-        if is_read:
-            planner.commit_tensor(item, target)
-        return is_read
-
-
-class _Planner(DefaultLoadPlanner):
-    """Refuses objects that are not plain data; torch's own planner would load them."""
-
-    def __init__(self, weights_only: bool) -> None:
-        super().__init__()
-        self._weights_only = weights_only
-
-    @override
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        if self._weights_only:
-            load_plain_data(value, f"entry {read_item.dest_index.fqn!r}", weights_only=True)
-            value.seek(0)
-        super().load_bytes(read_item, value)
 
 
 def is_shard_directory(path: str) -> bool:
@@ -484,15 +428,6 @@ def _parsed(table: bytes) -> Metadata:
             " with python -m lightning.pytorch.utilities.consolidate_checkpoint"
         )
     return metadata
-
-
-def _entries(metadata: Metadata) -> dict[str, Tensor | None]:
-    """Entries of a directory by name: for each tensor one without values, None for another object."""
-    found: dict[str, Tensor | None] = dict.fromkeys(metadata.state_dict_metadata)
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            found[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-    return found
 
 
 def _checksum(content: bytes) -> str:

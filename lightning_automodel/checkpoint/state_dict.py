@@ -193,12 +193,7 @@ def load_model(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
         _load_model(model, targets[MODEL], saved.module_versions, strict)
 
 
-def load_optimizers(
-    saved: Saved,
-    model: nn.Module,
-    optimizers: list[Optimizer],
-    owned: OwnedParameters,
-) -> None:
+def load_optimizers(saved: Saved, model: nn.Module, optimizers: list[Optimizer], owned: OwnedParameters) -> None:
     """Fill the optimizers of a model. Every rank must call it.
 
     An optimizer that had not stepped when it was saved, or a parameter that had no gradients yet, starts
@@ -217,12 +212,7 @@ def load_optimizers(
         loading.finish()
 
 
-def _loadings(
-    saved: Saved,
-    model: nn.Module,
-    optimizers: list[Optimizer],
-    owned: OwnedParameters,
-) -> list[Loading]:
+def _loadings(saved: Saved, model: nn.Module, optimizers: list[Optimizer], owned: OwnedParameters) -> list[Loading]:
     if not optimizers:
         return []
     states = saved.optimizer_states()
@@ -319,12 +309,7 @@ def under_own_names(
     return with_module_versions(renamed, own_versions)
 
 
-def _load_model(
-    model: nn.Module,
-    state: dict[str, Any],
-    versions: Mapping[str, dict[str, Any]],
-    strict: bool,
-) -> None:
+def _load_model(model: nn.Module, state: dict[str, Any], versions: Mapping[str, dict[str, Any]], strict: bool) -> None:
     """Pass ``state`` to the modules; those of their own tensors that are in it have their values already."""
     result = model.load_state_dict(under_own_names(model, state, versions), strict=False)
     if result is None:  # from a user's load_state_dict

@@ -134,7 +134,7 @@ def _leaves(tree: dict[Any, Any], place: str) -> Iterator[tuple[str, dict[Any, A
 
 
 def _by_name(module: nn.Module) -> dict[str, Any]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
 def _names_by_id(module: nn.Module) -> dict[int, str]:

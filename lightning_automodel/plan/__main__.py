@@ -90,7 +90,7 @@ def _import(target: str) -> Build:
 
 
 def _configured(path: str) -> Build:
-    """A function that builds the module of a LightningCLI configuration; returns it with the data's first batch."""
+    """A function that builds a LightningCLI configuration's module; it adds the first batch of the data."""
     from jsonargparse import ArgumentParser  # an extra of Lightning's, which LightningCLI needs
 
     given = yaml.safe_load(Path(path).read_text())

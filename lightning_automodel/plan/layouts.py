@@ -71,16 +71,7 @@ class Plan:
         self._frees = bool(options.reshard_during_accumulation)
         # On one rank the strategy has nothing to defer.
         self._defers = options.defer_fsdp_grad_sync in (True, "auto") and self.sizes.divisor > 1
-        # Ranks of each group, and the distance between them: the closest are tensor peers, then context peers, then
-        # shards.
-        ranks = {
-            "tensor": (tensor, 1),
-            "context": (context, tensor),
-            "shard": (self._shards, tensor),
-            "replicate": (self.sizes.replicate, tensor * self._shards),
-            "tokens": (self.sizes.divisor, tensor),
-        }
-        self.groups = {name: (n, max(1, min(n, ranks_per_node // apart))) for name, (n, apart) in ranks.items()}
+        self.groups = self._groups(ranks_per_node)
         self._parameters = micro.parameters
         if not self._is_sharded:
             self._parameters = [parameter._replace(unit=None) for parameter in micro.parameters]
@@ -91,8 +82,21 @@ class Plan:
         self.sent = self._count()
         self.seconds = self._time()
 
+    def _groups(self, ranks_per_node: int) -> dict[str, tuple[int, int]]:
+        tensor = self.options.tensor_parallel_size
+        # Ranks of each group, and the distance between them: tensor peers are the closest, then context peers,
+        # then shards.
+        ranks = {
+            "tensor": (tensor, 1),
+            "context": (self.options.context_parallel_size, tensor),
+            "shard": (self._shards, tensor),
+            "replicate": (self.sizes.replicate, tensor * self._shards),
+            "tokens": (self.sizes.divisor, tensor),
+        }
+        return {name: (n, max(1, min(n, ranks_per_node // apart))) for name, (n, apart) in ranks.items()}
+
     def _add_up(self) -> None:
-        """Add up the bytes of each unit: gathered parameters, and gradients accumulated, reduced and sharded."""
+        """Add up the bytes of each unit: gathered parameters; accumulated, reduced and sharded gradients."""
         self._held = Counter[str]()
         self._unsharded = _BytesByUnit()
         self._accumulated = _BytesByUnit()
@@ -178,7 +182,7 @@ class Plan:
             self._gradients[unit] = self._accumulated[unit]
 
     def _see(self, name: str, extra: int) -> None:
-        """Compare the memory that is held now, with ``extra`` temporary bytes, with the high water, and note it."""
+        """Update the high water with the memory that is held now and ``extra`` temporary bytes."""
         held = self._held.copy()
         held["gradients"] = self._gradients.total()
         held["gathered"] = sum(self._unsharded[unit] for unit in self._gathered)
@@ -204,8 +208,8 @@ class Plan:
         for size in sizes:
             sent["tokens", "all_reduce", size] += 1
         sent["tokens", "broadcast", self.micro.buffers[self._is_sharded]] += 1
-        # For a window: its count, loss and number of micro-batches, the order of its units as two numbers, and a
-        # number for each sharded parameter, whether it was used.
+        # For a window: its count, loss and number of micro-batches, the order of its units as two numbers, and
+        # for each sharded parameter whether it was used.
         sent["tokens", "all_reduce", 8 * (5 + sum(p.is_trained for p in self._parameters) - len(whole))] += 1
         return Counter({key: number for key, number in sent.items() if key[2] and self.groups[key[0]][0] > 1})
 
@@ -227,7 +231,7 @@ class Plan:
         beside = 0.0
         for (group, kind, size), number in self.sent.items():
             seconds = number * self._seconds_of(group, kind, size)
-            # Peers wait for each other within a layer; collectives of data-parallel ranks overlap the computation.
+            # Peers wait for each other within a layer. Data-parallel collectives overlap the computation.
             if group in ("tensor", "context"):
                 waits += seconds
             else:
@@ -235,8 +239,9 @@ class Plan:
         overlapped = assumed.overlap * compute
         if assumed.is_host and self._is_sharded:
             overlapped = 0.0  # on a host FSDP2 waits for each collective
+        # Each micro-batch communicates, or only the last one, as under DDP.
         if self._is_sharded and (self._frees or not self._defers):
-            overlapped *= self.accumulate  # each micro-batch communicates; DDP reduces in the last backward only
+            overlapped *= self.accumulate
         hidden = min(beside, overlapped)
         link = assumed.host_bandwidth if self.options.cpu_offload else assumed.memory_bandwidth
         seconds_by_cause = {
@@ -260,7 +265,7 @@ class Plan:
 
 
 def _ddp_buckets(ready: list[Parameter]) -> list[int]:
-    """Bytes of DDP's buckets, which it fills in the order of gradients: the first of 1 MiB, the others of 25 MiB."""
+    """Bytes of DDP's buckets, filled in the order of gradients: the first of 1 MiB, the others of 25 MiB."""
     buckets = [0]
     for parameter in ready:
         if buckets[-1] >= (1 << 20 if len(buckets) == 1 else 25 << 20):

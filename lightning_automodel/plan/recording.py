@@ -1,4 +1,4 @@
-"""Runs one micro-batch on the meta device, and records what it allocates, computes and sends, in this order."""
+"""Runs one micro-batch on the meta device, and records in order what it allocates, computes and sends."""
 
 import sys
 import warnings
@@ -44,7 +44,7 @@ class CannotPlanError(RuntimeError):
 class Parameter(NamedTuple):
     """One parameter, or a rank's tensor-parallel part of it."""
 
-    unit: int | None  # in the order of registration, the root after all others; None if FSDP2 does not shard it
+    unit: int | None  # in the order of registration, the root last; None if FSDP2 does not shard it
     rows: int  # length of the dimension that FSDP2 shards
     numel: int
     stored: int  # bytes of an element in the shard
@@ -58,13 +58,13 @@ class Parameter(NamedTuple):
 
 
 class MicroBatch(torch_internals.TorchDispatchMode):
-    """A record of one micro-batch on one rank. As a mode, it follows new tensors, operations and collectives."""
+    """A record of one micro-batch on one rank; as a mode, it follows tensors, operations and collectives."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Events: the kind, which is "gather" or "free" (a unit's forward begins or ends), "loss", or "gradient" (a
-        # parameter has its gradient); the unit or parameter; and the memory without gradients, its peak since the
-        # event before and its size now, in bytes above the size at the event before.
+        # Events: the kind, which is "gather" or "free" (a unit's forward begins or ends), "loss", or "gradient"
+        # (a parameter has its gradient); the unit or parameter; and the memory without gradients, its peak since
+        # the event before and its size now, in bytes above the size at the event before.
         self.events: list[tuple[str, int, int, int]] = []
         self.parameters: list[Parameter] = []
         self.num_units = 0  # without the root
@@ -85,7 +85,7 @@ class MicroBatch(torch_internals.TorchDispatchMode):
         if func is torch.ops.aten.nonzero.default and args[0].is_meta:  # assume that every position has a label
             return torch.empty(args[0].numel(), args[0].ndim, dtype=torch.int64, device="meta")
         output = func(*args, **kwargs)
-        if func.is_view or "FakeTensor" in names:  # with a FakeTensor, DTensor only asks for the output's shape
+        if func.is_view or "FakeTensor" in names:  # with FakeTensors, DTensor only asks for the output's shape
             return output
         self.follow(output)
         sizes = [tensor.nbytes for tensor in _leaves((args, kwargs, output))]
@@ -122,13 +122,13 @@ class MicroBatch(torch_internals.TorchDispatchMode):
             self._start = self._peak = self._live
 
     def take_gradient(self, index: int, parameter: nn.Parameter) -> None:
-        """Record a gradient, and drop it: how long it lives depends on the layout. Autograd still holds it a while."""
+        """Record a gradient and drop it: its lifetime depends on the layout. Autograd still holds it a while."""
         self.mark("gradient", index)
         parameter.grad = None
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Memory and operations of fused attention, which keeps its inputs, its output and a number for each row."""
+    """Memory and operations of fused attention, which keeps inputs, outputs and a number for each row."""
 
     @staticmethod
     def forward(ctx: Any, micro: MicroBatch, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -147,7 +147,7 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBatch:
-    """Record one micro-batch of the LightningModule and the batch for ``training_step`` that ``build`` returns.
+    """Record one micro-batch of ``build``, which returns a LightningModule and a batch for ``training_step``.
 
     ``precision_name`` is a key of ``PRECISIONS``. Raises :class:`CannotPlanError`.
     """
@@ -160,12 +160,7 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBat
         dist.init_process_group(dist.Backend.FAKE, rank=0, world_size=tensor * context)
         stack.callback(dist.destroy_process_group)
         mesh = init_device_mesh("cpu", (1, 1, context, tensor), mesh_dim_names=(*_DATA, CONTEXT, TENSOR))
-        with _explained("build"), torch.device("meta"):
-            module, batch = build()
-            lightning_internals.set_device_mesh(module, mesh)
-            module.configure_model()
-        if not module.automatic_optimization:
-            raise CannotPlanError("manual optimization is not planned: let build() return a module without it.")
+        module, batch = _built(build, mesh)
         module = plugin.convert_module(module.to("meta").train())  # type: ignore[assignment]
         batch = plugin.convert_input(apply_to_collection(batch, Tensor, lambda leaf: leaf.to("meta")))
         with _explained("configure_optimizers"):
@@ -189,6 +184,16 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBat
     if sliced is not None and sliced.num_calls == 0:
         raise CannotPlanError("attention stays within a slice: call lightning_automodel.context_parallel_attention.")
     return micro
+
+
+def _built(build: Build, mesh: DeviceMesh) -> tuple[pl.LightningModule, Any]:
+    with _explained("build"), torch.device("meta"):
+        module, batch = build()
+        lightning_internals.set_device_mesh(module, mesh)
+        module.configure_model()
+    if not module.automatic_optimization:
+        raise CannotPlanError("manual optimization is not planned: let build() return a module without it.")
+    return module, batch
 
 
 @contextmanager
@@ -222,7 +227,7 @@ def _optimizer_state(module: pl.LightningModule) -> float:
 def _note_units(
     micro: MicroBatch, module: nn.Module, plugin: Precision, options: StrategyOptions, stack: PatchStack
 ) -> None:
-    """Record parameters and buffers, watch units and gradients, and make blocks compute as under the strategy."""
+    """Record parameters and buffers, watch units and gradients, and let blocks compute as in the strategy."""
     buffers = dict(module.named_buffers())
     saved = module.state_dict(keep_vars=True).keys() & buffers
     sizes = {name: buffer.nbytes for name, buffer in buffers.items()}
@@ -262,7 +267,7 @@ def _note_units(
 def _slice(
     module: nn.Module, batch: Any, mesh: DeviceMesh, options: StrategyOptions, stack: PatchStack
 ) -> tuple[Any, Any]:
-    """The first rank's slice of the batch, and its description. Makes Hugging Face models attend across ranks."""
+    """The first rank's slice of the batch, and its description. Hugging Face models then attend across ranks."""
     num_layers = hugging_face.let_models_attend_across(module, stack)
     labels = options.label_key, options.ignore_index, options.label_shift
     slicer = slices.SequenceSlices(0, options.context_parallel_size, *labels, adds_mask=num_layers > 0)

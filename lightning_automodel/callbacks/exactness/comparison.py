@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 from lightning_automodel.callbacks.exactness import results
 from lightning_automodel.callbacks.exactness.count_check import CountCheck
 from lightning_automodel.callbacks.exactness.gradient_check import GradientCheck
+from lightning_automodel.callbacks.exactness.isolation import random_states_kept
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
 from lightning_automodel.callbacks.exactness.optimizer_check import OptimizerCheck, changes_gradients
 from lightning_automodel.callbacks.exactness.recording import MicroBatch, Recorder, Window
-from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Shares, random_states_kept
+from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Shares
 from lightning_automodel.callbacks.exactness.results import CountResult, StepResult, described, number_of
 from lightning_automodel.callbacks.running_strategy import automodel, current_run
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples

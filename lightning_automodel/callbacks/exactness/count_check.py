@@ -75,7 +75,7 @@ class CountCheck:
         return min(checked, key=lambda result: (WRONG, EXACT, NOT_CHECKED).index(result.verdict))
 
     def _splits(self) -> list[tuple[Window, MicroBatch, Any, list[Any]]]:
-        """Batches with two parts of each, ordered by how much the counts of the parts differ, largest first."""
+        """Batches with two parts of each, those first whose parts differ most in their counts."""
         records = [(window, record) for window in self._windows for record in window.micro_batches]
         tried = []
         for window, record in records:

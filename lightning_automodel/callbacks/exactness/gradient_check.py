@@ -11,13 +11,21 @@ from torchmetrics import Metric
 
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
 from lightning_automodel.callbacks.exactness.recording import Window
-from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Replayed, Shares, distances, wide
+from lightning_automodel.callbacks.exactness.replay import (
+    Gradients,
+    Replay,
+    Replayed,
+    Shares,
+    distances,
+    norm_of,
+    wide,
+)
 from lightning_automodel.callbacks.exactness.results import StepResult, percent, plural, range_of, relative
 from lightning_automodel.callbacks.running_strategy import automodel, current_run
 from lightning_automodel.internals import lightning as lightning_internals
 
-# Gradients may be off by this many times the rounding that the replay shows, which comes from one order of summation
-# out of many. Single parameters may be off by this many times the tolerance for all gradients.
+# Gradients may be off by this many times the rounding that the replay shows, which comes from one order of
+# summation out of many. Single parameters may be off by this many times their own rounding times that factor.
 _FACTOR = 4
 _FACTOR_IF_PERTURBED = 8  # multiplies both if rounding is known only from perturbed weights
 # This many roundings are no error even if the replay shows no rounding.
@@ -99,8 +107,8 @@ class GradientCheck:
             if gradient is not None:
                 found.gradients[name] = gradient.cpu()
         step.written = self._written(found.written, weights, now)
-        size = _norm(distances(run, run, {}))
-        direct = _norm(distances(run, run, found.gradients)) / max(size, 1e-300)
+        size = norm_of(distances(run, run, {}))
+        direct = norm_of(distances(run, run, found.gradients)) / max(size, 1e-300)
         contributions = [found.contributions]  # from micro-batches that round like the run's
         if self._is_half and direct > _HALF:
             replay.load(weights, dtype)
@@ -160,9 +168,9 @@ class GradientCheck:
         off = distances(run, run, exact)
         rounding = distances(run, rounded, exact)
         norm = distances(run, exact, {})
-        total = _norm(norm)
-        step.gradient_error = relative(_norm(off), total)
-        step.rounding = _norm(rounding) / total if total else 0.0
+        total = norm_of(norm)
+        step.gradient_error = relative(norm_of(off), total)
+        step.rounding = norm_of(rounding) / total if total else 0.0
         limit = factor * step.rounding + least
         size = sum(wide(exact[name]).numel() for name in run)
         missing = {}
@@ -178,7 +186,7 @@ class GradientCheck:
         return missing
 
     def _judge_in_half(self, missing: dict[str, float], direct: float, fit: _Fit, factor: float) -> None:
-        """In half precision, rounding may be as large as an error: call wrong only what rounding cannot explain."""
+        """In half precision rounding may be as large as an error: call wrong only what it cannot explain."""
         step = self._step
         limit = factor * step.rounding + self._least
         if direct < _HALF:  # the replay in the run's precision agrees
@@ -219,7 +227,7 @@ class GradientCheck:
     def _written(
         self, written: Mapping[str, Tensor], weights: Mapping[str, Tensor], now: Mapping[str, Tensor]
     ) -> dict[str, float]:
-        """Weights that the run's window has written differently from the replay of rank 0's steps, with the error."""
+        """Weights that the run's window wrote differently from the replay of rank 0's steps, with the error."""
         found = {}
         for name in written.keys() | now.keys():
             before = weights[name]
@@ -276,10 +284,6 @@ class GradientCheck:
         if math.isnan(first) and math.isnan(second):
             return True
         return abs(first - second) <= _LOSS_TOLERANCE * self._eps * max(abs(first), abs(second), 1e-3)
-
-
-def _norm(distances: Mapping[str, float]) -> float:
-    return math.hypot(*distances.values())
 
 
 def _rounding_unit(trainer: pl.Trainer) -> float:

@@ -54,7 +54,7 @@ def whole_copy(
     trainer: pl.Trainer,
     early: pl.LightningModule | None,
 ) -> pl.LightningModule:
-    """A copy with whole parameters: of the module as it is, or ``early``, from before ``configure_model`` sharded it.
+    """A copy with whole parameters: of the module as it is, or ``early``, made before ``configure_model``.
 
     Raises:
         ReplayError: If neither has all parameters, and has them whole.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_automodel.callbacks.exactness.recording import whole_on_host
-from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, distances, wide
+from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, distances, norm_of, wide
 from lightning_automodel.callbacks.exactness.results import StepResult, relative
 from lightning_automodel.distributed import collectives
 
@@ -27,7 +27,7 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 def whole_states(optimizer: Optimizer, names: Mapping[int, str], keeps: bool) -> dict[str, dict[str, Any]]:
-    """States by the parameter's name, whole and on the host, if this rank ``keeps`` them (rank 0). A collective."""
+    """States by parameter name, whole and on the host, if this rank ``keeps`` them (rank 0). A collective."""
     states: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
         on_host = _on_host(state)
@@ -51,7 +51,7 @@ def _on_host(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OptimizerCheck:
-    """Steps a copy of the optimizer on whole tensors, from the run's weights, gradients and state. On rank 0 only.
+    """Steps a copy of the optimizer on whole tensors, from the run's weights, gradients and state, on rank 0.
 
     :meth:`step` changes the weights of ``replay``.
     """
@@ -85,7 +85,7 @@ class OptimizerCheck:
         trainer: pl.Trainer,
         step: StepResult,
     ) -> None:
-        """Compare the effect of ``on_before_optimizer_step`` and clipping on gradients with that on whole ones.
+        """Compare the effects of ``on_before_optimizer_step`` and clipping with those on whole gradients.
 
         Compares nothing if other code may have changed the gradients too.
         """
@@ -98,14 +98,14 @@ class OptimizerCheck:
         if has_hook:
             before = self._replay.before_optimizer_step(before, self._optimizer)
         clipped = {name: wide(gradient) for name, gradient in before.items()}
-        norm = math.hypot(*distances(clipped, clipped, {}).values())
+        norm = norm_of(distances(clipped, clipped, {}))
         if limit and "value" in str(trainer.gradient_clip_algorithm or "norm").lower():
             clipped = {name: gradient.clamp(-limit, limit) for name, gradient in clipped.items()}
         elif limit:
             factor = min(1.0, limit / (norm + 1e-6))
             clipped = {name: gradient * factor for name, gradient in clipped.items()}
-        off = math.hypot(*distances(clipped.keys() | after.keys(), after, clipped).values())
-        size = math.hypot(*distances(clipped, clipped, {}).values())
+        off = norm_of(distances(clipped.keys() | after.keys(), after, clipped))
+        size = norm_of(distances(clipped, clipped, {}))
         step.clipping_error = off / size if size else 0.0
         dtypes = [gradient.dtype for gradient in after.values() if gradient is not None]
         rounding = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
@@ -140,7 +140,7 @@ def changes_gradients(trainer: pl.Trainer) -> list[str]:
 
 
 def _copy(optimizer: Optimizer, names: Mapping[int, str], own: Mapping[str, nn.Parameter]) -> Optimizer:
-    """The same optimizer on the parameters ``own``, without state or hooks. Does not call its constructor."""
+    """The same optimizer on the parameters ``own``, without state, hooks, or a call of its constructor."""
     inner = [type(value).__name__ for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     if inner:
         raise TypeError(f"{type(optimizer).__name__} wraps another optimizer ({inner[0]})")
@@ -162,7 +162,7 @@ def _copy(optimizer: Optimizer, names: Mapping[int, str], own: Mapping[str, nn.P
 
 
 def _placed(value: Any, parameter: Tensor) -> Any:
-    """A state of the parameter's shape on the parameter's device; others, such as step counts, stay on the host."""
+    """A state of the parameter's shape on its device; others, such as step counts, stay on the host."""
     if isinstance(value, Tensor) and value.shape == parameter.shape and parameter.ndim:
         return value.to(parameter.device)
     return value

@@ -22,7 +22,7 @@ from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.resume.rng import global_states
 
 Fingerprints = dict[str, tuple[tuple[int, ...], int]]
-"""By name of each parameter, the shape of this rank's part and a number that depends on all of the part's bits."""
+"""By parameter name, the shape of this rank's part and a number that depends on all bits of the part."""
 Replicas = dict[tuple[str, tuple[int, ...]], int]
 """The same numbers by the parameter's name and the coordinates of the part that this rank holds."""
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -51,7 +51,7 @@ class Window:
 
 
 class Recorder:
-    """Records this rank's windows, each from the first ``training_step`` after an optimizer step to the next step.
+    """Records this rank's windows, from the first ``training_step`` after an optimizer step to the next step.
 
     Args:
         trainer: The Trainer. Its strategy's ``training_step`` is wrapped until ``patches`` are restored.
@@ -77,7 +77,7 @@ class Recorder:
         self.training: dict[str, bool] = {}
 
     def _recorded(self, *args: Any, **kwargs: Any) -> Any:
-        """``strategy.training_step``. Recording begins within it, once the engine has prepared weights and buffers."""
+        """``strategy.training_step``. Recording begins in it, when the engine has prepared weights and buffers."""
         called = self.module.training_step
         run = current_run(self.trainer)
         context = None if run is None else run.micro_batches.context
@@ -178,7 +178,7 @@ def fingerprints(module: nn.Module) -> Fingerprints:
     parts = {}
     for name, parameter in module.named_parameters():
         part = torch_internals.local_tensor(parameter.detach())
-        if type(part) is not Tensor:  # such as quantised weights, in subclasses with their own layout of bits
+        if type(part) is not Tensor:  # such as quantised weights, whose subclass has its own layout of bits
             continue
         part = part.reshape(-1)
         if part.is_complex():

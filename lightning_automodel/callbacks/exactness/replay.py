@@ -1,12 +1,10 @@
-"""Recomputes the micro-batches of all ranks in this process, as parts of one batch, on a copy of the module."""
+"""Recomputes the micro-batches of all ranks on a copy of the module, in this process, as one batch."""
 
 import copy
 import math
 import random
-import threading
-import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -14,17 +12,14 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from lightning_automodel.callbacks.exactness import module_copy
+from lightning_automodel.callbacks.exactness.isolation import alone, refuse_to_gather
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
 from lightning_automodel.callbacks.exactness.recording import (
     Fingerprints,
@@ -35,11 +30,8 @@ from lightning_automodel.callbacks.exactness.recording import (
     whole_on_host,
 )
 from lightning_automodel.callbacks.running_strategy import automodel
-from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.gradients.token_loss import TokenWeighting
-from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.internals.patching import PatchStack
-from lightning_automodel.resume.rng import global_states, set_global_states
+from lightning_automodel.resume.rng import set_global_states
 from lightning_automodel.sharding.precision import FSDP2_PRECISIONS, HALF, cast_floating
 
 _SAMPLED = 50_000  # entries of a gradient, at most, by which micro-batches are told apart
@@ -81,7 +73,7 @@ class Replayed:
 
 
 class Replay:
-    """Runs ``training_step`` and backward on a copy of the module, without other ranks, logs or lasting effects.
+    """Runs ``training_step`` and backward on a copy of the module: no other ranks, logs or lasting effects.
 
     Args:
         copied: The copy, made before the module was sharded.
@@ -110,7 +102,7 @@ class Replay:
         self._plugin.convert_module(copied)
         for name in ("log", "log_dict"):
             vars(copied)[name] = lambda *_, **__: None
-        vars(copied)["all_gather"] = _refuse_to_gather
+        vars(copied)["all_gather"] = refuse_to_gather
         self._trainable: Modes = {}
         self._training: Modes = {}
         taken = signature(copied.training_step).parameters.values()
@@ -139,7 +131,7 @@ class Replay:
             submodule.training = self._training.get(name, submodule.training)
 
     def sample(self, names: set[str]) -> dict[str, Tensor]:
-        """Positions of entries by parameter: all if there are few, else random ones in all parameters ``names``."""
+        """Positions of entries by parameter: all if there are few, else random ones, in parameters ``names``."""
         numel = {name: p.numel() for name, p in self.module.named_parameters() if name in names and p.numel()}
         share = min(1.0, _SAMPLED / max(1, sum(numel.values())))
         if share == 1:
@@ -352,56 +344,8 @@ class Replay:
             return DoublePrecision().train_step_context()
         return nullcontext()
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Context in which user code sees no other ranks. ReplayError if it reaches other ranks or the run's module."""
-        own_thread = threading.get_ident()
-        is_initialized = dist.is_initialized
-        loggers = self._trainer.loggers
-        modules = set(self._run.modules())
-
-        def is_initialized_elsewhere() -> bool:
-            # Other threads, such as those that send heartbeats, continue.
-            return threading.get_ident() != own_thread and is_initialized()
-
-        with PatchStack() as patches, warnings.catch_warnings(), _Isolation(self._run):
-            warnings.simplefilter("ignore")
-            patches.set(dist, "is_initialized", is_initialized_elsewhere)
-            patches.set(dist.distributed_c10d, "is_initialized", is_initialized_elsewhere)  # for barriers
-            patches.callback(setattr, self._trainer, "loggers", loggers)
-            self._trainer.loggers = [DummyLogger() for _ in loggers]
-            hook = register_module_forward_pre_hook(lambda called, _: _refuse_module(called, modules))
-            patches.callback(hook.remove)
-            yield
-
-
-class _Isolation(TorchFunctionMode):
-    """Refuses collectives, in which other ranks would never join, and operations on the run's weights.
-
-    A dispatch mode would see more, but under it tensors cannot be converted to a subclass.
-    """
-
-    def __init__(self, run: nn.Module) -> None:
-        super().__init__()
-        parameters = list(run.parameters())
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        self._of_run = {_address(tensor.detach()) for tensor in (*parameters, *gradients)} - {0}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in (getattr(func, "__module__", None) or ""):
-            raise ReplayError(f"training_step communicates with other ranks ({func.__name__})")
-        is_read = func.__name__ in ("__get__", "size", "numel", "dim")
-        if not is_read and any(_address(tensor) in self._of_run for tensor in tensors_in((args, kwargs))):
-            raise ReplayError("training_step uses weights past the attributes of its module, as by a global variable")
-        return func(*args, **(kwargs or {}))
-
-
-def _address(tensor: Tensor) -> int:
-    """Memory address of this rank's part; 0 if the tensor has no memory."""
-    try:
-        return torch_internals.local_tensor(tensor).untyped_storage().data_ptr()
-    except RuntimeError:  # a sparse tensor, or a wrapper such as torch.func's
-        return 0
+    def _alone(self) -> AbstractContextManager[None]:
+        return alone(self._trainer, self._run)
 
 
 def wide(gradient: Tensor | None) -> Tensor:
@@ -418,26 +362,9 @@ def distances(
     return {name: float((wide(first.get(name)) - wide(second.get(name))).norm()) for name in names}
 
 
-@contextmanager
-def random_states_kept(device: torch.device) -> Generator[None, None, None]:
-    """Context that restores the random states at its end, so that the run draws the same numbers as without it."""
-    states = global_states(device)
-    try:
-        yield
-    finally:
-        set_global_states(states, device)
-
-
-def _refuse_to_gather(*_: Any, **__: Any) -> Any:
-    raise ReplayError("training_step communicates with other ranks (all_gather)")
-
-
-def _refuse_module(module: nn.Module, of_run: set[nn.Module]) -> None:
-    if module in of_run:
-        raise ReplayError(
-            f"training_step calls the {type(module).__name__} of the run past the attributes of its module, as by a"
-            " global variable"
-        )
+def norm_of(distances: Mapping[str, float]) -> float:
+    """2-norm over all parameters."""
+    return math.hypot(*distances.values())
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def verdict_of(steps: list[StepResult], count: CountResult | None) -> str:
 
 
 def report_of(steps: list[StepResult], count: CountResult | None, unit: str, is_ours: bool) -> list[str]:
-    """One line for each result. ``unit`` names the counted units; ``is_ours`` is whether ``AutomodelStrategy`` ran."""
+    """One line per result. ``unit`` names the counted units; ``is_ours``: ``AutomodelStrategy`` is in use."""
     lines: list[str] = []
     if count is not None and count.verdict == WRONG:
         lines.append(f"The count is wrong: {count.text}.{count.remedy and f' Right is {count.remedy}.'}")
