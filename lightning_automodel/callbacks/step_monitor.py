@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 from typing_extensions import override
 
-from lightning_automodel.callbacks.running_strategy import automodel
+from lightning_automodel.callbacks.running_strategy import automodel, options_of
 from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients.token_loss import StepReport
@@ -90,8 +90,7 @@ class StepMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy = automodel(trainer)
-        self._counts_label_tokens = strategy is not None and strategy.describe()["options"]["per_token_loss"]
+        self._counts_label_tokens = options_of(trainer).get("per_token_loss", False)
         self._logged_step = trainer.global_step
         self._phase = "data"
         self._entered_at = time.perf_counter()

@@ -5,7 +5,7 @@ Nothing here imports transformers: exporting a checkpoint must not need it.
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Set
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -81,13 +81,10 @@ def _to_json(value: Any) -> Any:
     return sorted(value) if isinstance(value, Set) else str(value)
 
 
-def _parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
-    """Parameters by their names in checkpoints; tied ones under each of their names."""
-    return {without_wrappers(name): value for name, value in model.named_parameters(remove_duplicate=False)}
-
-
 def _tied(model: nn.Module) -> list[str]:
-    parameters = _parameters(model)
+    # With tied parameters under each of their names.
+    named = model.named_parameters(remove_duplicate=False)
+    parameters = {without_wrappers(name): parameter for name, parameter in named}
     return [
         name
         for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items()

@@ -179,11 +179,11 @@ class Owners:
 # --- Checking ---------------------------------------------------------------------------------------------
 
 
-def no_optimizer_state(index: int) -> CheckpointError:
-    """The error for an optimizer without a saved state."""
+def no_optimizer_state() -> CheckpointError:
+    """The error for a checkpoint without states of optimizers."""
     return CheckpointError(
-        f"it holds no state of optimizer {index}: it was saved with save_weights_only=True, or with fewer"
-        " optimizers; validate, test and predict can load it"
+        "it holds no state of optimizer 0: it was saved with save_weights_only=True, or with fewer optimizers;"
+        " validate, test and predict can load it"
     )
 
 

@@ -214,7 +214,7 @@ def fill_module(module: nn.Module, checkpoint: dict[str, Any], own: list[Optimiz
     if own:
         states = checkpoint.get(state_dict.OPTIMIZERS, [])
         if not states:
-            raise optimizers.no_optimizer_state(0)
+            raise optimizers.no_optimizer_state()
         optimizers.check_number("optimizers", len(states), len(own))
         noted = checkpoint.get(optimizers.PARAMETER_NAMES) or [None] * len(own)
         checkpoint[state_dict.OPTIMIZERS] = [

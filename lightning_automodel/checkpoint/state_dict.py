@@ -217,7 +217,7 @@ def _loadings(saved: Saved, model: nn.Module, optimizers: list[Optimizer], owned
         return []
     states = saved.optimizer_states()
     if not states:
-        raise no_optimizer_state(0)
+        raise no_optimizer_state()
     check_number("optimizers", len(states), len(optimizers))
     named = {without_wrappers(name): parameter for name, parameter in model.named_parameters()}
     parameters = {name: parameter.detach() for name, parameter in named.items()}

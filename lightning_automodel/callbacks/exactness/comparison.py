@@ -18,7 +18,7 @@ from lightning_automodel.callbacks.exactness.optimizer_check import OptimizerChe
 from lightning_automodel.callbacks.exactness.recording import MicroBatch, Recorder, Window
 from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Shares
 from lightning_automodel.callbacks.exactness.results import CountResult, StepResult, described, number_of
-from lightning_automodel.callbacks.running_strategy import automodel, current_run
+from lightning_automodel.callbacks.running_strategy import options_of, weighting_of
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 from lightning_automodel.internals import lightning as lightning_internals
 
@@ -43,13 +43,10 @@ class Comparison:
         self.steps: list[StepResult] = []
         self._replay = replay
         self._trainer = trainer
-        self._weighting = told or TokenWeighting()
-        self._num_slices = 1
-        if (strategy := automodel(trainer)) is not None:
-            self._num_slices = strategy.describe()["options"]["context_parallel_size"]
-        if (run := current_run(trainer)) is not None:
-            self._weighting = run.windows.weighting
-        self._is_ours = run is not None
+        self._num_slices = options_of(trainer).get("context_parallel_size", 1)
+        weighting = weighting_of(trainer)
+        self._weighting = weighting or told or TokenWeighting()
+        self._is_ours = weighting is not None
         self._knows_count = told is not None or self._is_ours
         self._count: CountResult | None = None
         self._step = StepResult()

@@ -21,7 +21,7 @@ from lightning_automodel.callbacks.exactness.replay import (
     wide,
 )
 from lightning_automodel.callbacks.exactness.results import StepResult, percent, plural, range_of, relative
-from lightning_automodel.callbacks.running_strategy import automodel, current_run
+from lightning_automodel.callbacks.running_strategy import context_of, options_of
 from lightning_automodel.internals import lightning as lightning_internals
 
 # Gradients may be off by this many times the rounding that the replay shows, which comes from one order of
@@ -88,8 +88,7 @@ class GradientCheck:
         self._eps = _rounding_unit(trainer)
         self._is_half = self._eps > _HALF
         self._least = self._eps * (_LEAST_IN_HALF if self._is_half else _LEAST)
-        run = current_run(trainer)
-        self._has_slices = run is not None and run.micro_batches.context is not None
+        self._has_slices = context_of(trainer) is not None
 
     def compare(self, run: Gradients, weights: dict[str, Tensor], now: Mapping[str, Tensor]) -> None:
         """Compare gradients ``run`` with those of one batch.
@@ -289,11 +288,9 @@ class GradientCheck:
 def _rounding_unit(trainer: pl.Trainer) -> float:
     """The relative size of a rounding in the run's precision."""
     precision = str(trainer.precision_plugin.precision)
-    hooks = [lightning_internals.ddp_comm_hook(trainer)]
-    if (ours := automodel(trainer)) is not None:
-        options = ours.describe()["options"]
-        hooks += (options.get("ddp_comm_hook"), options.get("mp_policy"))
-    # Such hooks and policies communicate in half precision.
+    options = options_of(trainer)
+    # These communicate in half precision.
+    hooks = (lightning_internals.ddp_comm_hook(trainer), options.get("ddp_comm_hook"), options.get("mp_policy"))
     if "bf16" in precision or any(hook is not None for hook in hooks):
         dtype = torch.bfloat16
     elif precision.startswith("16"):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_automodel.callbacks.exactness import module_copy
 from lightning_automodel.callbacks.exactness.results import described
-from lightning_automodel.callbacks.running_strategy import automodel, current_run
+from lightning_automodel.callbacks.running_strategy import automodel, context_of, weighting_of
 from lightning_automodel.gradients.token_loss import has_count
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
@@ -79,17 +79,17 @@ class Recorder:
     def _recorded(self, *args: Any, **kwargs: Any) -> Any:
         """``strategy.training_step``. Recording begins in it, when the engine has prepared weights and buffers."""
         called = self.module.training_step
-        run = current_run(self.trainer)
-        context = None if run is None else run.micro_batches.context
+        context = context_of(self.trainer)
+        weighting = weighting_of(self.trainer)
 
         def training_step(*step_args: Any, **step_kwargs: Any) -> Any:
-            if run is None or context is None:
+            if context is None or weighting is None:
                 self._begin(step_args)
                 return called(*step_args, **step_kwargs)
             self._begin((context.slices.slice(args[0], cuts=False), *args[1:]))
             output = called(*step_args, **step_kwargs)
-            count = run.windows.weighting.count(step_args[0], output)  # of this rank's slice
-            self._newest.returned_count = float(count)
+            # The count of this rank's slice.
+            self._newest.returned_count = float(weighting.count(step_args[0], output))
             return output
 
         with PatchStack() as patches:

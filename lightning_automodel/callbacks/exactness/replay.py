@@ -29,7 +29,7 @@ from lightning_automodel.callbacks.exactness.recording import (
     loss_of,
     whole_on_host,
 )
-from lightning_automodel.callbacks.running_strategy import automodel
+from lightning_automodel.callbacks.running_strategy import automodel, options_of
 from lightning_automodel.gradients.token_loss import TokenWeighting
 from lightning_automodel.resume.rng import set_global_states
 from lightning_automodel.sharding.precision import FSDP2_PRECISIONS, HALF, cast_floating
@@ -142,12 +142,11 @@ class Replay:
     @property
     def sharded_dtype(self) -> torch.dtype | None:
         """The dtype that FSDP2 units of this strategy compute in instead of autocast; None for other engines."""
-        strategy = automodel(self._trainer)
-        if strategy is None or strategy.data_parallel != "fsdp2":
+        options = options_of(self._trainer)
+        if options.get("data_parallel") != "fsdp2":
             return None
-        policy = strategy.describe()["options"]["mp_policy"]
-        if policy is not None:
-            return policy.param_dtype
+        if options["mp_policy"] is not None:
+            return options["mp_policy"].param_dtype
         if isinstance(self._plugin, MixedPrecision):
             return FSDP2_PRECISIONS[self._plugin.precision]
         return None
