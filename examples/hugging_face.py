@@ -97,6 +97,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="of the data; by default all")
     parser.add_argument("--output", type=Path, help="folder of the export, which is replaced")
     args = parser.parse_args()
+    if args.lora and args.model is None:
+        parser.error("--lora needs --model: an export of adapters holds no base model, and a random one is lost")
     args.output = args.output or Path("outputs/hugging_face", "adapter" if args.lora else "model")
     shutil.rmtree(args.output, ignore_errors=True)  # an export replaces nothing
     L.seed_everything(0, verbose=False)
