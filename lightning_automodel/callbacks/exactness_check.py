@@ -94,10 +94,10 @@ class ExactnessCheck(Callback):
             raise ValueError(f"ExactnessCheck: steps must be at least 1, got {steps}.")
         if count == "samples":
             count_label_tokens = count_samples
-        told = TokenWeighting(per_token_loss, loss_reduction, label_key, ignore_index, label_shift, count_label_tokens)
-        self._told: TokenWeighting | None = None
-        if count is not None or told != TokenWeighting():
-            self._told = told
+        given = TokenWeighting(per_token_loss, loss_reduction, label_key, ignore_index, label_shift, count_label_tokens)
+        self._given: TokenWeighting | None = None
+        if count is not None or given != TokenWeighting():
+            self._given = given
         self._num_steps = steps
         self._raises = raises
         self._patches = PatchStack()
@@ -122,7 +122,7 @@ class ExactnessCheck(Callback):
         if stage != TrainerFn.FITTING:
             return
         self._reset()
-        if self._told is not None and automodel(trainer) is not None:
+        if self._given is not None and automodel(trainer) is not None:
             raise ValueError(
                 "ExactnessCheck checks the counting options of AutomodelStrategy, and takes its own only under other"
                 " strategies: pass them to AutomodelStrategy alone."
@@ -199,7 +199,7 @@ class ExactnessCheck(Callback):
             f"ExactnessCheck compares the first {self._num_steps} optimizer steps with one process. On rank 0 this"
             f" needs up to {gib:.2g} GiB, and the activations of one micro-batch in float64."
         )
-        return Comparison(replay, trainer, self._told), None
+        return Comparison(replay, trainer, self._given), None
 
     # --- One optimizer step -------------------------------------------------------------------------------
 

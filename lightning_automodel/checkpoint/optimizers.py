@@ -297,8 +297,8 @@ class Loading:
         if has_groups(tree):
             groups = tree["param_groups"]
             check_groups(optimizer, groups, index)
-            there = [list(group["params"]) for group in groups]
-            renamed = new_names(there, names, parameters, index)
+            saved_names = [list(group["params"]) for group in groups]
+            renamed = new_names(saved_names, names, parameters, index)
             tree = _renamed(tree, lambda _: renamed, str)
             elsewhere = [name for name in tree["state"] if owned.get(name) is False]
             tree["state"] = {name: value for name, value in tree["state"].items() if name not in elsewhere}

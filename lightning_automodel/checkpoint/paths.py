@@ -68,10 +68,10 @@ def size_of_file(path: str) -> int:
             f"{name} is missing: this is no directory of shards that Lightning or this package has written, its"
             " save did not end, or the file was lost"
         )
-    found = filesystem.info(place)
-    if found["type"] != "file":
+    info = filesystem.info(place)
+    if info["type"] != "file":
         raise CheckpointError(f"{name} is not a regular file")
-    return found["size"]
+    return info["size"]
 
 
 def read_file(path: str) -> bytes:

@@ -53,11 +53,11 @@ class MetadataUnpickler(pickle.Unpickler):
     @override
     def find_class(self, module: str, name: str) -> Any:
         if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):
-            found = super().find_class(module, name)
-            is_data = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
+            named = super().find_class(module, name)
+            is_data = isinstance(named, type) and (dataclasses.is_dataclass(named) or issubclass(named, enum.Enum))
             # A name with dots could reach an object that the module only imports.
-            if is_data and found.__module__ == module:
-                return found
+            if is_data and named.__module__ == module:
+                return named
         if module in ("pathlib", "pathlib._local") and name.endswith("Path"):  # of any operating system
             return PurePosixPath
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):

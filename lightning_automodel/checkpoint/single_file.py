@@ -157,9 +157,9 @@ class WholeCheckpoint(Saved):
         of_model = state_dict.without_wrappers_in(checkpoint[MODEL])
         values: dict[str, Any] = {f"{MODEL}.{name}": value for name, value in of_model.items()}
         self._optimizers: list[dict[str, Any]] = []
-        noted = self.rest.pop(optimizers.PARAMETER_NAMES, None) or parameter_names
+        names_by_optimizer = self.rest.pop(optimizers.PARAMETER_NAMES, None) or parameter_names
         states = [state for state in checkpoint.get(state_dict.OPTIMIZERS, []) if state]
-        for index, (state, names) in enumerate(zip(states, noted, strict=False)):
+        for index, (state, names) in enumerate(zip(states, names_by_optimizer, strict=False)):
             named = optimizers.by_name(state, optimizers.flat(names))
             tree, leaves = take_apart(named, (optimizers.optimizer_key(index),))
             self._optimizers.append(tree)
@@ -216,10 +216,10 @@ def fill_module(module: nn.Module, checkpoint: dict[str, Any], own: list[Optimiz
         if not states:
             raise optimizers.no_optimizer_state()
         optimizers.check_number("optimizers", len(states), len(own))
-        noted = checkpoint.get(optimizers.PARAMETER_NAMES) or [None] * len(own)
+        names_by_optimizer = checkpoint.get(optimizers.PARAMETER_NAMES) or [None] * len(own)
         checkpoint[state_dict.OPTIMIZERS] = [
             _as_own(module, optimizer, state, names, index)
-            for index, (optimizer, state, names) in enumerate(zip(own, states, noted, strict=True))
+            for index, (optimizer, state, names) in enumerate(zip(own, states, names_by_optimizer, strict=True))
         ]
     saved = checkpoint[MODEL]
     state = state_dict.under_own_names(module, saved, module_versions(saved))
@@ -232,17 +232,17 @@ def fill_module(module: nn.Module, checkpoint: dict[str, Any], own: list[Optimiz
         ) from error
 
 
-def _as_own(module: nn.Module, optimizer: Optimizer, state: Any, noted: Names | None, index: int) -> Any:
-    """A saved optimizer's ``state`` in this run's order of parameters, if it has names or they are ``noted``."""
+def _as_own(module: nn.Module, optimizer: Optimizer, state: Any, saved_names: Names | None, index: int) -> Any:
+    """A saved optimizer's ``state`` in this run's order of parameters, if it or ``saved_names`` has names."""
     if not optimizers.has_groups(state):  # not torch's form: the optimizer checks it when it loads
         return state
     state = {key: value for key, value in state.items() if key != optimizers.NOTES}
     groups = state["param_groups"]
     optimizers.check_groups(optimizer, groups, index)
-    there = noted or [list(group["params"]) for group in groups]
-    if not all(isinstance(name, str) for name in optimizers.flat(there)):
+    saved = saved_names or [list(group["params"]) for group in groups]
+    if not all(isinstance(name, str) for name in optimizers.flat(saved)):
         return state
     names = optimizers.parameter_names(module, optimizer)
     known = {without_wrappers(name): parameter for name, parameter in module.named_parameters()}
-    renamed = optimizers.new_names(there, names, known, index)
-    return optimizers.in_order(state, there, renamed, names)
+    renamed = optimizers.new_names(saved, names, known, index)
+    return optimizers.in_order(state, saved, renamed, names)

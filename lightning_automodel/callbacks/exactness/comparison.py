@@ -36,18 +36,18 @@ class Comparison:
     Args:
         replay: The replay of the run.
         trainer: The run's Trainer.
-        told: The counting options that the user has given for another strategy; None if there are none.
+        given: The counting options that the user passed for another strategy; None if there are none.
     """
 
-    def __init__(self, replay: Replay, trainer: pl.Trainer, told: TokenWeighting | None) -> None:
+    def __init__(self, replay: Replay, trainer: pl.Trainer, given: TokenWeighting | None) -> None:
         self.steps: list[StepResult] = []
         self._replay = replay
         self._trainer = trainer
         self._num_slices = options_of(trainer).get("context_parallel_size", 1)
         weighting = weighting_of(trainer)
-        self._weighting = weighting or told or TokenWeighting()
+        self._weighting = weighting or given or TokenWeighting()
         self._is_ours = weighting is not None
-        self._knows_count = told is not None or self._is_ours
+        self._knows_count = given is not None or self._is_ours
         self._count: CountResult | None = None
         self._step = StepResult()
         self._is_skipped = False

@@ -101,19 +101,19 @@ class GradientCheck:
         sample = replay.sample(set(run))
         dtype = replay.sharded_dtype
         replay.load(weights, dtype)
-        found = replay.one_batch(self._windows, self._shares, weights, dtype, sample)
-        for name, gradient in found.gradients.items():
+        replayed = replay.one_batch(self._windows, self._shares, weights, dtype, sample)
+        for name, gradient in replayed.gradients.items():
             if gradient is not None:
-                found.gradients[name] = gradient.cpu()
-        step.written = self._written(found.written, weights, now)
+                replayed.gradients[name] = gradient.cpu()
+        step.written = self._written(replayed.written, weights, now)
         size = norm_of(distances(run, run, {}))
-        direct = norm_of(distances(run, run, found.gradients)) / max(size, 1e-300)
-        contributions = [found.contributions]  # from micro-batches that round like the run's
+        direct = norm_of(distances(run, run, replayed.gradients)) / max(size, 1e-300)
+        contributions = [replayed.contributions]  # from micro-batches that round like the run's
         if self._is_half and direct > _HALF:
             replay.load(weights, dtype)
             alike = replay.one_batch(self._windows, self._shares, weights, dtype, sample, alike=True)
             contributions.append(alike.contributions)
-        exact, rounded, factor = self._one_batch(found, weights, dtype, sample)
+        exact, rounded, factor = self._one_batch(replayed, weights, dtype, sample)
         missing = self._compare(run, exact.gradients, rounded, factor)
         fit = min((self._fit(run, parts, sample) for parts in contributions), key=lambda fit: fit.left)
         if fit.explains:
@@ -122,7 +122,7 @@ class GradientCheck:
             self._judge_in_half(missing, direct, fit, factor)
         if factor == _FACTOR:
             dtype = torch.float64  # _one_batch has loaded the weights in it
-        unequal_losses = self._unequal_losses(found)
+        unequal_losses = self._unequal_losses(replayed)
         # If gradients are equal, the loss is only shown differently, as one over all ranks.
         is_equal = not step.is_wrong and direct < _HALF
         if unequal_losses and not (is_equal or step.written or step.unequal):
@@ -134,7 +134,7 @@ class GradientCheck:
             step.problem = f"rounding is {percent(step.rounding)} of them: check with precision='64-true'"
 
     def _one_batch(
-        self, found: Replayed, weights: dict[str, Tensor], dtype: torch.dtype | None, sample: dict[str, Tensor]
+        self, replayed: Replayed, weights: dict[str, Tensor], dtype: torch.dtype | None, sample: dict[str, Tensor]
     ) -> tuple[Replayed, Gradients, float]:
         """The gradients to compare with, the same with rounding, and how many times the rounding is no error."""
         replay = self._replay
@@ -142,12 +142,12 @@ class GradientCheck:
         if self._precision != "64-true":
             replay.load(weights, torch.float64)
             # Weights in float64 leave little memory for others.
-            for name in weights.keys() - found.written.keys():
+            for name in weights.keys() - replayed.written.keys():
                 del weights[name]
             try:
                 exact = replay.one_batch(self._windows, self._shares, weights, torch.float64, sample)
-                if all(map(self._agree, found.losses, exact.losses)):
-                    return exact, found.gradients, _FACTOR
+                if all(map(self._agree, replayed.losses, exact.losses)):
+                    return exact, replayed.gradients, _FACTOR
             except ReplayError:
                 raise
             except Exception:
@@ -158,7 +158,7 @@ class GradientCheck:
         perturbed = {name: _perturbed(weight, self._eps, generator) for name, weight in weights.items()}
         replay.load(perturbed)
         other = replay.one_batch(self._windows, self._shares, perturbed, dtype, sample)
-        return found, other.gradients, _FACTOR * _FACTOR_IF_PERTURBED
+        return replayed, other.gradients, _FACTOR * _FACTOR_IF_PERTURBED
 
     def _compare(self, run: Gradients, exact: Gradients, rounded: Gradients, factor: float) -> dict[str, float]:
         """Fill in errors. Returns the parameters without a gradient that have one in one batch."""
@@ -227,7 +227,7 @@ class GradientCheck:
         self, written: Mapping[str, Tensor], weights: Mapping[str, Tensor], now: Mapping[str, Tensor]
     ) -> dict[str, float]:
         """Weights that the run's window wrote differently from the replay of rank 0's steps, with the error."""
-        found = {}
+        differing = {}
         for name in written.keys() | now.keys():
             before = weights[name]
             replayed = written.get(name, before).double()
@@ -236,11 +236,11 @@ class GradientCheck:
             size = float(replayed.norm())
             is_lost = name not in now and moved > 4 * self._eps * size
             if is_lost or (off > _LOSS_TOLERANCE * self._eps * size and off > 1e-3 * moved):
-                found[name] = off / max(size, 1e-300)
-        return found
+                differing[name] = off / max(size, 1e-300)
+        return differing
 
-    def _unequal_losses(self, found: Replayed) -> str:
-        pairs = [(record, loss) for record, loss in zip(self._records, found.losses, strict=True)]
+    def _unequal_losses(self, replayed: Replayed) -> str:
+        pairs = [(record, loss) for record, loss in zip(self._records, replayed.losses, strict=True)]
         unequal = [(record, loss) for record, loss in pairs if not self._agree(record.loss, loss)]
         if not unequal:
             return ""

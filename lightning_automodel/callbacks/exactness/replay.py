@@ -167,7 +167,7 @@ class Replay:
         ``AutomodelStrategy``, up to a power of two. With ``alike`` it gets the factor of Lightning's
         strategies; only contributions are right then.
         """
-        found = Replayed({}, [], [], {})
+        replayed = Replayed({}, [], [], {})
         wide: dict[str, Tensor] = {}  # sums of gradients of parameters in half precision
         before = fingerprints(self.module)
         total = _sampled({}, sample)
@@ -181,7 +181,7 @@ class Replay:
                 count = next(counts)
                 used_count = float(count > 0) if alike else count
                 output = self.call(record, record.arguments[0], dtype)
-                found.losses.append(loss_of(output))
+                replayed.losses.append(loss_of(output))
                 objective = None
                 if output is not None:
                     objective = self._objective(output, used_count, shares)
@@ -192,16 +192,16 @@ class Replay:
                 previous = total
                 total = _sampled(self._totals(wide), sample)
                 correction = count / used_count if used_count else 1.0
-                found.contributions.append((total - previous) * correction / scale)
+                replayed.contributions.append((total - previous) * correction / scale)
             written = self._take_back(before, weights)
             if window is windows[0]:
-                found.written = written
+                replayed.written = written
         gradients = self._totals(wide)
         for name, gradient in gradients.items():
             if gradient is not None:
                 gradients[name] = self._hooked(name, gradient / scale)
-        found.gradients = self._after_backward(gradients)
-        return found
+        replayed.gradients = self._after_backward(gradients)
+        return replayed
 
     def _take_back(self, before: Fingerprints, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Undo the steps' writes to weights. Returns the values that they wrote."""
