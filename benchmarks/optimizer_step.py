@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peak_memory import MALLOC, MEBIBYTE, peak, start_peak
+from peak_memory import MEBIBYTE, peak, start_peak
+from ranks import launch, sent_by_device
 from report import describe_environment, publish, table
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -38,7 +38,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from examples.muon_and_adamw import MuonAndAdamW
 from lightning_automodel.gradients.whole_tensors import WholeSteps
-from tests.launch.two_nodes import connect_two_nodes
 
 SIZES = {"tiny": (32, 2), "8M": (256, 10), "100M": (512, 32)}
 """Width and number of blocks."""
@@ -215,13 +214,6 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def sent_by_device() -> int:
-    """Bytes that the device between the nodes has sent, with all headers."""
-    device = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    lines = Path("/proc/self/net/dev").read_text().splitlines()
-    return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith(f"{device}:"))
-
-
 def of_ranks(number: float, combine: Callable[[Tensor], Tensor]) -> float:
     """A number of all ranks in one. A collective."""
     found = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
@@ -306,33 +298,6 @@ def norm(tensors: list[Tensor]) -> float:
 # --- Report -----------------------------------------------------------------------------------------------------------
 
 
-def launch(parsed: argparse.Namespace, case: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the first rank of a run prints."""
-    arguments = ["--child", json.dumps(case)]
-    if parsed.nodes:
-        os.environ.update(MALLOC)
-        with connect_two_nodes() as nodes:
-            limit = ["root", "tbf", "rate", parsed.rate, "burst", "1mb", "latency", "400ms"]
-            for namespace, device in zip(nodes.namespaces, nodes.devices, strict=True):
-                command = ["ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, *limit]
-                subprocess.run(command, check=True)
-            per_node = parsed.ranks // 2
-            ended = nodes.torchrun(Path(__file__), *arguments, ranks_per_node=per_node, timeout_s=3000.0)
-        printed = "\n".join(node.output for node in ended)
-    else:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={parsed.ranks}"]
-        environment = {**os.environ, **MALLOC, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [*torchrun, __file__, *arguments], env=environment, capture_output=True, text=True, check=False
-        )
-        printed = done.stdout + done.stderr
-    lines = [line for line in printed.splitlines() if line.startswith('{"')]
-    if not lines:
-        raise RuntimeError(printed[-4000:])
-    found: dict[str, dict[str, Any]] = json.loads(lines[-1])
-    return found
-
-
 def ratio(found: dict[str, dict[str, Any]], key: str, one: str, other: str) -> str:
     """Median of the ratios within each round, the least and the most."""
     ratios = [a / b for a, b in zip(found[one][key], found[other][key], strict=True)]
@@ -386,7 +351,7 @@ def main() -> None:
         "ns_steps": parsed.ns_steps,
         "replicas": parsed.replicas,
     }
-    found = launch(parsed, case)
+    found = launch(Path(__file__), case, parsed.ranks, parsed.rate if parsed.nodes else None)
     rows = []
     for name, of_variant in found.items():
         numbers = [f"{1000 * median(of_variant['seconds']):,.0f}", f"{1000 * median(of_variant['processor']):,.0f}"]

@@ -49,10 +49,10 @@ class Writer(DocstringWriter):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def draw_windows(seed: int, num_steps: int, num_examples: int) -> Tensor:
+def draw_windows(seed: int, num_steps: int, num_examples: int, num_ranks: int = NUM_RANKS) -> Tensor:
     """Returns the example of each step, rank and micro-batch, [steps, ranks, micro-batches]."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(num_examples, (num_steps, NUM_RANKS, ACCUMULATE), generator=generator)
+    return torch.randint(num_examples, (num_steps, num_ranks, ACCUMULATE), generator=generator)
 
 
 def whole(tensors: Iterable[Tensor]) -> Tensor:
@@ -121,7 +121,7 @@ def train(
     measured = Measure(deepcopy(writer), dataset, windows if measure else [])
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=NUM_RANKS,
+        devices=windows.shape[1],
         strategy=strategy,
         accumulate_grad_batches=ACCUMULATE,
         max_epochs=1,

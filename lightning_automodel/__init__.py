@@ -22,6 +22,8 @@ from lightning_automodel.distributed.process_group import (
     get_world_size_safe,
     initialize_distributed,
 )
+from lightning_automodel.expert_parallel.dispatch import dispatch_tokens
+from lightning_automodel.expert_parallel.spread import spread_experts
 from lightning_automodel.gradients.chunked_loss import token_loss
 from lightning_automodel.gradients.rescale_clip import clip_gradients, rescale_gradients
 from lightning_automodel.gradients.token_loss import StepReport, reduce_loss
@@ -42,6 +44,7 @@ __all__ = [
     "clip_gradients",
     "context_parallel_attention",
     "destroy_global_state",
+    "dispatch_tokens",
     "dp_eval_sample_shard",
     "get_local_rank_preinit",
     "get_local_world_size_preinit",
@@ -51,6 +54,7 @@ __all__ = [
     "initialize_distributed",
     "reduce_loss",
     "rescale_gradients",
+    "spread_experts",
     "token_loss",
 ]
 

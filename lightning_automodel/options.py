@@ -21,7 +21,10 @@ _FSDP2_ONLY = (
     *("reshard_after_forward", "mp_policy", "cpu_offload", "prefetch", "optimizer_step"),
 )
 _DDP_ONLY = ("ddp_kwargs", "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")
-_SIZES = ("data_parallel_size", "data_parallel_replicate_size", "tensor_parallel_size", "context_parallel_size")
+_SIZES = (
+    *("data_parallel_size", "data_parallel_replicate_size", "tensor_parallel_size", "context_parallel_size"),
+    "expert_parallel_size",
+)
 _COUNTERS = ("count_label_tokens", "count")
 _LABELS = ("label_key", "ignore_index", "label_shift")
 _SMALLEST = {**dict.fromkeys(_SIZES, 1), "label_shift": 0, "prefetch": 0, "reshard_after_forward": 2}
@@ -46,6 +49,7 @@ class StrategyOptions:
     data_parallel_replicate_size: int | Literal["auto"] = 1
     tensor_parallel_size: int = 1
     context_parallel_size: int = 1
+    expert_parallel_size: int = 1
     device_mesh: DeviceMesh | None = None
     ddp_kwargs: dict[str, Any] | None = None
     ddp_comm_hook: Callable[..., Any] | None = None
@@ -113,6 +117,8 @@ class StrategyOptions:
             )
         if self.context_parallel_size > 1:
             self._check_beside_context_parallelism()
+        if self.expert_parallel_size > 1:
+            self._check_beside_expert_parallelism()
 
     def _check_beside_context_parallelism(self) -> None:
         """Raise ValueError for options that are wrong, or untested, with slices of sequences."""
@@ -128,6 +134,22 @@ class StrategyOptions:
             raise ValueError(
                 f"context_parallel_size={self.context_parallel_size} does not work with {', '.join(found)}: leave one"
                 " of them out."
+            )
+
+    def _check_beside_expert_parallelism(self) -> None:
+        """Raise ValueError for options that do not work with experts that are spread over ranks."""
+        if self.data_parallel == "ddp":
+            raise ValueError(
+                f"expert_parallel_size={self.expert_parallel_size} does not work with data_parallel='ddp', which"
+                " copies whole parameters to every rank: pass data_parallel='fsdp2', or leave"
+                " expert_parallel_size at 1."
+            )
+        if self.device_mesh is not None:
+            raise ValueError(
+                f"expert_parallel_size={self.expert_parallel_size} does not work with device_mesh: the strategy"
+                " splits the dimension that parameters are sharded over itself. Leave device_mesh out and pass"
+                " the sizes (data_parallel_replicate_size, tensor_parallel_size, context_parallel_size), or"
+                " leave expert_parallel_size at 1."
             )
 
     @property

@@ -77,6 +77,9 @@ class AutomodelStrategy(ParallelStrategy):
             over ``self.device_mesh["tensor_parallel"]``, or by a Hugging Face model's own ``tp_plan``.
         context_parallel_size: Ranks that share each batch and hold a slice of its sequence each. Their attention is
             ``context_parallel_attention``.
+        expert_parallel_size: Ranks, of those that parameters are sharded over, that each hold other experts of a
+            mixture of experts. Their parameters are spread by a Hugging Face model's own ``ep_plan``, or by
+            ``spread_experts`` over ``self.device_mesh["expert_parallel"]`` in ``configure_model``.
         device_mesh: A mesh over all ranks that the caller built; the sizes are read from it. Its dimensions are called
             ``dp`` or ``dp_replicate`` and ``dp_shard``, ``tp``, or as this strategy calls them.
         ddp_kwargs: For ``DistributedDataParallel`` (``find_unused_parameters``, ``bucket_cap_mb``, ...).
@@ -340,6 +343,7 @@ class AutomodelStrategy(ParallelStrategy):
             self.world_size,
             self.num_nodes,
             options.context_parallel_size,
+            options.expert_parallel_size,
         )
         return build_mesh(device_type, sizes, timeout)
 

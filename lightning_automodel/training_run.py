@@ -1,7 +1,7 @@
 """What one run of the Trainer owns, from the strategy's ``setup`` to its ``teardown``."""
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -21,7 +21,9 @@ from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import log_full
-from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.distributed.mesh import EXPERT, RunMesh
+from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
+from lightning_automodel.expert_parallel.spread import check_spread
 from lightning_automodel.failure import stop_iteration
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
@@ -107,6 +109,9 @@ class TrainingRun:
         """Shard or replicate the module. A collective over the world."""
         module = self.module
         self.replaced = ReplacedParameters(module)
+        if self._mesh.sizes.expert > 1:
+            spread_by_plan(module, self._mesh.mesh[EXPERT])
+        check_spread(module, self._mesh.sizes.expert)
         self.engine, self._policy = self._make_engine(local_ranks)
         self.model = self.engine.setup(module, fitting, self._give_values)
         if fitting and self._may_accumulate():
@@ -287,7 +292,13 @@ class TrainingRun:
                             raise
                         raise stop_iteration.explained(error, step.__name__) from error
 
-        return self.inputs.evaluate(evaluate, args, begin, self.engine.join_evaluation)
+        def join() -> None:
+            # Only beside spread experts does a rank without data run forwards, and with them attention.
+            context = self._context if self._mesh.sizes.expert > 1 else None
+            with nullcontext() if context is None else context.step(step.__name__):
+                self.engine.join_evaluation()
+
+        return self.inputs.evaluate(evaluate, args, begin, join)
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """See :meth:`AutomodelStrategy.evaluated`."""

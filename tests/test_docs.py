@@ -22,10 +22,11 @@ import lightning_automodel
 from lightning_automodel import AutomodelStrategy, destroy_global_state
 from tests import browser
 from tests.doc_blocks import PAGES, blocks, run_page, undefined_names, unknown_keywords
+from tests.markdown import merged_table
 from tests.processes import ROOT
 
 DOCS = ROOT / "docs"
-NOT_RUN = {"docs/api.md": 1, "docs/context_parallelism.md": 1, "docs/recipes.md": 12}
+NOT_RUN = {"docs/api.md": 1, "docs/context_parallelism.md": 1, "docs/expert_parallelism.md": 1, "docs/recipes.md": 12}
 WITH_PYTHON = [page for page in PAGES if blocks(page, "python", "diff")]
 
 
@@ -179,6 +180,24 @@ def test_kubernetes_manifest() -> None:
     assert int(arguments.nnodes) == job["spec"]["completions"] == job["spec"]["parallelism"]
     assert (arguments.node_rank, arguments.master_port) == (1, 29500)
     assert arguments.master_addr == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+
+
+# --- Tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_rows_are_merged() -> None:
+    """A few are listed in the first cell; the largest group of more is counted, in the last row."""
+
+    def written(**rows: str) -> list[str]:
+        return merged_table(["feature", "DDP"], {name: [cell] for name, cell in rows.items()}, "features")[2:]
+
+    assert written(clip="passed", compile="refused", freeze="passed") == [
+        "| clip; freeze | passed |",
+        "| compile | refused |",
+    ]
+    many = {f"f{number}": "passed" for number in range(4)}
+    assert written(**many, compile="refused") == ["| compile | refused |", "| the other 4 features | passed |"]
+    assert written(**many) == ["| all 4 features | passed |"]
 
 
 # --- The site ---------------------------------------------------------------------------------------------------------

@@ -161,6 +161,30 @@ def test_muon(folder: Folder) -> None:
     assert before > after
 
 
+OFF = r"gradients off by ([\d.]+)%\n  weights off by +([\d.]+)% of their way"
+
+
+def test_mixture_of_experts(folder: Folder) -> None:
+    """The loss falls, and gradients and weights are those of one process."""
+    pytest.importorskip("transformers")
+    printed = folder.run("mixture_of_experts.py", "--max-steps", "2")
+    before, after = numbers(HELD_BACK, printed)
+    assert before > after
+    gradients, weights = numbers(OFF, printed)
+    assert gradients <= 1e-3
+    assert weights <= 0.1
+
+
+@pytest.mark.sweep
+def test_mixture_of_experts_on_four_ranks(folder: Folder, pool4: RankPool) -> None:
+    """Two copies of each expert."""
+    pytest.importorskip("transformers")
+    arguments = ("--ranks", "4", "--expert-parallel-size", "2", "--max-steps", "2")
+    gradients, weights = numbers(OFF, Folder(pool4, folder.path).run("mixture_of_experts.py", *arguments))
+    assert gradients <= 1e-3
+    assert weights <= 0.1
+
+
 @pytest.mark.sweep
 def test_gan(folder: Folder) -> None:
     """It trains; whether the ring comes out takes longer."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from jsonargparse import ArgumentParser
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed.mesh import MeshSizes, resolve_sizes
@@ -44,6 +47,7 @@ POLICY = "auto_wrap_policy must be a set of nn.Module classes or a function of a
         ({"data_parallel_replicate_size": 2.0}, f"data_parallel_replicate_size {SIZE} 2.0."),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1, got 0."),
         ({"context_parallel_size": 0}, "context_parallel_size must be an integer of at least 1, got 0."),
+        ({"expert_parallel_size": 0}, "expert_parallel_size must be an integer of at least 1, got 0."),
         ({"prefetch": -1}, "prefetch must be an integer of at least 0 or 'auto', got -1."),
         ({"prefetch": True}, "prefetch must be an integer of at least 0 or 'auto', got True."),
         ({"label_shift": -1}, "label_shift must be an integer of at least 0, got -1."),
@@ -327,6 +331,17 @@ def test_beside_context_parallelism(options: dict[str, Any], named: str) -> None
     with pytest.raises(ValueError, match="does not work with") as raised:
         AutomodelStrategy(context_parallel_size=2, **options)
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"data_parallel": "ddp"}, "data_parallel='ddp'"), ({"device_mesh": Mock(spec=DeviceMesh)}, "device_mesh")],
+)
+def test_beside_expert_parallelism(options: dict[str, Any], named: str) -> None:
+    """DDP copies whole parameters, and a mesh of the caller's has no dimension for experts."""
+    message = f"expert_parallel_size=2 does not work with {named}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        AutomodelStrategy(expert_parallel_size=2, **options)
 
 
 def test_an_unknown_keyword() -> None:

@@ -92,6 +92,13 @@ def _by_kind(plan: Plan) -> dict[str, tuple[int, int]]:
     return found
 
 
+def test_experts_are_refused() -> None:
+    with pytest.raises(
+        CannotPlanError, match="expert_parallel_size=2 is not planned: how many tokens reach the experts"
+    ):
+        _run(expert_parallel_size=2)
+
+
 def test_replicas_hold_everything() -> None:
     """Parameters, momentum, gradients, DDP's buckets; one bucket is reduced, and the count of the window."""
     plan = _plan(data_parallel="ddp")

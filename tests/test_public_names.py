@@ -31,6 +31,7 @@ PUBLIC_NAMES = [
     "clip_gradients",
     "context_parallel_attention",
     "destroy_global_state",
+    "dispatch_tokens",
     "dp_eval_sample_shard",
     "get_local_rank_preinit",
     "get_local_world_size_preinit",
@@ -40,6 +41,7 @@ PUBLIC_NAMES = [
     "initialize_distributed",
     "reduce_loss",
     "rescale_gradients",
+    "spread_experts",
     "token_loss",
 ]
 KEYWORDS: dict[str, Any] = {
@@ -48,6 +50,7 @@ KEYWORDS: dict[str, Any] = {
     "data_parallel_replicate_size": 1,
     "tensor_parallel_size": 1,
     "context_parallel_size": 1,
+    "expert_parallel_size": 1,
     "device_mesh": None,
     "ddp_kwargs": None,
     "ddp_comm_hook": None,

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_automodel
@@ -32,6 +33,7 @@ from lightning_automodel import (
     clip_gradients,
     context_parallel_attention,
     destroy_global_state,
+    dispatch_tokens,
     dp_eval_sample_shard,
     get_local_rank_preinit,
     get_local_world_size_preinit,
@@ -41,6 +43,7 @@ from lightning_automodel import (
     initialize_distributed,
     reduce_loss,
     rescale_gradients,
+    spread_experts,
     token_loss,
 )
 from lightning_automodel.checkpoint import CheckpointError, export_hugging_face
@@ -97,6 +100,22 @@ class Model(pl.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Any."""
         return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+def spread(layers: list[nn.Module], mesh: DeviceMesh) -> None:
+    """What `configure_model` of a mixture of experts does."""
+    for layer in layers:
+        spread_experts(layer, mesh["expert_parallel"], names=["up", "down"])
+
+
+def mixed(tokens: Tensor, scores: Tensor, up: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """What the forward of such a mixture does."""
+
+    def compute(rows: Tensor, counts: list[int]) -> Tensor:
+        return torch.cat([part @ own for part, own in zip(rows.split(counts), up, strict=True)])
+
+    weights, chosen = scores.topk(2)
+    return dispatch_tokens(tokens, chosen, weights, scores.shape[1], compute, mesh)
 
 
 def count(batch: Batch) -> Tensor:

@@ -71,7 +71,7 @@ class ExactnessCheck(Callback):
     Attributes:
         verdict: ``"exact"``, ``"wrong"`` or ``"not checked"``; None until it is known.
         report: The printed text.
-        results: A :class:`StepResult` for each step, on rank 0, with all numbers. Loggers get
+        results: A ``StepResult`` for each step, on rank 0, with all numbers. Loggers get
             ``exactness/gradient_error``, ``exactness/rounding`` and ``exactness/optimizer_error``.
 
     Examples:

@@ -1,12 +1,15 @@
 """Sizes and "auto", or a mesh that the caller built, become a validated device mesh with named dimensions."""
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed import process_group
 from lightning_automodel.internals import torch as torch_internals
@@ -18,6 +21,9 @@ TENSOR = "tensor_parallel"
 DATA = "data_parallel"
 SHARD_CONTEXT = "data_parallel_shard_context"
 TOKENS = "data_parallel_context"
+EXPERT = "expert_parallel"
+EXPERT_SHARD = "expert_data_parallel_shard"
+EXPERT_SHARD_CONTEXT = "expert_data_parallel_shard_context"
 
 NAMES = {
     REPLICATE: (REPLICATE, "dp_replicate", "replicate"),
@@ -36,6 +42,7 @@ class MeshSizes:
     shard: int  # ranks that one copy of the parameters is sharded over
     tensor: int = 1  # ranks that compute one micro-batch together
     context: int = 1  # ranks that share each batch and hold a slice of its sequence each
+    expert: int = 1  # ranks, of those in ``shard``, that hold different experts
 
     @property
     def data_parallel(self) -> int:
@@ -56,11 +63,13 @@ def resolve_sizes(
     world_size: int,
     num_nodes: int,
     context_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
 ) -> MeshSizes:
     """Resolve ``"auto"``, once the world size is known; ValueError if the sizes do not multiply to that.
 
     ``data_parallel_size`` includes replicas; ``"auto"`` is the world size over the tensor and context sizes. For
     replicas ``"auto"`` is the number of nodes; under DDP all data-parallel ranks are replicas.
+    Expert-parallel ranks are some of those that parameters are sharded over.
     """
     tensor, context = tensor_parallel_size, context_parallel_size
     told = {"tensor_parallel_size": tensor, "context_parallel_size": context}
@@ -77,12 +86,21 @@ def resolve_sizes(
         return MeshSizes(replicate=size, shard=1, context=context)
     replicate = num_nodes if data_parallel_replicate_size == "auto" else data_parallel_replicate_size
     if size % replicate:
-        valid = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
         raise ValueError(
             f"data_parallel_replicate_size={replicate} does not divide the {size} data-parallel ranks: valid sizes are"
-            f" {valid}."
+            f" {_divisors(size)}."
         )
-    return MeshSizes(replicate=replicate, shard=size // replicate, tensor=tensor, context=context)
+    shard = size // replicate
+    if shard % expert_parallel_size:
+        raise ValueError(
+            f"expert_parallel_size={expert_parallel_size} does not divide the {shard} ranks that parameters are"
+            f" sharded over: valid sizes are {_divisors(shard)}."
+        )
+    return MeshSizes(replicate=replicate, shard=shard, tensor=tensor, context=context, expert=expert_parallel_size)
+
+
+def _divisors(size: int) -> str:
+    return ", ".join(str(divisor) for divisor in range(1, size + 1) if size % divisor == 0)
 
 
 def _refuse_tensor_parallel_ddp(tensor_parallel_size: int) -> None:
@@ -104,6 +122,7 @@ class RunMesh:
     fsdp: DeviceMesh  # for ``fully_shard``, with context peers: 2-D (replicate, shard) where there are replicas
     tensor_parallel: DeviceMesh | None  # ranks that compute one micro-batch together; None without that dimension
     context_parallel: DeviceMesh | None = None  # ranks that share a batch; None where each has batches of its own
+    expert_fsdp: DeviceMesh | None = None  # as ``fsdp``, of ranks with the same experts; None if none are spread
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -124,7 +143,28 @@ class RunMesh:
     def sizes_by_name(self) -> dict[str, int]:
         """Ranks along each named dimension."""
         names = self.mesh.mesh_dim_names or (DATA,)
-        return dict(zip(names, self.mesh.shape, strict=True)) | {DATA: self.sizes.data_parallel}
+        sizes = dict(zip(names, self.mesh.shape, strict=True)) | {DATA: self.sizes.data_parallel}
+        if self.expert_fsdp is not None:
+            sizes[SHARD] = self.sizes.shard
+        return sizes
+
+    def all_groups(self) -> set[dist.ProcessGroup]:
+        """Every group of this rank that the mesh and its views communicate over."""
+        views = [self.mesh, self.tokens, self.fsdp]
+        if self.expert_fsdp is not None:
+            views.append(self.expert_fsdp)
+        return {group for view in views for group in view.get_all_groups()}
+
+
+def num_expert_ranks(tensor: Tensor) -> int:
+    """Number of ranks that ``tensor`` spreads experts over; 1 for other tensors.
+
+    Its mesh has a dimension of that name. These ranks hold different tokens, and each holds different experts.
+    """
+    if not isinstance(tensor, DTensor):
+        return 1
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return tensor.device_mesh.size(names.index(EXPERT)) if EXPERT in names else 1
 
 
 def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMesh:
@@ -132,19 +172,27 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
 
     A collective over the world. Process groups last as long as the default group, and all dimensions of all meshes
     that have the same ranks share one: a communicator takes memory of the device, and time to connect. Tensor-parallel
-    peers are neighbours, then context peers, then the shards of one replica. ``timeout`` is for collectives on the
+    peers are neighbours, then context peers, then ranks with different experts, then the other shards of one
+    replica. ``timeout`` is for collectives on the
     mesh's groups.
     """
     kept = process_group.kept_with_world()
     if (device_type, sizes) not in kept:
-        dimensions = {REPLICATE: sizes.replicate, SHARD: sizes.shard, CONTEXT: sizes.context, TENSOR: sizes.tensor}
-        if sizes.context == 1:
-            del dimensions[CONTEXT]
+        dimensions = {REPLICATE: sizes.replicate, SHARD: sizes.shard}
+        if sizes.expert > 1:
+            dimensions = {
+                REPLICATE: sizes.replicate,
+                EXPERT_SHARD: sizes.shard // sizes.expert,
+                EXPERT: sizes.expert,
+            }
+        if sizes.context > 1:
+            dimensions[CONTEXT] = sizes.context
+        dimensions[TENSOR] = sizes.tensor
         with torch_internals.shared_groups(_groups_by_ranks()):
             mesh = init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
             kept[device_type, sizes] = view_mesh(mesh, sizes, (REPLICATE, SHARD), TENSOR)
     built: RunMesh = kept[device_type, sizes]
-    for group in {*built.mesh.get_all_groups(), *built.fsdp.get_all_groups(), built.group} - {dist.group.WORLD}:
+    for group in built.all_groups() - {dist.group.WORLD}:
         group.set_timeout(timeout)
     return built
 
@@ -175,20 +223,36 @@ def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor:
     """
 
     def view(*names: str) -> DeviceMesh:
-        return mesh if mesh.ndim == len(names) else mesh[names]
+        if mesh.ndim == len(names):
+            return mesh
+        with warnings.catch_warnings():
+            # torch would rather have callers keep flattened meshes; but a mesh of two dimensions has no other way.
+            warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
+            return mesh[names]
 
+    if sizes.expert > 1:
+        torch_internals.flatten_mesh(view(EXPERT_SHARD, EXPERT), SHARD)
     data_parallel = tokens = fsdp = view(*data)
     context_parallel = view(CONTEXT) if sizes.context > 1 else None
     if len(data) == 2:
         data_parallel = tokens = torch_internals.flatten_mesh(fsdp, DATA)
         fsdp = fsdp if sizes.replicate > 1 else view(data[-1])
+    # A flattened dimension cannot be flattened again.
+    unflattened = data if sizes.expert == 1 else (*data[:-1], EXPERT_SHARD, EXPERT)
     if context_parallel is not None:
-        tokens = fsdp = torch_internals.flatten_mesh(view(*data, CONTEXT), TOKENS)
+        tokens = fsdp = torch_internals.flatten_mesh(view(*unflattened, CONTEXT), TOKENS)
         if sizes.replicate > 1:
-            torch_internals.flatten_mesh(view(data[-1], CONTEXT), SHARD_CONTEXT)
+            torch_internals.flatten_mesh(view(*unflattened[1:], CONTEXT), SHARD_CONTEXT)
             fsdp = view(data[0], SHARD_CONTEXT)
     tensor_parallel = None if tensor is None else view(tensor)
-    return RunMesh(mesh, sizes, data_parallel, tokens, fsdp, tensor_parallel, context_parallel)
+    expert_fsdp = None
+    if sizes.expert > 1:
+        shard = EXPERT_SHARD
+        if context_parallel is not None:
+            shard = EXPERT_SHARD_CONTEXT
+            torch_internals.flatten_mesh(view(EXPERT_SHARD, CONTEXT), shard)
+        expert_fsdp = view(REPLICATE, shard) if sizes.replicate > 1 else view(shard)
+    return RunMesh(mesh, sizes, data_parallel, tokens, fsdp, tensor_parallel, context_parallel, expert_fsdp)
 
 
 def adopt_mesh(
@@ -226,6 +290,7 @@ def adopt_mesh(
         "data_parallel_replicate_size": sizes.replicate,
         "tensor_parallel_size": sizes.tensor,
         "context_parallel_size": sizes.context,
+        "expert_parallel_size": sizes.expert,
     }
     for keyword, value in told.items():
         if value not in ("auto", actual[keyword]):

@@ -108,8 +108,11 @@ def holders_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Holders:
     by_mesh_dim = sorted(splits)
     at = itertools.product(*(range(split.num_parts) for split in by_mesh_dim))
     order = [by_mesh_dim.index(split) for split in splits]
-    coordinates = tuple(tuple(coordinate[place] for place in order) for coordinate in at)
-    return Holders(tuple(ranks.flatten().tolist()), splits, coordinates)
+    coordinates = [tuple(coordinate[place] for place in order) for coordinate in at]
+    # A group has its ranks in ascending order. Those of experts under context parallelism come in another order
+    # here: the dimension of FSDP2 contains the context-parallel one, which is the innermost of all.
+    by_rank = dict(sorted(zip(ranks.flatten().tolist(), coordinates, strict=True)))
+    return Holders(tuple(by_rank), splits, tuple(by_rank.values()))
 
 
 def group_of(mesh: DeviceMesh, holders: Holders) -> dist.ProcessGroup:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_automodel.distributed.collectives import wide_dtype
+from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.internals import torch as torch_internals
 
 Parameters = nn.Module | Tensor | Iterable[nn.Parameter]
@@ -31,6 +32,11 @@ def rescale_gradients(
     ``S[r, m]`` (a mean loss times its count), and FSDP2 and DDP average over the D ranks, so gradients arrive as
     ``(1 / D) * sum of S``. Hence the one factor, applied once per window, before clipping: ``D / N``.
 
+    Experts that are spread over ``e`` ranks (``spread_experts``) have one factor more. Those e ranks send each
+    other their tokens, so an expert's gradient on one of them holds the sums of all e, and the engine averages
+    it over the ``D / e`` ranks that hold this expert: it arrives as ``(e / D) * sum of S``. It is multiplied by
+    ``1 / e``.
+
     A collective on ``dp_group``: every rank of it must call, once per window; it is one all-reduce of one number. If a
     rank does not call it, the others raise when the group's timeout ends. Nothing is read on the host.
 
@@ -41,12 +47,27 @@ def rescale_gradients(
         dp_group: Ranks that hold different data. None: no communication, D = 1.
     """
     parameters = list_parameters(model)
+    share_experts_gradients_(parameters)
     device = _reduction_device(parameters)
     total = torch.as_tensor(num_tokens_for_grad_scaling).to(device, wide_dtype(device)).reshape(1)
     if dp_group is not None:
         total = total.clone()
         dist.all_reduce(total, group=dp_group)
     scale_gradients_(parameters, gradient_factor(total[0], dp_group.size() if dp_group is not None else 1))
+
+
+def share_experts_gradients_(parameters: list[nn.Parameter]) -> None:
+    """Multiply gradients of experts that are spread over e ranks by ``1 / e``, see :func:`rescale_gradients`.
+
+    In place, once per window. Not a collective. The divide factor of FSDP2 cannot do it: torch divides by it
+    twice where a group has one rank and reduces in float16, in float64 or by sums (torch 2.13 and 2.14).
+    """
+    by_size: dict[int, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        by_size[num_expert_ranks(parameter)].append(parameter)
+    for size, experts in by_size.items():
+        if size > 1:
+            scale_gradients_(experts, torch.tensor(1 / size, dtype=torch.float64))
 
 
 def gradient_factor(denominator: Tensor, divisor: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -107,6 +107,21 @@ def fsdp_param_groups(model: nn.Module) -> Iterator[FSDPParamGroup]:
     """Yield the FSDP2 parameter groups at or below ``model``, each once."""
     for unit in fsdp_units(model):
         yield from param_groups(unit)
+
+
+def sharded_over(mesh: DeviceMesh) -> Any:
+    """What ``shard_placement_fn`` of ``fully_shard`` returns for parameters sharded over ``mesh``.
+
+    ``mesh`` is 1-D, or 2-D (replicate, shard). All these parameters of a unit must get the same object: FSDP2
+    groups them by it. Raises UnsupportedReleaseError where FSDP2 has one mesh for all parameters of a unit.
+    """
+    # The class is named in the documentation of `fully_shard`, but not exported. Nor is what it takes: FSDP2
+    # itself makes that of a module that nobody uses.
+    unused = fully_shard(nn.Linear(1, 1, bias=False, device="meta"), mesh=mesh)
+    mesh_info = param_groups(unused)[0].mesh_info
+    module = sys.modules[type(mesh_info).__module__]
+    release_probe.check("torch", module, "ShardPlacementResult")
+    return module.ShardPlacementResult(None, mesh_info)
 
 
 def gathered_parameters(model: nn.Module) -> list[Tensor]:

@@ -151,6 +151,12 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBat
 
     ``precision_name`` is a key of ``PRECISIONS``. Raises :class:`CannotPlanError`.
     """
+    if options.expert_parallel_size > 1:
+        raise CannotPlanError(
+            f"expert_parallel_size={options.expert_parallel_size} is not planned: how many tokens reach the experts"
+            " of a rank depends on values, which the meta device lacks. Plan with expert_parallel_size=1, and try"
+            " sizes on the machines."
+        )
     micro = MicroBatch()
     plugin = PRECISIONS[precision_name]
     tensor = options.tensor_parallel_size

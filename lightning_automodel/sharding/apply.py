@@ -9,11 +9,10 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.distributed.mesh import EXPERT, EXPERT_SHARD, REPLICATE, SHARD, RunMesh, num_expert_ranks
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.gathers import drop_unused
@@ -38,19 +37,26 @@ _BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024  # large enough for the network, sma
 
 
 def apply_fsdp2(
-    model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh, options: StrategyOptions, policy: MixedPrecisionPolicy
+    model: nn.Module, plan: ShardingPlan, run_mesh: RunMesh, options: StrategyOptions, policy: MixedPrecisionPolicy
 ) -> None:
-    """Shard ``model``, on its device, in place by the plan, over a 1-D mesh or a 2-D one (replicate, shard).
+    """Shard ``model``, on its device, in place by the plan: over ``fsdp`` of the mesh, experts over ``expert_fsdp``.
 
-    A collective over ``mesh``: every rank must call it with the same model, weights and plan. The model, where it is a
-    root, stays gathered through a step. Inputs and outputs are cast at the modules that the LightningModule calls.
+    A collective over the mesh: every rank must call it with the same model, weights and plan. The model, where
+    it is a root, stays gathered through a step. Inputs and outputs are cast at the modules that the
+    LightningModule calls.
     """
+    mesh = run_mesh.fsdp
     by_name = dict(model.named_parameters())
     for parameter in by_name.values():
         # FSDP2 refuses transposed weights, and convolutions in the channels-last format.
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
     kwargs: dict[str, Any] = {"mesh": mesh, "ignored_params": {by_name[name] for name in plan.replicated}}
+    if run_mesh.expert_fsdp is not None:
+        # In the unit of their block, not in one of their own: selective recomputation fails on a unit within
+        # a recomputed block (torch 2.13).
+        over_holders = torch_internals.sharded_over(run_mesh.expert_fsdp)
+        kwargs["shard_placement_fn"] = lambda parameter: over_holders if num_expert_ranks(parameter) > 1 else None
     if options.cpu_offload:
         kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     for unit in plan.units:
@@ -142,18 +148,37 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
         torch_internals.initialise_fsdp_root(root)
     names = {id(module): name for name, module in model.named_modules()}
     for group in torch_internals.fsdp_param_groups(model):
-        if (averaged_over := group.mesh_info.mesh.size()) != divisor:
-            raise ValueError(
-                f"FSDP unit {names[id(group.modules[0])]!r} averages its gradients over {averaged_over} ranks,"
-                f" but {divisor} hold different data: shard it over self.device_mesh['data_parallel_shard'], or where"
-                " there are replicas over self.device_mesh['data_parallel_replicate', 'data_parallel_shard']; under"
-                " context_parallel_size leave it to the strategy."
-            )
-        if group.gradient_divide_factor not in (None, divisor):
-            raise ValueError(
-                f"An FSDP unit divides gradients by {group.gradient_divide_factor} (set_gradient_divide_factor), but"
-                f" the strategy rescales averages over {divisor} ranks; leave the factor unset."
-            )
+        unit = names[id(group.modules[0])]
+        for param in group.fsdp_params:
+            num_expert = num_expert_ranks(param.sharded_param)
+            _check_averaging(unit, group, divisor // num_expert, divisor, num_expert > 1)
+
+
+def _check_averaging(unit: str, group: Any, num_ranks: int, divisor: int, is_expert: bool) -> None:
+    """Raise ValueError unless a unit's ``group`` averages over the ``num_ranks`` that hold the same parameter."""
+    averaged_over = group.mesh_info.mesh.size()
+    if averaged_over != num_ranks and is_expert:
+        raise ValueError(
+            f"FSDP unit {unit!r} averages the gradients of experts over {averaged_over} ranks, but {num_ranks}"
+            " hold the same experts: shard units of experts alone over"
+            f" self.device_mesh[{EXPERT_SHARD!r}], or where there are replicas over"
+            f" self.device_mesh[{REPLICATE!r}, {EXPERT_SHARD!r}], and other units over"
+            f" self.device_mesh[{SHARD!r}]; under context_parallel_size leave it to the strategy."
+        )
+    if averaged_over != num_ranks:
+        raise ValueError(
+            f"FSDP unit {unit!r} averages its gradients over {averaged_over} ranks, but {divisor} hold different"
+            f" data: shard it over self.device_mesh[{SHARD!r}], or where there are replicas over"
+            f" self.device_mesh[{REPLICATE!r}, {SHARD!r}]; under context_parallel_size leave it to the strategy."
+            " Experts that differ by rank need expert_parallel_size and spread_experts: as plain parameters they"
+            " would be overwritten by those of the first rank."
+        )
+    if group.gradient_divide_factor not in (None, num_ranks):
+        raise ValueError(
+            f"FSDP unit {unit!r} divides gradients by {group.gradient_divide_factor}"
+            f" (set_gradient_divide_factor), but the strategy rescales averages over {num_ranks} ranks; leave the"
+            " factor unset."
+        )
 
 
 def shard_like(tensor: Tensor, whole: Tensor) -> Tensor:
@@ -168,8 +193,8 @@ def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:
     """Make plain tensors equal on all ranks, and shards on all replicas, by copying those of the first.
 
     A collective over the world for plain tensors. A DTensor is broadcast along the axes of its mesh on which it is
-    replicated, and over the data-parallel group if only tensor parallelism has sharded it. Tensors on the meta device
-    are skipped.
+    replicated, and over the data-parallel group if only tensor parallelism has sharded it, or over the ranks
+    that hold the same experts if it spreads experts. Tensors on the meta device are skipped.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -186,8 +211,18 @@ def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:
                 copies[tensor.device_mesh.get_group(axis)].append(local)
         if tensor.device_mesh == mesh.tensor_parallel:
             copies[mesh.group].append(local)
+        for group in _holders_of_experts(tensor, mesh):
+            copies[group].append(local)
     for group, tensors in copies.items():
         broadcast_tensors(tensors, group)
+
+
+def _holders_of_experts(tensor: DTensor, mesh: RunMesh) -> list[dist.ProcessGroup]:
+    """Groups that together span the ranks with the same experts; none if FSDP2 has sharded ``tensor``."""
+    if mesh.expert_fsdp is None or tensor.device_mesh.mesh_dim_names != (EXPERT,):
+        return []
+    groups = mesh.expert_fsdp.get_all_groups()
+    return groups if mesh.tensor_group is None else [*groups, mesh.tensor_group]
 
 
 def _plain_parts(tensor: Any) -> Iterator[Tensor]:

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_automodel.distributed import collectives
+from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.sharding.grad_sync import PENALTY_ON_WEIGHTS
@@ -49,9 +50,16 @@ _ZEROED_WITHIN_WINDOW = (
     " parameters that took no part in its last micro-batch: call zero_grad() where a window ends, and override"
     " on_validation_model_zero_grad if a validation falls into a window. Or pass data_parallel='fsdp2'."
 )
+_TWO_MESHES = (
+    "Sharded tensors of two meshes met: those of spread experts (expert_parallel_size > 1) or of a tensor-parallel"
+    " plan, and others. torch.nn.utils.clip_grad_norm_ does that, and torch refuses it. To clip, pass"
+    " Trainer(gradient_clip_val=...), or call self.clip_gradients(...) or, by hand,"
+    " self.trainer.strategy.clip_gradients(optimizer, clip_val): these take any mixture."
+)
 _EXPLANATIONS = {
     "got mixed torch.Tensor and DTensor": _MEETS_SHARDS,
     "require placement changes": _MEETS_SHARDS,
+    "must have the same mesh": _TWO_MESHES,
     "RegisterPostBackwardFunction is a view and is being modified inplace": _CHANGES_INPUT,
     "out of bounds for storage of size 0": _FREED,
     "but its data is not allocated yet": _FREED,
@@ -194,6 +202,12 @@ def check_hooks(module: nn.Module, counts_ahead: bool) -> None:
         raise ValueError(
             f"{named}, as an optimizer that steps inside backward has. They would see sums over tokens whose number"
             " is known only at the end of the window: pass count_window_ahead=True, or step after backward."
+        )
+    if any(num_expert_ranks(parameter) > 1 for parameter in hooked.values()):
+        raise ValueError(
+            f"{named}, which see the gradients of spread experts before these are divided by"
+            " expert_parallel_size. Step after backward, register no hooks on experts, or leave"
+            " expert_parallel_size at 1."
         )
     if not all(isinstance(parameter, DTensor) for parameter in hooked.values()):
         raise ValueError(

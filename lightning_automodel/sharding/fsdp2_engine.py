@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.distributed.mesh import RunMesh, num_expert_ranks
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import (
     apply,
@@ -28,6 +28,7 @@ from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.gathers import JoinedGathers, set_prefetch
 from lightning_automodel.sharding.grad_sync import FSDPGradSync
+from lightning_automodel.sharding.joined_forwards import JoinedForwards
 
 
 class FSDP2Engine(Engine):
@@ -60,6 +61,8 @@ class FSDP2Engine(Engine):
         self._report["averaged_by_the_strategy"] = [
             name for name, p in module.named_parameters() if p.requires_grad and not isinstance(p, DTensor)
         ]
+        if self.mesh.sizes.expert > 1:
+            self._report["experts"] = [n for n, p in module.named_parameters() if num_expert_ranks(p) > 1]
         apply.initialise_fsdp2(module, self.mesh.sizes.divisor)
         whole_states.accept_whole_states(module)
         whole_states.refuse_pickling(module)
@@ -68,7 +71,9 @@ class FSDP2Engine(Engine):
         self.sync = FSDPGradSync(module, choice.defer, choice.keep, group, is_manual)
         self.sync.discard()
         self._start_gathers_ahead(module)
-        self._gathers = JoinedGathers(self.sync.units)
+        units_of_run = self.sync.units
+        spreads_experts = self.mesh.sizes.expert > 1
+        self._gathers = JoinedForwards(module, units_of_run) if spreads_experts else JoinedGathers(units_of_run)
         tensor_parallel.share_random_state(self.mesh, self.device)
         self._module: pl.LightningModule = module
         self._buffers = SharedBuffers(module, self.mesh.group, self.device)
@@ -94,7 +99,7 @@ class FSDP2Engine(Engine):
         tensor_parallel.distribute(module, self.mesh)
         apply.broadcast_states(module, self.mesh)
         if plan is not None:
-            apply.apply_fsdp2(module, plan, self.mesh.fsdp, self.options, self._policy)
+            apply.apply_fsdp2(module, plan, self.mesh, self.options, self._policy)
 
     def _plan(self, module: pl.LightningModule) -> units.ShardingPlan:
         plan = units.plan_sharding(module, self.options.auto_wrap_policy, module.automatic_optimization)
@@ -158,8 +163,10 @@ class FSDP2Engine(Engine):
         if self._is_first_batch:
             self._is_first_batch = False
             self.sync.compare_gathers(self.device)
-            if not self._module.automatic_optimization:
-                self.sync.watch()  # before a plain loss.backward() in the step, which is refused within a window
+            if not self._module.automatic_optimization or self.mesh.sizes.expert > 1:
+                # Before backwards in the step that are not the strategy's, which are refused within a window, and
+                # wherever they reach spread experts.
+                self.sync.watch()
             if self.mesh.tensor_group is not None:
                 tensor_parallel.check_same_batch(batch, self.mesh.tensor_group, self.device, "tensor-parallel")
         # Once a window, as DDP does it.
@@ -181,16 +188,22 @@ class FSDP2Engine(Engine):
     @override
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        self.sync.start_step()
-        self.sync.release()
-        with self._gathers.step():
+        with self._released_around(), self._gathers.step():
             yield
-        self.sync.release()
-        self.sync.end_step()
 
     @override
     def join_evaluation(self) -> None:
-        self._gathers.join()
+        with self._released_around():
+            self._gathers.join()
+
+    @contextmanager
+    def _released_around(self) -> Iterator[None]:
+        """Context of forwards without a backward, which leaves no parameters gathered."""
+        self.sync.start_step()
+        self.sync.release()
+        yield
+        self.sync.release()
+        self.sync.end_step()
 
     @override
     def synchronize_buffers(self) -> None:

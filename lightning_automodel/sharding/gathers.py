@@ -12,10 +12,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
+from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients.windows import DIFFERENT_UNITS
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.units import fsdp_roots, is_head
+
+DIFFERENT_FORWARDS = (
+    "so the tokens of one forward would reach the experts of another, or hang. Experts that are spread over"
+    " ranks (expert_parallel_size > 1) exchange tokens in each forward: every rank must run every forward of"
+    " training_step, one for logs included, in the same order. Compute what only one rank needs from the outputs"
+    " of those."
+)
+"""What ranks must do that run different forwards through spread experts."""
 
 
 def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
@@ -152,13 +161,24 @@ class AgreedGathers:
         self._num_units = len(units)
         self._group = group
         self._device = device
+        self._advice = DIFFERENT_UNITS
         self.patches = PatchStack()
         for index, unit in enumerate(units):
             torch_internals.note_all_gathers(unit, partial(self._compare, index), self.patches)
+            if _holds_experts(unit):
+                # They exchange tokens in each forward, also where nothing is gathered.
+                self._advice = DIFFERENT_FORWARDS
+                compare = partial(self._compare_call, index)
+                hook = cast(nn.Module, unit).register_forward_pre_hook(compare, prepend=True)
+                self.patches.callback(hook.remove)
 
     def before_backward(self, called_head: bool) -> None:
         """All ranks must be through with their forwards, in which they have called the head, or not. A collective."""
         self._compare(self._num_units if called_head else self._num_units + 1)
+
+    @torch_internals.not_compiled
+    def _compare_call(self, index: int, *_: Any) -> None:
+        self._compare(index)
 
     def _compare(self, index: int) -> None:
         own = torch.tensor(index, device=self._device)
@@ -169,8 +189,14 @@ class AgreedGathers:
         if other is not None:
             raise RuntimeError(
                 f"Ranks use different FSDP units in the same forward: rank 0 {self._doing[found[0]]} while rank"
-                f" {other} {self._doing[found[other]]}, {DIFFERENT_UNITS}"
+                f" {other} {self._doing[found[other]]}, {self._advice}"
             )
+
+
+def _holds_experts(unit: FSDPModule) -> bool:
+    """Whether a parameter of ``unit`` itself spreads experts over ranks."""
+    params = [param for group in torch_internals.param_groups(unit) for param in group.fsdp_params]
+    return any(num_expert_ranks(param.sharded_param) > 1 for param in params)
 
 
 class JoinedGathers:
@@ -200,12 +226,16 @@ class JoinedGathers:
 
     def join(self) -> None:
         """Take part in a step of other ranks by repeating the gathers of this rank's last step. A collective."""
+        self.check_order()
+        for unit in self._newest:
+            unit.unshard()
+            unit.reshard()
+
+    def check_order(self) -> None:
+        """Raise RuntimeError if this rank's last two steps gathered different parameters: which would be next?"""
         if self._before is not None and self._before != self._newest:
             raise RuntimeError(
                 "This rank has evaluated all its data, and other ranks have not. It cannot take part in what they"
                 " gather, since its own last two steps gathered different parameters: give all ranks equally many"
                 " batches, for example by a sampler that repeats samples."
             )
-        for unit in self._newest:
-            unit.unshard()
-            unit.reshard()

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.windows import PLAIN_BACKWARD
 from lightning_automodel.internals import torch as torch_internals
@@ -32,6 +33,14 @@ PENALTY_ON_WEIGHTS = (
     " p.full_tensor(). Or pass data_parallel='ddp'."
 )
 """How a penalty on sharded weights is trained."""
+
+GRADIENTS_OF_EXPERTS = (
+    "Gradients of experts that are spread over ranks (expert_parallel_size > 1) were computed beside the"
+    " strategy's own backward. They hold the tokens of all ranks that exchange them, whereas those of other"
+    " parameters hold this rank's. For a loss that trains, call self.manual_backward(loss). For the gradient of"
+    " inputs or activations, call torch.autograd.grad(loss, inputs)."
+)
+"""Why a backward that is not the strategy's must not reach spread experts."""
 
 
 def get_sync_ctx(
@@ -294,6 +303,8 @@ class FSDPGradSync(GradSync):
                 leaf = param.unsharded_param  # the same from the first all-gather on
                 leaf.requires_grad = True  # as the next all-gather sets it
                 self.track(shard, leaf)
+                if num_expert_ranks(shard) > 1:
+                    self._hooks.append(leaf.register_hook(self._check_gradient_of_experts))
                 name = self._unwatched.pop(shard)
                 # FSDP2 writes gradients of shards itself, past their hooks.
                 self._hooks.append(shard.register_hook(partial(self._note_bypass, name)))
@@ -302,6 +313,10 @@ class FSDPGradSync(GradSync):
         """What the forward uses in place of a shard, which users hold: an input of ``torch.autograd.grad``."""
         param = self._param_of.get(tensor)
         return None if param is None else getattr(param, "unsharded_param", None)
+
+    def _check_gradient_of_experts(self, _: Tensor) -> None:
+        if not self._in_backward:
+            raise RuntimeError(GRADIENTS_OF_EXPERTS)
 
     def _note_bypass(self, name: str, _: Tensor) -> None:
         if self._in_backward:
@@ -481,6 +496,7 @@ class FSDPGradSync(GradSync):
         plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
         if plain and self._group is not None:
             self.average(plain, self._group)
+        rescale_clip.share_experts_gradients_(parameters)
 
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:

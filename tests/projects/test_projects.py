@@ -132,8 +132,9 @@ def assert_verdict_agrees(name: str, way: str, result: dict[str, Any]) -> None:
 
 
 def shown(result: dict[str, Any]) -> str:
-    """A cell: what works, by how much weights differ, and the verdict; or the first line of what was raised."""
+    """A cell: by how much weights differ, the verdict, and what was left out; or the first line of what was raised."""
     if "failure" in result:
         messages = re.findall(r"^[\w.]*(?:Error|Exception): (.*)", result["failure"], re.MULTILINE)
         return f"fails: {messages[-1].replace('|', '/')[:200]}"
-    return f"{', '.join(result['does'])}: {result['error']:.0e}, {result['verdict']}"
+    lacks = "" if "resumes" in result["does"] else "; not resumed"
+    return f"{result['error']:.0e}, {result['verdict']}{lacks}"

@@ -16,6 +16,7 @@ import torch
 
 from tests.rank_pool import RankPool
 from tests.search.cases import KNOWN, Case
+from tests.search.drawing import EXPERTS
 from tests.search.harness import Search, judge
 from tests.search.kinds import KINDS
 
@@ -30,7 +31,9 @@ def main() -> int:
     parser.add_argument("--case", type=int, help="run this number alone")
     parser.add_argument("--dict", nargs="+", default=[], help="run these cases alone")
     parser.add_argument("--without", nargs="*", default=[], choices=KNOWN, help="traits to leave out")
-    parser.add_argument("--kinds", nargs="*", default=[], choices=KINDS, help="user code that every case has")
+    parser.add_argument(
+        "--kinds", nargs="*", default=[], choices=[*KINDS, EXPERTS], help="user code that every case has"
+    )
     parser.add_argument("--stop", action="store_true", help="stop at the first finding")
     parser.add_argument("--no-shrink", action="store_true", help="do not look for a smaller case")
     arguments = parser.parse_args()

@@ -8,15 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from tests.search.data import WIDTH
+from tests.search.mixture import Mixture
 
 
 class Block(nn.Module):
     """A residual block that mixes each position with the mean of those before it; counts its forwards."""
 
-    def __init__(self, output: str, counter: str | None, clamps: bool = False) -> None:
+    def __init__(self, output: str, counter: str | None, clamps: bool = False, mixes: bool = False) -> None:
         super().__init__()
         self.output, self.counts, self.clamps = output, counter is not None, clamps
         self.linear = nn.Linear(WIDTH, WIDTH)
+        self.mixture = Mixture() if mixes else nn.Identity()
         if counter is not None:
             self.register_buffer("num_forwards", torch.zeros(()), persistent=counter == "persistent")
 
@@ -26,6 +28,7 @@ class Block(nn.Module):
             self.linear.weight.data.clamp_(-0.4, 0.4)
         positions = torch.arange(1, hidden.shape[1] + 1).view(1, -1, 1)
         new = hidden + torch.tanh(self.linear(hidden + hidden.cumsum(dim=1) / positions))  # [b, s, d]
+        new = self.mixture(new)
         if self.counts:
             new = new * (1 + 0.05 * self.num_forwards)
             if self.training:

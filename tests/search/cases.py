@@ -16,6 +16,7 @@ class Case:
     Attributes:
         seed: Of the initial weights and of the data.
         engine: "fsdp2", "ddp", or "hsdp" on four ranks.
+        experts: Ranks that the experts of each block are spread over; 4 brings four ranks. Without, blocks have none.
         task: What is predicted, "tokens" or "rows".
         container: How the module holds its blocks, and how it calls them.
         output: What a block returns.
@@ -68,6 +69,7 @@ class Case:
 
     seed: int = 0
     engine: str = "fsdp2"
+    experts: int = 0
     task: str = "tokens"
     container: str = "list"
     output: str = "tensor"
@@ -116,7 +118,7 @@ class Case:
     @property
     def num_ranks(self) -> int:
         """Processes, each with its own data."""
-        return 4 if self.engine == "hsdp" else 2
+        return 4 if self.engine == "hsdp" or self.experts == 4 else 2
 
     def accumulates(self, epoch: int) -> int:
         """Micro-batches of a window in this epoch."""

@@ -100,6 +100,10 @@ VALUES: dict[str, Callable[[random.Random], Any]] = {
 """What a trait becomes when it is drawn. Those that are not drawn stay at their defaults."""
 
 
+EXPERTS = "experts"
+"""Among the kinds of a search: experts are spread wherever they can be."""
+
+
 def _some(rng: random.Random, values: list[str]) -> tuple[str, ...]:
     return tuple(sorted(rng.sample(values, rng.choice([1, 1, 2, 3]))))
 
@@ -114,6 +118,10 @@ def _fits(rng: random.Random) -> tuple[str, ...]:
     return tuple(rng.choice(["nothing", "nothing", "gradients", "all"]) for _ in range(3))
 
 
+def _experts(rng: random.Random, wanted: bool) -> int:
+    return rng.choice([2, 2, 4]) if wanted or rng.random() < 0.2 else 0
+
+
 def draw_case(seed: int, number: int, without: frozenset[str] = frozenset(), kinds: tuple[str, ...] = ()) -> Case:
     """The case of this number.
 
@@ -121,7 +129,8 @@ def draw_case(seed: int, number: int, without: frozenset[str] = frozenset(), kin
         seed: Of the search.
         number: Of the case.
         without: Traits of `KNOWN` to leave out.
-        kinds: Kinds of user code (`kinds.KINDS`) that it has; by default the number decides.
+        kinds: Kinds of user code (`kinds.KINDS`) that it has; by default the number decides. "experts" are no user
+            code: with it, experts are spread unless the engine is DDP.
     """
     rng = random.Random(f"{seed}-{number}")
     density = rng.choice([0.1, 0.2, 0.3])
@@ -138,6 +147,7 @@ def draw_case(seed: int, number: int, without: frozenset[str] = frozenset(), kin
         **drawn,
         # Drawn apart, so that a number has the same other traits with and without these.
         fits=_fits(random.Random(f"{seed}-{number}-fits")),
-        **draw_kinds(random.Random(f"{seed}-{number}-kinds"), kinds),
+        experts=_experts(random.Random(f"{seed}-{number}-experts"), EXPERTS in kinds),
+        **draw_kinds(random.Random(f"{seed}-{number}-kinds"), tuple(kind for kind in kinds if kind != EXPERTS)),
     )
     return made_valid(case, without)

@@ -33,7 +33,7 @@ class Net(nn.Module):
         max_norm = 0.8 if "max_norm" in case.writes else None
         self.embedding = nn.Embedding(VOCABULARY, WIDTH, max_norm=max_norm)
         clamps = "clamp@block" in case.writes
-        made = [Block(case.output, case.counter, clamps) for _ in range(4)]
+        made = [Block(case.output, case.counter, clamps, mixes=case.experts > 0) for _ in range(4)]
         container = case.container
         if container == "list":
             self.blocks: Any = nn.ModuleList(made[:2])

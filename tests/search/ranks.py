@@ -23,6 +23,7 @@ from tests.search.block import first_block
 from tests.search.callbacks import Stops, make_callbacks
 from tests.search.cases import Case
 from tests.search.data import aux_loss, count, cross_entropy, data, packed, unpacked
+from tests.search.mixture import spread
 from tests.search.net import (
     Critic,
     Net,
@@ -104,6 +105,8 @@ class Searched(LightningModule):
 
     def configure_model(self) -> None:
         changed(self.case, "configure_model", self.net)
+        if self.case.experts:
+            spread(self.net, self.device_mesh)
 
     def on_train_start(self) -> None:
         if new := changed(self.case, "train_start", self.net):
@@ -273,6 +276,8 @@ def make_strategy(case: Case) -> AutomodelStrategy:
     options: dict[str, Any] = dict(case.strategy)
     if "ddp_kwargs" in options:
         options["ddp_kwargs"] = dict(options["ddp_kwargs"])
+    if case.experts:
+        options["expert_parallel_size"] = case.experts
     if case.engine == "hsdp":
         options["data_parallel_replicate_size"] = 2
     if case.tell == "key":

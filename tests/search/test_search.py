@@ -13,7 +13,7 @@ import pytest
 from lightning_automodel.gradients import rescale_clip, windows
 from tests.rank_pool import RankPool
 from tests.search.cases import Case
-from tests.search.drawing import VALUES, draw_case
+from tests.search.drawing import EXPERTS, VALUES, draw_case
 from tests.search.harness import TOLERANCE, judge
 from tests.search.ranks import train
 from tests.search.reference import Outcome
@@ -71,6 +71,7 @@ FOUND = {
     "loss_of_all_ranks": Case(num_batches=4, accumulation=(2,), over_ranks=True),
     "rows_of_a_gradient": Case(num_batches=1, rows="assign"),
     "hook_that_is_not_linear": Case(num_batches=1, backward="full_hook_squash"),
+    "gradients_by_spread_experts": Case(seed=464896, experts=2, num_batches=1, foreign=("parameters@before_step",)),
 }
 """What the search has found, and is mended."""
 
@@ -90,6 +91,30 @@ def test_random_cases(request: pytest.FixtureRequest) -> None:
     for case in cases(0, BY_DEFAULT):
         if case.num_ranks == 2:
             assert_no_finding(request, case)
+
+
+def _with_experts(numbers: range) -> list[Case]:
+    drawn = [draw_case(SEED, number, kinds=(EXPERTS,)) for number in numbers]
+    return [case for case in drawn if case.experts]
+
+
+def test_random_cases_with_spread_experts(request: pytest.FixtureRequest) -> None:
+    for case in [case for case in _with_experts(range(20)) if case.num_ranks == 2][:3]:
+        assert_no_finding(request, case)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("first", range(0, 400, PER_TEST))
+def test_more_random_cases_with_spread_experts(request: pytest.FixtureRequest, first: int) -> None:
+    for case in _with_experts(range(first, first + PER_TEST)):
+        assert_no_finding(request, case)
+
+
+def test_experts_are_spread() -> None:
+    """Over two and four ranks, with replicas too, beside everything else; without being asked for, in some cases."""
+    cases = _with_experts(range(300))
+    assert {(case.engine, case.experts) for case in cases} == {("fsdp2", 2), ("fsdp2", 4), ("hsdp", 2)}
+    assert 0.05 < sum(draw_case(SEED, number).experts > 0 for number in range(300)) / 300 < 0.2
 
 
 @pytest.mark.parametrize("case", FOUND.values(), ids=FOUND)

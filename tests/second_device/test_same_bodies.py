@@ -30,6 +30,7 @@ from tests.gradients.test_final_gradients import (
     test_plain_backward_is_averaged_by_fsdp2,
     test_what_users_write,
 )
+from tests.markdown import merged_table
 from tests.processes import run_anew
 from tests.rank_pool import RankPool
 from tests.resume.test_fit import test_from_everywhere
@@ -121,21 +122,20 @@ def as_markdown(found: dict[Cell, str]) -> str:
     """How many features passed or were refused, by precision and layout."""
     layouts = [layout for layout in LAYOUTS if any(cell.layout == layout for cell in found)]
     lines = [
-        f"{datetime.date.today()}, torch {torch.__version__}: of the {len(FEATURES)} features of each cell, those that"
-        " trained on the second device of `tests/second_device` as the tables above demand, and those that were refused"
-        " as there.",
+        f"{datetime.date.today()}, torch {torch.__version__}: how many of the {len(FEATURES)} features passed on the"
+        " second device of `tests/second_device`, by the tolerances of the tables above, and how many were refused as"
+        " there.",
         "",
-        f"|  | {' | '.join(layouts)} |",
-        "| --- " * (len(layouts) + 1) + "|",
     ]
+    rows = {}
     for precision in PRECISIONS:
         counts = [
             Counter(status for cell, status in found.items() if (cell.layout, cell.precision) == (layout, precision))
             for layout in layouts
         ]
         cells = [", ".join(f"{number} {word}" for word, number in count.items()) or "not selected" for count in counts]
-        lines.append(f"| {precision} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows[precision] = cells
+    return "\n".join([*lines, *merged_table(["precision", *layouts], rows, "precisions")]) + "\n"
 
 
 @pytest.mark.every_case

@@ -1,6 +1,6 @@
 """In the steady state of a fit the host waits for nothing, but for what is named here, and launches few kernels.
 
-`-m "sweep or not sweep" --support-table docs/support.md` writes both tables.
+`-m "sweep or not sweep" --support-table docs/support.md` writes the table of waits there, and a record of kernels.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.markdown import merged_table, write_record
 from tests.second_device.steady import ACCUMULATE, FIRST, LAST, STEADY, STEADY_LAYOUTS, Waits, measure
 
 PACKAGE = "lightning_automodel"
@@ -82,13 +83,10 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
     found: Table = {}
     yield found
     if (path := request.config.getoption("--support-table")) and found:
-        page = Path(path).read_text()
-        for name, text in {"waits": as_markdown(found), "kernels": kernels_as_markdown(found)}.items():
-            written = f"<!-- {name} -->\n{text}<!-- /{name} -->"
-            page = re.sub(
-                f"<!-- {name} -->.*<!-- /{name} -->", lambda _, written=written: written, page, flags=re.DOTALL
-            )
+        written = f"<!-- waits -->\n{as_markdown(found)}<!-- /waits -->"
+        page = re.sub("<!-- waits -->.*<!-- /waits -->", lambda _: written, Path(path).read_text(), flags=re.DOTALL)
         Path(path).write_text(page)
+        write_record("kernels", kernels_as_markdown(found))
 
 
 @pytest.mark.every_case
@@ -153,16 +151,17 @@ def as_markdown(found: Table) -> str:
     """Features down, layouts across: waits of rank 0 a micro-batch, with the notes that name them."""
     lines = [
         f"{datetime.date.today()}, torch {torch.__version__}, written by `{COMMAND}`: how often the host waits for the"
-        f" device, a micro-batch, in micro-batches {FIRST} to {LAST - 1} of a fit that accumulates {ACCUMULATE}, on the"
-        " second device of `tests/second_device`, which is a CPU's memory behind the interface of an accelerator."
-        " Copies from pageable memory: those of the batch alone.",
+        f" second device in a micro-batch, over micro-batches {FIRST} to {LAST - 1} of a fit that accumulates"
+        f" {ACCUMULATE}. The batch alone is copied from pageable memory.",
         "",
-        f"|  | {' | '.join(STEADY_LAYOUTS)} |",
-        "| --- " * (len(STEADY_LAYOUTS) + 1) + "|",
+        f"Features: {'; '.join(STEADY)}.",
+        "",
     ]
-    for feature in STEADY:
-        cells = [_cell(layout, feature, found.get((layout, feature))) for layout in STEADY_LAYOUTS]
-        lines.append(f"| {feature} | {' | '.join(cells)} |")
+    rows = {
+        feature: [_cell(layout, feature, found.get((layout, feature))) for layout in STEADY_LAYOUTS]
+        for feature in STEADY
+    }
+    lines += merged_table(["feature", *STEADY_LAYOUTS], rows, "features")
     notes = [f"{number}. {note}" for number, (_, _, _, note) in enumerate(NAMED, 1)]
     return "\n".join([*lines, "", *notes]) + "\n"
 
@@ -170,16 +169,17 @@ def as_markdown(found: Table) -> str:
 def kernels_as_markdown(found: Table) -> str:
     """Features down, layouts across: kernels a window that this package, FSDP2 and the optimizer launch on rank 0."""
     lines = [
-        f"{datetime.date.today()}, torch {torch.__version__}, written by the same command: operators that launch a"
-        f" kernel on rank 0, in a window of {ACCUMULATE} micro-batches, by who calls them: this package (of these on"
-        " lists of gradients) + FSDP2 + the optimizer. The model's own are left out.",
+        "# Kernels of a window",
         "",
-        f"|  | {' | '.join(STEADY_LAYOUTS)} |",
-        "| --- " * (len(STEADY_LAYOUTS) + 1) + "|",
+        f"{datetime.date.today()}, torch {torch.__version__}, written by `{COMMAND}`: operators that launch a kernel on"
+        f" rank 0, in a window of {ACCUMULATE} micro-batches, by who calls them: this package (of these on lists of"
+        " gradients) + FSDP2 + the optimizer. The model's own are left out.",
+        "",
+        f"Features: {'; '.join(STEADY)}.",
+        "",
     ]
-    for feature in STEADY:
-        cells = [_kernel_cell(found.get((layout, feature))) for layout in STEADY_LAYOUTS]
-        lines.append(f"| {feature} | {' | '.join(cells)} |")
+    rows = {feature: [_kernel_cell(found.get((layout, feature))) for layout in STEADY_LAYOUTS] for feature in STEADY}
+    lines += merged_table(["feature", *STEADY_LAYOUTS], rows, "features")
     return "\n".join(lines) + "\n"
 
 

@@ -1,6 +1,7 @@
 """One step of families of transformers, replicated and sharded on two ranks, beside one process with the whole batch.
 
-`pytest tests/trainer/test_families.py -m sweep --support-table docs/support.md` writes the table.
+`pytest tests/trainer/test_families.py -m sweep --support-table docs/support.md` writes the table there, and a dated
+record of every family.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
+from tests.markdown import write_record
 from tests.rank_pool import RankPool
 from tests.trainer.families import FAMILIES, ROWS, make_batch, make_model, own_loss, shift
 from tests.trainer.runs import make_trainer
@@ -95,7 +97,8 @@ def table(request: pytest.FixtureRequest) -> Iterator[dict[str, list[float]]]:
     yield found
     if (path := request.config.getoption("--support-table")) and found:
         page = Path(path).read_text()
-        written = "<!-- families -->\n" + as_markdown(found) + "<!-- /families -->"
+        record = write_record("families", "# Hugging Face families\n\n" + as_markdown(found))
+        written = f"<!-- families -->\n{summary(found, record)}<!-- /families -->"
         Path(path).write_text(
             re.sub(r"<!-- families -->.*<!-- /families -->", lambda _: written, page, flags=re.DOTALL)
         )
@@ -115,22 +118,53 @@ def test_family(pool2: RankPool, name: str, table: dict[str, list[float]]) -> No
         assert min(found) > DIFFERS
 
 
-def as_markdown(found: dict[str, list[float]]) -> str:
-    """A row for each family."""
+def method(found: dict[str, list[float]]) -> str:
+    """What was run, and what the numbers are."""
     import transformers
 
-    lines = [
+    return (
         f"{len(found)} families, {datetime.date.today()}, transformers {transformers.__version__}, torch"
         f" {torch.__version__}, Lightning {lightning.__version__}, written by `{COMMAND}`: one step in float32 on the"
-        " loss that the model computes itself, on two ranks with unequally many labels, beside one process with the"
-        " whole batch. Numbers are the largest deviation of a gradient, relative to the largest of its tensor. Dropout"
-        " is off.",
+        " loss that the model computes itself, on two ranks with different numbers of labels, compared with one process"
+        " that has the whole batch. Dropout is off. A number is the largest deviation of a gradient, relative to the"
+        " largest of its tensor."
+    )
+
+
+def summary(found: dict[str, list[float]], record: Path) -> str:
+    """A row for each kind of model that agrees, with its largest deviations, and for each family that differs."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name in found:
+        family = FAMILIES[name]
+        kind = re.sub(r"^.*?(?=For|LMHead|MT|Model)", "…", family.model)
+        names.setdefault((kind, family.differs or ""), []).append(name)
+    lines = [
+        f"{method(found)} Here it is the largest of a row's families ([each of them](../{record})).",
+        "",
+        "| families | class | " + " | ".join(ENGINES) + " |  |",
+        "| --- " * (len(ENGINES) + 3) + "|",
+    ]
+    for (kind, reason), members in names.items():
+        largest = [max(deviations) for deviations in zip(*(found[name] for name in members), strict=True)]
+        shown = [_shown(deviation) for deviation in largest]
+        lines.append(f"| {', '.join(members)} | `{kind}` | {' | '.join(shown)} | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(deviation: float) -> str:
+    return f"{'agrees' if deviation <= TOLERANCE else 'differs'}, {deviation:.0e}"
+
+
+def as_markdown(found: dict[str, list[float]]) -> str:
+    """A row for each family."""
+    lines = [
+        method(found),
         "",
         "| family | model | " + " | ".join(ENGINES) + " |  |",
         "| --- " * (len(ENGINES) + 3) + "|",
     ]
     for name, deviations in found.items():
         family = FAMILIES[name]
-        shown = [f"{'agrees' if each <= TOLERANCE else 'differs'}, {each:.0e}" for each in deviations]
+        shown = [_shown(deviation) for deviation in deviations]
         lines.append(f"| {name} | {family.model} | {' | '.join(shown)} | {family.differs or ''} |")
     return "\n".join(lines) + "\n"

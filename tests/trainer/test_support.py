@@ -16,6 +16,7 @@ import lightning
 import pytest
 import torch
 
+from tests.markdown import merged_table
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, weight_error
 from tests.trainer.support import CELLS, FEATURES, LAYOUTS, PRECISIONS, Cell, expected_weights, reason_not_to_run, train
@@ -105,25 +106,30 @@ def test_the_widest_tolerance_still_bites(layout: str) -> None:
 
 
 def as_markdown(found: dict[Cell, Status]) -> str:
-    """One table for each precision, features down and layouts across; messages and reasons as notes below."""
+    """Precisions with the same outcomes share a table, features a row; messages and reasons are notes below."""
     notes: list[str] = []
     lines = [
         f"# What works with what, {datetime.date.today()}",
         "",
         f"Written by `{COMMAND}` with torch {torch.__version__}, Lightning {lightning.__version__}, Python"
-        f" {platform.python_version()} and {torch.cuda.device_count()} CUDA devices. *passed*: trained on ragged data"
-        " with a short last window, and the weights are those of a plain single-process float64 loop within the"
-        " tolerance that stands above the table, relative to the largest weight of each tensor. *refused* and *not run*"
-        " point to the message or the reason below.",
+        f" {platform.python_version()} and {torch.cuda.device_count()} CUDA devices. Each of the {len(CELLS):,}"
+        " combinations trains on ragged data with a short last window. *passed*: the weights are those of a plain"
+        " single-process float64 loop. The number behind a precision is the tolerance, relative to the largest weight"
+        " of each tensor. *refused* and *not run* point to the message or the reason below.",
+        "",
+        f"Features: {'; '.join(FEATURES)}.",
         "",
     ]
+    tables: dict[str, list[str]] = {}
     for precision, tolerance in PRECISIONS.items():
-        head = ["", *LAYOUTS]
-        lines += [f"## {precision}: {tolerance:g}", "", f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
-        for feature in FEATURES:
-            row = [_shown(found.get(Cell(layout, precision, feature)), notes) for layout in LAYOUTS]
-            lines.append(f"| {feature} | {' | '.join(row)} |")
-        lines.append("")
+        rows = {
+            feature: [_shown(found.get(Cell(layout, precision, feature)), notes) for layout in LAYOUTS]
+            for feature in FEATURES
+        }
+        table = "\n".join(merged_table(["feature", *LAYOUTS], rows, "features"))
+        tables.setdefault(table, []).append(f"{precision} ({tolerance:g})")
+    for table, precisions in tables.items():
+        lines += [f"## {', '.join(precisions)}", "", table, ""]
     lines += [f"{number}. {note}" for number, note in enumerate(notes, 1)]
     return "\n".join(lines) + "\n"
 

@@ -111,10 +111,15 @@ def tensors_of(module: nn.Module) -> dict[tuple[str, str], torch.Tensor | None]:
 
 
 def set_tensors(module: nn.Module, values: dict[tuple[str, str], torch.Tensor | None]) -> None:
-    """Set the tensors of :func:`tensors_of`. Deletes those that were made since, such as caches."""
+    """Set the tensors of :func:`tensors_of`. Deletes those that were made since, such as caches.
+
+    An attribute that is None here and not a tensor in the run, such as a process group that ``configure_model``
+    has set, stays None.
+    """
     owners = dict(module.named_modules())
-    for owner, name in tensors_of(module).keys() - values.keys():
-        delattr(owners[owner], name)
+    for (owner, name), value in tensors_of(module).items():
+        if value is not None and (owner, name) not in values:
+            delattr(owners[owner], name)
     set_attributes(module, values)
 
 

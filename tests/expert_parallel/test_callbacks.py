@@ -1,0 +1,96 @@
+"""Callbacks beside spread experts: checked against one process, averaged, and loaded from whole tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
+
+from lightning_automodel import ExactnessCheck
+from tests.expert_parallel.mixtures import ACCUMULATE, CASE, Fit, MixtureDecoder, SpreadModule, error, fit
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import full_weights
+from tests.trainer.plain import plain_weights
+from tests.trainer.runs import TOLERANCE
+
+
+class Grouped(SpreadModule):
+    """Keeps a process group on the module, which no copy of it can have."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.group = self.device_mesh["expert_parallel"].get_group()
+
+    def __init__(self, model: MixtureDecoder) -> None:
+        super().__init__(model)
+        self.group = None
+
+
+def _checked(options: dict[str, Any]) -> tuple[str | None, str]:
+    check = ExactnessCheck(steps=2)
+    fit(options, Grouped, callbacks=[check])
+    return check.verdict, check.report
+
+
+def test_exactness_check(pool4: RankPool) -> None:
+    """Rank 0 replays with all experts, by the module before `configure_model`."""
+    for verdict, report in pool4.run(_checked, {}):
+        assert verdict == "exact", report
+
+
+def _averaged(options: dict[str, Any]) -> Fit:
+    return fit(options, callbacks=[EMAWeightAveraging(decay=0.7)])
+
+
+def test_weight_averaging(pool4: RankPool) -> None:
+    """As without expert parallelism."""
+    expected = pool4.run(_averaged, {"expert_parallel_size": 1})[0].weights
+    assert error(plain_weights(MixtureDecoder(), ACCUMULATE, CASE), expected) > 1e-6, "nothing was averaged"
+    for found in pool4.run(_averaged, {}):
+        assert error(found.weights, expected) <= TOLERANCE
+
+
+class LoadsWhole(SpreadModule):
+    """Loads whole tensors into the sharded module before the first step."""
+
+    def on_fit_start(self) -> None:
+        self.model.load_state_dict(_scaled().state_dict())
+        self.loaded = full_weights(self.model)
+
+    def on_train_start(self) -> None:
+        expected = _scaled().state_dict()
+        assert all(weight.equal(expected[name]) for name, weight in self.loaded.items())
+
+
+def _scaled() -> MixtureDecoder:
+    model = MixtureDecoder()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    return model
+
+
+def test_whole_states(pool4: RankPool) -> None:
+    expected = plain_weights(_scaled(), ACCUMULATE, CASE)
+    for found in pool4.run(fit, {}, LoadsWhole):
+        assert error(found.weights, expected) <= TOLERANCE
+
+
+class InFloat(SpreadModule):
+    """Computes in what the Trainer's precision makes of float32."""
+
+    def __init__(self, model: MixtureDecoder) -> None:
+        super().__init__(model.float())
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true"])
+def test_precisions(pool4: RankPool, precision: str) -> None:
+    """As without expert parallelism, but for another order of additions; a wrong factor is far from that."""
+    expected = pool4.run(fit, {"expert_parallel_size": 1}, InFloat, precision=precision)[0].weights
+    half = torch.bfloat16 if precision.startswith("bf16") else torch.float16
+    tolerance = 1e-6 if precision == "32-true" else 2 * torch.finfo(half).eps
+    for found in pool4.run(fit, {}, InFloat, precision=precision):
+        assert error(found.weights, expected) <= tolerance

@@ -1,0 +1,100 @@
+"""Checkpoints of spread experts: saved by some layout and resumed by another, as one file, exported, consolidated.
+
+All ranks get the same micro-batches, so that every layout follows the same gradients.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_automodel.checkpoint.__main__ import main
+from tests.checkpoint.checkpoints import adamw, fit, save, uninterrupted
+from tests.expert_parallel.mixtures import MixtureDecoder, SpreadModule, error
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import full_weights
+from tests.trainer.runs import TOLERANCE
+
+TWO: dict[str, Any] = {"expert_parallel_size": 2}
+FOUR: dict[str, Any] = {"expert_parallel_size": 4}
+REPLICAS: dict[str, Any] = {**TWO, "data_parallel_replicate_size": 2}
+NONE: dict[str, Any] = {}
+ONE_FILE: dict[str, Any] = {"save_distributed_checkpoint": False}
+LAYOUTS = {"two": TWO, "four": FOUR, "replicas": REPLICAS, "none": NONE}
+
+
+class AdamMixture(SpreadModule):
+    """Trained by AdamW; started elsewhere if it will be loaded."""
+
+    def __init__(self, is_loaded: bool = False) -> None:
+        super().__init__(MixtureDecoder())
+        if is_loaded:
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.mul_(1.5)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self)
+
+
+def _save(options: dict[str, Any], path: str) -> dict[str, Tensor]:
+    return save(options, path, module=AdamMixture())
+
+
+def _resume(options: dict[str, Any], path: str) -> dict[str, Tensor]:
+    return full_weights(fit(options, AdamMixture(is_loaded=True), ckpt_path=path, max_epochs=2)[1].model)
+
+
+def _uninterrupted(options: dict[str, Any]) -> dict[str, Tensor]:
+    return uninterrupted(options, module=AdamMixture())
+
+
+@pytest.fixture(scope="module")
+def expected(pool4: RankPool) -> dict[str, Tensor]:
+    """Weights after two epochs without a stop, without expert parallelism."""
+    return pool4.run(_uninterrupted, NONE)[0]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("saving", "resuming"),
+    [
+        ("two", "four"),
+        pytest.param("four", "none"),
+        pytest.param("none", "replicas"),
+        pytest.param("replicas", "two", marks=pytest.mark.sweep),
+        pytest.param("four", "two", marks=pytest.mark.sweep),
+        pytest.param("two", "none", marks=pytest.mark.sweep),
+    ],
+)
+@pytest.mark.parametrize("form", [{}, ONE_FILE], ids=["directory", "file"])
+def test_another_layout(
+    pool4: RankPool, tmp_path: Path, expected: dict[str, Tensor], saving: str, resuming: str, form: dict[str, Any]
+) -> None:
+    path = str(tmp_path / "saved.ckpt")
+    saved = pool4.run(_save, {**LAYOUTS[saving], **form}, path)[0]
+    for weights in pool4.run(_resume, {**LAYOUTS[resuming], **form}, path):
+        assert error(weights, expected) <= TOLERANCE
+        assert error(weights, saved) > 1e-6, "nothing was trained"
+
+
+def test_the_same_bits(pool4: RankPool, tmp_path: Path) -> None:
+    """In the layout that has saved."""
+    path = str(tmp_path / "saved.ckpt")
+    whole = pool4.run(_uninterrupted, TWO)[0]
+    pool4.run(_save, TWO, path)
+    for weights in pool4.run(_resume, TWO, path):
+        assert all(weight.equal(whole[name]) for name, weight in weights.items())
+
+
+def test_consolidated(pool4: RankPool, tmp_path: Path) -> None:
+    """One file with whole experts."""
+    saved = pool4.run(_save, FOUR, str(tmp_path / "saved.ckpt"))[0]
+    assert main(["consolidate", str(tmp_path / "saved.ckpt"), str(tmp_path / "whole.ckpt")]) == 0
+    found = torch.load(tmp_path / "whole.ckpt", weights_only=False)["state_dict"]
+    assert {name.removeprefix("model.") for name in found} == saved.keys()
+    assert all(found[f"model.{name}"].equal(weight) for name, weight in saved.items())

@@ -1,0 +1,303 @@
+"""Hugging Face models spread their experts by their own plan, and train as without expert parallelism."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from lightning_automodel import AutomodelStrategy, StepMonitor
+from lightning_automodel.distributed.mesh import num_expert_ranks
+from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
+from tests.expert_parallel.mixtures import ACCUMULATE, data_of_rank, error
+from tests.rank_pool import RankPool
+from tests.trainer.cases import Case
+from tests.trainer.exactness import VOCABULARY, full_weights, micro_batches
+from tests.trainer.plain import fill, sgd, windows
+from tests.trainer.runs import by_default, make_trainer
+
+pytest.importorskip("transformers")
+
+ROUNDING = 1e-15
+"""Sums over the tokens of an expert in another order. What is float32 in these models is the same on each rank."""
+FLOAT32 = 1e-7
+"""These models normalise and take softmaxes in float32, where a last digit in float64 can flip one of 6e-8."""
+WRONG = 1e-4
+CASE = Case(seed=37, telling="labels", num_batches=4, num_ranks=4, gap="micro_batches", label_shift=1)
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "max_position_embeddings": 16,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "pad_token_id": None,
+    "attn_implementation": "eager",
+    "router_aux_loss_coef": 0.3,
+}
+
+
+def make_model(kind: str, implementation: str = "eager") -> nn.Module:
+    """A tiny model of random weights."""
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**SIZES)
+    # Experts are computed in float64 by "eager" alone.
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
+    fill(model)
+    return model
+
+
+class Mixture(LightningModule):
+    """Trains on the model's own loss."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.model = make_model(kind)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return self.model(**batch, use_cache=False).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return sgd(self)
+
+
+class Grouped(LightningModule):
+    """In float32 or less, with one matrix product for all experts: transformers' default."""
+
+    training_step = Mixture.training_step
+    configure_optimizers = Mixture.configure_optimizers
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.model = make_model(kind, "grouped_mm").float()
+
+
+class Balanced(Mixture):
+    """With the balancing loss of the routers, which is no token loss."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        output = self.model(**batch, use_cache=False, output_router_logits=True)
+        return {"loss": output.loss, "aux_loss": self.model.router_aux_loss_coef * output.aux_loss}
+
+
+def fit(
+    kind: str, options: dict[str, Any], make: Callable[[str], Any] = Mixture, **kwargs: Any
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Train on every rank; return full weights, and which of them are spread over ranks."""
+    module = make(kind)
+    strategy = AutomodelStrategy(label_shift=1, **options)
+    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, **kwargs).fit(module, data_of_rank(CASE))
+    spread = [name for name, parameter in module.model.named_parameters() if num_expert_ranks(parameter) > 1]
+    return full_weights(module.model), spread
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "two ranks": {"expert_parallel_size": 2},
+    "four ranks": {"expert_parallel_size": 4},
+    "resharded": {"expert_parallel_size": 2, "reshard_during_accumulation": True},
+    "recomputed": {"expert_parallel_size": 4, "activation_checkpointing": True},
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("options", by_default(OPTIONS, "two ranks"))
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral"])
+def test_as_without_expert_parallelism(pool4: RankPool, kind: str, options: dict[str, Any]) -> None:
+    (expected, whole), *_ = pool4.run(fit, kind, {})
+    assert whole == []
+    for weights, spread in pool4.run(fit, kind, options):
+        assert error(weights, expected) <= ROUNDING
+        assert error(weights, full_weights(make_model(kind))) > WRONG
+        assert sorted({name.rpartition(".")[2] for name in spread}) == ["down_proj", "gate_up_proj"]
+        assert len(spread) == 2 * SIZES["num_hidden_layers"]
+
+
+PRECISIONS = {"32-true": 1e-6, "bf16-mixed": 1e-2, "bf16-true": 5e-2}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_one_product_for_all_experts(pool4: RankPool, precision: str) -> None:
+    """A rank computes experts that no token has chosen, and rows of other ranks, in the dtype of the run."""
+    (expected, _), *_ = pool4.run(fit, "Qwen3Moe", {}, Grouped, precision=precision)
+    for weights, spread in pool4.run(fit, "Qwen3Moe", {"expert_parallel_size": 4}, Grouped, precision=precision):
+        assert spread
+        assert error(weights, expected) <= PRECISIONS[precision]
+
+
+def fit_balanced(options: dict[str, Any]) -> dict[str, Tensor]:
+    """Train with the routers' balancing loss."""
+    weights, _ = fit("Qwen3Moe", {"count_window_ahead": True, **options}, Balanced)
+    return weights
+
+
+def balanced_plainly() -> dict[str, Tensor]:
+    """One process: the mean over the label tokens of a window, plus the mean balancing loss of its micro-batches."""
+    model = make_model("Qwen3Moe")
+    optimizer = sgd(model)
+    for window in windows(CASE, ACCUMULATE):
+        batches = [by_rank[index] for by_rank in micro_batches(CASE) for index in window]
+        num_label_tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+        losses, balances = [], []
+        for batch in batches:
+            output = model(input_ids=batch["input_ids"], use_cache=False, output_router_logits=True)
+            predicted = output.logits[:, :-1].flatten(0, 1)
+            losses.append(F.cross_entropy(predicted, batch["labels"][:, 1:].flatten(), reduction="sum"))
+            balances.append(model.router_aux_loss_coef * output.aux_loss)
+        optimizer.zero_grad()
+        (torch.stack(losses).sum() / max(num_label_tokens, 1) + torch.stack(balances).mean()).backward()
+        optimizer.step()
+    return full_weights(model)
+
+
+def test_the_balancing_loss_of_routers(pool4: RankPool) -> None:
+    """Counted ahead, it weighs as the mean over all micro-batches; computed in float32, as Hugging Face does."""
+    expected = balanced_plainly()
+    without, _ = pool4.run(fit, "Qwen3Moe", {})[0]
+    assert error(without, expected) > WRONG
+    for weights in pool4.run(fit_balanced, {"expert_parallel_size": 2}):
+        assert error(weights, expected) <= FLOAT32
+
+
+class Edited(Mixture):
+    """Changes the model in ``configure_model``, before the strategy spreads its experts."""
+
+    def __init__(self, edit: Callable[[Any], None]) -> None:
+        super().__init__("Qwen3Moe")
+        self.edit = edit
+
+    def configure_model(self) -> None:
+        self.edit(self.model)
+
+
+def another_style(model: Any) -> None:
+    """What Gemma 4 asks for beside the experts."""
+    model.ep_plan = {**model.ep_plan, "model.layers.*.mlp.gate_proj": "colwise"}
+
+
+def not_dispatched(model: Any) -> None:
+    """A plan that spreads weights of a module which it sends no tokens to."""
+    model.ep_plan = {name: style for name, style in model.ep_plan.items() if style == "grouped_gemm"}
+
+
+def replaced_forward(model: Any) -> None:
+    """Some library's own forward of the experts."""
+    experts = model.model.layers[0].mlp.experts
+    experts.forward = experts.forward
+
+
+def five_experts(model: Any) -> None:
+    """Weights of a number of experts that two ranks do not divide."""
+    for layer in model.model.layers:
+        for name, parameter in list(layer.mlp.experts.named_parameters()):
+            setattr(layer.mlp.experts, name, nn.Parameter(parameter[:5].detach()))
+
+
+def error_of_fit(edit: Callable[[Any], None]) -> str:
+    """Runs on every rank: the message of the ValueError that a fit ends with."""
+    with pytest.raises(ValueError, match="expert") as raised:
+        make_trainer(AutomodelStrategy(label_shift=1, expert_parallel_size=2)).fit(Edited(edit), data_of_rank(CASE))
+    return str(raised.value)
+
+
+REFUSED = {
+    another_style: (
+        "The ep_plan of Qwen3MoeForCausalLM asks for colwise, which this strategy cannot carry out (it knows"
+        " grouped_gemm and ep_dispatch_experts): spread the experts yourself in configure_model, by spread_experts and"
+        " dispatch_tokens, or leave expert_parallel_size at 1."
+    ),
+    not_dispatched: (
+        "The ep_plan of Qwen3MoeForCausalLM spreads gate_up_proj, down_proj of model.layers.0.mlp.experts, and does not"
+        " say ep_dispatch_experts of it, so that no token would be sent there: spread the experts yourself in"
+        " configure_model, by spread_experts and dispatch_tokens, or leave expert_parallel_size at 1."
+    ),
+    replaced_forward: (
+        "model.layers.0.mlp.experts (Qwen3MoeExperts) has a forward that was replaced, which would not be called:"
+        " expert_parallel_size > 1 needs a module of transformers as it is. Change it after the strategy has spread its"
+        " experts, or leave expert_parallel_size at 1."
+    ),
+    five_experts: (
+        "expert_parallel_size=2 does not divide the 5 experts of gate_up_proj in Qwen3MoeExperts: valid sizes are 1, 5."
+    ),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("edit", REFUSED, ids=lambda edit: edit.__name__)
+def test_refused(pool2: RankPool, edit: Callable[[Any], None]) -> None:
+    for message in pool2.run(error_of_fit, edit):
+        assert message == REFUSED[edit]
+
+
+def outputs_of_copies() -> tuple[Tensor, Tensor, int]:
+    """Runs on every rank: what whole copies of spread experts compute, what the module did before; and its weights."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("expert_parallel",))
+    model = make_model("Qwen3Moe")
+    ids = torch.tensor([[1, 2, 3, 4]])
+    before = model(ids).logits
+    spread_by_plan(model, mesh)
+    copied = copy.deepcopy(model)
+    weights = {name: p.full_tensor() for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    for name, whole in weights.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(copied.get_submodule(owner), attribute, nn.Parameter(whole))
+    return before, copied(ids).logits, len(weights)
+
+
+def test_a_copy_with_whole_weights_computes_as_its_class(pool2: RankPool) -> None:
+    """What EMA and ExactnessCheck do with copies: they use their own weights, on one rank."""
+    for before, of_copy, num_weights in pool2.run(outputs_of_copies):
+        assert torch.equal(before, of_copy)
+        assert num_weights == 2 * SIZES["num_hidden_layers"]
+
+
+def fit_monitored() -> list[dict[str, Any]]:
+    """Runs on every rank: what the monitor has seen of each step."""
+    monitor = StepMonitor(every_n_steps=1, expert_tokens=True)
+    strategy = AutomodelStrategy(label_shift=1, expert_parallel_size=2, activation_checkpointing=True)
+    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, callbacks=[monitor])
+    trainer.fit(Mixture("Qwen3Moe"), data_of_rank(CASE))
+    return monitor.history
+
+
+def expert_tokens_of_first_step() -> list[int]:
+    """By rank: pairs of a token and an expert that it computes, of the two ranks of its group, in all layers."""
+    model = make_model("Qwen3Moe")
+    found = [0] * CASE.num_ranks
+    for rank, batches in enumerate(micro_batches(CASE)):
+
+        def count(module: nn.Module, args: tuple[Any, ...], group: int = rank // 2) -> None:
+            first_rank = args[1] < SIZES["num_experts"] // 2
+            found[2 * group] += int(first_rank.sum())
+            found[2 * group + 1] += int((~first_rank).sum())
+
+        hooks = [layer.mlp.experts.register_forward_pre_hook(count) for layer in model.model.layers]
+        for batch in batches[:ACCUMULATE]:
+            model(batch["input_ids"])
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def test_the_monitor_counts_the_tokens_of_experts(pool4: RankPool) -> None:
+    """Those of the forward alone: a block that is recomputed counts once."""
+    by_rank = expert_tokens_of_first_step()
+    mean = sum(by_rank) / len(by_rank)
+    for history in pool4.run(fit_monitored):
+        assert history[0]["train/expert_tokens"] == pytest.approx(mean)
+        assert history[0]["train/busiest_expert_rank"] == pytest.approx(max(by_rank) / mean)

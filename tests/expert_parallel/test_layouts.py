@@ -1,0 +1,309 @@
+"""Spread experts beside tensor and context parallelism, precisions, and what user code does to parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lightning_automodel import spread_experts
+from lightning_automodel.distributed.mesh import MeshSizes, build_mesh
+from lightning_automodel.gradients.owner_exchange import Owned, OwnerExchange, group_of, holders_of
+from lightning_automodel.internals import torch as torch_internals
+from tests.expert_parallel.mixtures import (
+    ACCUMULATE,
+    CASE,
+    HIDDEN,
+    NUM_EXPERTS,
+    WIDTH,
+    Experts,
+    Mixture,
+    MixtureDecoder,
+    SpreadModule,
+    UnequalStart,
+    error,
+    fit,
+    local,
+)
+from tests.rank_pool import RankError, RankPool
+from tests.trainer.exactness import VOCABULARY
+from tests.trainer.plain import ModelModule, fill, plain_weights
+from tests.trainer.runs import TOLERANCE, by_default
+
+PLAN = {
+    "embedding": RowwiseParallel(input_layouts=Replicate()),
+    "head": ColwiseParallel(output_layouts=Replicate()),
+}
+TWO_BATCHES = replace(CASE, num_ranks=2)
+
+
+class BesideTensorParallel(UnequalStart):
+    """Experts are the same on tensor-parallel ranks, which share the embedding and the head."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
+
+
+def test_beside_tensor_parallelism(pool4: RankPool) -> None:
+    expected = plain_weights(MixtureDecoder(), ACCUMULATE, TWO_BATCHES)
+    for found in pool4.run(fit, {"tensor_parallel_size": 2}, BesideTensorParallel, case=TWO_BATCHES):
+        assert error(found.weights, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("options", by_default({"whole": {"optimizer_step": "whole"}, "shards": {}}, "whole"))
+def test_beside_context_parallelism(pool4: RankPool, options: dict[str, Any]) -> None:
+    """Stepped whole too."""
+    expected = plain_weights(MixtureDecoder(), ACCUMULATE, TWO_BATCHES)
+    for found in pool4.run(fit, {"context_parallel_size": 2, **options}, UnequalStart, case=TWO_BATCHES):
+        assert error(found.weights, expected) <= TOLERANCE
+
+
+def _whole_on_owner() -> tuple[bool, bool]:
+    """Runs on every rank: whether all parts lie where the owner and torch look for them."""
+    mesh = build_mesh("cpu", MeshSizes(replicate=1, shard=2, context=2, expert=2), timedelta(minutes=1))
+    experts = Experts(8)
+    with torch.no_grad():
+        experts.up.copy_(torch.arange(8.0 * HIDDEN * WIDTH).view_as(experts.up))
+    expected = experts.up.detach().clone()
+    spread_experts(experts, mesh.mesh["expert_parallel"])
+    over_holders = torch_internals.sharded_over(mesh.expert_fsdp)
+    fully_shard(experts, mesh=mesh.fsdp, shard_placement_fn=lambda parameter: over_holders)
+    up = experts.up
+    holders = holders_of(up.device_mesh, up.placements)
+    exchange = OwnerExchange(group_of(up.device_mesh, holders), torch.device("cpu"))
+    whole = exchange.to_owners([(Owned(holders.layout(up.shape), owner=1), up.to_local())])[0]
+    is_right = whole is None if exchange.rank != 1 else whole.equal(expected)
+    return is_right, up.full_tensor().equal(expected)
+
+
+def test_owners_beside_context_parallelism(pool4: RankPool) -> None:
+    """The ranks that hold an expert's parts are in another order in the mesh than in their group."""
+    assert pool4.run(_whole_on_owner) == [(True, True)] * 4
+
+
+# --- Parameters of experts --------------------------------------------------------------------------------------------
+
+
+class AdaptedExperts(Experts):
+    """A frozen base, and an adapter of low rank for each expert."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.requires_grad_(False)
+        self.first = nn.Parameter(torch.empty(number, 2, self.up.shape[2]))
+        self.second = nn.Parameter(torch.empty(number, self.up.shape[1], 2))
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        up, down = super().weights()
+        return up + local(self.second) @ local(self.first), down
+
+
+class AdaptedModule(SpreadModule):
+    """Trains adapters alone."""
+
+    def __init__(self, model: MixtureDecoder) -> None:
+        super().__init__(adapted(model))
+
+
+def adapted(model: MixtureDecoder) -> MixtureDecoder:
+    """The model with adapters, and everything else frozen."""
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.experts = AdaptedExperts(len(block.gate.weight))
+    fill(model)
+    return model
+
+
+def test_adapters_of_experts(pool4: RankPool) -> None:
+    expected = plain_weights(adapted(MixtureDecoder()), ACCUMULATE, CASE)
+    start = adapted(MixtureDecoder()).state_dict()
+    for found in pool4.run(fit, {}, AdaptedModule):
+        assert error(found.weights, expected) <= TOLERANCE
+        changed = {name.rpartition(".")[2] for name, weight in found.weights.items() if not weight.equal(start[name])}
+        assert changed == {"first", "second"}
+
+
+class BatchedMuon(torch.optim.Optimizer):
+    """Muon for stacks of matrices: each of the last two dimensions by itself; in the dtype of the weights."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05, "is_elementwise": False})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if "momentum" not in state:
+                        state["momentum"] = torch.zeros_like(parameter)
+                    momentum = state["momentum"].lerp_(parameter.grad, 0.1)
+                    direction = momentum if group["is_elementwise"] else orthogonal(momentum)
+                    parameter.sub_(direction, alpha=group["lr"])
+        return loss
+
+
+def orthogonal(stack: Tensor) -> Tensor:
+    """[e, r, c] the nearest matrices with orthogonal rows or columns, by Newton-Schulz."""
+    matrices = stack / (stack.square().sum((1, 2), keepdim=True).sqrt() + 1e-7)
+    for _ in range(5):
+        square = matrices @ matrices.transpose(1, 2)
+        matrices = 3.4445 * matrices + (-4.7750 * square + 2.0315 * square @ square) @ matrices
+    return matrices
+
+
+def batched_muon(model: nn.Module) -> BatchedMuon:
+    """Experts by their matrices, the rest by momentum."""
+    stacks = [parameter for parameter in model.parameters() if parameter.ndim == 3]
+    rest = [parameter for parameter in model.parameters() if parameter.ndim != 3]
+    return BatchedMuon([{"params": stacks}, {"params": rest, "is_elementwise": True}])
+
+
+class MuonModule(SpreadModule):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return batched_muon(self)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("choice", ["auto", "whole"])
+def test_matrices_of_experts(pool4: RankPool, choice: str) -> None:
+    """Each rank has whole experts, so that their matrices are whole on shards too: the trial finds that out."""
+    expected = plain_weights(MixtureDecoder(), ACCUMULATE, CASE, make_optimizer=batched_muon)
+    for found in pool4.run(fit, {"optimizer_step": choice}, MuonModule):
+        assert error(found.weights, expected) <= 1e-9  # orthogonalisation enlarges the rounding of small gradients
+        groups = found.described["optimizer_step"][0]["groups"]
+        assert groups[0].startswith("shards" if choice == "auto" else "whole"), groups
+
+
+class InitialisedExperts(Experts):
+    """Initialises itself, as torch's layers do."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.up, std=0.5)
+        nn.init.normal_(self.down, std=0.5)
+
+
+class InitialisedDecoder(MixtureDecoder):
+    """Without values of its own."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList()
+        for _ in range(2):
+            block = Mixture(NUM_EXPERTS)
+            block.experts = InitialisedExperts(NUM_EXPERTS)
+            self.blocks.append(block)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+
+class FromMeta(SpreadModule):
+    """Creates its model on the meta device, from where experts are spread without values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(nn.Identity())
+        torch.manual_seed(7 + dist.get_rank())
+
+    def configure_model(self) -> None:
+        if isinstance(self.model, nn.Identity):
+            with torch.device("meta"):
+                self.model = InitialisedDecoder()
+        super().configure_model()
+
+
+@pytest.mark.sweep
+def test_initialised_from_the_meta_device(pool4: RankPool) -> None:
+    """Each rank draws all experts from the first rank's random state, and keeps its own."""
+    torch.manual_seed(7)
+    torch.set_default_dtype(torch.float64)
+    model = InitialisedDecoder()
+    torch.set_default_dtype(torch.float32)
+    expected = plain_weights(model, ACCUMULATE, CASE)
+    for found in pool4.run(fit, {}, FromMeta, precision="64-true"):
+        assert error(found.weights, expected) <= TOLERANCE
+
+
+UNITS: dict[str, dict[str, Any]] = {
+    "experts": {"auto_wrap_policy": {Experts}},
+    "experts in recomputed blocks": {"auto_wrap_policy": {Experts}, "activation_checkpointing": {Mixture}},
+    "one": {"auto_wrap_policy": set()},
+    "smaller groups": {"reshard_after_forward": 2, "reshard_during_accumulation": True},
+}
+
+
+@pytest.mark.parametrize("options", by_default(UNITS, "experts"))
+def test_units(pool4: RankPool, options: dict[str, Any]) -> None:
+    expected = plain_weights(MixtureDecoder(), ACCUMULATE, CASE)
+    for found in pool4.run(fit, options):
+        assert error(found.weights, expected) <= TOLERANCE
+
+
+@pytest.mark.sweep
+def test_compiled(pool4: RankPool) -> None:
+    """Each number of tokens is compiled anew."""
+    expected = plain_weights(MixtureDecoder(), ACCUMULATE, CASE)
+    for found in pool4.run(fit, {"compile": {"backend": "eager"}}, timeout_s=300):
+        assert error(found.weights, expected) <= TOLERANCE
+
+
+# --- Units of the user ------------------------------------------------------------------------------------------------
+
+
+class OwnUnits(SpreadModule):
+    """Shards the model itself, the experts over the ranks that hold the same ones."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for block in self.model.blocks:
+            fully_shard(block.experts, mesh=self.device_mesh["expert_data_parallel_shard"])
+            fully_shard(block, mesh=self.device_mesh["data_parallel_shard"])
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel_shard"])
+
+
+class UnitsOfBoth(SpreadModule):
+    """The gate is averaged over the ranks that hold the same experts alone."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        for block in self.model.blocks:
+            fully_shard(block, mesh=self.device_mesh["expert_data_parallel_shard"])
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel_shard"])
+
+
+class OwnFactor(OwnUnits):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.model.blocks[0].experts.set_gradient_divide_factor(4.0)
+
+
+def test_units_of_the_user(pool4: RankPool) -> None:
+    expected = plain_weights(MixtureDecoder(), ACCUMULATE, CASE)
+    for found in pool4.run(fit, {}, OwnUnits):
+        assert error(found.weights, expected) <= TOLERANCE
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (OwnFactor, r"divides gradients by 4\.0 \(set_gradient_divide_factor\)"),
+        (UnitsOfBoth, "'model.blocks.0' averages its gradients over 2 ranks, but 4 hold different data"),
+    ],
+)
+def test_wrong_units_of_the_user(pool4: RankPool, make: type[ModelModule], message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        pool4.run(fit, {}, make)

@@ -1,0 +1,218 @@
+"""What expert parallelism refuses, each with what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lightning_automodel import AutomodelStrategy, spread_experts
+from tests.expert_parallel.mixtures import CASE, Experts, MixtureDecoder, SpreadModule, data_of_rank, fit
+from tests.rank_pool import RankError, RankPool
+from tests.trainer.exactness import Batch
+from tests.trainer.plain import ModelModule, sgd
+from tests.trainer.runs import make_trainer
+
+
+class HookedModule(SpreadModule):
+    """Looks at the gradients of experts within the backward."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        for parameter in self.model.blocks[0].experts.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+        return sgd(self)
+
+
+class PlainBackward(SpreadModule):
+    """Manual optimization past the strategy."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        self(batch).backward()
+
+
+class ForwardOnFirst(SpreadModule):
+    """Rank 0 computes something for its logs."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = self(batch)
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                self.model(batch["input_ids"])
+        return loss
+
+
+class ClippedByTorch(SpreadModule):
+    """Clips as in a plain loop."""
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[ModelModule], str]] = {
+    "nothing is spread": (
+        {},
+        ModelModule,
+        "expert_parallel_size=2, but no parameter of ModelModule is spread over the expert-parallel ranks",
+    ),
+    "experts do not divide": (
+        {"expert_parallel_size": 4},
+        SpreadModule,
+        "expert_parallel_size=4 does not divide the 6 experts of up in Experts: valid sizes are 1, 2, 3, 6",
+    ),
+    "ranks do not divide": (
+        {"expert_parallel_size": 3},
+        SpreadModule,
+        "expert_parallel_size=3 does not divide the 4 ranks that parameters are sharded over: valid sizes are 1, 2, 4",
+    ),
+    "larger than a replica": (
+        {"expert_parallel_size": 4, "data_parallel_replicate_size": 2},
+        SpreadModule,
+        "expert_parallel_size=4 does not divide the 2 ranks that parameters are sharded over: valid sizes are 1, 2",
+    ),
+    "hooks": (
+        {"count_window_ahead": True},
+        HookedModule,
+        "which see the gradients of spread experts before these are divided by expert_parallel_size",
+    ),
+    "clipping by torch": ({}, ClippedByTorch, "Sharded tensors of two meshes met: those of spread experts"),
+    "a forward of one rank": ({}, ForwardOnFirst, "every rank must run every forward of training_step"),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", REFUSED)
+def test_fits(pool4: RankPool, name: str) -> None:
+    options, make, message = REFUSED[name]
+    with pytest.raises(RankError, match=re.escape(message)):
+        pool4.run(fit, options, make, 6)
+
+
+def _fit_by_hand() -> None:
+    strategy = AutomodelStrategy(expert_parallel_size=2)
+    make_trainer(strategy).fit(PlainBackward(MixtureDecoder()), data_of_rank(CASE))
+
+
+def test_plain_backward(pool4: RankPool) -> None:
+    """FSDP2 would average it over fewer ranks than the other parameters, and nobody multiplies."""
+    with pytest.raises(RankError, match=r"Gradients of experts .* call self\.manual_backward"):
+        pool4.run(_fit_by_hand)
+
+
+class Differentiated(SpreadModule):
+    """Computes gradients by activations, and by experts in the third step."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        hidden = self.model.embedding(batch["input_ids"])
+        gradients = torch.autograd.grad(self.model.blocks[0](hidden).sum(), hidden)
+        assert gradients[0].isfinite().all()
+        loss = self(batch)
+        if batch_idx == 2:
+            torch.autograd.grad(loss, self.model.blocks[0].experts.up, retain_graph=True)
+        return loss
+
+
+def test_gradients_beside_training(pool4: RankPool) -> None:
+    """Those by experts hold the tokens of other ranks too; those by activations do not."""
+    with pytest.raises(RankError, match=r"Gradients of experts") as raised:
+        pool4.run(fit, {}, Differentiated)
+    assert all("if batch_idx == 2" not in text for text in raised.value.failures.values())
+    assert any("self.model.blocks[0].experts.up, retain_graph" in text for text in raised.value.failures.values())
+
+
+class _Quantised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.zeros(8, 3, dtype=torch.uint8), requires_grad=False)
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts(8)
+        self.norm = nn.LayerNorm(6)
+
+
+def _distributed(mesh: DeviceMesh) -> None:
+    experts = Experts(8)
+    spread_experts(experts, mesh)
+    spread_experts(experts, mesh)  # stays as it is
+    experts.up = nn.Parameter(distribute_tensor(torch.zeros(8, 3), init_device_mesh("cpu", (4,)), [Shard(0)]))
+    spread_experts(experts, mesh)
+
+
+WRONG_CALLS: dict[str, tuple[Callable[[DeviceMesh], None], str]] = {
+    "codes": (
+        lambda mesh: spread_experts(_Quantised(), mesh),
+        "codes of _Quantised holds quantised weights (torch.uint8), whose codes cannot be split by experts",
+    ),
+    "distributed": (_distributed, "up of Experts is a DTensor of another mesh: spread experts before anything else"),
+    "other parameters": (
+        lambda mesh: spread_experts(_Layer(), mesh, names=["experts.up", "norm.weight"]),
+        "norm.weight of _Layer has the shape (6,): its first dimension must count the experts",
+    ),
+    "numbers differ": (
+        lambda mesh: spread_experts(nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 2, bias=False)), mesh),
+        "the first dimensions of Sequential's parameters differ: 0.weight (4), 1.weight (2)",
+    ),
+    "no such name": (
+        lambda mesh: spread_experts(Experts(8), mesh, names=["gate"]),
+        "Experts has no parameter 'gate' to spread: its parameters are up, down",
+    ),
+    "another mesh": (
+        lambda mesh: spread_experts(Experts(8), init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))),
+        "got a mesh with the dimensions ('dp',) of sizes (4,)",
+    ),
+}
+
+
+def _messages() -> dict[str, str]:
+    """Runs on every rank."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("expert_parallel",))
+    found = {}
+    for name, (call, _) in WRONG_CALLS.items():
+        try:
+            call(mesh)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_calls(pool4: RankPool) -> None:
+    for found in pool4.run(_messages):
+        for name, (_, message) in WRONG_CALLS.items():
+            assert message in found[name], name
+
+
+def _spread(names: list[str] | None) -> dict[str, Any]:
+    """Runs on every rank."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("expert_parallel",))
+    layer = _Layer()
+    with torch.no_grad():
+        layer.experts.up.copy_(torch.arange(8.0).view(8, 1, 1) + 100 * dist.get_rank())
+    layer.experts.up.note = "a tag"
+    layer.experts.up.requires_grad_(False)
+    spread_experts(layer, mesh, names)
+    up = layer.experts.up
+    return {
+        "experts": up.to_local()[:, 0, 0].tolist(),
+        "note": up.note,
+        "trains": up.requires_grad,
+        "whole": [name for name, parameter in layer.named_parameters() if type(parameter) is nn.Parameter],
+    }
+
+
+def test_what_is_spread(pool4: RankPool) -> None:
+    """The first rank's values, by the order of ranks; attributes and flags stay."""
+    for rank, found in enumerate(pool4.run(_spread, ["experts.up"])):
+        assert found["experts"] == [2.0 * rank, 2.0 * rank + 1]
+        assert (found["note"], found["trains"]) == ("a tag", False)
+        assert "norm.weight" in found["whole"]

@@ -1,0 +1,43 @@
+"""Tables that test runs write into docs/, and records that they leave beside the benchmarks' reports."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.processes import ROOT
+
+FEW_NAMES = 3
+"""A cell lists as many names; above that, it says how many the others are."""
+
+
+def merged_table(titles: Sequence[str], rows: Mapping[str, Sequence[str]], noun: str) -> list[str]:
+    """A Markdown table in which rows with equal cells are one row.
+
+    Its first cell has their names, separated by semicolons. The largest group comes last, as "the other 16 features",
+    if it has more than ``FEW_NAMES`` names, so the caller must list all names somewhere.
+
+    Args:
+        titles: Heads of all columns, that of the names first.
+        rows: Cells behind each name.
+        noun: What the names are, in the plural.
+    """
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in rows.items():
+        names.setdefault(tuple(cells), []).append(name)
+    groups = [("; ".join(equal), cells) for cells, equal in names.items()]
+    largest = max(names, key=lambda cells: len(names[cells]))
+    if len(names[largest]) > FEW_NAMES:
+        count = len(names[largest])
+        label = f"all {count} {noun}" if len(names) == 1 else f"the other {count} {noun}"
+        groups = [group for group in groups if group[1] != largest] + [(label, largest)]
+    lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|"]
+    return lines + [f"| {label} | {' | '.join(cells)} |" for label, cells in groups]
+
+
+def write_record(name: str, text: str) -> Path:
+    """Write a dated record beside the benchmarks' reports; returns its path below the repository."""
+    path = Path("benchmarks", "results", f"{name}_cpu_{datetime.date.today()}.md")
+    (ROOT / path).write_text(text)
+    return path
