@@ -212,9 +212,10 @@ class StepMonitor(Callback):
         else:
             self._used_tokens = math.nan
 
-    def _own_values(self, trainer: pl.Trainer) -> dict[str, Any]:
-        """This rank's values since the last logged step. Waits for the device."""
-        device = trainer.strategy.root_device
+    def _values_by_rank(self, trainer: pl.Trainer) -> dict[str, list[float]]:
+        """The values of each rank since the last logged step. Waits for the device. A collective."""
+        strategy = trainer.strategy
+        device = strategy.root_device
         module = torch.get_device_module(device)
         self._enter("device")
         module.synchronize()
@@ -242,19 +243,16 @@ class StepMonitor(Callback):
             values["label_tokens"] = self._label_tokens
         if hasattr(module, "max_memory_allocated"):
             values["memory"] = module.max_memory_allocated(device) / 2**30
-        return values
+        dtype = collectives.wide_dtype(device)
+        packed = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in values.values()])
+        gathered = strategy.all_gather(packed).reshape(-1, len(values)).T.tolist()
+        return dict(zip(values, gathered, strict=True))
 
     def _values(self, trainer: pl.Trainer) -> dict[str, float]:
-        """The values to log, from those of all ranks. A collective."""
-        own = self._own_values(trainer)
-        strategy = trainer.strategy
-        device = strategy.root_device
-        dtype = collectives.wide_dtype(device)
-        packed = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in own.values()])
-        gathered = strategy.all_gather(packed).reshape(-1, len(own)).T.tolist()
-        by_rank = dict(zip(own, gathered, strict=True))
+        """The values to log. A collective."""
+        by_rank = self._values_by_rank(trainer)
         num_ranks = len(by_rank["tokens"])
-        sampler = getattr(strategy, "distributed_sampler_kwargs", {"num_replicas": 1})
+        sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", {"num_replicas": 1})
         copies = num_ranks / sampler["num_replicas"]  # tensor-parallel peers hold the same data
         label_tokens = by_rank["label_tokens"][0]
         tokens = sum(by_rank["tokens"]) / copies

@@ -151,12 +151,7 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBat
 
     ``precision_name`` is a key of ``PRECISIONS``. Raises :class:`CannotPlanError`.
     """
-    if options.expert_parallel_size > 1:
-        raise CannotPlanError(
-            f"expert_parallel_size={options.expert_parallel_size} is not planned: how many tokens reach the experts"
-            " of a rank depends on values, which the meta device lacks. Plan with expert_parallel_size=1, and try"
-            " sizes on the machines."
-        )
+    _check_is_planned(options)
     micro = MicroBatch()
     plugin = PRECISIONS[precision_name]
     tensor = options.tensor_parallel_size
@@ -190,6 +185,15 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBat
     if sliced is not None and sliced.num_calls == 0:
         raise CannotPlanError("attention stays within a slice: call lightning_automodel.context_parallel_attention.")
     return micro
+
+
+def _check_is_planned(options: StrategyOptions) -> None:
+    if options.expert_parallel_size > 1:
+        raise CannotPlanError(
+            f"expert_parallel_size={options.expert_parallel_size} is not planned: how many tokens reach the experts"
+            " of a rank depends on values, which the meta device lacks. Plan with expert_parallel_size=1, and try"
+            " sizes on the machines."
+        )
 
 
 def _built(build: Build, mesh: DeviceMesh) -> tuple[pl.LightningModule, Any]:

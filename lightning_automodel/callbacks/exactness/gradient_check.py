@@ -122,6 +122,13 @@ class GradientCheck:
             self._judge_in_half(missing, direct, fit, factor)
         if factor == _FACTOR:
             dtype = torch.float64  # _one_batch has loaded the weights in it
+        self._note_problem(replayed, direct, dtype, sample)
+
+    def _note_problem(
+        self, replayed: Replayed, direct: float, dtype: torch.dtype | None, sample: dict[str, Tensor]
+    ) -> None:
+        """Say in the step's result why the replay cannot judge the gradients, if it cannot."""
+        step = self._step
         unequal_losses = self._unequal_losses(replayed)
         # If gradients are equal, the loss is only shown differently, as one over all ranks.
         is_equal = not step.is_wrong and direct < _HALF
