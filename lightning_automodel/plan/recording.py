@@ -151,7 +151,6 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBat
 
     ``precision_name`` is a key of ``PRECISIONS``. Raises :class:`CannotPlanError`.
     """
-    _check_is_planned(options)
     micro = MicroBatch()
     plugin = PRECISIONS[precision_name]
     tensor = options.tensor_parallel_size
@@ -161,7 +160,11 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBat
         dist.init_process_group(dist.Backend.FAKE, rank=0, world_size=tensor * context)
         stack.callback(dist.destroy_process_group)
         mesh = init_device_mesh("cpu", (1, 1, context, tensor), mesh_dim_names=(*_DATA, CONTEXT, TENSOR))
-        module, batch = _built(build, mesh)
+        with _explained("build"), torch.device("meta"):
+            module, batch = build()
+            lightning_internals.set_device_mesh(module, mesh)
+            module.configure_model()
+        _check_planned(module, options)
         module = plugin.convert_module(module.to("meta").train())  # type: ignore[assignment]
         batch = plugin.convert_input(apply_to_collection(batch, Tensor, lambda leaf: leaf.to("meta")))
         with _explained("configure_optimizers"):
@@ -187,23 +190,15 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBat
     return micro
 
 
-def _check_is_planned(options: StrategyOptions) -> None:
+def _check_planned(module: pl.LightningModule, options: StrategyOptions) -> None:
+    if not module.automatic_optimization:
+        raise CannotPlanError("manual optimization is not planned: let build() return a module without it.")
     if options.expert_parallel_size > 1:
         raise CannotPlanError(
             f"expert_parallel_size={options.expert_parallel_size} is not planned: how many tokens reach the experts"
             " of a rank depends on values, which the meta device lacks. Plan with expert_parallel_size=1, and try"
             " sizes on the machines."
         )
-
-
-def _built(build: Build, mesh: DeviceMesh) -> tuple[pl.LightningModule, Any]:
-    with _explained("build"), torch.device("meta"):
-        module, batch = build()
-        lightning_internals.set_device_mesh(module, mesh)
-        module.configure_model()
-    if not module.automatic_optimization:
-        raise CannotPlanError("manual optimization is not planned: let build() return a module without it.")
-    return module, batch
 
 
 @contextmanager
