@@ -35,6 +35,7 @@ EXACTNESS = (
     "comparison",
     "count_check",
     "gradient_check",
+    "isolation",
     "module_copy",
     "optimizer_check",
     "recording",

@@ -1,4 +1,4 @@
-"""Callbacks for users; they work under other strategies too, and know more under ``AutomodelStrategy``."""
+"""Callbacks for users. They work under any strategy, and report more under ``AutomodelStrategy``."""
 
 from lightning_automodel.callbacks.evaluation_loss import EvaluationLoss
 from lightning_automodel.callbacks.exactness_check import ExactnessCheck

@@ -17,10 +17,10 @@ from lightning_automodel.gradients.token_loss import TokenWeighting, has_count, 
 
 
 class _TokenMean(Metric):
-    """A sum of losses over its denominator. Tensor-parallel peers multiply both, so the ratio stays right.
+    """A sum of losses over its denominator. Tensor-parallel peers add to both alike; the ratio stays right.
 
-    TorchMetrics 1.9's own ``MeanMetric`` sums in float32 (moving to a device undoes ``set_dtype``), and reads each
-    batch on the host to drop a NaN.
+    TorchMetrics 1.9's ``MeanMetric`` sums in float32 (moving it to a device undoes ``set_dtype``), and
+    copies each batch's value to the host to drop NaN.
     """
 
     full_state_update = False
@@ -41,22 +41,23 @@ class _TokenMean(Metric):
 
 
 class EvaluationLoss(Callback):
-    """Logs the mean loss per label token of validation and test: over all ranks, each token once.
+    """Logs the mean loss per label token of validation and test, over all ranks, counting each token once.
 
-    It is the value that one process gets over the whole set. (``self.log("val_loss", loss, sync_dist=True)`` logs a
-    mean of batch means.) ``validation_step`` and ``test_step`` return what ``training_step`` returns, and count in the
-    same ways. Under strategies other than ``AutomodelStrategy`` they return ``{"loss": mean, "num_label_tokens": n}``.
+    This is the value that one process would get on the whole set. (``self.log("val_loss", loss,
+    sync_dist=True)`` logs a mean of batch means.) ``validation_step`` and ``test_step`` return the same
+    values as ``training_step``, and label tokens are counted in the same ways. Under strategies other than
+    ``AutomodelStrategy`` the steps must return ``{"loss": mean, "num_label_tokens": n}``.
 
-    ``ModelCheckpoint`` and ``EarlyStopping`` can monitor the value. With several loaders each has its own value, whose
-    name ends in ``/dataloader_idx_0`` and so on. A set without any label token gives NaN.
+    ``ModelCheckpoint`` and ``EarlyStopping`` can monitor the value. With several loaders each has its own
+    value, whose name ends in ``/dataloader_idx_0`` and so on. A set without any label token gives NaN.
 
-    The end of a loader is a collective over all ranks, by TorchMetrics: two numbers per rank, and each rank must have a
-    batch of each loader. If a rank has failed, the others raise under ``AutomodelStrategy``; under other strategies
-    they wait until the timeout of the process group.
+    TorchMetrics makes the end of a loader a collective over all ranks (two numbers per rank), so each rank
+    must have a batch of each loader. If a rank has failed, the others raise under ``AutomodelStrategy``;
+    under other strategies they wait until the timeout of the process group.
 
     Args:
         name: Name of the logged value; ``{stage}`` in it becomes ``val`` or ``test``.
-        perplexity: Name of ``exp(loss)``, if the loss is cross-entropy in nats. None: it is not logged.
+        perplexity: Name under which to log ``exp(loss)``, for a cross-entropy in nats. None does not log it.
 
     Raises:
         ValueError: In the first batch, if a step returns no loss, or its label tokens cannot be counted.
@@ -66,7 +67,8 @@ class EvaluationLoss(Callback):
     """
 
     def __init__(self, name: str = "{stage}_loss", perplexity: str | None = None) -> None:
-        self._name, self._perplexity = name, perplexity
+        self._name = name
+        self._perplexity = perplexity
         self._means: defaultdict[int | None, _TokenMean] = defaultdict()
 
     @override
@@ -74,7 +76,7 @@ class EvaluationLoss(Callback):
         self._means = defaultdict(partial(_TokenMean, trainer.strategy.root_device))
 
     @override
-    def on_validation_batch_end(  # Lightning names a loader only where there are several
+    def on_validation_batch_end(  # Lightning passes a loader's index only if there are several
         self,
         trainer: pl.Trainer,
         pl_module: pl.LightningModule,
@@ -91,14 +93,14 @@ class EvaluationLoss(Callback):
                 f" {type(trainer.strategy).__name__} does not count them (AutomodelStrategy does). Return {{'loss':"
                 " mean, 'num_label_tokens': n}."
             )
-        sums = (TokenWeighting() if strategy is None else strategy).evaluated(batch, outputs, step)
-        self._means[dataloader_idx].update(sums)
+        counter = strategy or TokenWeighting()
+        self._means[dataloader_idx].update(counter.evaluated(batch, outputs, step))
         if dataloader_idx is not None:
             self._log(trainer, pl_module, dataloader_idx)
 
     @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # With a single loader only here, so that a rank without any batch joins the collective.
+        # A single loader is logged here, so that a rank without any batch joins the collective.
         if set(self._means) <= {None}:
             self._means[None].update(torch.zeros(2, device=trainer.strategy.root_device))
             self._log(trainer, pl_module, None)
@@ -108,7 +110,7 @@ class EvaluationLoss(Callback):
     on_test_epoch_end = on_validation_epoch_end
 
     def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: int | None) -> None:
-        """Log the mean, which Lightning computes at the end of the loader, with the loader's index in its name."""
+        """Log the mean. Lightning computes it at the end of the loader and adds the loader's index to its name."""
         mean = self._means[loader]
         metrics: dict[str, Metric] = {self._name: mean}
         if self._perplexity is not None:

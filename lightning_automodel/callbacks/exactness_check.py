@@ -1,4 +1,4 @@
-"""The callback that replays the first optimizer steps of a training in one process, and says how far off they are."""
+"""The callback that replays a training's first optimizer steps in one process and reports the difference."""
 
 import time
 from collections.abc import Callable
@@ -31,44 +31,47 @@ from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 
 _WAIT = timedelta(hours=2)  # for rank 0's replay
-_BYTES = 28  # for each parameter: on the host weights and two gradients, on the device weights and gradients in float64
+# Bytes per parameter: weights and two gradients on the host, weights and gradients in float64 on the device.
+_BYTES = 28
 
 
 class ExactnessCheck(Callback):
-    """Tells whether the first optimizer steps of this training are those of one process with one big batch.
+    """Checks whether the first optimizer steps of this training equal those of one process with one big batch.
 
-    It works under any strategy that holds parameters plain or as ``DTensor``, and changes nothing: the training has the
-    same bits without it. For each step, rank 0 takes all micro-batches of all ranks and computes them once more, from
-    the run's own weights and random states, on a copy of the module. It compares gradients, weights written within
-    ``training_step``, clipping, the optimizer's step, weights that should be equal on all ranks, and the count. The
-    verdict is printed; docs/is_my_training_exact.md says what each means, and what to do.
+    It works under any strategy that holds parameters as plain tensors or as ``DTensor``. It does not change
+    the training, which has the same bits without it. For each step, rank 0 recomputes all micro-batches of
+    all ranks on a copy of the module, from the run's own weights and random states. It compares gradients,
+    weights written within ``training_step``, clipping, the optimizer's step, weights that should be equal on
+    all ranks, and the count. The verdict is printed; docs/is_my_training_exact.md explains each verdict and
+    its remedy.
 
-    It is ``"exact"`` only if everything was looked at. Manual optimization, a step that communicates, or one that
-    cannot be repeated are ``"not checked"``, with the reason.
+    The verdict is ``"exact"`` only if everything was checked. Manual optimization, a step that communicates,
+    and a step that cannot be repeated are ``"not checked"``, with the reason.
 
-    Each checked step is a collective over all ranks; the others wait for rank 0 at most two hours. Rank 0 needs up to
-    28 bytes for each parameter, 16 of them on its device, and the activations of one micro-batch in float64: check a
-    small configuration of a large model.
+    Each checked step is a collective over all ranks; the others wait for rank 0 at most two hours. Rank 0
+    needs up to 28 bytes per parameter, 16 of them on its device, and the activations of one micro-batch in
+    float64: check a small configuration of a large model.
 
     Args:
-        steps: Optimizer steps to check.
-        raises: Raise RuntimeError on all ranks if the verdict is ``"wrong"``.
-        count: What a loss is the mean of, as for ``AutomodelStrategy``. This and the following are for other
-            strategies; None: the labels of the batch, or its samples, whichever agrees with the loss.
-        count_label_tokens: A function of the batch.
+        steps: Number of optimizer steps to check.
+        raises: Whether to raise RuntimeError on all ranks if the verdict is ``"wrong"``.
+        count: Unit that the loss is a mean over, as for ``AutomodelStrategy``. This and the options below
+            are for other strategies. None takes the labels of the batch or its samples, whichever agrees
+            with the loss.
+        count_label_tokens: A function of the batch that returns its number of label tokens.
         per_token_loss: False if every micro-batch should weigh the same.
         loss_reduction: ``"sum"`` if ``training_step`` returns a sum.
         label_key: Entry of the batch that holds the labels.
         ignore_index: Label that the loss ignores.
-        label_shift: First labels of each row that the loss does not use.
+        label_shift: Number of labels at the start of each row that the loss does not use.
 
     Raises:
         ValueError: If ``steps`` is not positive, or a counting option is given beside ``AutomodelStrategy``.
 
     Attributes:
         verdict: ``"exact"``, ``"wrong"`` or ``"not checked"``; None until it is known.
-        report: What is printed.
-        results: A ``StepResult`` for each step, on rank 0, with all numbers. Loggers get those of
+        report: The printed text.
+        results: A ``StepResult`` for each step, on rank 0, with all numbers. Loggers get
             ``exactness/gradient_error``, ``exactness/rounding`` and ``exactness/optimizer_error``.
 
     Examples:
@@ -89,10 +92,14 @@ class ExactnessCheck(Callback):
     ) -> None:
         if steps < 1:
             raise ValueError(f"ExactnessCheck: steps must be at least 1, got {steps}.")
-        counter = count_samples if count == "samples" else count_label_tokens
-        told = TokenWeighting(per_token_loss, loss_reduction, label_key, ignore_index, label_shift, counter)
-        self._told = None if count is None and told == TokenWeighting() else told
-        self._num_steps, self._raises = steps, raises
+        if count == "samples":
+            count_label_tokens = count_samples
+        given = TokenWeighting(per_token_loss, loss_reduction, label_key, ignore_index, label_shift, count_label_tokens)
+        self._given: TokenWeighting | None = None
+        if count is not None or given != TokenWeighting():
+            self._given = given
+        self._num_steps = steps
+        self._raises = raises
         self._patches = PatchStack()
         self._reset()
 
@@ -104,17 +111,18 @@ class ExactnessCheck(Callback):
         self._copy: pl.LightningModule | None = None
         self._hooks: dict[str, list[Callable[[Tensor], Tensor | None]]] = {}
         self._comparison: Comparison | None = None  # on rank 0
-        self._is_active = self._has_gradients = False
+        self._is_active = False
+        self._has_gradients = False
         self._seconds = 0.0
 
-    # --- Before training ----------------------------------------------------------------------------------------------
+    # --- Before training ----------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != TrainerFn.FITTING:
             return
         self._reset()
-        if self._told is not None and automodel(trainer) is not None:
+        if self._given is not None and automodel(trainer) is not None:
             raise ValueError(
                 "ExactnessCheck checks the counting options of AutomodelStrategy, and takes its own only under other"
                 " strategies: pass them to AutomodelStrategy alone."
@@ -126,24 +134,28 @@ class ExactnessCheck(Callback):
     def _copy_before_sharding(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Copy the module between its ``configure_model`` and the strategy's ``setup``, which shards it.
 
-        ``configure_model`` may shard it too: another copy is made before.
+        ``configure_model`` may shard it too, so another copy is made before it.
         """
-        patches, strategy = self._patches, trainer.strategy
-        setup, configure_model = strategy.setup, module.configure_model
-        early: list[pl.LightningModule] = []
+        patches = self._patches
+        strategy = trainer.strategy
+        setup = strategy.setup
+        configure_model = module.configure_model
+        early: pl.LightningModule | None = None
 
         @wraps(configure_model)
         def copy_and_configure() -> None:
+            nonlocal early
             vars(module).pop("configure_model")
-            with suppress(Exception):  # it may be complete only afterwards
-                early.append(copy_module(module, trainer))
+            with suppress(Exception):  # the module may be complete only afterwards
+                early = copy_module(module, trainer)
             configure_model()
 
         def copy_and_setup(*args: Any, **kwargs: Any) -> None:
             patches.restore()
             try:
-                self._copy = whole_copy(module, trainer, early[0] if early else None)
-                self._hooks = {n: torch_internals.tensor_hooks(p) for n, p in module.named_parameters()}
+                self._copy = whole_copy(module, trainer, early)
+                parameters = module.named_parameters()
+                self._hooks = {name: torch_internals.tensor_hooks(value) for name, value in parameters}
             except Exception as error:
                 self._refusal = f"the module cannot be copied ({described(error)})"
             setup(*args, **kwargs)
@@ -187,9 +199,9 @@ class ExactnessCheck(Callback):
             f"ExactnessCheck compares the first {self._num_steps} optimizer steps with one process. On rank 0 this"
             f" needs up to {gib:.2g} GiB, and the activations of one micro-batch in float64."
         )
-        return Comparison(replay, trainer, self._told), None
+        return Comparison(replay, trainer, self._given), None
 
-    # --- One optimizer step -------------------------------------------------------------------------------------------
+    # --- One optimizer step -------------------------------------------------------------------------------
 
     @override
     def on_before_optimizer_step(
@@ -198,22 +210,29 @@ class ExactnessCheck(Callback):
         if not self._is_active:
             return
         started_at = time.perf_counter()
-        recorder, is_first = self._recorder, trainer.is_global_zero
+        recorder = self._recorder
+        is_first = trainer.is_global_zero
         parameters = dict(pl_module.named_parameters())
-        optimized = {id(each) for group in unwrapped(optimizer).param_groups for each in group["params"]}
-        trained = {n for n, each in parameters.items() if id(each) in optimized and recorder.trainable.get(n)}
+        groups = unwrapped(optimizer).param_groups
+        optimized = {id(parameter) for group in groups for parameter in group["params"]}
+        trained = {
+            name
+            for name, parameter in parameters.items()
+            if id(parameter) in optimized and recorder.trainable.get(name)
+        }
         own = {name for name in trained if parameters[name].grad is not None}
-        told = collectives.gather_objects((own, recorder.written(), recorder.replicas()))
-        self._graded = [name for name in parameters if all(name in each[0] for each in told)]
-        written = {name for each in told for name in each[1]}
+        by_rank = collectives.gather_objects((own, recorder.written(), recorder.replicas()))
+        graded, written, replicas = zip(*by_rank, strict=True)
+        self._graded = [name for name in parameters if all(name in names for names in graded)]
         # Each of these is a collective for shards: all ranks go through all parameters in their order.
-        weights = whole({name: recorder.weights.get(name, each) for name, each in parameters.items()}, is_first)
-        now = whole({name: each for name, each in parameters.items() if name in written}, is_first)
+        weights = whole({name: recorder.weights.get(name, parameters[name]) for name in parameters}, is_first)
+        changed = set().union(*written)
+        now = whole({name: parameters[name] for name in parameters if name in changed}, is_first)
         gradients = whole({name: parameters[name].grad for name in self._graded}, is_first)
         windows = gathered_on_first(recorder.window, trainer.world_size)
         if self._comparison is not None and windows is not None:
             gradients = {**dict.fromkeys(trained), **gradients}
-            differing = unequal([each[2] for each in told])
+            differing = unequal(list(replicas))
             self._comparison.compare_gradients(windows, recorder, gradients, weights, now, differing)
         recorder.clear()
         self._has_gradients = True
@@ -221,12 +240,12 @@ class ExactnessCheck(Callback):
         self._seconds += time.perf_counter() - started_at
 
     def _before_stepping(self, optimizer: Any) -> None:
-        """After hooks and clipping. A collective."""
+        """Step a copy of the optimizer. Called after hooks and clipping. A collective."""
         if not self._has_gradients:
             return
         is_first = self._recorder.trainer.is_global_zero
         parameters = dict(self._recorder.module.named_parameters())
-        names = {id(each): name for name, each in parameters.items()}
+        names = {id(parameter): name for name, parameter in parameters.items()}
         gradients = whole({name: parameters[name].grad for name in self._graded}, is_first)
         weights = whole(parameters, is_first)
         states = whole_states(unwrapped(optimizer), names, is_first)
@@ -234,16 +253,18 @@ class ExactnessCheck(Callback):
             self._comparison.step_copy(unwrapped(optimizer), names, gradients, weights, states)
 
     def _after_stepping(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """After the optimizer's step. A collective."""
+        """Compare the weights. Called after the optimizer's step. A collective."""
         if not self._has_gradients:
             return
         self._has_gradients = False
         after = whole(dict(module.named_parameters()), trainer.is_global_zero)
-        num_compared = 0 if self._comparison is None else self._comparison.compare_weights(after)
+        num_compared = 0
+        if self._comparison is not None:
+            num_compared = self._comparison.compare_weights(after)
         if collectives.broadcast_object(num_compared, 0) >= self._num_steps:
             self._finish(trainer)
 
-    # --- The verdict --------------------------------------------------------------------------------------------------
+    # --- The verdict --------------------------------------------------------------------------------------
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -259,23 +280,27 @@ class ExactnessCheck(Callback):
         self._stop()
 
     def _stop(self) -> None:
-        self._is_active = self._has_gradients = False
+        self._is_active = False
+        self._has_gradients = False
         self._patches.restore()
-        self._copy = self._comparison = None
+        self._copy = None
+        self._comparison = None
         self._hooks = {}
 
     def _finish(self, trainer: pl.Trainer) -> None:
-        told: tuple[str, str] | None = None
+        verdict: tuple[str, str] | None = None
         if self._comparison is not None:
             self.results = self._comparison.steps
-            told = self._comparison.verdict(self._seconds)
+            verdict = self._comparison.verdict(self._seconds)
         self._stop()
-        self._say(trainer, *collectives.broadcast_object(told, 0))
+        self._say(trainer, *collectives.broadcast_object(verdict, 0))
         if self._raises and self.verdict == results.WRONG:
             raise RuntimeError(self.report)
 
     def _say(self, trainer: pl.Trainer, verdict: str, report: str) -> None:
-        self.verdict, self.report = verdict, report
+        self.verdict = verdict
+        self.report = report
         if trainer.is_global_zero:
-            # A progress bar has not ended its line.
-            print(report if trainer.progress_bar_callback is None else f"\n{report}", flush=True)
+            if trainer.progress_bar_callback is not None:
+                report = f"\n{report}"  # the progress bar has not ended its line
+            print(report, flush=True)

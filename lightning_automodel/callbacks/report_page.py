@@ -1,4 +1,4 @@
-"""The report of a fit as an HTML page: tables, plotly's charts, and plotly's script, so that nothing is fetched."""
+"""The report of a fit as an HTML page with tables, plotly's charts and plotly's script; it fetches nothing."""
 
 import html
 import math
@@ -23,10 +23,15 @@ _TIME = (
     " parameters is part of forward and backward, reducing gradients of backward, the norm for clipping of optimizer. A"
     " GPU runs behind its host: “device” is the wait for it before a step is logged."
 )
-# By Okabe and Ito, for the colour-blind. Grey instead of black, and a lighter blue for the thin line of training, since
-# theirs are hard to see on a dark page.
+# Okabe and Ito's palette for the colour-blind. Grey replaces black, and a lighter blue theirs for the thin line
+# of training: both are hard to see on a dark page.
 _COLOURS = ["#1F8ACB", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#F0E442"]
-_AXIS = {"automargin": True, "zeroline": False, "gridcolor": "rgba(128,128,128,0.25)", "exponentformat": "power"}
+_AXIS = {
+    "automargin": True,
+    "zeroline": False,
+    "gridcolor": "rgba(128,128,128,0.25)",
+    "exponentformat": "power",
+}
 _LAYOUT = {
     "template": None,
     "colorway": _COLOURS,
@@ -53,10 +58,10 @@ def render(
 ) -> str:
     """Build the page. All arguments are shown as text, never as markup or script.
 
-    ``history`` is ``StepMonitor.history``, before which there were ``first_step`` steps; ``validated`` is what
-    validation logged, by name and step.
+    ``history`` is ``StepMonitor.history``, which begins after ``first_step`` steps. ``validated`` holds the
+    values that validation logged, by name and step.
     """
-    from plotly.offline import get_plotlyjs  # not on every import of the package
+    from plotly.offline import get_plotlyjs  # imported here, since plotly is optional and slow to import
 
     def of_training(name: str) -> dict[str, dict[int, float]]:
         return {"training": {entry["step"]: entry[name] for entry in history if name in entry}}
@@ -64,15 +69,21 @@ def render(
     losses = {name: points for name, points in validated.items() if "loss" in name.lower()}
     caption = "In training: the mean over a step's window and all ranks"
     charts = [_chart("Loss", caption, {**of_training("train/loss"), **losses})]
-    charts += [_chart(heading, caption, of_training(f"train/{name}")) for name, (heading, caption) in _CURVES.items()]
+    for name, (heading, text) in _CURVES.items():
+        charts.append(_chart(heading, text, of_training(f"train/{name}")))
     charts += [_chart(name, "", {name: points}) for name, points in validated.items() if name not in losses]
     charts += [_chart("Time", _TIME, _seconds_per_step(history, first_step), is_stacked=True)]
     drawn = [(text, figure) for text, figure in charts if figure.data]
-    return Template((files(__package__) / "report_page.html").read_text(encoding="utf-8")).substitute(
+    rows = [f"<tr><th>{_escape(name)}</th><td>{_escape(value)}</td></tr>" for name, value in head.items()]
+    options = ""
+    if configuration:
+        options = f"<h2>Configuration</h2>\n<pre>{_escape(pformat(configuration))}</pre>"
+    template = (files(__package__) / "report_page.html").read_text(encoding="utf-8")
+    return Template(template).substitute(
         title=_escape(title),
-        head="".join(f"<tr><th>{_escape(name)}</th><td>{_escape(value)}</td></tr>" for name, value in head.items()),
+        head="".join(rows),
         charts="\n".join(text for text, _ in drawn) or "No step was logged.",
-        configuration=f"<h2>Configuration</h2>\n<pre>{_escape(pformat(configuration))}</pre>" if configuration else "",
+        configuration=options,
         plotly=get_plotlyjs() if drawn else "",
         # A "<" could end the script element that contains this.
         figures=f"[{','.join(figure.to_json() for _, figure in drawn)}]".replace("<", "\\u003c"),
@@ -80,7 +91,7 @@ def render(
 
 
 def _seconds_per_step(history: Sequence[Mapping[str, Any]], first_step: int) -> dict[str, dict[int, float]]:
-    """By phase, whose name gets its share of the whole time."""
+    """Seconds per step, by phase and step; the phase's name is followed by its share of the whole time."""
     steps = [first_step, *(entry["step"] for entry in history)]
     totals = {phase: sum(entry["seconds"].get(phase, 0.0) for entry in history) for phase in _PHASES}
     return {
@@ -94,7 +105,7 @@ def _seconds_per_step(history: Sequence[Mapping[str, Any]], first_step: int) -> 
 
 
 def _chart(heading: str, caption: str, curves: _Curves, is_stacked: bool = False) -> tuple[str, Any]:
-    """Its HTML, and the figure that plotly draws in it. Curves without points are left out."""
+    """A chart's HTML, and the figure that plotly draws in it. Curves without points are left out."""
     import plotly.graph_objects as go
 
     figure = go.Figure(layout=_LAYOUT)

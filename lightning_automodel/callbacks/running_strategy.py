@@ -1,7 +1,12 @@
-"""The strategy that a Trainer runs, if it is ours: callbacks work under others too."""
+"""What callbacks, which work under any strategy, need to know of the Trainer's strategy if it is ours."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import lightning.pytorch as pl
 
+from lightning_automodel.context_parallel.steps import ContextParallelSteps
+from lightning_automodel.gradients.token_loss import TokenWeighting
 from lightning_automodel.strategy import AutomodelStrategy
 from lightning_automodel.training_run import TrainingRun
 
@@ -11,7 +16,24 @@ def automodel(trainer: pl.Trainer) -> AutomodelStrategy | None:
     return trainer.strategy if isinstance(trainer.strategy, AutomodelStrategy) else None
 
 
-def current_run(trainer: pl.Trainer) -> TrainingRun | None:
-    """What the ``AutomodelStrategy`` of ``trainer`` owns during a fit; None under another strategy."""
+def options_of(trainer: pl.Trainer) -> Mapping[str, Any]:
+    """The options of the ``AutomodelStrategy`` of ``trainer``; empty under another strategy."""
+    strategy = automodel(trainer)
+    return {} if strategy is None else strategy.describe()["options"]
+
+
+def weighting_of(trainer: pl.Trainer) -> TokenWeighting | None:
+    """How ``AutomodelStrategy`` counts and weighs micro-batches in the present run; None under another strategy."""
+    run = _run_of(trainer)
+    return None if run is None else run.windows.weighting
+
+
+def context_of(trainer: pl.Trainer) -> ContextParallelSteps | None:
+    """The steps on slices of ``AutomodelStrategy`` in the present run; None without context parallelism."""
+    run = _run_of(trainer)
+    return None if run is None else run.micro_batches.context
+
+
+def _run_of(trainer: pl.Trainer) -> TrainingRun | None:
     strategy = automodel(trainer)
     return None if strategy is None else strategy._run

@@ -4,6 +4,7 @@ import os
 import time
 from datetime import datetime, timedelta
 from importlib.util import find_spec
+from typing import Any
 
 import fsspec
 import lightning.pytorch as pl
@@ -21,15 +22,16 @@ from lightning_automodel.strategy import AutomodelStrategy
 class TrainingReport(Callback):
     """Writes ``report.html``: a report of the fit, in one file that needs no network.
 
-    It shows training and validation loss, gradient norm, learning rate, throughput, share of padding, the time of each
-    phase, and ``strategy.describe()``. The curves come from ``StepMonitor``, which must be among the Trainer's
-    callbacks too, and begin with this fit. Unknown values are left out; steps whose value is not finite are listed.
+    It shows training and validation loss, gradient norm, learning rate, throughput, share of padding, the
+    time of each phase, and ``strategy.describe()``. The curves begin with this fit. They come from
+    ``StepMonitor``, which must be among the Trainer's callbacks too. Unknown values are left out; steps
+    whose value is not finite are listed.
 
-    Rank 0 writes it when the fit ends, also by an exception. If it cannot be written, a warning says why. Nothing is
-    communicated. Needs plotly: ``pip install 'lightning-automodel[report]'``.
+    Rank 0 writes the file when the fit ends, even with an exception. If that fails, a warning says why.
+    Nothing is communicated. Needs plotly: ``pip install 'lightning-automodel[report]'``.
 
     Args:
-        path: Path of the file. A relative one is taken from the Trainer's ``default_root_dir``.
+        path: Path of the file. A relative path is below the Trainer's ``default_root_dir``.
 
     Raises:
         ImportError: If plotly is not installed.
@@ -48,15 +50,17 @@ class TrainingReport(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != TrainerFn.FITTING:
             return
-        monitors = [each for each in trainer.callbacks if isinstance(each, StepMonitor)]  # type: ignore[attr-defined]
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        monitors = [callback for callback in callbacks if isinstance(callback, StepMonitor)]
         if not monitors:
             raise ValueError(
                 "TrainingReport draws what StepMonitor records, and the Trainer has none:"
                 " pass callbacks=[StepMonitor(), TrainingReport()]."
             )
         self._history = monitors[0].history
-        self._first_entry = len(self._history)  # earlier ones are of another fit
-        self._first_step, self._started_at = 0, time.perf_counter()
+        self._first_entry = len(self._history)  # earlier entries belong to another fit
+        self._first_step = 0
+        self._started_at = time.perf_counter()
         self._validated: dict[str, dict[int, float]] = {}
         self._title = type(pl_module).__name__  # before sharding changes the class
 
@@ -70,9 +74,11 @@ class TrainingReport(Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # On all ranks, although rank 0 writes: reading a metric may compute it. Training's are still the same tensors.
-        metrics, before = trainer.callback_metrics, self._metrics_before
-        values = {name: float(value) for name, value in metrics.items() if value is not before.get(name)}
+        # All ranks read the metrics, although rank 0 writes: reading one may compute it in a collective.
+        # Metrics of training are still the same tensors as before.
+        before = self._metrics_before
+        metrics = trainer.callback_metrics.items()
+        values = {name: float(value) for name, value in metrics if value is not before.get(name)}
         is_partial = trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches
         if trainer.state.fn == TrainerFn.FITTING and not is_partial:
             for name, value in values.items():
@@ -92,9 +98,12 @@ class TrainingReport(Callback):
             return
         try:
             strategy = trainer.strategy
-            described = strategy.describe() if isinstance(strategy, AutomodelStrategy) else {}
-            # If the fit failed early, there are only the options.
-            line = summary(described).partition(";")[0] if "mesh" in described else type(strategy).__name__
+            described: dict[str, Any] = {}
+            line = type(strategy).__name__
+            if isinstance(strategy, AutomodelStrategy):
+                described = strategy.describe()
+            if "mesh" in described:  # after an early failure there are only the options
+                line = summary(described).partition(";")[0]
             page = report_page.render(
                 title=self._title,
                 head={

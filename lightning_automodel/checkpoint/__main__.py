@@ -30,12 +30,16 @@ def main(arguments: list[str] | None = None) -> int:
         return parsed.run(parsed)
     except (CheckpointError, OSError) as error:
         reason = str(error)
-    except Exception as error:  # what others wrote can raise anything
+    except Exception as error:  # a file that another program wrote can raise anything
         reason = f"{parsed.path}: {type(error).__name__}: {error}"
-    # Names come from files that anybody may have written: on one line, without what a terminal would obey.
-    text = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in " ".join(reason.split()))
-    print(f"error: {text}", file=sys.stderr)
+    print(f"error: {_printable(reason)}", file=sys.stderr)
     return 1
+
+
+def _printable(text: str) -> str:
+    """``text`` on one line without control characters: it quotes names from files of unknown origin."""
+    line = " ".join(text.split())
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,7 +50,11 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("inspect", help="what a checkpoint is, and whether it is complete")
     _add_path(command, "checkpoints", nargs="+")
-    command.add_argument("--verify", action="store_true", help="read all content and compare it with its checksums")
+    command.add_argument(
+        "--verify",
+        action="store_true",
+        help="read all content and compare it with its checksums",
+    )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=_inspect)
 
@@ -55,25 +63,46 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("out", help="the file to write; a local path that does not exist yet")
     command.set_defaults(run=_consolidate)
 
-    command = commands.add_parser("export", help="write safetensors, as Hugging Face's from_pretrained reads them")
+    _add_export(commands)
+    return parser
+
+
+def _add_export(commands: Any) -> None:
+    command = commands.add_parser(
+        "export",
+        help="write safetensors, as Hugging Face's from_pretrained reads them",
+    )
     _add_path(command, "the checkpoint")
     command.add_argument("out", help="the directory to write; a local path that does not exist yet")
-    command.add_argument("--max-shard-size", default="5GB", help="largest size of a file; the default is 5GB")
+    command.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        help="largest size of a file; the default is 5GB",
+    )
     command.add_argument(
         "--dtype",
         choices=_DTYPES,
         help="of floating-point tensors; the default is each tensor's own",
     )
-    command.add_argument("--adapter-only", action="store_true", help="export only the adapters of a PEFT model")
-    command.add_argument("--key", metavar="PREFIX", help="prefix of the model in the LightningModule, such as model.")
+    command.add_argument(
+        "--adapter-only",
+        action="store_true",
+        help="export only the adapters of a PEFT model",
+    )
+    command.add_argument(
+        "--key",
+        metavar="PREFIX",
+        help="prefix of the model in the LightningModule, such as model.",
+    )
     command.set_defaults(run=_export)
-    return parser
 
 
 def _add_path(parser: argparse.ArgumentParser, what: str, **options: Any) -> None:
     parser.add_argument("path", help=f"{what}; local, or a URL", **options)
     parser.add_argument(
-        "--trust", action="store_true", help="run the code that the checkpoint may hold: only if you trust its source"
+        "--trust",
+        action="store_true",
+        help="run the code that the checkpoint may hold: only if you trust its source",
     )
 
 
@@ -82,8 +111,10 @@ def _inspect(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(json.dumps({"checkpoints": reports}))
     else:
-        print(*(f"{name + ':':<14}{json.dumps(each)}" for report in reports for name, each in report.items()), sep="\n")
-    return 0 if all(report["damage"] is None for report in reports) else 1
+        for report in reports:
+            for name, value in report.items():
+                print(f"{name + ':':<14}{json.dumps(value)}")
+    return int(any(report["damage"] is not None for report in reports))
 
 
 def _consolidate(parsed: argparse.Namespace) -> int:
@@ -93,13 +124,12 @@ def _consolidate(parsed: argparse.Namespace) -> int:
 
 
 def _export(parsed: argparse.Namespace) -> int:
-    path, dtype = paths.normalize(parsed.path), None if parsed.dtype is None else getattr(torch, parsed.dtype)
     export_checkpoint(
-        path,
+        paths.normalize(parsed.path),
         parsed.out,
         not parsed.trust,
         max_shard_size=parsed.max_shard_size,
-        dtype=dtype,
+        dtype=None if parsed.dtype is None else getattr(torch, parsed.dtype),
         adapter_only=parsed.adapter_only,
         prefix=parsed.key,
     )
@@ -112,30 +142,42 @@ def _report(path: str, verify: bool, weights_only: bool) -> dict[str, Any]:
     filesystem, place = url_to_fs(path)
     if not filesystem.exists(place):
         raise CheckpointError(f"Cannot load {path}: there is no such file or directory")
-    form = "directory of shards" if paths.is_directory(path) else "one file"
-    report: dict[str, Any] = {"path": path, "form": form, "damage": None, "verified": verify, "not_plain": []}
+    report: dict[str, Any] = {
+        "path": path,
+        "form": "directory of shards" if paths.is_directory(path) else "one file",
+        "damage": None,
+        "verified": verify,
+        "not_plain": [],
+    }
     try:
         report.update(_described(open_checkpoint(path, weights_only, reads_content=verify)))
-    except Exception as error:  # what others wrote can raise anything
+    except Exception as error:  # a file that another program wrote can raise anything
         if isinstance(error.__cause__, NotPlainDataError):
             report["not_plain"] = error.__cause__.names
         elif isinstance(error, CheckpointError):
             report["damage"] = str(error)
         else:
-            report["damage"] = f"it is damaged, or not a checkpoint ({type(error).__name__}: {str(error)[:200]})"
+            reason = f"{type(error).__name__}: {str(error)[:200]}"
+            report["damage"] = f"it is damaged, or not a checkpoint ({reason})"
     return {**report, "num_bytes": filesystem.du(place)}
 
 
 def _described(saved: Saved) -> dict[str, Any]:
-    rest, of_run = saved.rest, saved.rest.get(CHECKPOINT_KEY)
+    rest = saved.rest
+    written_by = "lightning_automodel"
+    mesh = None
+    if (of_run := rest.get(CHECKPOINT_KEY)) is None:
+        written_by = f"Lightning {rest.get('pytorch-lightning_version')}"
+    else:
+        mesh = {str(name): int(size) for name, size in of_run["sizes"].items()}
     dtypes: Counter[str] = Counter()
     for tensor in saved.model.values():
         if isinstance(tensor, Tensor):
             dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
     return {
-        "written_by": f"Lightning {rest.get('pytorch-lightning_version')}" if of_run is None else "lightning_automodel",
+        "written_by": written_by,
         "world_size": saved.world_size,
-        "mesh": None if of_run is None else {str(name): int(size) for name, size in of_run["sizes"].items()},
+        "mesh": mesh,
         **{key: rest[key] if isinstance(rest.get(key), int) else None for key in ("epoch", "global_step")},
         "num_elements": sum(dtypes.values()),
         "dtypes": dict(dtypes),

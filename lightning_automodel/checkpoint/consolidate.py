@@ -1,4 +1,4 @@
-"""One file of a directory of shards, made without holding it in memory."""
+"""Makes one file of a directory of shards without holding the checkpoint in memory."""
 
 import mmap
 import os
@@ -19,16 +19,16 @@ from lightning_automodel.checkpoint.state_dict import MODEL, dicts_in
 from lightning_automodel.checkpoint.trees import put_together
 from lightning_automodel.internals.torch import with_module_versions
 
-_ALIGNMENT = 64  # bytes; torch.save aligns tensors so
+_ALIGNMENT = 64  # bytes, like torch.save's
 
 
 def consolidate(path: str, out: str, weights_only: bool | None) -> None:
     """Write a directory of shards as one file, like Lightning's other strategies. Not a collective.
 
-    Tensors are read one by one into a temporary file beside the new one. What was read or written leaves memory at
-    once, so that it holds one tensor at a time. torch's ``dcp_to_torch_save`` holds all of it, runs code that it may
-    hold, and leaves out all but the shards. Optimizer states keep parameter names as ids, which torch's optimizers
-    match by order.
+    Tensors are read one by one into a temporary file beside the new one. Pages are evicted as soon as they
+    were read or written, so memory holds one tensor at a time. torch's ``dcp_to_torch_save`` holds the whole
+    checkpoint, runs code that it may contain, and drops everything but the shards. Optimizer states keep
+    parameter names as ids; torch's optimizers match ids by order.
     """
     if not paths.is_directory(path):
         raise CheckpointError(f"{path} is not a directory of shards: there is nothing to consolidate")
@@ -40,7 +40,7 @@ def consolidate(path: str, out: str, weights_only: bool | None) -> None:
         shards.read_into({name: value})
         mapped.evict()
     objects = shards.read_model(name for name, entry in shards.model.items() if entry is None)
-    # As Lightning makes it; with weights only it has no `optimizer_states`, and no schedules.
+    # Like Lightning's: a checkpoint with weights only has neither `optimizer_states` nor schedules.
     tree: dict[str, Any] = {**shards.rest, MODEL: objects}
     dicts = dict(dicts_in(tree))
     for name, value in mapped.tensors.items():
@@ -55,32 +55,32 @@ def consolidate(path: str, out: str, weights_only: bool | None) -> None:
 
 
 class _MappedTensors:
-    """New tensors like ``entries``, by their names, mapped to a temporary file in ``folder``."""
+    """New tensors like ``entries``, under the same names, mapped to a temporary file in ``folder``."""
 
     def __init__(self, entries: Mapping[str, Tensor], folder: Path) -> None:
-        offsets = {}
+        offsets: dict[str, int] = {}
         end = 0
         for name, entry in entries.items():
             offsets[name] = end
-            end += -(-entry.numel() * entry.element_size() // _ALIGNMENT) * _ALIGNMENT
+            end += -(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT
+        end = max(1, end)  # neither an empty file nor an empty mapping is allowed
         self.tensors: dict[str, Tensor] = {}
         with tempfile.TemporaryFile(dir=folder, prefix=paths.TEMPORARY) as file:
-            if hasattr(os, "posix_fallocate"):  # an error now, where the disk is full, and no SIGBUS later
-                os.posix_fallocate(file.fileno(), 0, max(1, end))
+            if hasattr(os, "posix_fallocate"):  # a full disk raises here, not as SIGBUS later
+                os.posix_fallocate(file.fileno(), 0, end)
             else:
-                file.truncate(max(1, end))
+                file.truncate(end)
             # The mapping keeps the deleted file alive.
-            self._mapping = mmap.mmap(file.fileno(), max(1, end))
+            self._mapping = mmap.mmap(file.fileno(), end)
         for name, entry in entries.items():
-            num_bytes = entry.numel() * entry.element_size()
-            if num_bytes:
-                # Each call makes a storage of its own, which torch.save writes by itself.
-                content = torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes, offset=offsets[name])
+            if entry.nbytes:
+                # Each call makes a separate storage; torch.save would write a shared one whole.
+                content = torch.frombuffer(self._mapping, dtype=torch.uint8, count=entry.nbytes, offset=offsets[name])
                 self.tensors[name] = content.view(entry.dtype).view(entry.size())
             else:
                 self.tensors[name] = torch.empty_like(entry, device="cpu")
 
     def evict(self) -> None:
-        """Take what was read or written out of this process's memory; it stays in the file."""
+        """Drop the mapped pages from this process's memory; their content stays in the file."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED)

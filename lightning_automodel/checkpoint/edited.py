@@ -1,4 +1,4 @@
-"""The states of a directory as Lightning's hooks see them, and what they have edited in them."""
+"""A directory's states as Lightning's hooks see them, and the directory with the hooks' edits."""
 
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any
@@ -16,17 +16,17 @@ from lightning_automodel.internals.torch import without_wrappers
 
 
 class _Unread:
-    """Stands for a value that nobody has asked for; ``tree`` has a place for each tensor in it."""
+    """Stands for a value that no hook has read yet; ``tree`` has a place for each tensor in it."""
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
 
 
 class LazyDict(dict[Any, Any]):
-    """A dict of a directory's states: each tensor is read, whole, when a hook asks for it.
+    """A dict of a directory's states that reads each tensor, whole, when a hook asks for it.
 
-    Reading is not a collective. What was read is kept, since the hook may change it in place: it is then loaded in
-    place of the shards.
+    Reading is not a collective. The dict keeps what was read, since the hook may change it in place; it is
+    then loaded instead of the shards.
 
     Args:
         tree: The dict with a place for each tensor.
@@ -34,11 +34,11 @@ class LazyDict(dict[Any, Any]):
     """
 
     def __init__(self, tree: Mapping[Any, Any], read: Callable[[str], Tensor]) -> None:
-        super().__init__({key: _Unread(each) for key, each in tree.items()})
+        super().__init__({key: _Unread(subtree) for key, subtree in tree.items()})
         self._read = read
 
     def unread(self) -> dict[Any, Any]:
-        """The parts of the tree that are as they were saved, by key."""
+        """The parts of the tree that no hook has read, by key."""
         stored = {key: super(LazyDict, self).__getitem__(key) for key in self.keys()}
         return {key: value.tree for key, value in stored.items() if isinstance(value, _Unread)}
 
@@ -46,14 +46,17 @@ class LazyDict(dict[Any, Any]):
     def __getitem__(self, name: Any) -> Any:
         value = super().__getitem__(name)
         if isinstance(value, _Unread):
-            is_dict = type(value.tree) is dict and value.tree.keys() != {PLACE}
-            value = LazyDict(value.tree, self._read) if is_dict else put_together(value.tree, self._read)
+            tree = value.tree
+            if type(tree) is dict and tree.keys() != {PLACE}:
+                value = LazyDict(tree, self._read)
+            else:
+                value = put_together(tree, self._read)
             self[name] = value
         return value
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        # As this is overridden, ``dict(state)`` and ``{**state}`` read each value by its name.
+        # Overridden so that ``dict(state)`` and ``{**state}`` read each value through __getitem__.
         return super().__iter__()
 
     @override
@@ -79,7 +82,7 @@ class LazyDict(dict[Any, Any]):
     @override
     def pop(self, name: Any, *default: Any) -> Any:
         if name in self:
-            _ = self[name]  # which reads it
+            _ = self[name]  # reads the value
         return super().pop(name, *default)
 
     @override
@@ -116,34 +119,41 @@ def lazy_optimizers(directory: ShardDirectory) -> list[dict[str, Any]]:
 
 
 def _as_tree(value: Any) -> Any:
-    """``value`` with places for the tensors that nobody has read."""
+    """``value`` with places for the tensors that no hook has read."""
     if isinstance(value, LazyDict):
         unread = value.unread()
         return {key: unread[key] if key in unread else _as_tree(value[key]) for key in value}
     if type(value) is dict:
-        return {key: _as_tree(each) for key, each in value.items()}
+        return {key: _as_tree(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_as_tree(each) for each in value)
+        return type(value)(_as_tree(item) for item in value)
     return value
 
 
 class EditedDirectory(Saved):
-    """A directory with the states that hooks have made of its own: what they touched is loaded from memory.
+    """A directory with the edits of hooks: the values that they read or set are loaded from memory.
 
     Args:
         directory: The directory.
         checkpoint: Lightning's checkpoint after the hooks.
-        names: Of each optimizer's parameters by group, for states that number them.
+        names: Names of each optimizer's parameters by group, for states that number them.
     """
 
-    def __init__(self, directory: ShardDirectory, checkpoint: Mapping[str, Any], names: Iterable[Names] = ()) -> None:
+    def __init__(
+        self,
+        directory: ShardDirectory,
+        checkpoint: Mapping[str, Any],
+        names: Iterable[Names] = (),
+    ) -> None:
         self.path = directory.path
         self.rest = directory.rest
         self.module_versions = directory.module_versions
         self.world_size = directory.world_size
         self._directory = directory
         state = checkpoint[MODEL]
-        unread = state.unread() if isinstance(state, LazyDict) else {}
+        unread: dict[Any, Any] = {}
+        if isinstance(state, LazyDict):
+            unread = state.unread()
         self._edited: dict[str, Any] = {
             f"{MODEL}.{without_wrappers(name)}": state[name] for name in state if name not in unread
         }
@@ -156,7 +166,7 @@ class EditedDirectory(Saved):
             self.entries[name] = value if isinstance(value, Tensor) else None
 
     def _edited_optimizers(self, states: Any, names: Sequence[Names]) -> list[dict[str, Any]]:
-        """Trees of the ``states``, whose tensors in memory become entries under their paths."""
+        """Trees of the ``states``; their tensors in memory become entries under their paths."""
         if not isinstance(states, list):
             raise CheckpointError("on_load_checkpoint has left no list in checkpoint['optimizer_states']")
         trees: list[dict[str, Any]] = []
@@ -166,7 +176,9 @@ class EditedDirectory(Saved):
                 tree = by_name(tree, flat(names[index]))
             elsewhere = {key for _, key in places(tree)}
             tree, leaves = take_apart(tree, (optimizer_key(index),), elsewhere)
-            self._edited.update({joined(path): leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)})
+            for path, leaf in leaves.items():
+                if isinstance(leaf, Tensor):
+                    self._edited[joined(path)] = leaf
             trees.append(tree)
         return trees
 
@@ -176,13 +188,15 @@ class EditedDirectory(Saved):
 
     @override
     def read_into(self, targets: dict[str, Any]) -> None:
-        """See :meth:`.ShardDirectory.read_into`. A collective, whatever a rank's hooks have touched."""
+        """See :meth:`.ShardDirectory.read_into`. A collective even if this rank's hooks edited everything."""
         of_model = targets.get(MODEL, {})
         from_memory = {name: value for name, value in of_model.items() if f"{MODEL}.{name}" in self._edited}
         from_shards = {name: value for name, value in of_model.items() if name not in from_memory}
         others = {key: value for key, value in targets.items() if key != MODEL}
         edited = {key: others.pop(key) for key in list(others) if key in self._edited}
-        self._directory.read_into({MODEL: from_shards, **others} if from_shards else others)
+        if from_shards:
+            others = {MODEL: from_shards, **others}
+        self._directory.read_into(others)
         fill_tree(from_memory, self._edited, f"{MODEL}.")
         fill_tree(edited, self._edited)
         of_model.update(from_shards)

@@ -1,7 +1,7 @@
 """Exports for Hugging Face, tensor by tensor: by the ranks of a run, or by one process from a checkpoint.
 
-torch's ``HuggingFaceStorageWriter`` (2.13 to 2.15) is not used: merging shards, it turns tensors without dimensions
-into zeros and leaves out the format that ``from_pretrained`` looks for.
+torch's ``HuggingFaceStorageWriter`` (2.13 to 2.15) is not used: when it merges shards, it turns
+zero-dimensional tensors into zeros and omits the format that ``from_pretrained`` looks for.
 """
 
 import contextlib
@@ -38,12 +38,12 @@ _PATIENCE = timedelta(minutes=30)  # the default of torch's process groups
 
 @dataclass(frozen=True)
 class _Plan:
-    """What an export holds.
+    """The content of an export.
 
     Attributes:
         sources: Names in the module's state, by exported name.
         files: The files of tensors.
-        texts: Content of JSON files, by their names.
+        texts: Content of the JSON files, by file name.
     """
 
     sources: Mapping[str, str]
@@ -60,24 +60,27 @@ def export_hugging_face(
     adapter_only: bool = False,
     prefix: str | None = None,
 ) -> None:
-    """Write a run's model in its present state: safetensors, and what ``from_pretrained`` needs besides.
+    """Write a run's model as it is now: safetensors, and the other files that ``from_pretrained`` needs.
 
-    A collective over the default group, if there is one: every rank must call it, with the same arguments, between two
-    optimizer steps (in a callback's hook, or after ``fit``, ``validate`` or ``test``). Tensors of a sharded model are
-    gathered one by one, so that a rank has one whole tensor beside its part of the model. Each rank that sees rank
-    0's folder writes a share of the files; rank 0 writes a replicated model. If any rank fails to write, all
-    raise and nothing is left. The callback ``ModelExport`` calls this when a fit ends.
+    A collective over the default group, if there is one: every rank must call it with the same arguments,
+    between two optimizer steps (in a callback's hook, or after ``fit``, ``validate`` or ``test``). It
+    gathers the tensors of a sharded model one by one, so a rank holds one whole tensor beside its part of
+    the model. Each rank that sees rank 0's folder writes a share of the files; rank 0 writes a replicated
+    model. If any rank fails to write, all ranks raise and no files remain. The callback ``ModelExport``
+    calls this when a fit ends.
 
     Args:
         module: The LightningModule, or any module with Hugging Face models in it, sharded or not.
         path: A local directory that does not exist yet; it appears when all of it is on disk.
-        max_shard_size: Largest size of a file, such as ``"5GB"``, or bytes; a larger tensor has a file of its own.
+        max_shard_size: Largest size of a file, such as ``"5GB"``, or in bytes; a larger tensor gets its own
+            file.
         dtype: Dtype of the exported floating-point tensors; None keeps each tensor's own.
         adapter_only: Export the adapters of a PEFT model, for ``PeftModel.from_pretrained``.
-        prefix: Prefix of the model's names in ``module``, such as ``"model."``; None for its only Hugging Face model.
+        prefix: Prefix of the model's names in ``module``, such as ``"model."``; None if ``module`` has only
+            one Hugging Face model.
 
     Raises:
-        CheckpointError: On every rank, if there is no such model, or one of them cannot write.
+        CheckpointError: On every rank, if there is no such model, or one of the ranks cannot write.
         RuntimeError: If not every rank calls it; rank 0 names the missing ranks.
     """
     collectives.named_barrier("export_hugging_face", _PATIENCE)
@@ -111,7 +114,7 @@ def export_hugging_face(
 
 
 def check_export(module: nn.Module, path: str | Path, **options: Any) -> None:
-    """Raise the :class:`CheckpointError` with which :func:`export_hugging_face` would begin. A collective like it."""
+    """Raise :class:`CheckpointError` if :func:`export_hugging_face` would refuse to begin. A collective."""
     with on_every_rank(f"Cannot export to {path}"):
         _planned(_tensors_of(module), _descriptions(module), **options)
         if group_rank() == 0:
@@ -139,11 +142,17 @@ def _owners(plan: _Plan, state: Mapping[str, Tensor], folder: Path) -> list[int]
     return owners_of(plan.files, ranks)
 
 
-def _write_share(plan: _Plan, owners: list[int], state: Mapping[str, Tensor], folder: Path) -> Exception | None:
+def _write_share(
+    plan: _Plan,
+    owners: list[int],
+    state: Mapping[str, Tensor],
+    folder: Path,
+) -> Exception | None:
     """Write this rank's files, and gather all tensors with the others. A collective.
 
     Returns:
-        Why this rank failed to write. It goes on gathering, since the others wait for it there.
+        The error of this rank's first failed write. The rank goes on gathering: the others wait for it
+        there.
     """
     failure: Exception | None = None
     for file, owner in zip(plan.files, owners, strict=True):
@@ -159,18 +168,21 @@ def _write_share(plan: _Plan, owners: list[int], state: Mapping[str, Tensor], fo
 
 
 def _whole(tensor: Tensor, dtype: torch.dtype, owner: int) -> Tensor:
-    """On ``owner``, all of a sharded tensor, or rank 0's value of another one. A collective."""
+    """The whole of a sharded tensor, on ``owner``; rank 0's value of any other tensor. A collective."""
     if isinstance(tensor, DTensor):
         return collectives.gather_to(cast(DTensor, tensor.to(dtype)), owner)
+    if owner == 0:
+        return tensor
     # Buffers may differ between the ranks.
-    return tensor if owner == 0 else collectives.broadcast_value(tensor, 0, _PATIENCE)
+    return collectives.broadcast_value(tensor, 0, _PATIENCE)
 
 
 def export_checkpoint(path: str, out: str, weights_only: bool | None, **options: Any) -> None:
-    """Export from a checkpoint of any form, in one process that holds one tensor at a time. Not a collective.
+    """Export a checkpoint of either form, in one process that holds one tensor at a time. Not a collective.
 
-    See :func:`export_hugging_face`, also for ``options``. A file is mapped: the system can evict what was read of it.
-    Runs code that the checkpoint may hold if ``weights_only`` is False.
+    See :func:`export_hugging_face` for what is written, and for ``options``. A file is mapped, so the system
+    can evict the parts that were read. If ``weights_only`` is False, this runs code that the checkpoint may
+    hold.
     """
     saved = open_checkpoint(path, weights_only)
     what = f"Cannot export to {out}"
@@ -197,7 +209,7 @@ def export_checkpoint(path: str, out: str, weights_only: bool | None, **options:
 
 
 def _finish(plan: _Plan, folder: Path, target: Path) -> None:
-    """Write what is no tensor, and move the ``folder``, with all files of tensors on disk, to its place."""
+    """Write the JSON files, then move the ``folder``, whose tensors are on disk already, to ``target``."""
     for name, content in plan.texts.items():
         text = json.dumps(content, indent=2, sort_keys=True) + "\n"
         (folder / name).write_text(text)
@@ -214,14 +226,16 @@ def _planned(
     adapter_only: bool,
     prefix: str | None,
 ) -> _Plan:
-    """What to write of a module's state ``tensors``."""
+    """Decide what to write of a module's state ``tensors``."""
     sources, texts = _contents(tensors, models, adapter_only, prefix)
     planned = {name: _cast(tensors[source], dtype) for name, source in sources.items()}
-    stem, max_bytes = "model", num_bytes_of(max_shard_size)
+    stem = "model"
+    max_bytes = num_bytes_of(max_shard_size)
     if adapter_only:
-        stem, max_bytes = "adapter_model", sys.maxsize  # PEFT reads one file
+        stem = "adapter_model"
+        max_bytes = sys.maxsize  # PEFT reads one file
     files = plan_files(planned, stem, max_bytes)
-    dtypes = Counter(each.dtype for each in planned.values() if each.is_floating_point())
+    dtypes = Counter(tensor.dtype for tensor in planned.values() if tensor.is_floating_point())
     if "config.json" in texts and dtypes:
         config = texts["config.json"]
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
@@ -232,17 +246,18 @@ def _planned(
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Size and dtype of the exported ``tensor``."""
-    kept = dtype is None or not tensor.is_floating_point()
-    return torch.empty(tensor.size(), dtype=tensor.dtype if kept else dtype, device="meta")
+    """A meta tensor of the size and dtype that ``tensor`` is exported with."""
+    if dtype is None or not tensor.is_floating_point():
+        dtype = tensor.dtype
+    return torch.empty(tensor.size(), dtype=dtype, device="meta")
 
 
 def _contents(
     tensors: Mapping[str, Tensor], models: list[Description], adapter_only: bool, prefix: str | None
 ) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    """What to write of a module's state: its names in ``tensors`` by exported name, and the content of JSON files."""
+    """The names in ``tensors`` of what to write, by exported name, and the content of the JSON files."""
     model, prefix = _chosen(tensors, models, prefix)
-    adapters: dict[str, Any] = {} if model is None else model.get("peft", {})
+    adapters: dict[str, Any] = (model or {}).get("peft", {})
     if adapter_only:
         if not adapters.get("names"):
             raise CheckpointError(f"{prefix} has no PEFT adapters: export it without adapter_only")
@@ -250,8 +265,9 @@ def _contents(
         return sources, {"adapter_config.json": adapters["config"]}
     if model is not None and adapters:
         raise CheckpointError(
-            f"{prefix} is a {model['class']} with PEFT adapters, which from_pretrained would not read as one model:"
-            " export the adapters (adapter_only), and merge them with PEFT's merge_and_unload if you want one model"
+            f"{prefix} is a {model['class']} with PEFT adapters, which from_pretrained would not read as one"
+            " model: export the adapters (adapter_only), and merge them with PEFT's merge_and_unload if you want"
+            " one model"
         )
     sources = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
     if not sources:
@@ -269,9 +285,10 @@ def _contents(
 def _chosen(
     tensors: Mapping[str, Tensor], models: list[Description], prefix: str | None
 ) -> tuple[Description | None, str]:
-    """The model to export, if it is described, and its prefix."""
+    """The prefix of the model to export, and the model's description if there is one."""
     if prefix is not None:
-        prefix = prefix if prefix == "" or prefix.endswith(".") else f"{prefix}."
+        if prefix and not prefix.endswith("."):
+            prefix = f"{prefix}."
         return next((model for model in models if model["prefix"] == prefix), None), prefix
     if len(models) == 1:
         return models[0], models[0]["prefix"]
@@ -280,6 +297,6 @@ def _chosen(
         raise CheckpointError(f"there are {len(models)} Hugging Face models: choose one by its prefix ({known})")
     first = sorted({f"{name.partition('.')[0]}." for name in tensors if "." in name})
     raise CheckpointError(
-        "it does not describe a Hugging Face model (AutomodelStrategy saves that with one). Give the prefix of what to"
-        f" export, such as {', '.join(first[:5]) or 'an empty one'}, and add config.json yourself"
+        "it does not describe a Hugging Face model (AutomodelStrategy saves that with one). Give the prefix of"
+        f" what to export, such as {', '.join(first[:5]) or 'an empty one'}, and add config.json yourself"
     )

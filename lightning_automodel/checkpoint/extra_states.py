@@ -1,4 +1,4 @@
-"""What modules save beside tensors (``get_extra_state``), where it differs between ranks: samplers, replay buffers."""
+"""Extra states of modules (``get_extra_state``) that differ between ranks, such as those of samplers."""
 
 import hashlib
 import io
@@ -15,12 +15,16 @@ from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.internals.torch import EXTRA_STATE, without_wrappers
 
 
-def differing_extra_states(module: nn.Module, path: str | Path, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """This rank's extra states, by name and in host memory, of the modules whose state is not the same on every rank.
+def differing_extra_states(
+    module: nn.Module,
+    path: str | Path,
+    group: dist.ProcessGroup | None,
+) -> dict[str, Any]:
+    """This rank's extra states that are not the same on every rank, by name and in host memory.
 
-    The state dict of the checkpoint at ``path`` holds those of rank 0. A collective over ``group``, which exchanges a
-    digest for each state; without a group nothing can differ. If a rank cannot pickle one of its states, every rank
-    raises :class:`CheckpointError`.
+    The state dict of the checkpoint at ``path`` holds rank 0's. A collective over ``group``, which exchanges
+    a digest of each state; without a group nothing can differ. If a rank cannot pickle one of its states,
+    every rank raises :class:`CheckpointError`.
     """
     if group is None:
         return {}
@@ -28,21 +32,21 @@ def differing_extra_states(module: nn.Module, path: str | Path, group: dist.Proc
     with on_every_rank(f"Cannot save {path}", group):
         packed = _packed_states(module)
     digests = {name: hashlib.sha256(content).digest() for name, content in packed.items()}
-    by_rank = gather_objects(digests, group)
-    found: dict[str, Any] = {}
+    digests_by_rank = gather_objects(digests, group)
+    differing: dict[str, Any] = {}
     for name, content in packed.items():
-        if len({each.get(name) for each in by_rank}) > 1:
-            found[name] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
-    return found
+        if len({digests_of_rank.get(name) for digests_of_rank in digests_by_rank}) > 1:
+            differing[name] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
+    return differing
 
 
 def _packed_states(module: nn.Module) -> dict[str, bytes]:
     packed: dict[str, bytes] = {}
-    for path, each in module.named_modules(remove_duplicate=False):
-        if type(each).get_extra_state is nn.Module.get_extra_state:
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        if type(submodule).get_extra_state is nn.Module.get_extra_state:
             continue
-        state = each.get_extra_state()
-        if isinstance(state, DTensor):  # which is saved as shards
+        state = submodule.get_extra_state()
+        if isinstance(state, DTensor):  # it is saved as shards
             continue
         name = without_wrappers(f"{path}.{EXTRA_STATE}".lstrip("."))
         stream = io.BytesIO()
@@ -50,8 +54,8 @@ def _packed_states(module: nn.Module) -> dict[str, bytes]:
             torch.save(state, stream)
         except Exception as error:  # objects can raise anything
             raise CheckpointError(
-                f"get_extra_state of {type(each).__name__} returned what cannot be pickled ({name}: {error}): return"
-                " plain data, such as tensors, numbers, strings, lists and dicts"
+                f"get_extra_state of {type(submodule).__name__} returned what cannot be pickled ({name}: {error}):"
+                " return plain data, such as tensors, numbers, strings, lists and dicts"
             ) from error
         packed[name] = stream.getvalue()
     return packed

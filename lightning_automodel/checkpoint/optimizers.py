@@ -1,16 +1,17 @@
-"""States of optimizers: any nesting, under the names of parameters, and with sharded tensors as whole ones mean them.
+"""States of optimizers, nested in any way, under the names of parameters, and independent of sharding.
 
-A tensor of its parameter's shape is saved and loaded like the parameter, so that what was saved under one engine is
-loaded under the other. What that rule would not bring back as it was is noted, by the tensor's key:
+A tensor of its parameter's shape is saved and loaded like the parameter, so a state that was saved under one
+engine loads under the other. Where this rule would not restore a tensor as it was, the state holds a note
+under its key:
 
-- ``sharded``: a DTensor of another shape, or beside the state of a parameter;
-- ``local``: a plain tensor of the rank's part of its parameter, which is saved as a DTensor;
-- ``whole``: a plain tensor of the shape of its sharded parameter;
-- ``owned``: a tensor that the owner of its parameter alone has, which steps the whole of it.
+- ``sharded``: a DTensor whose shape is not its parameter's, or that belongs to no parameter;
+- ``local``: a plain tensor for the rank's part of its parameter, saved as a DTensor;
+- ``whole``: a plain tensor of the whole shape of its sharded parameter;
+- ``owned``: a tensor that only the parameter's owner has, since the owner steps the whole parameter.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,13 +24,13 @@ from lightning_automodel.checkpoint.trees import Path, places, put_together
 from lightning_automodel.internals.torch import without_wrappers
 
 NOTES = "lightning_automodel"
-"""Key in an optimizer's saved state of its notes, if it needs any."""
+"""Key of the notes in an optimizer's saved state, if it needs any."""
 
 OPTIMIZER_STATES = "lightning_automodel_optimizers"
 """Key in ``meta.pt`` of the states of optimizers by their keys, with a place for each tensor."""
 
 PARAMETER_NAMES = "lightning_automodel_parameter_names"
-"""Key in a file of a replicated model, whose optimizers number parameters: names by optimizer and group."""
+"""Key in a replicated model's file of parameter names by optimizer and group; its states have numbers."""
 
 SIMPLE = (str, bytes, int, float, bool, complex, type(None), torch.dtype)
 _AS_SAVED = "configure the optimizers that the run was saved with"
@@ -56,29 +57,40 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> Names:
 
 
 def flat(names: Names) -> list[str]:
-    """All names, one group behind the other."""
+    """All names, group after group."""
     return [name for group in names for name in group]
 
 
 def has_groups(state: Any) -> bool:
-    """Whether the state of an optimizer has torch's form."""
+    """Whether the state of an optimizer has the form of torch's optimizers."""
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         return False
     groups = state.get("param_groups")
-    return isinstance(groups, list) and all(isinstance(each, Mapping) and "params" in each for each in groups)
+    if not isinstance(groups, list):
+        return False
+    return all(isinstance(group, Mapping) and "params" in group for group in groups)
+
+
+def _ids(state: Mapping[str, Any]) -> list[Any]:
+    """The ids of parameters in a state of torch's form, group after group."""
+    return [parameter for group in state["param_groups"] for parameter in group["params"]]
 
 
 def by_name(state: Any, names: list[str]) -> Any:
-    """An optimizer's state with parameters by name, also where they are numbered, as plain optimizers do.
+    """An optimizer's state with parameters by name, even if they are numbered, as in plain optimizers' states.
 
-    So is the state of an optimizer within it, as wrappers save it, if it has as many parameters. CheckpointError if
-    that at the top has more or fewer.
+    Wrappers save the state of another optimizer within theirs: it is renamed too if it has as many
+    parameters. Raises CheckpointError if the outermost state has more or fewer parameters.
     """
+
+    def names_of(ids: list[Any]) -> Mapping[Any, str]:
+        return dict(zip(ids, names, strict=True)) if len(ids) == len(names) else {}
+
     if has_groups(state):
-        ids = [each for group in state["param_groups"] for each in group["params"]]
-        if all(isinstance(each, int) for each in ids) and len(ids) != len(names):
+        ids = _ids(state)
+        if all(isinstance(number, int) for number in ids) and len(ids) != len(names):
             raise CheckpointError(f"the saved optimizer has {len(ids)} parameters, and this run's has {len(names)}")
-    return _renamed(state, lambda ids: dict(zip(ids, names, strict=True)) if len(ids) == len(names) else {}, int)
+    return _renamed(state, names_of, int)
 
 
 def by_number(state: Any, numbers: Mapping[str, int]) -> Any:
@@ -87,114 +99,122 @@ def by_number(state: Any, numbers: Mapping[str, int]) -> Any:
 
 
 def _renamed(state: Any, new_names: Callable[[list[Any]], Mapping[Any, Any]], kind: type) -> Any:
+    """``state`` with other ids of parameters in each state of torch's form whose ids are of this ``kind``."""
     if isinstance(state, list):
-        return [_renamed(each, new_names, kind) for each in state]
+        return [_renamed(item, new_names, kind) for item in state]
     if type(state) is not dict:
         return state
-    found = {key: _renamed(each, new_names, kind) for key, each in state.items()}
+    renamed = {key: _renamed(value, new_names, kind) for key, value in state.items()}
     if not has_groups(state):
-        return found
-    ids = [each for group in state["param_groups"] for each in group["params"]]
-    if not all(isinstance(each, kind) for each in ids):
-        return found
+        return renamed
+    ids = _ids(state)
+    if not all(isinstance(old, kind) for old in ids):
+        return renamed
     new = new_names(ids)
-    found["state"] = {new.get(each, each): value for each, value in state["state"].items()}
-    found["param_groups"] = [
-        {**group, "params": [new.get(each, each) for each in group["params"]]} for group in state["param_groups"]
+    renamed["state"] = {new.get(old, old): value for old, value in state["state"].items()}
+    renamed["param_groups"] = [
+        {**group, "params": [new.get(old, old) for old in group["params"]]} for group in state["param_groups"]
     ]
-    return found
+    return renamed
 
 
 def named_parameters(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, list[Names]]:
-    """What to add to a file whose optimizers number parameters; empty if their names are not clear."""
+    """The entry to add to a file whose optimizers number parameters; empty if names are not unique."""
     known = {id(parameter) for parameter in model.parameters()}
-    own = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
-    if not own <= known or len({without_wrappers(name) for name, _ in model.named_parameters()}) < len(known):
+    names = {without_wrappers(name) for name, _ in model.named_parameters()}
+    trained = {
+        id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+    }
+    if not trained <= known or len(names) < len(known):
         return {}
-    return {PARAMETER_NAMES: [parameter_names(model, each) for each in optimizers]}
+    return {PARAMETER_NAMES: [parameter_names(model, optimizer) for optimizer in optimizers]}
 
 
-# --- Saving -------------------------------------------------------------------------------------------------------
+# --- Saving -----------------------------------------------------------------------------------------------
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Optimizer state by parameter name, with the optimizer's own tensors; empty for Lightning's stand-in for none."""
+    """Optimizer state by parameter name, with the optimizer's tensors; empty for Lightning's mock optimizer."""
     state = optimizer.state_dict()
-    return by_name(state, flat(parameter_names(model, optimizer))) if state else {}
+    if not state:
+        return {}
+    return by_name(state, flat(parameter_names(model, optimizer)))
 
 
 class Owners:
     """Which parameter a tensor in an optimizer's state belongs to.
 
     Args:
-        parameters: By name.
-        names: Of the optimizer's parameters by group.
+        parameters: Parameters of the model by name.
+        names: Names of the optimizer's parameters by group.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], names: Names) -> None:
-        self._parameters, self._names = parameters, names
+        self._parameters = parameters
+        self._names = names
         self._own = [parameters[name] for name in flat(names)]
 
     def of(self, path: Path) -> Tensor | None:
-        """By the path within the state: that of a parameter, or a list in a group with one entry for each."""
+        """The parameter for a path within the state.
+
+        The path leads into a parameter's state, or to an entry of a list in a group with an entry for each
+        parameter.
+        """
         for part, within in itertools.pairwise(path):
             if part == "state" and within in self._parameters:
                 return self._parameters[str(within)]
-        if path[0] != "param_groups" or not isinstance(path[1], int):
+        if path[0] != "param_groups" or not isinstance(path[1], int) or path[1] >= len(self._names):
             return None
-        group = self._names[path[1]] if path[1] < len(self._names) else []
+        group = self._names[path[1]]
         number = path[-1]
-        return self._parameters[group[number]] if isinstance(number, int) and number < len(group) else None
+        if not isinstance(number, int) or number >= len(group):
+            return None
+        return self._parameters[group[number]]
 
-    def any_like(self, shape: torch.Size) -> DTensor | None:
-        """A sharded parameter of this shape, if there is one."""
-        return next((each for each in self._sharded() if each.shape == shape), None)
-
-    def any(self) -> DTensor | None:
-        """A sharded parameter, if there is one."""
-        return next(self._sharded(), None)
-
-    def _sharded(self) -> Iterator[DTensor]:
-        return (each for each in self._own if isinstance(each, DTensor))
+    def sharded(self) -> list[DTensor]:
+        """The optimizer's sharded parameters."""
+        return [parameter for parameter in self._own if isinstance(parameter, DTensor)]
 
 
-# --- Checking -----------------------------------------------------------------------------------------------------
+# --- Checking ---------------------------------------------------------------------------------------------
 
 
-def no_optimizer_state(index: int) -> CheckpointError:
-    """The error for an optimizer of which nothing was saved."""
+def no_optimizer_state() -> CheckpointError:
+    """The error for a checkpoint without states of optimizers."""
     return CheckpointError(
-        f"it holds no state of optimizer {index}: it was saved with save_weights_only=True, or with fewer"
-        " optimizers; validate, test and predict can load it"
+        "it holds no state of optimizer 0: it was saved with save_weights_only=True, or with fewer optimizers;"
+        " validate, test and predict can load it"
     )
 
 
 def check_number(what: str, saved: int, own: int) -> None:
-    """Raise CheckpointError unless as many were saved as this run has."""
+    """Raise CheckpointError unless the number that was saved is this run's own."""
     if saved != own:
         raise CheckpointError(f"it holds {saved} {what}, and this run has {own}: {_AS_SAVED}")
 
 
 def check_groups(optimizer: Optimizer, saved: list[dict[str, Any]], index: int) -> None:
-    """Raise CheckpointError unless as many groups were ``saved``, each with the options of this optimizer's type.
+    """Raise CheckpointError unless the ``saved`` groups are as many as the optimizer's, and have its options.
 
     Flags may be missing: newer releases of torch have added some.
     """
     check_number(f"groups of parameters of optimizer {index}", len(saved), len(optimizer.param_groups))
-    needed = {name for name, value in optimizer.defaults.items() if not (value is None or isinstance(value, bool))}
+    defaults = optimizer.defaults.items()
+    needed = {name for name, value in defaults if value is not None and not isinstance(value, bool)}
     for settings in saved:
         if missing := sorted(needed - set(settings)):
             raise CheckpointError(
-                f"optimizer {index} is a {type(optimizer).__name__}, and the checkpoint lacks its {some(missing)}:"
-                f" {_AS_SAVED}"
+                f"optimizer {index} is a {type(optimizer).__name__}, and the checkpoint lacks its"
+                f" {some(missing)}: {_AS_SAVED}"
             )
 
 
 def new_names(saved: Names, own: Names, known: Mapping[str, Any], index: int) -> dict[str, str]:
     """This run's names of the ``saved`` parameters of an optimizer.
 
-    Saved names that the model does not have are those of parameters that were renamed, if as many others are in their
-    places. Raises CheckpointError if the optimizer trains other parameters than the saved one.
+    Saved names that the model does not have are taken for renamed parameters, matched by position, if the
+    group has as many parameters as the saved one. Raises CheckpointError if the optimizer trains other
+    parameters.
 
     Args:
         saved: Saved names by group.
@@ -211,14 +231,11 @@ def new_names(saved: Names, own: Names, known: Mapping[str, Any], index: int) ->
         if len(there) == len(here) and all(old == new or old not in known for old, new in pairs):
             renamed.update(pairs)
             continue
-        differing = [
-            f"{words} {some(names)}"
-            for words, names in (
-                ("only saved:", [name for name in there if name not in here]),
-                ("only here:", [name for name in here if name not in there]),
-            )
-            if names
-        ]
+        differing: list[str] = []
+        if only_saved := [name for name in there if name not in here]:
+            differing.append(f"only saved: {some(only_saved)}")
+        if only_here := [name for name in here if name not in there]:
+            differing.append(f"only here: {some(only_here)}")
         raise CheckpointError(
             f"optimizer {index} trains other parameters in group {number} than when it was saved"
             f" ({'; '.join(differing)}): {_AS_SAVED}"
@@ -227,36 +244,39 @@ def new_names(saved: Names, own: Names, known: Mapping[str, Any], index: int) ->
 
 
 def in_order(state: dict[str, Any], saved: Names, renamed: Mapping[str, str], own: Names) -> dict[str, Any]:
-    """A saved state whose groups list parameters in this run's order, by which torch's optimizers match them."""
+    """A saved state with its groups in this run's order of parameters; torch's optimizers match by order."""
     groups: list[dict[str, Any]] = []
     for group, there, here in zip(state["param_groups"], saved, own, strict=True):
-        id_of = {renamed[name]: each for name, each in zip(there, group["params"], strict=True)}
+        id_of = {renamed[name]: number for name, number in zip(there, group["params"], strict=True)}
         groups.append({**group, "params": [id_of[name] for name in here]})
     return {**state, "param_groups": groups}
 
 
 def some(names: list[str]) -> str:
     """The first of ``names``, and how many others there are."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    listed = ", ".join(names[:5])
+    if len(names) > 5:
+        listed += f" and {len(names) - 5} more"
+    return listed
 
 
-# --- Loading ------------------------------------------------------------------------------------------------------
+# --- Loading ----------------------------------------------------------------------------------------------
 
 
 class Loading:
     """Loads one optimizer.
 
     Args:
-        saved: Its saved state, with places for tensors.
+        saved: The saved state, with places for tensors.
         entries: Saved tensors by key.
         optimizer: The optimizer.
         parameters: All parameters of the model by name.
-        names: Of the optimizer's parameters by group.
-        index: Its number.
+        names: Names of the optimizer's parameters by group.
+        index: Number of the optimizer.
         owned: The names of parameters that are stepped whole, and whether this rank owns them.
 
     Raises:
-        CheckpointError: If it is another optimizer than the saved one.
+        CheckpointError: If the state was saved for another optimizer.
     """
 
     def __init__(
@@ -269,15 +289,16 @@ class Loading:
         index: int,
         owned: Mapping[str, bool],
     ) -> None:
-        self._optimizer, self._names = optimizer, flat(names)
+        self._optimizer = optimizer
+        self._names = flat(names)
         self._owned = owned
         self._notes: dict[str, str] = saved.get(NOTES, {})
         tree = {key: value for key, value in saved.items() if key != NOTES}
         if has_groups(tree):
             groups = tree["param_groups"]
             check_groups(optimizer, groups, index)
-            there = [list(group["params"]) for group in groups]
-            renamed = new_names(there, names, parameters, index)
+            saved_names = [list(group["params"]) for group in groups]
+            renamed = new_names(saved_names, names, parameters, index)
             tree = _renamed(tree, lambda _: renamed, str)
             elsewhere = [name for name in tree["state"] if owned.get(name) is False]
             tree["state"] = {name: value for name, value in tree["state"].items() if name not in elsewhere}
@@ -288,7 +309,7 @@ class Loading:
         self._targets: dict[str, Tensor] = {}
 
     def make_targets(self) -> dict[str, Tensor]:
-        """Empty tensors by key, to be overwritten with what was saved before :meth:`finish`."""
+        """Empty tensors by key, to be overwritten with the saved values before :meth:`finish`."""
         for path, key in places(self._tree):
             entry = self._entries[key]
             assert entry is not None
@@ -296,7 +317,7 @@ class Loading:
         return self._targets
 
     def _target(self, entry: Tensor, key: str, path: Path) -> Tensor:
-        """A shard for what is sharded like a parameter, else a whole tensor."""
+        """A shard if the tensor is sharded like a parameter, else a whole tensor."""
         note = self._notes.get(key.removeprefix(self._prefix))
         owner = self._owners.of(path)
         is_stepped_whole = path[0] == "state" and path[1] in self._owned
@@ -304,32 +325,34 @@ class Loading:
         if owner is not None and like_owner and note in (None, "local", "owned") and not is_stepped_whole:
             return torch.empty_like(owner, dtype=entry.dtype)
         empty = torch.empty(entry.shape, dtype=entry.dtype)
-        if is_stepped_whole:
+        sharded = self._owners.sharded()
+        if is_stepped_whole or note != "sharded" or not sharded:
             return empty
-        if note != "sharded" or (any_sharded := self._owners.any()) is None:
-            return empty
-        if (alike := self._owners.any_like(entry.shape)) is not None:
-            return torch.empty_like(alike, dtype=entry.dtype)
-        mesh = any_sharded.device_mesh
-        return DTensor.from_local(empty.to(any_sharded.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        for parameter in sharded:
+            if parameter.shape == entry.shape:
+                return torch.empty_like(parameter, dtype=entry.dtype)
+        mesh = sharded[0].device_mesh
+        placements = [Replicate()] * mesh.ndim
+        return DTensor.from_local(empty.to(sharded[0].device), mesh, placements, run_check=False)
 
     def finish(self) -> None:
-        """Hand the optimizer what was read into the targets. Not a collective."""
+        """Load the optimizer's state from the targets, which are filled by now. Not a collective."""
         tree = put_together(self._tree, self._value)
         packed = self._optimizer.state_dict()
         if not has_groups(tree) or not has_groups(packed):
             numbers = {name: number for number, name in enumerate(self._names)}
             self._optimizer.load_state_dict(by_number(tree, numbers))
             return
-        ids = [each for group in packed["param_groups"] for each in group["params"]]
-        id_of = dict(zip(self._names, ids, strict=True))
+        id_of = dict(zip(self._names, _ids(packed), strict=True))
         groups = zip(packed["param_groups"], tree["param_groups"], strict=True)
-        found = by_number(tree, id_of)
-        # Options that were not saved stay this run's: flags that newer releases of torch have added.
-        found["param_groups"] = [{**own, **each, "params": own["params"]} for own, each in groups]
-        self._optimizer.load_state_dict({**packed, **found})
+        numbered = by_number(tree, id_of)
+        # Options that were not saved stay this run's, such as flags that newer releases of torch have added.
+        numbered["param_groups"] = [{**own, **saved, "params": own["params"]} for own, saved in groups]
+        self._optimizer.load_state_dict({**packed, **numbered})
 
     def _value(self, key: str) -> Tensor:
         tensor = self._targets[key]
         is_local = self._notes.get(key.removeprefix(self._prefix)) == "local"
-        return tensor.to_local() if is_local and isinstance(tensor, DTensor) else tensor
+        if is_local and isinstance(tensor, DTensor):
+            return tensor.to_local()
+        return tensor

@@ -1,7 +1,7 @@
-"""Paths of checkpoints: URLs that fsspec knows, and local ones, where a checkpoint appears whole.
+"""Paths of checkpoints: URLs that fsspec knows, and local paths, at which a checkpoint appears whole.
 
-It is written beside its target under a temporary name, then renamed to it. What has a temporary name is never taken for
-a checkpoint. So a crash leaves the old checkpoint or the new one.
+A local checkpoint is written beside its target under a temporary name, then renamed to the target. Nothing
+with a temporary name is ever taken for a checkpoint. So a crash leaves the old checkpoint or the new one.
 """
 
 import os
@@ -20,7 +20,7 @@ TEMPORARY = ".unfinished-"
 """Prefix of the names of directories and files that are being written or removed."""
 
 PATIENCE_S = 5.0
-"""How long a rank waits until it sees what another has written, before it takes their file systems for different."""
+"""Seconds for which a rank waits to see another's file before it concludes that they share no file system."""
 
 _LONGEST_NAME = 255  # bytes, on all common file systems
 
@@ -29,7 +29,7 @@ _OF_CHECKPOINTS = (".metadata", "meta.pt")
 
 
 def normalize(path: str | Path) -> str:
-    """An absolute local path without protocol, or a URL without a slash at its end."""
+    """An absolute local path without protocol, or a URL without a trailing slash."""
     try:
         filesystem, place = url_to_fs(str(path))
     except (ValueError, ImportError) as error:
@@ -53,25 +53,25 @@ def is_directory(path: str) -> bool:
 
 
 def member(folder: str, name: str) -> str:
-    """Path of ``name`` directly in ``folder``; CheckpointError if a file that anybody wrote names another place."""
+    """Path of ``name`` in ``folder``; CheckpointError if the name, from an untrusted file, leads elsewhere."""
     if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
         raise CheckpointError(f"it refers to {name!r}, which is not the name of a file in the checkpoint")
     return f"{folder}/{name}"
 
 
 def size_of_file(path: str) -> int:
-    """Bytes of a file; CheckpointError if it is missing, or a fifo or device, whose reading would never end."""
+    """Size of a file in bytes; CheckpointError if it is missing, or a fifo or device, which has no end."""
     filesystem, place = url_to_fs(path)
     name = path.rpartition("/")[2]
     if not filesystem.exists(place):
         raise CheckpointError(
-            f"{name} is missing: this is no directory of shards that Lightning or this package has written, its save"
-            " did not end, or the file was lost"
+            f"{name} is missing: this is no directory of shards that Lightning or this package has written, its"
+            " save did not end, or the file was lost"
         )
-    found = filesystem.info(place)
-    if found["type"] != "file":
+    info = filesystem.info(place)
+    if info["type"] != "file":
         raise CheckpointError(f"{name} is not a regular file")
-    return found["size"]
+    return info["size"]
 
 
 def read_file(path: str) -> bytes:
@@ -82,7 +82,7 @@ def read_file(path: str) -> bytes:
 
 
 def write_file(path: str, content: bytes) -> None:
-    """Write a file, a local one to disk."""
+    """Write a file; a local one is on disk when this returns."""
     filesystem, place = url_to_fs(path)
     filesystem.pipe_file(place, content)
     if is_local(path):
@@ -93,7 +93,8 @@ def prepare_place(path: str) -> str:
     """Make the directory that ``path`` lies in. Called by one rank.
 
     Returns:
-        A new folder for the files of a directory at ``path``: beside it, or within a URL, where nothing is renamed.
+        A new folder for the files of a directory at ``path``: beside it, or within it if it is a URL, where
+        nothing can be renamed.
 
     Raises:
         CheckpointError: If ``path`` is a local directory that holds something other than a checkpoint.
@@ -105,30 +106,36 @@ def prepare_place(path: str) -> str:
         return f"{path}/{temporary_name()}"
     for leftover in Path(path).parent.glob(f"{TEMPORARY}*"):
         rank_zero_warn(f"{leftover} was left by a save that did not end: remove it, unless another run is writing it.")
-    names = sorted(each.name for each in Path(path).iterdir()) if Path(path).is_dir() else []
-    is_checkpoint = any(name in _OF_CHECKPOINTS or name.endswith(".distcp") for name in names)
-    if names and not is_checkpoint and not Path(path).is_symlink():
+    _check_replaceable(Path(path))
+    return f"{above}/{temporary_name()}"
+
+
+def _check_replaceable(path: Path) -> None:
+    """Raise CheckpointError if a save to ``path`` would replace a directory that is not a checkpoint."""
+    if path.is_symlink() or not path.is_dir():
+        return
+    names = sorted(member.name for member in path.iterdir())
+    if names and not any(name in _OF_CHECKPOINTS or name.endswith(".distcp") for name in names):
         raise CheckpointError(
             f"it is a directory, but not a checkpoint (it holds {names[0]}), and saving would replace it: choose"
             f" another path, such as {path}/last.ckpt"
         )
-    return f"{above}/{temporary_name()}"
 
 
 def mark(folder: str, name: str) -> None:
-    """Make a ``folder`` for the files of a directory, with an empty file ``name`` that other ranks look for."""
+    """Make a ``folder`` for a directory's files, with an empty file ``name`` for other ranks to look for."""
     filesystem, place = url_to_fs(folder)
     filesystem.makedirs(place, exist_ok=True)
     filesystem.pipe_file(f"{place}/{name}", b"")
 
 
 def is_seen(folder: str, name: str) -> bool:
-    """Whether this process sees what another has marked; a network file system may show it a little later."""
+    """Whether this process sees the file of another's :func:`mark`; network file systems may be late."""
     filesystem, place = url_to_fs(folder)
-    ends = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S
     pause_s = 0.05
     while not filesystem.exists(f"{place}/{name}"):
-        if time.monotonic() > ends:
+        if time.monotonic() > deadline:
             return False
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 1.0)
@@ -137,7 +144,7 @@ def is_seen(folder: str, name: str) -> bool:
 
 
 def new_local_target(path: str | Path) -> Path:
-    """The local ``path``, whose parent folder is made; CheckpointError if it is not local or exists."""
+    """The local ``path``, after making its parent folder; CheckpointError if it is not local, or exists."""
     if not is_local(str(path)):
         raise CheckpointError(f"{path} is not local: write to a local path, and upload that")
     target = Path(normalize(path))
@@ -148,7 +155,7 @@ def new_local_target(path: str | Path) -> Path:
 
 
 def remove(path: str) -> None:
-    """Remove a checkpoint, a directory or a file, so that no part of it is ever taken for one. Called by one rank."""
+    """Remove a checkpoint so that no part of it is ever taken for a checkpoint. Called by one rank."""
     if is_local(path):
         if os.path.lexists(path):
             aside = Path(path).with_name(temporary_name())
@@ -161,7 +168,7 @@ def remove(path: str) -> None:
 
 
 def remove_unfinished(folder: str) -> None:
-    """Remove what :func:`prepare_place` and :func:`mark` have made for a save that has failed. Called by one rank."""
+    """Remove the folder of a save that failed, and a remote target if it is empty. Called by one rank."""
     remove(folder)
     if not is_local(folder):
         filesystem, place = url_to_fs(folder)
@@ -171,16 +178,16 @@ def remove_unfinished(folder: str) -> None:
 
 
 def temporary_name() -> str:
-    """A new name for what is about to be written or removed."""
+    """A new name for a file or directory that is about to be written or removed."""
     return f"{TEMPORARY}{uuid.uuid4().hex}"
 
 
 def replace(temporary: Path, target: Path) -> None:
     """Rename ``temporary`` to ``target``, in the same directory; then remove what was there.
 
-    Called by one rank, when the content of ``temporary`` is on disk. Files and links are replaced in one step. A
-    directory is renamed first: a crash before the second renaming leaves it whole, under a name that begins and ends
-    like the old one, so that ``ckpt_path="last"`` finds it.
+    Called by one rank, once the content of ``temporary`` is on disk. Files and links are replaced in one
+    step. An old directory is first moved aside: a crash before the second renaming leaves it whole, under a
+    name that begins and ends like ``target``, so that ``ckpt_path="last"`` finds it.
     """
     aside = None
     if _is_folder(temporary):
@@ -200,7 +207,7 @@ def replace(temporary: Path, target: Path) -> None:
 
 
 def _aside(target: Path) -> Path:
-    """A new name for what is replaced at ``target``, no longer than file systems allow."""
+    """A new name for the directory that is replaced at ``target``, no longer than file systems allow."""
     end = f".replaced-{uuid.uuid4().hex}{target.suffix}"
     stem = target.stem.encode()[: _LONGEST_NAME - len(end.encode())].decode(errors="ignore")
     return target.with_name(f"{stem}{end}")

@@ -20,9 +20,10 @@ from lightning_automodel.internals.torch import with_module_versions
 def open_checkpoint(
     path: str, weights_only: bool | None, reads_content: bool = True
 ) -> ShardDirectory | WholeCheckpoint:
-    """Check a checkpoint of either form, and open it, without a file's optimizer states. Not a collective.
+    """Check a checkpoint of either form, and open it. Not a collective.
 
-    CheckpointError if it is damaged, missing, or holds code, unless ``weights_only`` is False.
+    A file's optimizer states are left out unless it names their parameters. Raises CheckpointError if the
+    checkpoint is damaged or missing, or if it holds code and ``weights_only`` is not False.
     """
     if paths.is_directory(path):
         return ShardDirectory(path, weights_only, alone=True, reads_content=reads_content)
@@ -32,27 +33,32 @@ def open_checkpoint(
 
 @cache
 def load_directories() -> None:
-    """Patch Lightning's ``load_from_checkpoint``, which has no setting for it, to take directories of shards too."""
+    """Patch Lightning's ``load_from_checkpoint``, which has no setting for it, to read directories of shards."""
     load = lightning_internals.saving.pl_load
 
     @wraps(load)
     def load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        found = read_directory(path_or_url, map_location, weights_only)
-        return load(path_or_url, map_location, weights_only) if found is None else found
+        checkpoint = read_directory(path_or_url, map_location, weights_only)
+        if checkpoint is None:
+            checkpoint = load(path_or_url, map_location, weights_only)
+        return checkpoint
 
     PatchStack().set(lightning_internals.saving, "pl_load", load_any)
     leave(Left.LOAD_FROM_CHECKPOINT)
 
 
 def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any] | None:
-    """Read a directory, without optimizer states, as one file would hold it; None if ``path`` is not a directory."""
+    """Read a directory in the form of one file, without optimizer states; None if it is not a directory."""
     if not isinstance(path, str | Path) or str(path).startswith(("http://", "https://")):
         return None
     place = paths.normalize(path)
     if not paths.is_directory(place):
         return None
     saved = open_checkpoint(place, weights_only)
-    # Of its other kinds, functions and dicts, none has to move what is in host memory.
-    device = map_location if isinstance(map_location, str | torch.device) else "cpu"
-    state = {n: v.to(device) if isinstance(v, Tensor) else v for n, v in saved.read_model(saved.model).items()}
+    state = saved.read_model(saved.model)
+    # The other kinds of map_location, functions and dicts, need not move tensors that are in host memory.
+    if isinstance(map_location, str | torch.device):
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = value.to(map_location)
     return {**saved.rest, MODEL: with_module_versions(state, saved.module_versions)}

@@ -1,4 +1,4 @@
-"""What optimizers on shards save, with notes of what loading needs to know; owners save what they own."""
+"""States that optimizers on shards save, with notes for loading; owners of whole parameters save theirs."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -25,22 +25,25 @@ from lightning_automodel.internals.torch import without_wrappers
 
 
 def restorable_state(
-    model: nn.Module, optimizer: Optimizer, gather: Callable[[Any], list[Any]], owned: Mapping[nn.Parameter, bool]
+    model: nn.Module,
+    optimizer: Optimizer,
+    gather: Callable[[Any], list[Any]],
+    owned: Mapping[nn.Parameter, bool],
 ) -> dict[str, Any]:
-    """:func:`optimizer_state` of an optimizer that trains shards, with notes of what loading needs to know.
+    """:func:`optimizer_state` of an optimizer that trains shards, with notes for loading.
 
-    A collective. Of parameters that are stepped whole, each rank returns the state of those that it owns, and tensors
-    without values in place of the others.
+    A collective. For parameters that are stepped whole, each rank returns the states of those that it owns,
+    and tensors without values for the others.
 
     Args:
-        model: Whose parameters are trained.
-        optimizer: That trains them.
-        gather: Collects what each rank knows, over all ranks.
+        model: The model whose parameters are trained.
+        optimizer: The optimizer that trains them.
+        gather: Gathers an object from each rank, by rank.
         owned: The parameters that are stepped whole, and whether this rank owns them.
 
     Raises:
-        CheckpointError: On every rank, if something could not be brought back: plain tensors that differ between the
-            ranks, or shards in an object that is no collection.
+        CheckpointError: On every rank, if a part of the state could not be restored: plain tensors that
+            differ between ranks, or shards in an object that is not a collection.
     """
     state = optimizer_state(model, optimizer)
     if not state:
@@ -51,8 +54,11 @@ def restorable_state(
     of_owned: dict[str, Any] = {}
     if has_groups(state):
         of_owned = {name: state["state"].pop(name) for name in owned_names if name in state["state"]}
-    found = _restorable(state, Owners(parameters, names), gather, type(optimizer).__name__)
-    return _with_owned(found, of_owned, owned_names, gather, type(optimizer).__name__) if owned_names else found
+    class_name = type(optimizer).__name__
+    restorable = _restorable(state, Owners(parameters, names), gather, class_name)
+    if not owned_names:
+        return restorable
+    return _with_owned(restorable, of_owned, owned_names, gather, class_name)
 
 
 def names_of_owned(parameters: Mapping[str, Tensor], owned: Mapping[nn.Parameter, bool]) -> dict[str, bool]:
@@ -68,8 +74,8 @@ def _with_owned(
     gather: Callable[[Any], list[Any]],
     class_name: str,
 ) -> dict[str, Any]:
-    """``state`` with the states of parameters that are stepped whole, of all owners. A collective of small objects."""
-    empty = apply_to_collection(of_owned, Tensor, lambda each: torch.empty_like(each, device="meta"))
+    """``state`` with all owners' states of parameters that are stepped whole. Gathers small objects."""
+    empty = apply_to_collection(of_owned, Tensor, lambda tensor: torch.empty_like(tensor, device="meta"))
     options = {
         index: {name: value for name, value in group.items() if isinstance(value, SIMPLE)}
         for index, group in enumerate(state["param_groups"])
@@ -77,38 +83,40 @@ def _with_owned(
     }
     states = dict(state["state"])
     groups = [dict(group) for group in state["param_groups"]]
-    noted: dict[int, dict[str, Any]] = {}
+    options_of_owners: dict[int, dict[str, Any]] = {}
     for states_of_rank, options_of_rank in gather((empty, options)):
-        for name, each in states_of_rank.items():
-            states.setdefault(name, each)
-        for index, each in options_of_rank.items():
-            if noted.setdefault(index, each) != each:
-                differing = [name for name in each if each[name] != noted[index].get(name)]
+        for name, state_of_parameter in states_of_rank.items():
+            states.setdefault(name, state_of_parameter)
+        for index, settings in options_of_rank.items():
+            known = options_of_owners.setdefault(index, settings)
+            if known != settings:
+                differing = [name for name in settings if settings[name] != known.get(name)]
                 raise CheckpointError(
                     f"the owners of parameters of {class_name} have different options in group {index}"
                     f" ({some(differing)}), of which a checkpoint could bring back one: pass data_parallel='ddp'"
                 )
-            groups[index].update(each)  # a rank that owns nothing of the group may not have counted
+            # A rank that owns nothing of the group may not have counted steps.
+            groups[index].update(settings)
     states.update(of_owned)
-    found = {**state, "state": states, "param_groups": groups}
-    _, leaves = take_apart({key: value for key, value in found.items() if key != NOTES})
-    owned = {
+    merged = {**state, "state": states, "param_groups": groups}
+    _, leaves = take_apart({key: value for key, value in merged.items() if key != NOTES})
+    notes = {
         joined(path): "owned"
         for path, leaf in leaves.items()
         if path[0] == "state" and path[1] in owned_names and isinstance(leaf, Tensor)
     }
-    return {**found, NOTES: {**state.get(NOTES, {}), **owned}}
+    return {**merged, NOTES: {**state.get(NOTES, {}), **notes}}
 
 
 def on_first_rank(
     state: dict[str, Any], receive: Callable[[Tensor, Any], Tensor], gather: Callable[[Any], list[Any]]
 ) -> dict[str, Any]:
-    """``state`` of :func:`restorable_state`, with the tensors of all owners on rank 0. A collective, tensor by tensor.
+    """:func:`restorable_state`'s ``state`` with all owners' tensors on rank 0. A collective for each tensor.
 
     Args:
-        state: With tensors without values for what other ranks own.
+        state: The state, in which tensors of other owners have no values.
         receive: Sends a tensor from a rank to rank 0.
-        gather: Collects what each rank knows, over all ranks.
+        gather: Gathers an object from each rank, by rank.
     """
     notes = state.get(NOTES, {})
     tree, leaves = take_apart({key: value for key, value in state.items() if key != NOTES})
@@ -126,6 +134,7 @@ def on_first_rank(
 def _restorable(
     state: dict[str, Any], owners: Owners, gather: Callable[[Any], list[Any]], class_name: str
 ) -> dict[str, Any]:
+    """``state`` with its notes, and plain tensors for parts of parameters as shards. A collective."""
     tree, leaves = take_apart(state)
     plain: dict[str, Tensor] = {}
     shapes: dict[str, _Shapes] = {}
@@ -140,19 +149,25 @@ def _restorable(
     if hidden := list(dict.fromkeys(name for _, names in by_rank for name in names)):
         raise CheckpointError(
             f"the optimizer {class_name} keeps sharded tensors in objects that are no dicts, lists or tuples"
-            f" ({some(hidden)}), and they could not be loaded again: keep them in those, or pass data_parallel='ddp',"
-            " under which they are whole"
+            f" ({some(hidden)}), and they could not be loaded again: keep them in those, or pass"
+            " data_parallel='ddp', under which they are whole"
         )
     notes = _notes([shapes for shapes, _ in by_rank])
-    _check_equal(gather({key: _digest(each) for key, each in plain.items() if notes.get(key) != "local"}), class_name)
+    digests = {key: _digest(tensor) for key, tensor in plain.items() if notes.get(key) != "local"}
+    _check_equal(gather(digests), class_name)
     values: dict[str, Any] = {}
     for path, leaf in leaves.items():
-        key, owner = joined(path), owners.of(path)
+        key = joined(path)
+        owner = owners.of(path)
         if isinstance(leaf, DTensor) and (owner is None or owner.shape != leaf.shape):
             notes[key] = "sharded"
-        values[key] = _as_shard(leaf, owner) if notes.get(key) == "local" and isinstance(owner, DTensor) else leaf
-    found = put_together(tree, values.__getitem__)
-    return {**found, NOTES: notes} if notes else found
+        if notes.get(key) == "local" and isinstance(owner, DTensor):
+            leaf = _as_shard(leaf, owner)
+        values[key] = leaf
+    restorable = put_together(tree, values.__getitem__)
+    if notes:
+        restorable = {**restorable, NOTES: notes}
+    return restorable
 
 
 _Shapes = tuple[list[int], list[int] | None, list[int] | None]
@@ -167,20 +182,20 @@ def _shapes(tensor: Tensor, owner: Tensor | None) -> _Shapes:
 
 
 def _notes(by_rank: list[dict[str, _Shapes]]) -> dict[str, str]:
-    """Notes on plain tensors, by what all ranks know of theirs."""
+    """Notes on plain tensors, from the shapes on all ranks."""
     notes: dict[str, str] = {}
     for key in by_rank[0]:
-        found = [shapes[key] for shapes in by_rank if key in shapes]
-        has_parts = any(part != whole for _, part, whole in found)
-        if len(found) == len(by_rank) and has_parts and all(shape == part for shape, part, _ in found):
+        known = [shapes[key] for shapes in by_rank if key in shapes]
+        has_parts = any(part != whole for _, part, whole in known)
+        if len(known) == len(by_rank) and has_parts and all(shape == part for shape, part, _ in known):
             notes[key] = "local"
-        elif all(shape == whole for shape, _, whole in found):
+        elif all(shape == whole for shape, _, whole in known):
             notes[key] = "whole"
     return notes
 
 
 def _digest(tensor: Tensor) -> str | None:
-    """Of a tensor's values; None if it has none, or none that can be compared."""
+    """A digest of a tensor's values; None if it has none that can be compared."""
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         return None
     values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -188,13 +203,13 @@ def _digest(tensor: Tensor) -> str | None:
 
 
 def _check_equal(by_rank: list[dict[str, str | None]], class_name: str) -> None:
-    """Raise CheckpointError unless the plain tensors of all ranks, whose digests these are, are equal."""
+    """Raise CheckpointError unless the plain tensors with these digests are equal on all ranks."""
     for key in dict.fromkeys(key for digests in by_rank for key in digests):
         if len({digests.get(key, "absent") for digests in by_rank}) > 1:
             raise CheckpointError(
                 f"the optimizer {class_name} keeps another {key} on each rank, and a checkpoint would bring back"
-                " rank 0's everywhere: keep a DTensor (torch.zeros_like(parameter)) or a value that all ranks have"
-                " reduced, or pass data_parallel='ddp', under which all ranks have whole parameters"
+                " rank 0's everywhere: keep a DTensor (torch.zeros_like(parameter)) or a value that all ranks"
+                " have reduced, or pass data_parallel='ddp', under which all ranks have whole parameters"
             )
 
 

@@ -19,17 +19,18 @@ class NotPlainDataError(CheckpointError):
 
     def __init__(self, what: str, names: list[str], reason: str) -> None:
         super().__init__(
-            f"{what} holds more than plain data, which can run code when it is loaded ({', '.join(names) or reason}):"
-            " if you trust its source, pass weights_only=False to the Trainer's method, or allow the class with"
-            " torch.serialization.add_safe_globals"
+            f"{what} holds more than plain data, which can run code when it is loaded"
+            f" ({', '.join(names) or reason}): if you trust its source, pass weights_only=False to the Trainer's"
+            " method, or allow the class with torch.serialization.add_safe_globals"
         )
         self.names = names
 
 
 def load_plain_data(source: str | io.BytesIO, what: str, weights_only: bool) -> Any:
-    """``torch.load`` to host memory; a local file is mapped, so that only what is used is read.
+    """``torch.load`` to host memory; a local file is mapped, so only the parts in use are read.
 
-    NotPlainDataError about ``what`` if it holds other objects; with ``weights_only=False`` it runs their code instead.
+    Raises NotPlainDataError about ``what`` if it holds other objects. With ``weights_only=False`` this runs
+    their code instead.
     """
     if isinstance(source, io.BytesIO):
         source.seek(0)
@@ -47,20 +48,21 @@ def load_plain_data(source: str | io.BytesIO, what: str, weights_only: bool) -> 
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Loads ``.metadata`` with the data classes and enumerations of torch that describe shards, and nothing else."""
+    """Loads ``.metadata`` with torch's data classes and enumerations for shards, and refuses all others."""
 
     @override
     def find_class(self, module: str, name: str) -> Any:
         if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):
-            found = super().find_class(module, name)
-            is_data = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum))
-            # A name with dots could lead to something that the module only imports.
-            if is_data and found.__module__ == module:
-                return found
+            named = super().find_class(module, name)
+            is_data = isinstance(named, type) and (dataclasses.is_dataclass(named) or issubclass(named, enum.Enum))
+            # A name with dots could reach an object that the module only imports.
+            if is_data and named.__module__ == module:
+                return named
         if module in ("pathlib", "pathlib._local") and name.endswith("Path"):  # of any operating system
             return PurePosixPath
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
         if module == "torch.serialization" and name.lstrip("_") == "get_layout":
-            return {str(each): each for each in vars(torch).values() if isinstance(each, torch.layout)}.__getitem__
+            layouts = [value for value in vars(torch).values() if isinstance(value, torch.layout)]
+            return {str(layout): layout for layout in layouts}.__getitem__
         raise CheckpointError(f".metadata names {module}.{name}, which is not a class that describes shards")

@@ -1,7 +1,7 @@
-"""Safetensors files, as ``from_pretrained`` reads them, written tensor by tensor.
+"""Safetensors files for ``from_pretrained``, written tensor by tensor.
 
-safetensors' own writer (0.8) takes all tensors of a file at once. The format is a length of 8 bytes, a header in JSON
-with the place of each tensor, and their bytes.
+safetensors' own writer (0.8) takes all tensors of a file at once. The format is the header's length in 8
+bytes, the header (JSON with the offsets of each tensor), and the tensors' bytes.
 """
 
 import json
@@ -46,7 +46,7 @@ _UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "": 1}
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """What one file will hold: tensors by name, in its order; of them only dtype and size are read."""
+    """The plan of one file: tensors by name in the file's order; only their dtype and size are read."""
 
     name: str
     tensors: Mapping[str, Tensor]
@@ -54,10 +54,10 @@ class SafetensorsFile:
     @property
     def num_bytes(self) -> int:
         """Size of the tensors."""
-        return sum(map(_num_bytes, self.tensors.values()))
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def append(self, folder: Path, name: str, value: Tensor) -> None:
-        """Write the next tensor, cast to the planned dtype. To be called in the order of ``tensors``."""
+        """Write the next tensor, cast to the planned dtype. Call it in the order of ``tensors``."""
         with self._naming_errors(), open(folder / self.name, "ab") as file:
             if name == next(iter(self.tensors)):
                 file.write(self._header())
@@ -67,7 +67,7 @@ class SafetensorsFile:
                 file.write(memoryview(block.to("cpu", dtype).view(torch.uint8).numpy()))
 
     def sync(self, folder: Path) -> None:
-        """Wait until all of it is on disk."""
+        """Wait until the whole file is on disk."""
         with self._naming_errors():
             paths.sync(folder / self.name)
 
@@ -82,7 +82,7 @@ class SafetensorsFile:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for name, tensor in self.tensors.items():
-            end = offset + _num_bytes(tensor)
+            end = offset + tensor.nbytes
             header[name] = {
                 "dtype": _DTYPES[tensor.dtype],
                 "shape": list(tensor.size()),
@@ -90,14 +90,14 @@ class SafetensorsFile:
             }
             offset = end
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        padded = text + b" " * (-len(text) % 8)  # so that tensors are aligned
+        padded = text + b" " * (-len(text) % 8)  # aligns the tensors
         return len(padded).to_bytes(8, "little") + padded
 
 
 def plan_files(tensors: Mapping[str, Tensor], stem: str, max_bytes: int) -> list[SafetensorsFile]:
-    """Share out ``tensors`` among files, in their order, as huggingface_hub does.
+    """Distribute ``tensors`` over files in their order, like huggingface_hub.
 
-    A larger tensor than ``max_bytes`` has a file of its own.
+    A tensor larger than ``max_bytes`` gets its own file.
     """
     if sys.byteorder != "little":
         raise CheckpointError("safetensors are little-endian: export on a machine that is")
@@ -105,33 +105,34 @@ def plan_files(tensors: Mapping[str, Tensor], stem: str, max_bytes: int) -> list
     size = 0
     for name, tensor in tensors.items():
         _check(name, tensor)
-        num_bytes = _num_bytes(tensor)
-        if num_bytes > max_bytes:
+        if tensor.nbytes > max_bytes:
             groups.insert(len(groups) - 1, {name: tensor})
             continue
-        if size + num_bytes > max_bytes:
+        if size + tensor.nbytes > max_bytes:
             groups.append({})
             size = 0
         groups[-1][name] = tensor
-        size += num_bytes
+        size += tensor.nbytes
     groups = [group for group in groups if group]
-    files = []
+    files: list[SafetensorsFile] = []
     for number, group in enumerate(groups, 1):
-        part = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
-        # Large elements first, so that each is aligned.
+        part = ""
+        if len(groups) > 1:
+            part = f"-{number:05d}-of-{len(groups):05d}"
+        # Tensors with large elements first, so that every tensor is aligned.
         in_order = sorted(group, key=lambda name: (-group[name].element_size(), name))
         files.append(SafetensorsFile(f"{stem}{part}.safetensors", {name: group[name] for name in in_order}))
     return files
 
 
 def index_of(files: Sequence[SafetensorsFile]) -> dict[str, Any]:
-    """What the index says of several files."""
+    """The content of the index of several files."""
     weight_map = {name: file.name for file in files for name in file.tensors}
     return {"metadata": {"total_size": sum(file.num_bytes for file in files)}, "weight_map": weight_map}
 
 
 def owners_of(files: Sequence[SafetensorsFile], ranks: Sequence[int]) -> list[int]:
-    """The rank that writes each file: about the same number of bytes for each of ``ranks``."""
+    """The rank that writes each file, so that each of ``ranks`` writes about the same number of bytes."""
     load = dict.fromkeys(ranks, 0)
     owners = [0] * len(files)
     for index in sorted(range(len(files)), key=lambda index: -files[index].num_bytes):
@@ -142,15 +143,11 @@ def owners_of(files: Sequence[SafetensorsFile], ranks: Sequence[int]) -> list[in
 
 
 def num_bytes_of(size: str | int) -> int:
-    """Bytes of a size such as ``"5GB"``, whose units are decimal, as in huggingface_hub."""
-    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]B|)\s*", str(size).upper())
-    if found is None:
+    """Number of bytes of a size such as ``"5GB"``. Units are decimal, as in huggingface_hub."""
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]B|)\s*", str(size).upper())
+    if match is None:
         raise ValueError(f"{size!r} is not a size of files: give a number of bytes, or one with KB, MB, GB or TB")
-    return int(float(found[1]) * _UNITS[found[2]])
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _check(name: str, tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: what the strategy's hooks for saving and loading do."""
+"""The checkpoints of one run, for the strategy's hooks that save and load."""
 
 import concurrent.futures
 import logging
@@ -37,9 +37,10 @@ PENDING_SAVE_LIMIT_S = 60.0
 _STATES = (state_dict.MODEL, state_dict.OPTIMIZERS)
 
 DIRECTORY_NOTE = (
-    "is a directory of shards, as the next checkpoints: ckpt_path= and load_from_checkpoint read it, not torch.load."
-    " Where a library calls torch.load(best_model_path), pass AutomodelStrategy(save_distributed_checkpoint=False);"
-    " 'python -m lightning_automodel.checkpoint consolidate' makes one file of a directory."
+    "is a directory of shards, as the next checkpoints: ckpt_path= and load_from_checkpoint read it, not"
+    " torch.load. Where a library calls torch.load(best_model_path), pass"
+    " AutomodelStrategy(save_distributed_checkpoint=False); 'python -m lightning_automodel.checkpoint"
+    " consolidate' makes one file of a directory."
 )
 
 
@@ -48,13 +49,15 @@ class RunCheckpoints:
 
     Args:
         is_sharded: Whether the model is sharded.
-        as_directory: Whether to write a directory of shards, or else one file; None: :meth:`choose_form` decides.
+        as_directory: Whether to write a directory of shards, or one file; None lets :meth:`choose_form`
+            decide.
         in_background: Whether to write while training goes on.
-        timeout: Of the group that writes in the background.
+        timeout: Timeout of the group that writes in the background.
     """
 
     def __init__(self, is_sharded: bool, as_directory: bool | None, in_background: bool, timeout: timedelta) -> None:
-        self.is_sharded, self.in_background = is_sharded, in_background
+        self.is_sharded = is_sharded
+        self.in_background = in_background
         self._chosen_form = as_directory
         self.as_directory = is_sharded if as_directory is None else as_directory
         self._timeout = timeout
@@ -71,33 +74,35 @@ class RunCheckpoints:
 
     @property
     def names_parameters(self) -> bool:
-        """Whether states are saved by parameter name; a replicated model's file holds its own state dicts."""
+        """Whether states are saved by parameter name; a replicated model's file holds plain state dicts."""
         return self.is_sharded or self.as_directory
 
     def choose_form(self, io: CheckpointIO, world_size: int) -> str | None:
         """Decide, for a run of ``world_size`` ranks, whether checkpoints are directories. Not a collective.
 
         Returns:
-            What the user should know of the choice, if it is not the usual one.
+            A note for the user if the choice is not the usual one.
 
         Raises:
-            ValueError: If directories were asked for, and ``io``, the Trainer's plugin, would have no effect on them.
+            ValueError: If the user asked for directories, on which ``io``, the Trainer's plugin, has no
+                effect.
         """
         is_plugin = type(io) is not TorchCheckpointIO
         if self._chosen_form is None:
-            # A single rank has no use for a directory, and one file is read by any program.
-            self.as_directory = self.is_sharded and world_size > 1 and not is_plugin
-            if is_plugin and self.is_sharded and world_size > 1:
+            # A single rank has no use for a directory, and any program can read one file.
+            has_shares = self.is_sharded and world_size > 1
+            self.as_directory = has_shares and not is_plugin
+            if is_plugin and has_shares:
                 return (
-                    f"{type(io).__name__} writes the checkpoints, one file each, for which rank 0 needs host memory for"
-                    " the whole state: for directories of shards, which need no more than a rank's share, leave the"
-                    " plugin out."
+                    f"{type(io).__name__} writes the checkpoints, one file each, for which rank 0 needs host memory"
+                    " for the whole state: for directories of shards, which need no more than a rank's share, leave"
+                    " the plugin out."
                 )
         elif self._chosen_form and is_plugin:
             raise ValueError(
                 f"save_distributed_checkpoint=True writes directories of shards, on which {type(io).__name__} would"
-                " have no effect: leave the plugin out, or pass save_distributed_checkpoint=False, with which it writes"
-                " one file."
+                " have no effect: leave the plugin out, or pass save_distributed_checkpoint=False, with which it"
+                " writes one file."
             )
         return None
 
@@ -108,7 +113,7 @@ class RunCheckpoints:
     def _is_pending(self, path: str | Path) -> bool:
         return paths.normalize(path) == self._pending_path
 
-    # --- Saving -------------------------------------------------------------------------------------------------------
+    # --- Saving -------------------------------------------------------------------------------------------
 
     def save(
         self,
@@ -121,48 +126,60 @@ class RunCheckpoints:
     ) -> None:
         """Write a checkpoint of ``module`` at rank 0's ``path``, where it appears in one step or not at all.
 
-        If that fails on any rank, every rank raises :class:`CheckpointError`, and older checkpoints are unchanged. A
-        save in the background raises it in :meth:`check` or the next save. Only where training ``goes_on`` is there
-        such a save. ``io`` is the Trainer's plugin for files.
+        If this fails on any rank, every rank raises :class:`CheckpointError`, and older checkpoints are
+        unchanged. Only while training ``goes_on`` is a save written in the background; its error rises in
+        :meth:`check` or in the next save. ``io`` is the Trainer's plugin for files.
         """
-        # Names may hold a time, or a version that is counted by looking for files: ranks may disagree.
+        # Ranks may disagree on the name: it may hold a time, or a version found by looking for files.
         target = paths.normalize(collectives.broadcast_object(path, 0))
         if storage_options is not None and (self.as_directory or type(io) is TorchCheckpointIO):
             raise TypeError(
-                f"storage_options ({storage_options!r}) would have no effect: configure fsspec (fsspec.config.conf), or"
-                " save one file with save_distributed_checkpoint=False and a CheckpointIO that takes them."
+                f"storage_options ({storage_options!r}) would have no effect: configure fsspec (fsspec.config.conf),"
+                " or save one file with save_distributed_checkpoint=False and a CheckpointIO that takes them."
             )
-        # One save at a time: two would need host memory for two copies, and the later one could be on disk first.
+        # One save at a time: two would need host memory for two copies, and could finish in the wrong order.
         self._finish()
         in_background = self.in_background and goes_on
         if self.is_sharded:
             rest = {key: value for key, value in checkpoint.items() if key not in _STATES}
             checkpoint.update(with_whole_modules(rest, module, f"Cannot save {target}"))
         self._pending_path = target if in_background else ""
-        if self.as_directory:
-            parameters = {without_wrappers(name) for name, _ in module.named_parameters(remove_duplicate=False)}
-            write = prepare_shards(checkpoint, target, parameters, copy=in_background)
-        else:
-            if self.is_sharded:
-                # One file holds whole tensors: it lists what was sharded, so that loading can shard it again.
-                rest = {key: value for key, value in checkpoint.items() if key != state_dict.MODEL}
-                checkpoint[state_dict.SHARDED_STATES] = state_dict.sharded_states(rest)
-                checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
-            write = prepare_file(checkpoint, target, _file_saver(io, storage_options), copy=in_background)
+        write = self._prepare(checkpoint, module, target, _file_saver(io, storage_options), in_background)
         self._defers = goes_on
         if in_background:
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self._pending = self._thread.submit(_write_beside_training, module.device, write, self._background_group())
+            group = self._background_group()
+            self._pending = self._thread.submit(_write_beside_training, module.device, write, group)
             return
-        # Objects that travel through a group of devices would wait for these, and take their memory.
+        # In a group of accelerators, objects would wait for queued work and take device memory.
         write(collectives.host_group(self._timeout) if dist.is_initialized() else None)
         if not goes_on:
-            self._finish()  # no later step would link and remove what waits for this save
+            self._finish()  # no later step runs the links and removals that wait for this save
+
+    def _prepare(
+        self,
+        checkpoint: dict[str, Any],
+        module: "pl.LightningModule",
+        target: str,
+        save_file: Callable[[dict[str, Any], str], None],
+        copy: bool,
+    ) -> Callable[[dist.ProcessGroup | None], None]:
+        """The function that writes ``checkpoint`` in this run's form; see :func:`.sharded.prepare_shards`."""
+        if self.as_directory:
+            parameters = module.named_parameters(remove_duplicate=False)
+            names = {without_wrappers(name) for name, _ in parameters}
+            return prepare_shards(checkpoint, target, names, copy)
+        if self.is_sharded:
+            # One file holds whole tensors, and lists which were sharded so that loading can shard them again.
+            rest = {key: value for key, value in checkpoint.items() if key != state_dict.MODEL}
+            checkpoint[state_dict.SHARDED_STATES] = state_dict.sharded_states(rest)
+            checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
+        return prepare_file(checkpoint, target, save_file, copy)
 
     def save_alone(self, checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO) -> None:
         """Save a replicated model on rank 0 after a failure, when ranks no longer act together. Not a collective.
 
-        For a sharded model an error is logged, not raised, since raising would hide the failure.
+        For a sharded model it logs an error. It does not raise one, which would hide the failure.
         """
         if self.names_parameters:
             log.error(
@@ -176,46 +193,51 @@ class RunCheckpoints:
             _file_saver(io)(checkpoint, target)
 
     def _background_group(self) -> dist.ProcessGroup | None:
-        """A gloo group that training does not use, so that collectives of two threads do not mix."""
+        """A gloo group that training does not use: collectives of two threads must not mix in one group."""
         world = dist.group.WORLD if dist.is_initialized() else None
         if world is None:
             return None
         if self._group is None or self._group[0] is not world:
-            self._group = world, collectives.new_host_group(self._timeout)
+            self._group = (world, collectives.new_host_group(self._timeout))
         return self._group[1]
 
     def remove(self, path: str | Path, io: CheckpointIO) -> None:
         """Remove a checkpoint on rank 0, once the one that replaces it is on disk. Not a collective."""
-        remove = paths.remove if self.as_directory or type(io) is TorchCheckpointIO else io.remove_checkpoint
+        remove = paths.remove
+        if not self.as_directory and type(io) is not TorchCheckpointIO:
+            remove = io.remove_checkpoint
         self._deferred.append(partial(remove, paths.normalize(path)))
         if not self._defers:
             self._finish()
 
     def _link(self, path: str, link: str) -> None:
-        """Link ``link`` to the checkpoint at ``path``, on rank 0, once the checkpoint is on disk. Not a collective."""
-        # Before removals: until links lead to the new checkpoint, the old one is the newest.
+        """Point ``link`` to the checkpoint at ``path`` on rank 0, once that is on disk. Not a collective."""
+        # Before removals: until the links point to the new checkpoint, they need the old one.
         self._deferred.insert(0, partial(paths.link, Path(path), Path(link)))
         if not self._defers:
             self._finish()
 
     def check(self) -> None:
-        """Raise the error of a save in the background, if there is one by now. Not a collective."""
+        """Raise the error of a save in the background if it has failed by now. Not a collective."""
         if self._pending is None or self._pending.done():
             self._finish()
 
     def _finish(self) -> None:
-        """Wait for the pending save, or raise its CheckpointError, on every rank; then link and remove what waits."""
-        pending, self._pending = self._pending, None
-        deferred, self._deferred = self._deferred, []
+        """Wait for the pending save, or raise its CheckpointError; then run deferred links and removals."""
+        pending = self._pending
+        deferred = self._deferred
+        self._pending = None
+        self._deferred = []
         if pending is not None:
-            pending.result()  # if it failed, the older checkpoint stays the newest
+            pending.result()  # if it raises, the older checkpoint stays the newest
         if group_rank() == 0:
             for action in deferred:
                 action()
 
     def close(self, was_interrupted: bool) -> None:
-        """Return when the last save is on disk, or raise its error; after a failure of the run, log it."""
-        self._opened, self._defers = None, False
+        """Wait until the last save is on disk. Raises its error, or logs it if the run ``was_interrupted``."""
+        self._opened = None
+        self._defers = False
         try:
             self._finish()
         except Exception as error:
@@ -228,57 +250,53 @@ class RunCheckpoints:
             self._thread = None
 
     def wait_for_pending_save(self) -> None:
-        """Wait, with a limit, for a pending save, which needs the other ranks; before this rank reports its failure."""
+        """Wait, with a limit, for a pending save before reporting a failure: it needs the other ranks."""
         if self._pending is not None:
             concurrent.futures.wait([self._pending], PENDING_SAVE_LIMIT_S)
 
-    # --- Loading ------------------------------------------------------------------------------------------------------
+    # --- Loading ------------------------------------------------------------------------------------------
 
     def open(
         self, path: str | Path, weights_only: bool | None, io: CheckpointIO, is_first_on_node: bool
     ) -> dict[str, Any]:
-        """Check the checkpoint at rank 0's ``path``, and load what Lightning restores of it.
+        """Check the checkpoint at rank 0's ``path``, and load the parts that Lightning restores.
 
-        Of a directory, tensors are read when a hook asks for them.
-
-        Nothing is changed yet. If any rank cannot read it, every rank raises :class:`CheckpointError`. For one file,
-        the first rank of each node compares the content with its checksums.
+        Tensors of a directory are read when a hook asks for them. Nothing in the run changes yet. If any
+        rank cannot read the checkpoint, every rank raises :class:`CheckpointError`. If it is one file, the
+        first rank of each node compares the content with its checksums.
         """
-        self._path, self._opened = paths.normalize(collectives.broadcast_object(path, 0)), None
-        what, is_directory = f"Cannot load {self._path}", False
+        self._path = paths.normalize(collectives.broadcast_object(path, 0))
+        self._opened = None
+        what = f"Cannot load {self._path}"
+        is_directory = False
         with on_every_rank(what):
             is_directory = paths.is_directory(self._path)
             if is_directory and type(io) is not TorchCheckpointIO:
-                is_directory = is_shard_directory(self._path)  # else the plugin's own
-        # A rank that sees no directory where others do fails, and they learn of it: either way opens with one exchange.
+                is_directory = is_shard_directory(self._path)  # the plugin may write directories too
+        # If ranks disagree on that, opening fails on all of them: both branches begin with one exchange.
         if is_directory:
             self._opened = ShardDirectory(self._path, weights_only)
             loaded = {**self._opened.rest, state_dict.MODEL: lazy_model(self._opened)}
-            if "lr_schedulers" in loaded:  # else only weights were saved
+            if "lr_schedulers" in loaded:  # absent if only weights were saved
                 loaded[state_dict.OPTIMIZERS] = lazy_optimizers(self._opened)
         else:
             with on_every_rank(what):
                 if type(io) is TorchCheckpointIO:
                     loaded = load_file(self._path, weights_only, reads_content=is_first_on_node)
                 else:
-                    # A copy: what the plugin returned may be its own.
+                    # A copy, since the plugin may keep the dict that it returned.
                     loaded = dict(io.load_checkpoint(self._path, weights_only=weights_only))
-        if len(moments := set(collectives.gather_objects((loaded.get("epoch"), loaded.get("global_step"))))) > 1:
-            raise CheckpointError(
-                f"{what}: ranks have read different checkpoints there (epoch and step"
-                f" {', '.join(map(str, moments))}). If a run that saves has replaced it meanwhile, load it again; else"
-                " give all ranks the same file system"
-            )
+        _check_same_moment(loaded, what)
         self._loaded = loaded
         self._holds_optimizers = bool(loaded.get(state_dict.OPTIMIZERS))
         return loaded
 
     def loading_ended(self) -> None:
-        """Lightning has restored what :meth:`open` returned, and drops it."""
+        """Drop the checkpoint that :meth:`open` returned, once Lightning has restored it."""
         self._loaded = {}
 
     def forget_failed(self) -> None:
-        """Empty the checkpoint that an earlier run failed to restore: Lightning would restore it in the next."""
+        """Empty a checkpoint that an earlier run failed to restore: Lightning would restore it in the next."""
         self._loaded.clear()
 
     @property
@@ -289,10 +307,10 @@ class RunCheckpoints:
     def fill_model(
         self, checkpoint: dict[str, Any], module: "pl.LightningModule", optimizers: list[Optimizer], strict: bool
     ) -> None:
-        """Fill the model from the ``checkpoint`` that :meth:`open` returned, after the module's ``on_load_checkpoint``.
+        """Fill the model from :meth:`open`'s ``checkpoint``, after the module's ``on_load_checkpoint``.
 
-        If it does not fit, or the ``optimizers`` do not, every rank raises :class:`CheckpointError` before anything
-        was changed.
+        If the model or the ``optimizers`` do not match it, every rank raises :class:`CheckpointError` before
+        anything changes.
         """
         optimizers = self._to_fill(checkpoint, optimizers)
         if not self.fills_optimizers:
@@ -304,7 +322,7 @@ class RunCheckpoints:
         own = state_dict.model_state(module)
         rest = {key: value for key, value in checkpoint.items() if key not in _STATES}
         state_dict.restore_shards(saved, rest, own)
-        # Lightning's callback reads the weights from this entry, and loads the average into its copy itself.
+        # Lightning's WeightAveraging reads the weights from this entry, and loads the average by itself.
         if weight_averaging.averaged_models(module):
             checkpoint[state_dict.MODEL] = own
 
@@ -315,21 +333,23 @@ class RunCheckpoints:
         optimizers: list[Optimizer],
         owned: state_dict.OwnedParameters,
     ) -> None:
-        """Fill the optimizers, after the hooks of callbacks, which may have edited the ``checkpoint`` too."""
+        """Fill the optimizers, after the callbacks' hooks, which may edit the ``checkpoint`` too."""
         optimizers = self._to_fill(checkpoint, optimizers)
         if optimizers:
-            state_dict.load_optimizers(self._edited(checkpoint, module, optimizers), module, optimizers, owned)
+            saved = self._edited(checkpoint, module, optimizers)
+            state_dict.load_optimizers(saved, module, optimizers, owned)
 
     def _to_fill(self, checkpoint: Mapping[str, Any], optimizers: list[Optimizer]) -> list[Optimizer]:
-        """Those of ``optimizers`` that have a state; none if a hook has emptied the list, so that they start afresh."""
+        """The ``optimizers`` to fill; none, so that they start afresh, if a hook has emptied the saved list."""
         if self._holds_optimizers and checkpoint.get(state_dict.OPTIMIZERS) == []:
             return []
-        return [each for each in optimizers if each.state_dict()]  # Lightning's stand-in for none has no state
+        # Lightning's mock optimizer, for modules without one, has no state.
+        return [optimizer for optimizer in optimizers if optimizer.state_dict()]
 
     def _edited(
         self, checkpoint: dict[str, Any], module: "pl.LightningModule", optimizers: list[Optimizer]
     ) -> state_dict.Saved:
-        """What was opened, as hooks have left it. A collective."""
+        """The open checkpoint with the hooks' edits. A collective."""
         saved: state_dict.Saved | None = None
         with on_every_rank(f"Cannot load {self._path}"):
             if not isinstance(checkpoint.get(state_dict.MODEL), Mapping):
@@ -343,13 +363,24 @@ class RunCheckpoints:
         return saved
 
 
+def _check_same_moment(loaded: Mapping[str, Any], what: str) -> None:
+    """Raise CheckpointError unless all ranks have loaded the same epoch and step. A collective."""
+    moments = set(collectives.gather_objects((loaded.get("epoch"), loaded.get("global_step"))))
+    if len(moments) > 1:
+        raise CheckpointError(
+            f"{what}: ranks have read different checkpoints there (epoch and step"
+            f" {', '.join(map(str, moments))}). If a run that saves has replaced it meanwhile, load it again;"
+            " else give all ranks the same file system"
+        )
+
+
 def _write_beside_training(
     device: torch.device, write: Callable[[dist.ProcessGroup | None], None], group: dist.ProcessGroup | None
 ) -> None:
-    """Write in a thread on the ``device`` of this rank, and on a stream of its own.
+    """Write, in a background thread, with this rank's ``device`` current and on a separate stream.
 
-    A thread begins on the first device, with the stream that training uses, and torch synchronises the current stream
-    over and over while it writes.
+    A new thread's current device is the first one, and its stream is the one that training uses. While torch
+    writes, it keeps synchronising the current stream.
     """
     if device.type == "cpu":
         write(group)
@@ -359,8 +390,8 @@ def _write_beside_training(
         write(group)
 
 
-def _file_saver(io: CheckpointIO, storage_options: Any | None = None) -> Callable[[dict[str, Any], str], None]:
-    """What writes a file: the Trainer's plugin, or this package if that is Lightning's default."""
+def _file_saver(io: CheckpointIO, storage_options: Any = None) -> Callable[[dict[str, Any], str], None]:
+    """The function that writes a file: this package's, or that of the Trainer's plugin if it has one."""
     if type(io) is TorchCheckpointIO:
         return single_file.save_file
     return partial(io.save_checkpoint, storage_options=storage_options)

@@ -1,9 +1,8 @@
-"""One file with whole tensors, as ``torch.save`` writes it, whose checksums are checked before anything is loaded.
+"""One file from ``torch.save`` with whole tensors, checked against its checksums before anything is loaded.
 
-Such a file is a zip archive: torch writes a checksum for each of its records, but does not check them when it loads.
+Such a file is a zip archive: torch writes a checksum for each record, but does not check it when it loads.
 """
 
-import contextlib
 import io
 import os
 import zipfile
@@ -56,7 +55,7 @@ _PAUSE_BYTES = 1 << 25
 
 
 class _PausingFile:
-    """An open ``file`` for ``torch.save``, with a call of ``pause`` whenever some more bytes were written."""
+    """An open ``file`` for ``torch.save`` that calls ``pause`` after every ``_PAUSE_BYTES``."""
 
     def __init__(self, file: IO[bytes], pause: Callable[[], None]) -> None:
         self._file = file
@@ -78,21 +77,21 @@ class _PausingFile:
 def save_file(checkpoint: dict[str, Any], path: str, pause: Callable[[], None] | None = None) -> None:
     """Write ``checkpoint`` to a file that appears in one step, once all of it is on disk. Called by one rank.
 
-    A ``pause``, for local files, is called after every few tensors, so that the caller can free what was written.
+    For local files ``pause`` is called after every few tensors, so that the caller can free what was
+    written.
     """
     if not paths.is_local(path):
         filesystem, place = url_to_fs(path)
-        if filesystem.isdir(place):  # both can exist on an object store, and the directory would be loaded
+        if filesystem.isdir(place):  # an object store can hold both, and the directory would be loaded
             raise CheckpointError(f"{path} is a directory: remove it, or choose another path")
         stream = io.BytesIO()
-        with serialization_config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
-            torch.save(checkpoint, stream)
+        _save_with_checksums(checkpoint, stream)
         filesystem.pipe_file(place, stream.getvalue())
         return
     temporary = Path(path).with_name(paths.temporary_name())
     try:
-        with open(temporary, "wb") as file, serialization_config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
-            torch.save(checkpoint, file if pause is None else _PausingFile(file, pause))  # type: ignore[arg-type]
+        with open(temporary, "wb") as file:
+            _save_with_checksums(checkpoint, file if pause is None else _PausingFile(file, pause))
         paths.sync(temporary)
         paths.replace(temporary, Path(path))
     except BaseException:
@@ -100,21 +99,32 @@ def save_file(checkpoint: dict[str, Any], path: str, pause: Callable[[], None] |
         raise
 
 
-def load_file(path: str, weights_only: bool | None, reads_content: bool = True) -> dict[str, Any]:
-    """Load a file to host memory, once its content was compared with its checksums if that is to be read.
+def _save_with_checksums(checkpoint: dict[str, Any], file: Any) -> None:
+    with serialization_config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
+        torch.save(checkpoint, file)
 
-    A local file is mapped, so that only what is used is read; any other is fetched whole, since not every server sends
-    parts. Raises :class:`CheckpointError` if it is damaged, or not a file.
+
+def load_file(path: str, weights_only: bool | None, reads_content: bool = True) -> dict[str, Any]:
+    """Load a file to host memory, after comparing its content with its checksums if it ``reads_content``.
+
+    A local file is mapped, so that only the parts in use are read. Any other file is fetched whole, since
+    not every server can send parts. Raises :class:`CheckpointError` if it is damaged, or not a file.
     """
     filesystem, place = url_to_fs(path)
     if not filesystem.exists(place):
         raise CheckpointError("there is no such file or directory")
     if paths.is_local(path) and not os.path.isfile(place):
         raise CheckpointError("it is not a regular file")
-    source = place if paths.is_local(path) else io.BytesIO(filesystem.cat_file(place))
-    if reads_content:
-        with open(source, "rb") if isinstance(source, str) else contextlib.nullcontext(source) as file:
-            check_content(file)
+    source: str | io.BytesIO
+    if paths.is_local(path):
+        source = place
+        if reads_content:
+            with open(place, "rb") as file:
+                check_content(file)
+    else:
+        source = io.BytesIO(filesystem.cat_file(place))
+        if reads_content:
+            check_content(source)
     checkpoint = load_plain_data(source, path, weights_only is not False)
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(MODEL), dict):
         raise CheckpointError(f"it has no {MODEL!r}: this is not a checkpoint of a LightningModule")
@@ -122,7 +132,7 @@ def load_file(path: str, weights_only: bool | None, reads_content: bool = True) 
 
 
 def check_content(file: IO[bytes], name: str = "it") -> None:
-    """Compare what ``torch.save`` has written with its checksums; raises CheckpointError if it differs."""
+    """Compare the content of ``torch.save``'s ``file`` with its checksums; CheckpointError if it differs."""
     try:
         damaged = zipfile.ZipFile(file).testzip()
     except Exception as error:  # damaged content can raise anything
@@ -134,32 +144,33 @@ def check_content(file: IO[bytes], name: str = "it") -> None:
 
 
 class WholeCheckpoint(Saved):
-    """A checkpoint of whole tensors, as Lightning loads it, open for loading.
+    """A checkpoint of whole tensors, in the form that Lightning loads, open for loading.
 
-    Plain optimizers only number parameters: ``parameter_names`` has those of each of the run's optimizers, by group,
-    for files that name none.
+    Plain optimizers only number their parameters. For files that hold no names, ``parameter_names`` has the
+    names of each of this run's optimizers by group.
     """
 
     def __init__(self, path: str, checkpoint: dict[str, Any], parameter_names: Iterable[Names] = ()) -> None:
         self.path = path
-        self.rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
+        self.rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, state_dict.OPTIMIZERS)}
         self.module_versions = module_versions(checkpoint[MODEL])
         of_model = state_dict.without_wrappers_in(checkpoint[MODEL])
         values: dict[str, Any] = {f"{MODEL}.{name}": value for name, value in of_model.items()}
         self._optimizers: list[dict[str, Any]] = []
-        noted = self.rest.pop(optimizers.PARAMETER_NAMES, None) or parameter_names
-        states = [state for state in checkpoint.get("optimizer_states", []) if state]
-        for index, (state, names) in enumerate(zip(states, noted, strict=False)):
+        names_by_optimizer = self.rest.pop(optimizers.PARAMETER_NAMES, None) or parameter_names
+        states = [state for state in checkpoint.get(state_dict.OPTIMIZERS, []) if state]
+        for index, (state, names) in enumerate(zip(states, names_by_optimizer, strict=False)):
             named = optimizers.by_name(state, optimizers.flat(names))
             tree, leaves = take_apart(named, (optimizers.optimizer_key(index),))
             self._optimizers.append(tree)
             values.update({joined(path): leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)})
-        # Lightning's WeightAveraging keeps a state of the model there.
+        # Lightning's WeightAveraging keeps a state of the model in "current_model_state".
         sharded = {*self.rest.pop(state_dict.SHARDED_STATES, ()), "current_model_state"}
-        for place, each in state_dict.dicts_in(self.rest):
+        for place, tensors in state_dict.dicts_in(self.rest):
             if place in sharded:
-                values.update({f"{place}.{without_wrappers(name)}": value for name, value in each.items()})
-        self.entries = {name: value if isinstance(value, Tensor) else None for name, value in values.items()}
+                named = {f"{place}.{without_wrappers(name)}": value for name, value in tensors.items()}
+                values.update(named)
+        self.entries = {key: value if isinstance(value, Tensor) else None for key, value in values.items()}
         self._values = values
 
     @override
@@ -172,14 +183,14 @@ class WholeCheckpoint(Saved):
         fill_tree(targets, self._values)
 
     def read_model_alone(self, name: str) -> Any:
-        """One entry of the model's state, a tensor whole and in host memory. Not a collective."""
+        """One entry of the model's state; a tensor is whole and in host memory. Not a collective."""
         return self._values[f"{MODEL}.{name}"]
 
 
 def fill_tree(targets: Any, values: Mapping[str, Any], prefix: str = "") -> None:
     """Overwrite the tensors in ``targets``, nested dicts and lists, with whole ``values`` by flattened name.
 
-    Each rank keeps its part of those that are sharded; other values are replaced. Not a collective.
+    Each rank keeps its part of sharded tensors. Values that are not tensors are replaced. Not a collective.
     """
     items = targets.items() if isinstance(targets, dict) else enumerate(targets)
     for key, target in list(items):
@@ -194,20 +205,21 @@ def fill_tree(targets: Any, values: Mapping[str, Any], prefix: str = "") -> None
 
 
 def fill_module(module: nn.Module, checkpoint: dict[str, Any], own: list[Optimizer], strict: bool) -> None:
-    """Load the state of ``module``, a replicated model, with its own hooks, which may rename entries. Not a collective.
+    """Load the state of a replicated ``module`` through its hooks, which may rename entries. Not a collective.
 
-    Raises :class:`CheckpointError` if it does not fit the run's ``own`` optimizers, which Lightning fills afterwards
-    with their states in this run's order; or if it is another model's: torch has then filled what fits.
+    Puts optimizer states in the order of the run's ``own`` optimizers, which Lightning fills afterwards.
+    Raises :class:`CheckpointError` if the checkpoint does not match them, or holds another model; torch has
+    then loaded the entries that match.
     """
     if own:
-        states = checkpoint.get("optimizer_states", [])
+        states = checkpoint.get(state_dict.OPTIMIZERS, [])
         if not states:
-            raise optimizers.no_optimizer_state(0)
+            raise optimizers.no_optimizer_state()
         optimizers.check_number("optimizers", len(states), len(own))
-        noted = checkpoint.get(optimizers.PARAMETER_NAMES) or [None] * len(own)
-        checkpoint["optimizer_states"] = [
+        names_by_optimizer = checkpoint.get(optimizers.PARAMETER_NAMES) or [None] * len(own)
+        checkpoint[state_dict.OPTIMIZERS] = [
             _as_own(module, optimizer, state, names, index)
-            for index, (optimizer, state, names) in enumerate(zip(own, states, noted, strict=True))
+            for index, (optimizer, state, names) in enumerate(zip(own, states, names_by_optimizer, strict=True))
         ]
     saved = checkpoint[MODEL]
     state = state_dict.under_own_names(module, saved, module_versions(saved))
@@ -215,22 +227,22 @@ def fill_module(module: nn.Module, checkpoint: dict[str, Any], own: list[Optimiz
         module.load_state_dict(state, strict=strict)
     except RuntimeError as error:
         raise CheckpointError(
-            f"it does not match the model: {error} (with LightningModule.strict_loading = False, names that only one"
-            " of the two has are skipped)"
+            f"it does not match the model: {error} (with LightningModule.strict_loading = False, names that only"
+            " one of the two has are skipped)"
         ) from error
 
 
-def _as_own(module: nn.Module, optimizer: Optimizer, state: Any, noted: Names | None, index: int) -> Any:
-    """A saved optimizer's ``state``, parameters in this run's order where their names are ``noted`` or in it."""
-    if not optimizers.has_groups(state):  # the optimizer has a form of its own, and checks it
+def _as_own(module: nn.Module, optimizer: Optimizer, state: Any, saved_names: Names | None, index: int) -> Any:
+    """A saved optimizer's ``state`` in this run's order of parameters, if it or ``saved_names`` has names."""
+    if not optimizers.has_groups(state):  # not torch's form: the optimizer checks it when it loads
         return state
     state = {key: value for key, value in state.items() if key != optimizers.NOTES}
     groups = state["param_groups"]
     optimizers.check_groups(optimizer, groups, index)
-    there = noted or [list(group["params"]) for group in groups]
-    if not all(isinstance(name, str) for name in optimizers.flat(there)):
+    saved = saved_names or [list(group["params"]) for group in groups]
+    if not all(isinstance(name, str) for name in optimizers.flat(saved)):
         return state
     names = optimizers.parameter_names(module, optimizer)
-    known = {without_wrappers(name): each for name, each in module.named_parameters()}
-    renamed = optimizers.new_names(there, names, known, index)
-    return optimizers.in_order(state, there, renamed, names)
+    known = {without_wrappers(name): parameter for name, parameter in module.named_parameters()}
+    renamed = optimizers.new_names(saved, names, known, index)
+    return optimizers.in_order(state, saved, renamed, names)

@@ -1,4 +1,4 @@
-"""The state of a model and its optimizers under the names of parameters: collected for saving, filled when loading."""
+"""The state of a model and its optimizers under the names of parameters, for saving and loading."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -29,36 +29,45 @@ from lightning_automodel.internals.torch import (
 )
 
 MODEL = "state_dict"
-
-OwnedParameters = Callable[[Optimizer], Mapping[nn.Parameter, bool]]
-"""Of an optimizer: the parameters that it steps whole, and whether this rank owns them."""
+"""Key of the model's state in a checkpoint."""
 
 OPTIMIZERS = "optimizer_states"
+"""Key of the optimizers' states in a checkpoint."""
 
 EXTRA_STATES = "lightning_automodel_extra_state"
-"""Key in ``meta.pt`` of what ``get_extra_state`` returns: torch would flatten dicts, and lose empty ones."""
+"""Key in ``meta.pt`` of extra states (``get_extra_state``): torch would flatten dicts and lose empty ones."""
 
 MODULE_VERSIONS = "lightning_automodel_module_versions"
-"""Key in ``meta.pt`` of what torch notes of each module (``_version``). One file has it on the model's state dict."""
+"""Key in ``meta.pt`` of the modules' metadata (``_version``), an attribute of the state dict in one file."""
 
 SHARDED_STATES = "lightning_automodel_shards"
 """Key in one file of a list: the places of its dicts whose tensors were sharded when it was saved."""
 
+OwnedParameters = Callable[[Optimizer], Mapping[nn.Parameter, bool]]
+"""The parameters that an optimizer steps whole, and whether this rank owns them."""
+
 
 def is_extra_state(name: str) -> bool:
-    """Whether a module's ``get_extra_state`` has returned the entry ``name`` of the model's state."""
+    """Whether the entry ``name`` of the model's state comes from a module's ``get_extra_state``."""
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
+def empty_on_host(entry: Tensor | None) -> Tensor | None:
+    """A tensor in host memory to read ``entry`` into; None if that is not a tensor."""
+    if entry is None:
+        return None
+    return torch.empty_like(entry, device="cpu")
+
+
 class Saved(ABC):
-    """A checkpoint that is open for loading, of either form.
+    """A checkpoint of either form, open for loading.
 
     Attributes:
         path: Path of the checkpoint.
         rest: The checkpoint without the states of model and optimizers.
         entries: Tensors, with or without values, by flattened name; None for other objects.
-        module_versions: What torch has noted of each module, by its name.
-        world_size: Ranks that wrote a directory; None for one file.
+        module_versions: torch's metadata of each module, by the module's name.
+        world_size: Number of ranks that wrote a directory; None for one file.
     """
 
     path: str
@@ -73,23 +82,25 @@ class Saved(ABC):
 
     @abstractmethod
     def optimizer_states(self) -> list[dict[str, Any]]:
-        """States of optimizers, with parameters by name and a place for each tensor (:mod:`.trees`)."""
+        """States of the optimizers, with parameters by name and a place for each tensor (:mod:`.trees`)."""
 
     @property
     def model(self) -> dict[str, Tensor | None]:
         """Entries of the model's state by name."""
-        return {n.removeprefix(f"{MODEL}."): entry for n, entry in self.entries.items() if n.startswith(f"{MODEL}.")}
+        prefix = f"{MODEL}."
+        entries = self.entries.items()
+        return {name.removeprefix(prefix): entry for name, entry in entries if name.startswith(prefix)}
 
     def read_model(self, names: Iterable[str]) -> dict[str, Any]:
-        """The entries of the model's state with these ``names``, tensors whole and in host memory."""
+        """The entries of the model's state with these ``names``; tensors are whole and in host memory."""
         entries = self.model
-        found = {name: None if (e := entries[name]) is None else torch.empty_like(e, device="cpu") for name in names}
-        self.read_into({MODEL: found})
-        return found
+        state: dict[str, Any] = {name: empty_on_host(entries[name]) for name in names}
+        self.read_into({MODEL: state})
+        return state
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """State dict of the model's own tensors, which are not copied, under names without wrappers."""
+    """State dict of the model's own tensors, not copies, under names without wrappers."""
     state = model.state_dict()
     named = without_wrappers_in(state)
     return with_module_versions(named, module_versions(state))
@@ -102,78 +113,81 @@ def without_wrappers_in(state: Mapping[str, Any]) -> dict[str, Any]:
         key = without_wrappers(name)
         if key in named and named[key] is not value:
             raise CheckpointError(
-                f"two entries of the state are named {key} without the prefixes of torch.compile and activation"
-                f" checkpointing, one of them {name}: rename one of the modules"
+                f"two entries of the state are named {key} without the prefixes of torch.compile and"
+                f" activation checkpointing, one of them {name}: rename one of the modules"
             )
         named[key] = value
     return named
 
 
 def whole(state: Any, keep: bool) -> Any:
-    """``state``, nested collections, with whole tensors on the CPU. Every rank must call it if any is sharded.
+    """``state``, nested collections, with whole tensors on the CPU. A collective if any tensor is sharded.
 
-    Gathers one tensor at a time: besides the shards, a rank holds one whole tensor on its device. A rank with ``keep``
-    also holds the whole state in host memory; the others get an empty dict.
+    It gathers one tensor at a time: besides the shards, a rank holds one whole tensor on its device. A rank
+    with ``keep`` also holds the whole state in host memory; the others get an empty dict.
     """
 
     def gathered(tensor: Tensor) -> Tensor | None:
-        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return None if not keep else tensor if tensor.is_meta else tensor.cpu()
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        if not keep:
+            return None
+        return tensor if tensor.is_meta else tensor.cpu()
 
-    found = _converted(state, gathered)
-    return found if keep else {}
+    converted = _converted(state, gathered)
+    return converted if keep else {}
 
 
 def _converted(state: dict[str, Any], convert: Callable[[Tensor], Tensor | None]) -> dict[str, Any]:
-    """A copy of a checkpoint, or of a state in it, whose tensors are those that ``convert`` returns."""
-    found = apply_to_collection(state, Tensor, convert, allow_frozen=True)
+    """A copy of a checkpoint, or of a state in it, with ``convert`` applied to each tensor."""
+    converted = apply_to_collection(state, Tensor, convert, allow_frozen=True)
     if versions := module_versions(state):
-        return with_module_versions(found, versions)
+        return with_module_versions(converted, versions)
     if versions := module_versions(state.get(MODEL, {})):
-        found[MODEL] = with_module_versions(found[MODEL], versions)
-    return found
+        converted[MODEL] = with_module_versions(converted[MODEL], versions)
+    return converted
 
 
 def copied(states: dict[str, Any]) -> dict[str, Any]:
-    """A copy of ``states`` in host memory, which training does not change; pinned, of tensors on an accelerator.
+    """A copy of ``states`` in host memory that training does not change, pinned for accelerators' tensors.
 
-    torch's ``DefaultStager`` (2.13 to 2.15), as ``async_save`` uses it, loses that a tensor is a conjugate or negative
-    view of its storage, cannot copy tensors without a storage or quantised ones, copies the whole storage of a view,
-    and pins memory for CUDA alone.
+    torch's ``DefaultStager`` (2.13 to 2.15), which ``async_save`` uses, forgets that a tensor is a conjugate
+    or negative view of its storage, cannot copy quantised tensors or tensors without a storage, copies the
+    whole storage of a view, and pins memory for CUDA only.
     """
-    found = _converted(states, _copy_to_host)
+    copies = _converted(states, _copy_to_host)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-    return found
+    return copies
 
 
 def _copy_to_host(tensor: Tensor) -> Tensor:
-    """A copy, of an accelerator's tensor complete once the device is synchronised."""
+    """A copy in host memory, complete once the device of ``tensor`` is synchronised."""
     tensor = tensor.detach()
     if tensor.is_meta:
         return tensor
     is_view = tensor.is_conj() or tensor.is_neg()
     if tensor.device.type == "cpu" or tensor.layout != torch.strided or tensor.is_quantized or is_view:
         return tensor.to("cpu", copy=True)
-    # Into pageable memory the device would copy by way of a buffer of its driver, and the host wait for each tensor.
+    # A copy to pageable memory goes through a buffer of the driver, and the host waits for each tensor.
     host = torch.empty_like(tensor, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
 
 def load_model(saved: Saved, model: nn.Module, optimizers: list[Optimizer], strict: bool) -> None:
-    """Fill a model, once it and its ``optimizers`` were checked. Every rank must call it.
+    """Fill a model, after checking it and its ``optimizers``. Every rank must call it.
 
-    Raises :class:`CheckpointError`, and loads nothing, if entries are missing, left over (``strict`` only), or have
-    other shapes, or the optimizers differ from the saved ones.
+    Raises :class:`CheckpointError`, and loads nothing, if entries are missing or left over (only if
+    ``strict``), if entries have other shapes, or if the optimizers differ from the saved ones.
     """
-    model.zero_grad()  # which ends open windows, if a hook loads weights within a fit
+    model.zero_grad()  # ends open windows, in case a hook loads weights within a fit
     of_model = model_state(model)
     what = f"Cannot load {saved.path}"
     targets: dict[str, Any] = {}
     with on_every_rank(what):
         targets[MODEL] = _model_targets(saved, model, of_model, strict)
         _loadings(saved, model, optimizers, owned=lambda optimizer: {})
-    # Everything fits on every rank: from here on tensors are overwritten.
+    # Everything matches on every rank: from here on tensors are overwritten.
     saved.read_into(targets)
     with on_every_rank(what):
         _load_model(model, targets[MODEL], saved.module_versions, strict)
@@ -182,10 +196,10 @@ def load_model(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
 def load_optimizers(saved: Saved, model: nn.Module, optimizers: list[Optimizer], owned: OwnedParameters) -> None:
     """Fill the optimizers of a model. Every rank must call it.
 
-    What had no state when it was saved (an optimizer that had not stepped, a parameter without gradients so far) starts
-    without state. Saved options of optimizers win; others stay this run's.
+    An optimizer that had not stepped when it was saved, or a parameter that had no gradients yet, starts
+    without state. Saved options override this run's; options that were not saved stay this run's.
 
-    Raises :class:`CheckpointError`, and changes none, if they differ from the saved ones.
+    Raises :class:`CheckpointError`, and changes no optimizer, if they differ from the saved ones.
     """
     loadings: list[Loading] = []
     with on_every_rank(f"Cannot load {saved.path}"):
@@ -199,9 +213,11 @@ def load_optimizers(saved: Saved, model: nn.Module, optimizers: list[Optimizer],
 
 
 def _loadings(saved: Saved, model: nn.Module, optimizers: list[Optimizer], owned: OwnedParameters) -> list[Loading]:
-    states = saved.optimizer_states() if optimizers else []
-    if optimizers and not states:
-        raise no_optimizer_state(0)
+    if not optimizers:
+        return []
+    states = saved.optimizer_states()
+    if not states:
+        raise no_optimizer_state()
     check_number("optimizers", len(states), len(optimizers))
     named = {without_wrappers(name): parameter for name, parameter in model.named_parameters()}
     parameters = {name: parameter.detach() for name, parameter in named.items()}
@@ -214,53 +230,60 @@ def _loadings(saved: Saved, model: nn.Module, optimizers: list[Optimizer], owned
 
 
 def _model_targets(saved: Saved, model: nn.Module, own: dict[str, Any], strict: bool) -> dict[str, Any]:
-    """What to read of the model's saved state: its ``own`` tensors, else new ones, which its modules take apart.
+    """Targets for reading the model's saved state: its ``own`` tensors, or new ones that its modules take apart.
 
-    Raises CheckpointError unless the two states match. Where modules load by themselves, they decide.
+    Raises CheckpointError unless the two states match. Modules that load by themselves check theirs.
     """
     entries = saved.model
     prefixes = _loading_by_themselves(model)
     _check_model(entries, own, strict, prefixes)
     targets: dict[str, Any] = {}
     for name, entry in entries.items():
-        is_own = name in own
-        if not is_own and not name.startswith(prefixes):
+        if name not in own and not name.startswith(prefixes):
             continue
-        is_resized = isinstance(own.get(name), Tensor) and entry is not None and own[name].size() != entry.size()
-        if entry is not None and (not is_own or is_resized or is_extra_state(name)):
-            targets[name] = torch.empty(entry.size(), dtype=entry.dtype)
-        else:
-            targets[name] = own.get(name)
+        target = own.get(name)
+        if entry is not None:
+            is_resized = isinstance(target, Tensor) and target.size() != entry.size()
+            if name not in own or is_resized or is_extra_state(name):
+                target = torch.empty(entry.size(), dtype=entry.dtype)
+        targets[name] = target
     return targets
 
 
 def _loading_by_themselves(model: nn.Module) -> tuple[str, ...]:
-    """Prefixes of the names of what is below the modules that load by themselves."""
-    paths = [without_wrappers(path) for path, each in model.named_modules() if loads_by_itself(each)]
+    """Prefixes of the entries' names below the modules that load by themselves."""
+    paths = [without_wrappers(path) for path, module in model.named_modules() if loads_by_itself(module)]
     return tuple(f"{path}." if path else "" for path in paths)
 
 
 def _check_model(
     entries: Mapping[str, Tensor | None], targets: dict[str, Any], strict: bool, prefixes: tuple[str, ...]
 ) -> None:
-    """Raise CheckpointError unless the entries match, apart from those whose names begin with one of ``prefixes``."""
+    """Raise CheckpointError unless the entries match, apart from those below the ``prefixes``."""
     missing = [name for name in targets if name not in entries and not name.startswith(prefixes)]
     unknown = [name for name in entries if name not in targets and not name.startswith(prefixes)]
-    # Nothing in common is an error also where loading is not strict: it would train from scratch in silence.
+    # Nothing in common is an error even without ``strict``: training would silently start from scratch.
     if (targets and len(missing) == len(targets)) or (strict and (missing or unknown)):
         raise _mismatch(missing, unknown)
     for name, target in targets.items():
         entry = entries.get(name)
-        if not isinstance(target, Tensor) or entry is None or is_extra_state(name) or entry.size() == target.size():
+        if not isinstance(target, Tensor) or entry is None or is_extra_state(name):
             continue
-        # A module may resize a buffer, but not its shards.
+        if entry.size() == target.size():
+            continue
+        # A module may resize a buffer, but not a sharded tensor.
         if isinstance(target, DTensor) or not name.startswith(prefixes):
-            there, here = list(entry.size()), list(target.size())
+            there = list(entry.size())
+            here = list(target.size())
             raise CheckpointError(f"{name} has shape {there} in the checkpoint and {here} in this model")
 
 
 def _mismatch(missing: list[str], unknown: list[str]) -> CheckpointError:
-    differing = [f"{word} {some(names)}" for word, names in (("missing", missing), ("unexpected", unknown)) if names]
+    differing: list[str] = []
+    if missing:
+        differing.append(f"missing {some(missing)}")
+    if unknown:
+        differing.append(f"unexpected {some(unknown)}")
     return CheckpointError(
         f"it does not match the model: {', '.join(differing)}"
         " (with LightningModule.strict_loading = False, what both have is loaded)"
@@ -270,31 +293,40 @@ def _mismatch(missing: list[str], unknown: list[str]) -> CheckpointError:
 def under_own_names(
     model: nn.Module, state: Mapping[str, Any], versions: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """``state`` as ``model.load_state_dict`` takes it: names with wrappers, and the versions of its modules."""
+    """``state`` for ``model.load_state_dict``: under names with wrappers, and with its modules' versions."""
     own = model.state_dict().keys()
-    name_of = {without_wrappers(name): name for name in own}
-    named = {name if name in own else name_of.get(without_wrappers(name), name): value for name, value in state.items()}
-    paths = {path: without_wrappers(f"{path}.").removesuffix(".") for path, _ in model.named_modules()}
-    return with_module_versions(named, {path: versions[name] for path, name in paths.items() if name in versions})
+    own_name = {without_wrappers(name): name for name in own}
+    renamed: dict[str, Any] = {}
+    for name, value in state.items():
+        if name not in own:
+            name = own_name.get(without_wrappers(name), name)
+        renamed[name] = value
+    own_versions: dict[str, dict[str, Any]] = {}
+    for path, _ in model.named_modules():
+        name = without_wrappers(f"{path}.").removesuffix(".")
+        if name in versions:
+            own_versions[path] = versions[name]
+    return with_module_versions(renamed, own_versions)
 
 
 def _load_model(model: nn.Module, state: dict[str, Any], versions: Mapping[str, dict[str, Any]], strict: bool) -> None:
-    """Hand ``state`` to the modules, whose own tensors in it have their values already."""
-    found = model.load_state_dict(under_own_names(model, state, versions), strict=False)
-    if found is None:  # of a load_state_dict of the user's
+    """Pass ``state`` to the modules; those of their own tensors that are in it have their values already."""
+    result = model.load_state_dict(under_own_names(model, state, versions), strict=False)
+    if result is None:  # from a user's load_state_dict
         return
-    # The rest was compared before.
-    unknown = [name for name in found.unexpected_keys if without_wrappers(name) in state]
-    missing = [name for name in found.missing_keys if without_wrappers(name).startswith(_loading_by_themselves(model))]
+    prefixes = _loading_by_themselves(model)
+    # The other entries were compared before.
+    unknown = [name for name in result.unexpected_keys if without_wrappers(name) in state]
+    missing = [name for name in result.missing_keys if without_wrappers(name).startswith(prefixes)]
     if strict and (missing or unknown):
         raise _mismatch(missing, unknown)
 
 
-# --- Shards beside the model, such as callbacks' averages of the weights ----------------------------------------------
+# --- Shards beside the model, such as callbacks' averages of the weights ----------------------------------
 
 
 def dicts_in(tree: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Each dict within ``tree`` with its place, such as ``"callbacks/EMA"``; outer ones first."""
+    """Each dict within ``tree`` with its place, such as ``"callbacks/EMA"``; outer dicts first."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield f"{place}{key}", value
@@ -303,42 +335,52 @@ def dicts_in(tree: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, di
 
 def sharded_states(tree: Mapping[str, Any]) -> list[str]:
     """Places of the dicts in ``tree`` that hold shards."""
-    return [place for place, each in dicts_in(tree) if any(isinstance(leaf, DTensor) for leaf in each.values())]
+    return [place for place, values in dicts_in(tree) if _has_shards(values.values())]
+
+
+def _has_shards(leaves: Iterable[Any]) -> bool:
+    return any(isinstance(leaf, DTensor) for leaf in leaves)
 
 
 def split_shards(tree: dict[str, Any], names: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split ``tree``, left unchanged, into what is whole on every rank and the tensors of sharded states, by place.
+    """Split ``tree``, left unchanged, into the tensors of sharded states, by place, and everything else.
 
-    Raises ValueError if there are shards in a list, or under names that are not in the model's state's ``names``.
+    Raises ValueError if there are shards in a list, or beside names that are not among the ``names`` of the
+    model's state.
     """
-    rest, shards = with_own_dicts(tree), dict[str, Any]()
-    for place, each in [("", rest), *dicts_in(rest)]:
-        listed = [leaf for value in each.values() if isinstance(value, (list, tuple)) for leaf in value]
-        if any(isinstance(leaf, DTensor) for leaf in each.values()):
-            shards[place] = {name: each.pop(name) for name, leaf in list(each.items()) if isinstance(leaf, Tensor)}
-        if any(isinstance(leaf, DTensor) for leaf in listed) or not set(names).issuperset(shards.get(place, ())):
+    rest = with_own_dicts(tree)
+    shards: dict[str, Any] = {}
+    for place, values in [("", rest), *dicts_in(rest)]:
+        listed = [leaf for value in values.values() if isinstance(value, (list, tuple)) for leaf in value]
+        if _has_shards(values.values()):
+            tensors = [name for name, leaf in values.items() if isinstance(leaf, Tensor)]
+            shards[place] = {name: values.pop(name) for name in tensors}
+        if _has_shards(listed) or not set(names).issuperset(shards.get(place, ())):
             raise shards_that_cannot_be_loaded(place or "top level")
     return rest, shards
 
 
 def shards_that_cannot_be_loaded(place: str) -> ValueError:
-    """The error for shards at a ``place`` of the checkpoint where nobody would find them again."""
+    """The error for shards at a ``place`` of the checkpoint from which they could not be loaded."""
     return ValueError(
-        f"The checkpoint's {place} holds shards in a list or an object, or beside names that are not in the model's"
-        " state dict, so that they could not be loaded again: save shards in a dict under the names of the parameters"
-        " that they belong to, or tensor.full_tensor(), called on every rank."
+        f"The checkpoint's {place} holds shards in a list or an object, or beside names that are not in the"
+        " model's state dict, so that they could not be loaded again: save shards in a dict under the names of"
+        " the parameters that they belong to, or tensor.full_tensor(), called on every rank."
     )
 
 
 def with_own_dicts(tree: dict[str, Any]) -> dict[str, Any]:
-    """A copy of ``tree`` whose dicts are new, down to its leaves."""
-    items = {key: with_own_dicts(value) if isinstance(value, dict) else value for key, value in tree.items()}
+    """A copy of ``tree`` with new dicts at every level and the same leaves."""
+    items = dict(tree.items())
+    for key, value in items.items():
+        if isinstance(value, dict):
+            items[key] = with_own_dicts(value)
     return dict_like(tree, items)
 
 
 def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, Any]) -> None:
-    """Put sharded states back into ``tree``, a part of ``saved.rest``, sharded like ``model_state``. A collective."""
-    for place, each in dicts_in(tree):
+    """Read sharded states into ``tree``, part of ``saved.rest``, sharded like ``model_state``. A collective."""
+    for place, values in dicts_in(tree):
         shards = {
             name: torch.empty_like(own, dtype=entry.dtype)
             for name, own in model_state.items()
@@ -346,4 +388,4 @@ def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, An
         }
         if shards:
             saved.read_into({place: shards})
-            each.update(shards)
+            values.update(shards)

@@ -1,7 +1,7 @@
-"""Modules within what a checkpoint pickles, such as a network among the hyper-parameters: saved as whole, plain ones.
+"""Modules that a checkpoint pickles, such as a network among the hyper-parameters, saved whole and plain.
 
-A sharded module is of a class that FSDP2 has made, holds its hooks, and has only this rank's part of each parameter. So
-rank 0 pickles a copy of it, of the user's class and with whole tensors, which all ranks gather.
+A sharded module has a class that FSDP2 made, FSDP2's hooks, and only this rank's part of each parameter. So
+rank 0 pickles a copy of the user's class instead, with whole tensors, which all ranks gather.
 """
 
 import io
@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.state_dict import with_own_dicts
+from lightning_automodel.checkpoint.trees import Nowhere
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals import torch as torch_internals
@@ -25,56 +26,64 @@ _OURS = __name__.partition(".")[0]
 
 
 def with_whole_modules(checkpoint: dict[str, Any], module: nn.Module, what: str) -> dict[str, Any]:
-    """``checkpoint`` with whole, plain copies in place of the parts of the sharded ``module`` that it would pickle.
+    """``checkpoint`` with whole, plain copies in place of submodules of the sharded ``module`` in it.
 
-    A collective, which exchanges names where there are none. Gathers one tensor at a time; rank 0 keeps them in host
-    memory. On the other ranks the checkpoint is unchanged.
+    A collective, even if there are no submodules to copy. It gathers one tensor at a time; rank 0 keeps them
+    in host memory. On the other ranks the checkpoint is unchanged.
 
     Raises:
-        CheckpointError: On every rank, if rank 0 cannot pickle an entry, or one is an object that holds shards which
-            are not the module's; ``what`` has failed.
+        CheckpointError: On every rank, if rank 0 cannot pickle an entry, or an entry holds shards that are
+            not the module's. The message says that ``what`` failed.
     """
     tree: dict[str, Any] = checkpoint
-    found: list[_Entry] = []  # on rank 0, whose entries are saved
+    entries: list[_Entry] = []  # filled on rank 0 alone, which writes them
     names: list[str] = []
     with on_every_rank(what):
         if group_rank() == 0:
             tree = with_own_dicts(checkpoint)
-            found = list(_entries_with_modules(tree, module))
-            names = _names_of_shards(found, module)
+            entries = list(_entries_with_modules(tree, module))
+            names = _names_of_shards(entries, module)
     whole: dict[str, Tensor] = {}
     for name in collectives.broadcast_object(names, 0):
         tensor = _by_name(module)[name]
         gathered = tensor.detach().full_tensor().cpu()
         if group_rank() == 0:
-            is_parameter = isinstance(tensor, nn.Parameter)
-            whole[name] = nn.Parameter(gathered, tensor.requires_grad) if is_parameter else gathered
+            if isinstance(tensor, nn.Parameter):
+                gathered = nn.Parameter(gathered, tensor.requires_grad)
+            whole[name] = gathered
     with on_every_rank(what):
-        for entry in found:
+        for entry in entries:
             entry.replace(whole, module)
     return tree
 
 
 def note_on_hyper_parameters(module: Any) -> str | None:
-    """What to know of a sharded module among the hyper-parameters of a LightningModule before it trains."""
-    held = [
-        name
-        for name, value in dict(module.hparams).items()
-        if isinstance(value, nn.Module) and any(isinstance(each, DTensor) for each in value.parameters())
-    ]
+    """A note for the user if there are sharded modules among the hyper-parameters of a LightningModule."""
+    held: list[str] = []
+    for name, value in dict(module.hparams).items():
+        parameters = value.parameters() if isinstance(value, nn.Module) else ()
+        if any(isinstance(parameter, DTensor) for parameter in parameters):
+            held.append(name)
     if not held:
         return None
     return (
-        f"The hyper-parameters {', '.join(held)} are parts of the model: each checkpoint holds a whole copy of them"
-        " beside the shards, for which rank 0 needs host memory, and loads with weights_only=False alone. Where that"
-        f" is not wanted: self.save_hyperparameters(ignore={held})."
+        f"The hyper-parameters {', '.join(held)} are parts of the model: each checkpoint holds a whole copy of"
+        " them beside the shards, for which rank 0 needs host memory, and loads with weights_only=False alone."
+        f" Where that is not wanted: self.save_hyperparameters(ignore={held})."
     )
 
 
 class _Entry:
-    """A value of a checkpoint, packed: ``tensors`` are what the pickled ``content`` refers to by number."""
+    """A pickled value of a checkpoint; its ``content`` refers to its ``tensors`` by number."""
 
-    def __init__(self, place: str, holder: dict[Any, Any], key: Any, content: bytes, tensors: list[Tensor]) -> None:
+    def __init__(
+        self,
+        place: str,
+        holder: dict[Any, Any],
+        key: Any,
+        content: bytes,
+        tensors: list[Tensor],
+    ) -> None:
         self.place = place
         self.tensors = tensors
         self._holder = holder
@@ -82,7 +91,7 @@ class _Entry:
         self._content = content
 
     def replace(self, whole: dict[str, Tensor], module: nn.Module) -> None:
-        """Put a copy in place of the value, with ``whole`` tensors by the names that they have in ``module``."""
+        """Put a copy in place of the value, with ``whole`` tensors by their names in ``module`` for its shards."""
         names = _names_by_id(module)
         copies: list[Tensor] = []
         for tensor in self.tensors:
@@ -96,15 +105,17 @@ class _Entry:
 
 
 def _entries_with_modules(tree: dict[str, Any], module: nn.Module) -> Iterator[_Entry]:
-    modules = {id(each) for each in module.modules()}
+    modules = {id(submodule) for submodule in module.modules()}
     for place, holder, key, value in _leaves(tree, "checkpoint"):
-        survey = _Packing(_Nowhere(), modules)  # most entries hold no modules, and some are large
+        survey = _Packing(Nowhere(), modules)  # most entries hold no modules, and some are large
         try:
             survey.dump(value)
         except Exception as error:  # objects can raise anything
             raise CheckpointError(f"{place} cannot be pickled: {error}") from error
-        is_list = isinstance(value, (list, tuple))  # whose shards are looked for elsewhere
-        if survey.has_modules or (not is_list and any(isinstance(each, DTensor) for each in survey.tensors)):
+        has_shards = any(isinstance(tensor, DTensor) for tensor in survey.tensors)
+        if isinstance(value, (list, tuple)):
+            has_shards = False  # split_shards refuses shards in lists, and whole() gathers them
+        if survey.has_modules or has_shards:
             stream = io.BytesIO()
             packing = _Packing(stream, modules)
             packing.dump(value)
@@ -114,7 +125,7 @@ def _entries_with_modules(tree: dict[str, Any], module: nn.Module) -> Iterator[_
 def _leaves(tree: dict[Any, Any], place: str) -> Iterator[tuple[str, dict[Any, Any], Any, Any]]:
     for key, value in tree.items():
         within = f"{place}[{key!r}]"
-        if str(key).startswith(_OURS):  # plain data, and much of it with many ranks
+        if str(key).startswith(_OURS):  # plain data, which grows with the number of ranks
             continue
         if isinstance(value, dict):
             yield from _leaves(value, within)
@@ -123,7 +134,7 @@ def _leaves(tree: dict[Any, Any], place: str) -> Iterator[tuple[str, dict[Any, A
 
 
 def _by_name(module: nn.Module) -> dict[str, Any]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
 def _names_by_id(module: nn.Module) -> dict[int, str]:
@@ -131,33 +142,26 @@ def _names_by_id(module: nn.Module) -> dict[int, str]:
 
 
 def _names_of_shards(entries: list[_Entry], module: nn.Module) -> list[str]:
-    """Names of the sharded tensors that ``entries`` refer to; CheckpointError if one is not the model's."""
+    """Names of the sharded tensors in ``entries``; CheckpointError if one is not the model's."""
     names = _names_by_id(module)
-    found: dict[str, None] = {}
+    used: dict[str, None] = {}
     for entry in entries:
         for tensor in entry.tensors:
-            if isinstance(tensor, DTensor) and id(tensor) not in names:
+            if not isinstance(tensor, DTensor):
+                continue
+            if id(tensor) not in names:
                 raise CheckpointError(
                     f"{entry.place} holds a sharded tensor that is none of the model's parameters: save"
                     " tensor.full_tensor(), called on every rank"
                 )
-            if isinstance(tensor, DTensor):
-                found[names[id(tensor)]] = None
-    return list(found)
-
-
-class _Nowhere(io.RawIOBase):
-    """A file that keeps nothing."""
-
-    @override
-    def write(self, content: Any) -> int:
-        return len(content)
+            used[names[id(tensor)]] = None
+    return list(used)
 
 
 class _Packing(pickle.Pickler):
-    """Pickles a value, with tensors by number, and the model's modules as plain ones of the user's classes."""
+    """Pickles a value with tensors by number and the model's modules as plain ones of the user's classes."""
 
-    def __init__(self, stream: io.BytesIO | _Nowhere, modules: Collection[int]) -> None:
+    def __init__(self, stream: io.BytesIO | Nowhere, modules: Collection[int]) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
         self.has_modules = False
@@ -177,7 +181,7 @@ class _Packing(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, nn.Module) or id(value) not in self._modules:
             return NotImplemented
-        cls: Any = next(each for each in type(value).__mro__ if not issubclass(each, FSDPModule))
+        cls: Any = next(base for base in type(value).__mro__ if not issubclass(base, FSDPModule))
         if cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__:
             return NotImplemented
         self.has_modules = True
@@ -199,7 +203,7 @@ def _blank(cls: type[nn.Module]) -> nn.Module:
 
 
 def _without_sharding(state: dict[str, Any], cls: type[nn.Module]) -> dict[str, Any]:
-    """A module's attributes without hooks of FSDP2 and this package, and without methods that this package replaced."""
+    """A module's attributes without those that FSDP2 sets, and without this package's hooks and methods."""
     kept: dict[str, Any] = {}
     for name, value in state.items():
         is_method = hasattr(cls, name) and torch_internals.defined_in(value, _OURS)

@@ -31,7 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Plan one model. Returns the exit status: 0, or 1 if it cannot be planned or nothing fits."""
     parsed = _parser().parse_args(arguments)
     try:
-        given = {} if parsed.assume is None else tomllib.loads(parsed.assume.read_text())
+        given = {}
+        if parsed.assume is not None:
+            given = tomllib.loads(parsed.assume.read_text())
         if unknown := given.keys() - asdict(DEVICES[parsed.device]).keys():
             raise CannotPlanError(f"{parsed.assume} has {', '.join(sorted(unknown))}, which no table has.")
         assumed = replace(DEVICES[parsed.device], **given)
@@ -77,7 +79,9 @@ def _parser() -> argparse.ArgumentParser:
 def _import(target: str) -> Build:
     sys.path.insert(0, str(Path.cwd()))
     try:
-        build: Build = _configured(target) if target.endswith((".yaml", ".yml")) else pkgutil.resolve_name(target)
+        if target.endswith((".yaml", ".yml")):
+            return _configured(target)
+        build: Build = pkgutil.resolve_name(target)
     except Exception as error:  # the user's modules can raise anything
         raise CannotPlanError(
             f"{target} cannot be imported ({type(error).__name__}: {error}): run it where `import` finds its modules."
@@ -86,10 +90,11 @@ def _import(target: str) -> Build:
 
 
 def _configured(path: str) -> Build:
-    """What a LightningCLI configuration builds, and the first batch of its data, which has values."""
-    from jsonargparse import ArgumentParser  # what LightningCLI needs; an extra of Lightning's
+    """A function that builds a LightningCLI configuration's module; it adds the first batch of the data."""
+    from jsonargparse import ArgumentParser  # an extra of Lightning's, which LightningCLI needs
 
-    given, parser = yaml.safe_load(Path(path).read_text()), ArgumentParser(exit_on_error=False)
+    given = yaml.safe_load(Path(path).read_text())
+    parser = ArgumentParser(exit_on_error=False)
     for name, base in {"model": pl.LightningModule, "data": pl.LightningDataModule}.items():
         if "class_path" not in (given.get(name) or {}):
             raise ValueError(f"{path} has no class_path for {name}: write it there, or pass module:function")
@@ -104,17 +109,20 @@ def _configured(path: str) -> Build:
 
 
 def _plans(parsed: argparse.Namespace, build: Build, assumed: Assumptions) -> tuple[list[Plan], dict[str, str]]:
-    """Plans of all layouts, the fastest first, and why others were left out."""
-    world, plans, left_out = parsed.world_size, list[Plan](), dict[str, str]()
-    total, nodes = parsed.micro_batches or world, -(-world // parsed.ranks_per_node)
+    """Plans of all layouts, the fastest first, and reasons for leaving out the others."""
+    plans: list[Plan] = []
+    left_out: dict[str, str] = {}
+    world = parsed.world_size
+    total = parsed.micro_batches or world
     sizes = [(t, 1) for t in parsed.tensor or (1, parsed.ranks_per_node)]
     sizes += [(t, c) for c in parsed.context if c > 1 for t in parsed.tensor or (1,)]
     for (tensor, context), recomputes in product(dict.fromkeys(sizes), (False, True)):
-        name, data = f"TP {tensor} CP {context}", max(world // (tensor * context), 1)
+        name = f"TP {tensor} CP {context}"
+        data = max(world // (tensor * context), 1)
         if data * tensor * context != world or total % data:
             left_out[name] = (
-                f"{world} ranks and {total} micro-batches do not divide into such groups: pass another --micro-batches,"
-                " --tensor or --context"
+                f"{world} ranks and {total} micro-batches do not divide into such groups: pass another"
+                " --micro-batches, --tensor or --context"
             )
         if name in left_out:
             continue
@@ -128,26 +136,38 @@ def _plans(parsed: argparse.Namespace, build: Build, assumed: Assumptions) -> tu
             micro = run(build, parsed.precision, options)
         except CannotPlanError as error:
             if tensor * context == 1 and not recomputes:
-                raise  # the model itself
+                raise  # the model itself cannot be planned
             left_out[name + " recomputed" * recomputes] = str(error)
             continue
-        copies = {1, nodes if data % nodes == 0 and data > nodes else 1}
-        layouts = []
-        for n, frees, offloads in product(copies, (False, True), (False, True)):
-            layout = replace(
-                options, data_parallel_replicate_size=n, reshard_during_accumulation=frees, cpu_offload=offloads
-            )
-            if total > data > 1:  # micro-batches accumulate
-                undeferred: bool | Literal["all_reduce"] = "all_reduce" if n > 1 else False
-                layouts += [replace(layout, defer_fsdp_grad_sync=defer) for defer in (True, undeferred)]
-            else:
-                layouts.append(layout)
+        layouts = _layouts(options, data, -(-world // parsed.ranks_per_node), accumulates=total > data)
         if tensor == 1 and parsed.precision != "bf16-mixed":
             layouts.append(replace(options, data_parallel="ddp"))
-        plans += [Plan(micro, each, world, total // data, assumed, parsed.ranks_per_node) for each in layouts]
+        for layout in layouts:
+            plans.append(Plan(micro, layout, world, total // data, assumed, parsed.ranks_per_node))
     if not plans:
         raise CannotPlanError("; ".join(dict.fromkeys(left_out.values())))
     return sorted(plans, key=lambda plan: plan.seconds["step"]), left_out
+
+
+def _layouts(options: StrategyOptions, data: int, nodes: int, accumulates: bool) -> list[StrategyOptions]:
+    """Sharded layouts of ``data`` data-parallel ranks on this number of ``nodes``."""
+    copies = {1}
+    if data % nodes == 0 and data > nodes:
+        copies.add(nodes)
+    layouts: list[StrategyOptions] = []
+    for n, frees, offloads in product(copies, (False, True), (False, True)):
+        layout = replace(
+            options,
+            data_parallel_replicate_size=n,
+            reshard_during_accumulation=frees,
+            cpu_offload=offloads,
+        )
+        if accumulates and data > 1:
+            undeferred: bool | Literal["all_reduce"] = "all_reduce" if n > 1 else False
+            layouts += [replace(layout, defer_fsdp_grad_sync=defer) for defer in (True, undeferred)]
+        else:
+            layouts.append(layout)
+    return layouts
 
 
 def _table(plans: list[Plan]) -> Iterator[str]:
@@ -156,13 +176,13 @@ def _table(plans: list[Plan]) -> Iterator[str]:
     yield f"{names[0]:44}" + "".join(f"{name:>12}" for name in names[1:])
     for plan in plans:
         held = (plan.high_water, *(plan.memory[name] for name in kinds))
-        text = f"{plan!s:44}" + "".join(f"{size / _GIB:12.2f}" for size in held) + f"{plan.sent.total():12}"
-        within, between = plan.bytes_by_link()
-        yield text + f"{within / _GIB:12.2f}{between / _GIB:12.2f}{plan.seconds['step']:12.3f}"
+        sizes = "".join(f"{size / _GIB:12.2f}" for size in held)
+        links = "".join(f"{size / _GIB:12.2f}" for size in plan.bytes_by_link())
+        yield f"{plan!s:44}{sizes}{plan.sent.total():12}{links}{plan.seconds['step']:12.3f}"
 
 
 def _yaml(parsed: argparse.Namespace, plan: Plan) -> str:
-    options = {each.name: getattr(plan.options, each.name) for each in fields(plan.options)}
+    options = {field.name: getattr(plan.options, field.name) for field in fields(plan.options)}
     changed = {name: value for name, value in options.items() if value != getattr(StrategyOptions, name)}
     trainer = {
         "accelerator": "cpu" if plan.assumed.is_host else "gpu",

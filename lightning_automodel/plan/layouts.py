@@ -1,4 +1,4 @@
-"""What a layout needs of each rank: memory, collectives and seconds of an optimizer step."""
+"""The cost of a layout for each rank: memory, collectives and seconds of an optimizer step."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -10,18 +10,18 @@ from lightning_automodel.plan.recording import MicroBatch, Parameter
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What is assumed of the machines. Bandwidths are bytes a second, of one rank and in one direction."""
+    """Assumptions about the machines. Bandwidths are bytes per second of one rank in one direction."""
 
     memory: float  # bytes of a device that tensors may take
-    flops: float  # floating-point operations a second that matrix products reach, in half precision
+    flops: float  # floating-point operations per second that matrix products reach in half precision
     flops_32: float  # the same in float32
     memory_bandwidth: float  # of the device's memory
     node_bandwidth: float  # between ranks of a node
     network_bandwidth: float  # between nodes
     host_bandwidth: float  # between a device and the host, for cpu_offload
-    latency: float  # seconds of a collective beside its bytes
-    overlap: float  # part of the computation beside which gathers and reductions run
-    is_host: bool  # whether ranks compute on the CPU: gloo copies what it sends, optimizers step by parameter
+    latency: float  # seconds of a collective without its bytes
+    overlap: float  # share of the computation with which gathers and reductions overlap
+    is_host: bool  # whether ranks compute on the CPU: gloo copies its messages, optimizers step by parameter
 
 
 DEVICES = {
@@ -31,17 +31,21 @@ DEVICES = {
 }
 
 
-class Plan:
-    """One layout of one model: ``micro`` is what a micro-batch does, ``accumulate`` how many a rank has in a step.
+_BytesByUnit = Counter[int | None]
 
-    ``defer_fsdp_grad_sync="auto"`` is taken for True, and ``reshard_during_accumulation="auto"`` too.
+
+class Plan:
+    """One layout of one model. ``micro`` records a micro-batch; a rank has ``accumulate`` of them in a step.
+
+    ``defer_fsdp_grad_sync="auto"`` and ``reshard_during_accumulation="auto"`` are taken for True.
 
     Attributes:
-        memory: Bytes by what they hold, where most is held; ``high_water`` is their sum.
-        state: Bytes of parameters, gradients and optimizer state, also on the host.
-        sent: How many collectives of (group, kind, bytes) a step has, bytes being the larger of those given and got.
+        memory: Bytes by their content when memory is fullest; ``high_water`` is their sum.
+        state: Bytes of parameters, gradients and optimizer state, on the device or the host.
+        sent: Number of collectives in a step by (group, kind, bytes); bytes are the larger of input and
+            output.
         groups: Ranks of each group, and how many of them are on one node.
-        seconds: Of an optimizer step.
+        seconds: Seconds of an optimizer step by cause; ``step`` is the whole.
     """
 
     def __init__(
@@ -53,36 +57,51 @@ class Plan:
         assumed: Assumptions,
         ranks_per_node: int,
     ) -> None:
-        self.micro, self.options, self.accumulate, self.assumed = micro, options, accumulate, assumed
+        self.micro = micro
+        self.options = options
+        self.accumulate = accumulate
+        self.assumed = assumed
         self.nodes = -(-world_size // ranks_per_node)
-        tensor, context = options.tensor_parallel_size, options.context_parallel_size
+        tensor = options.tensor_parallel_size
+        context = options.context_parallel_size
         data = options.data_parallel, options.data_parallel_size, options.data_parallel_replicate_size
         self.sizes = resolve_sizes(*data, tensor, world_size, self.nodes, context)
-        self._shards, self._is_sharded = self.sizes.shard * context, options.data_parallel == "fsdp2"
+        self._shards = self.sizes.shard * context
+        self._is_sharded = options.data_parallel == "fsdp2"
         self._frees = bool(options.reshard_during_accumulation)
         # On one rank the strategy has nothing to defer.
         self._defers = options.defer_fsdp_grad_sync in (True, "auto") and self.sizes.divisor > 1
-        # Ranks of each group, and how far apart they are: tensor peers are neighbours, then context peers, then shards.
-        ranks = {
-            "tensor": (tensor, 1),
-            "context": (context, tensor),
-            "shard": (self._shards, tensor),
-            "replicate": (self.sizes.replicate, tensor * self._shards),
-            "tokens": (self.sizes.divisor, tensor),
-        }
-        self.groups = {name: (n, max(1, min(n, ranks_per_node // apart))) for name, (n, apart) in ranks.items()}
-        self._parameters = [p if self._is_sharded else p._replace(unit=None) for p in micro.parameters]
-        self.high_water, self.memory = 0, Counter[str]()
+        self.groups = self._groups(ranks_per_node)
+        self._parameters = micro.parameters
+        if not self._is_sharded:
+            self._parameters = [parameter._replace(unit=None) for parameter in micro.parameters]
+        self.high_water = 0
+        self.memory = Counter[str]()
         self._add_up()
         self._follow()
         self.sent = self._count()
         self.seconds = self._time()
 
+    def _groups(self, ranks_per_node: int) -> dict[str, tuple[int, int]]:
+        tensor = self.options.tensor_parallel_size
+        # Ranks of each group, and the distance between them: tensor peers are the closest, then context peers,
+        # then shards.
+        ranks = {
+            "tensor": (tensor, 1),
+            "context": (self.options.context_parallel_size, tensor),
+            "shard": (self._shards, tensor),
+            "replicate": (self.sizes.replicate, tensor * self._shards),
+            "tokens": (self.sizes.divisor, tensor),
+        }
+        return {name: (n, max(1, min(n, ranks_per_node // apart))) for name, (n, apart) in ranks.items()}
+
     def _add_up(self) -> None:
-        """Of each unit: parameters as gathered, and gradients as accumulated, as reduced and on this rank."""
+        """Add up the bytes of each unit: gathered parameters; accumulated, reduced and sharded gradients."""
         self._held = Counter[str]()
-        sizes = (Counter[int | None]() for _ in range(4))
-        self._unsharded, self._accumulated, self._reduced, self._own = sizes
+        self._unsharded = _BytesByUnit()
+        self._accumulated = _BytesByUnit()
+        self._reduced = _BytesByUnit()
+        self._own = _BytesByUnit()
         for p in self._parameters:
             numel = p.numel if p.unit is None else p.shard(self._shards)
             self._held["parameters"] += numel * p.stored
@@ -94,73 +113,83 @@ class Plan:
                 self._own[p.unit] += numel * p.stored
         self.state = self._held.total() + self._own.total()
         if self.options.cpu_offload and not self.assumed.is_host:
-            self._held, self._own = Counter(), Counter()
+            self._held.clear()
+            self._own.clear()
 
     def __str__(self) -> str:
-        sizes, options = self.sizes, self.options
+        sizes = self.sizes
+        options = self.options
         text = f"{options.data_parallel} {sizes.replicate} x {sizes.shard} TP {sizes.tensor} CP {sizes.context}"
         text += " kept" * (not self._frees)
         text += " undeferred" * (options.defer_fsdp_grad_sync in (False, "all_reduce"))
         return text + " recomputed" * bool(options.activation_checkpointing) + " offloaded" * options.cpu_offload
 
     def _follow(self) -> None:
-        """Follow an optimizer step; of its micro-batches, the third and later ones are like the second."""
-        root, rounds = self.micro.num_units, min(self.accumulate, 2)
-        buckets = Counter[int | None]({None: 0 if self._is_sharded else self._own[None]})  # DDP's
-        self._gathered, self._gradients = set[int](), self._own + buckets  # gradients of the step before
+        """Follow the memory of an optimizer step. Its micro-batches after the second are like the second."""
+        rounds = min(self.accumulate, 2)
+        buckets = _BytesByUnit()  # DDP's
+        if not self._is_sharded:
+            buckets[None] = self._own[None]
+        self._gathered = set[int]()
+        self._gradients = self._own + buckets  # of the step before
         for number in range(rounds):
-            is_first, is_last = number == 0, number == rounds - 1
-            missing = Counter(p.unit for p in self._parameters if p.is_trained and p.unit is not None)
-            missing[root] += 1
-            self._held["activations"] = 0
-            for kind, index, peak, net in self.micro.events:
-                self._see("activations", peak)
-                self._held["activations"] += net
-                if kind == "gather":
-                    self._gather(index, (index + 1) % (root + 1))
-                elif kind == "free" and self._frees:
-                    self._gathered.discard(index)
-                elif kind == "loss" and is_first:
-                    self._gradients = buckets.copy()
-                elif kind == "gradient":
-                    p = self._parameters[index]
-                    # FSDP2 adds to a gradient of another dtype once it has all of a unit.
-                    casts, is_reduced = p.computed != p.reduced, p.unit is not None and not self._defers
-                    is_new = is_first or is_reduced or (self._is_sharded and casts)
-                    self._gradients[p.unit] += p.numel * p.computed * is_new
-                    if p.unit is not None:
-                        self._gather(p.unit, p.unit - bool(missing[p.unit - 1]))
-                        missing[p.unit] -= 1
-                        if not missing[p.unit]:
-                            self._reduce(p.unit, is_last)
-            for unit in sorted(+missing):
-                self._reduce(unit, is_last)
+            self._follow_micro_batch(buckets, is_first=number == 0, is_last=number == rounds - 1)
         self._gathered.clear()
         self._see("optimizer", 0 if self.assumed.is_host else self._held["parameters"])
 
+    def _follow_micro_batch(self, buckets: _BytesByUnit, is_first: bool, is_last: bool) -> None:
+        root = self.micro.num_units
+        missing = Counter(p.unit for p in self._parameters if p.is_trained and p.unit is not None)
+        missing[root] += 1
+        self._held["activations"] = 0
+        for kind, index, peak, net in self.micro.events:
+            self._see("activations", peak)
+            self._held["activations"] += net
+            if kind == "gather":
+                self._gather(index, (index + 1) % (root + 1))
+            elif kind == "free" and self._frees:
+                self._gathered.discard(index)
+            elif kind == "loss" and is_first:
+                self._gradients = buckets.copy()
+            elif kind == "gradient":
+                p = self._parameters[index]
+                is_reduced = p.unit is not None and not self._defers
+                # FSDP2 adds to a gradient of another dtype only once it has all gradients of a unit.
+                is_cast = self._is_sharded and p.computed != p.reduced
+                self._gradients[p.unit] += p.numel * p.computed * (is_first or is_reduced or is_cast)
+                if p.unit is not None:
+                    self._gather(p.unit, p.unit - bool(missing[p.unit - 1]))
+                    missing[p.unit] -= 1
+                    if not missing[p.unit]:
+                        self._reduce(p.unit, is_last)
+        for unit in sorted(+missing):
+            self._reduce(unit, is_last)
+
     def _gather(self, unit: int, following: int) -> None:
-        """Gather a unit, and start with the one that follows; for a while the all-gather holds it once more."""
+        """Gather a unit and the one that follows it; during the all-gather, the larger one is held twice."""
         new = {unit, following} - self._gathered
         self._gathered |= new
-        self._see("gathered", max((self._unsharded[each] for each in new), default=0))
+        self._see("gathered", max((self._unsharded[index] for index in new), default=0))
 
     def _reduce(self, unit: int, is_last: bool) -> None:
         """End a unit's backward."""
         if self._frees:
             self._gathered.discard(unit)
-        reduces = is_last or not self._defers
-        if reduces:
+        if is_last or not self._defers:
             self._see("gradients", self._reduced[unit] * (1 + self.assumed.is_host))
-        self._gradients[unit] = self._own[unit] if reduces else self._accumulated[unit]
+            self._gradients[unit] = self._own[unit]
+        else:
+            self._gradients[unit] = self._accumulated[unit]
 
     def _see(self, name: str, extra: int) -> None:
-        """Note what is held now, with ``extra`` bytes for a while, if it is the most."""
+        """Update the high water with the memory that is held now and ``extra`` temporary bytes."""
         held = self._held.copy()
         held["gradients"] = self._gradients.total()
         held["gathered"] = sum(self._unsharded[unit] for unit in self._gathered)
         held[name] += extra
         if held.total() > self.high_water:
-            self.high_water, self.memory = held.total(), held
+            self.high_water = held.total()
+            self.memory = held
 
     def _count(self) -> Counter[tuple[str, str, int]]:
         sent = Counter({key: number * self.accumulate for key, number in self.micro.messages.items()})
@@ -172,51 +201,71 @@ class Plan:
             sent["shard", "reduce_scatter", self._reduced[unit]] += scatters
             sent["replicate", "all_reduce", self._reduced[unit] // self._shards] += all_reduces
         whole = [p for p in self._parameters if p.is_trained and p.unit is None]
-        ready = [self._parameters[index] for kind, index, _, _ in self.micro.events if kind == "gradient"]
-        for size in [sum((p.numel + 1) * p.stored for p in whole)] if self._is_sharded else _ddp_buckets(ready):
+        sizes = [sum((p.numel + 1) * p.stored for p in whole)]
+        if not self._is_sharded:
+            ready = [self._parameters[index] for kind, index, _, _ in self.micro.events if kind == "gradient"]
+            sizes = _ddp_buckets(ready)
+        for size in sizes:
             sent["tokens", "all_reduce", size] += 1
         sent["tokens", "broadcast", self.micro.buffers[self._is_sharded]] += 1
-        # Of a window its count, loss and number of micro-batches, the order of its units as two numbers, and which
-        # sharded parameters were used.
+        # For a window: its count, loss and number of micro-batches, the order of its units as two numbers, and
+        # for each sharded parameter whether it was used.
         sent["tokens", "all_reduce", 8 * (5 + sum(p.is_trained for p in self._parameters) - len(whole))] += 1
         return Counter({key: number for key, number in sent.items() if key[2] and self.groups[key[0]][0] > 1})
 
     def bytes_by_link(self) -> tuple[int, int]:
-        """Of an optimizer step: those of groups within a node, and those of groups that span nodes."""
+        """Bytes that an optimizer step sends in groups within a node, and in groups that span nodes."""
         spans = {group: ranks > neighbours for group, (ranks, neighbours) in self.groups.items()}
         sizes = [(spans[group], size * number) for (group, _, size), number in self.sent.items()]
         return sum(size for far, size in sizes if not far), sum(size for far, size in sizes if far)
 
     def _time(self) -> dict[str, float]:
-        assumed, micro = self.assumed, self.micro
-        speed = assumed.flops if min(p.computed for p in micro.parameters) == 2 else assumed.flops_32
-        works = [(max(flops / speed, size / assumed.memory_bandwidth), n) for (flops, size), n in micro.work.items()]
-        compute = sum(seconds * number for seconds, number in works)
-        waits = beside = 0.0
+        assumed = self.assumed
+        micro = self.micro
+        is_half = min(p.computed for p in micro.parameters) == 2
+        speed = assumed.flops if is_half else assumed.flops_32
+        compute = sum(
+            max(flops / speed, size / assumed.memory_bandwidth) * number for (flops, size), number in micro.work.items()
+        )
+        waits = 0.0
+        beside = 0.0
         for (group, kind, size), number in self.sent.items():
-            # As rings that share a node's links. An all-reduce passes everything twice, as gloo's reduce-scatter does.
-            ranks, neighbours = self.groups[group]
-            passes = size * (2 if kind == "all_reduce" or (assumed.is_host and kind == "reduce_scatter") else 1)
-            within = passes * (1 - 1 / neighbours) / assumed.node_bandwidth
-            between = passes * (1 - neighbours / ranks) / (assumed.network_bandwidth * neighbours)
-            seconds = number * (max(within, between) + assumed.latency)
-            # Peers wait for each other within a layer; what goes over data-parallel ranks runs beside the computation.
+            seconds = number * self._seconds_of(group, kind, size)
+            # Peers wait for each other within a layer. Data-parallel collectives overlap the computation.
             if group in ("tensor", "context"):
                 waits += seconds
             else:
                 beside += seconds
-        # On a host FSDP2 waits for each collective. DDP reduces beside the last backward.
-        overlap = 0.0 if assumed.is_host and self._is_sharded else assumed.overlap
-        communicates_each = self._is_sharded and (self._frees or not self._defers)
-        hidden = min(beside, overlap * compute * (self.accumulate if communicates_each else 1))
+        overlapped = assumed.overlap * compute
+        if assumed.is_host and self._is_sharded:
+            overlapped = 0.0  # on a host FSDP2 waits for each collective
+        # Each micro-batch communicates, or only the last one, as under DDP.
+        if self._is_sharded and (self._frees or not self._defers):
+            overlapped *= self.accumulate
+        hidden = min(beside, overlapped)
         link = assumed.host_bandwidth if self.options.cpu_offload else assumed.memory_bandwidth
-        found = {"compute": compute * self.accumulate, "optimizer": 2 * self.state / link}
-        found["communicate"] = waits + beside
-        return {**found, "hidden": hidden, "step": sum(found.values()) - hidden}
+        seconds_by_cause = {
+            "compute": compute * self.accumulate,
+            "optimizer": 2 * self.state / link,
+            "communicate": waits + beside,
+        }
+        step = sum(seconds_by_cause.values()) - hidden
+        return {**seconds_by_cause, "hidden": hidden, "step": step}
+
+    def _seconds_of(self, group: str, kind: str, size: int) -> float:
+        """Seconds of one collective, as a ring that shares its node's links with others."""
+        assumed = self.assumed
+        ranks, neighbours = self.groups[group]
+        # An all-reduce passes everything twice, and so does gloo's reduce-scatter.
+        if kind == "all_reduce" or (assumed.is_host and kind == "reduce_scatter"):
+            size *= 2
+        within = size * (1 - 1 / neighbours) / assumed.node_bandwidth
+        between = size * (1 - neighbours / ranks) / (assumed.network_bandwidth * neighbours)
+        return max(within, between) + assumed.latency
 
 
 def _ddp_buckets(ready: list[Parameter]) -> list[int]:
-    """Bytes of DDP's buckets, the first of 1 MiB, then 25: it fills them as gradients come."""
+    """Bytes of DDP's buckets, filled in the order of gradients: the first of 1 MiB, the others of 25 MiB."""
     buckets = [0]
     for parameter in ready:
         if buckets[-1] >= (1 << 20 if len(buckets) == 1 else 25 << 20):

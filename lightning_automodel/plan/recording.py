@@ -1,4 +1,4 @@
-"""One micro-batch on the meta device: what it allocates, computes and sends, in the order in which it happens."""
+"""Runs one micro-batch on the meta device, and records in order what it allocates, computes and sends."""
 
 import sys
 import warnings
@@ -38,66 +38,72 @@ Build = Callable[[], tuple[pl.LightningModule, Any]]
 
 
 class CannotPlanError(RuntimeError):
-    """Why a module, or a layout of it, cannot be planned, and what to change."""
+    """A module, or a layout of it, cannot be planned. The message says why, and what to change."""
 
 
 class Parameter(NamedTuple):
     """One parameter, or a rank's tensor-parallel part of it."""
 
-    unit: int | None  # in the order of registration, the root after all others; None where FSDP2 leaves it whole
+    unit: int | None  # in the order of registration, the root last; None if FSDP2 does not shard it
     rows: int  # length of the dimension that FSDP2 shards
     numel: int
-    stored: int  # bytes of an element; then those as gathered and computed with, and those of a gradient as reduced
-    computed: int
-    reduced: int
+    stored: int  # bytes of an element in the shard
+    computed: int  # bytes of an element as gathered and computed with
+    reduced: int  # bytes of an element of the gradient as reduced
     is_trained: bool
 
     def shard(self, ranks: int) -> int:
-        """Elements on the first of these ranks, padding included."""
+        """Number of elements on the first of these ranks, including padding."""
         return -(-self.rows // ranks) * (self.numel // max(self.rows, 1))
 
 
 class MicroBatch(torch_internals.TorchDispatchMode):
-    """What one micro-batch does on one rank; as a mode, it follows new tensors, operations and collectives."""
+    """A record of one micro-batch on one rank; as a mode, it follows tensors, operations and collectives."""
 
     def __init__(self) -> None:
         super().__init__()
-        # "gather" and "free" (a unit's forward begins, ends), "loss", or "gradient" (a parameter's is there); of which
-        # unit or parameter; and of the memory beside gradients, the most, and now, in bytes above the event before.
+        # Events: the kind, which is "gather" or "free" (a unit's forward begins or ends), "loss", or "gradient"
+        # (a parameter has its gradient); the unit or parameter; and the memory without gradients, its peak since
+        # the event before and its size now, in bytes above the size at the event before.
         self.events: list[tuple[str, int, int, int]] = []
         self.parameters: list[Parameter] = []
         self.num_units = 0  # without the root
-        self.state = 0.0  # bytes of optimizer state for each trained element
+        self.state = 0.0  # bytes of optimizer state per trained element
         self.buffers = 0, 0  # bytes of all buffers, and of those in the state dict
-        self.work = Counter[tuple[int, int]]()  # how many operators of (floating-point operations, bytes)
-        self.messages = Counter[tuple[str, str, int]]()  # how many of (group, kind, bytes)
+        self.work = Counter[tuple[int, int]]()  # number of operators by (floating-point operations, bytes)
+        self.messages = Counter[tuple[str, str, int]]()  # number of collectives by (group, kind, bytes)
         self._sizes: dict[int, int] = {}
-        self._live = self._peak = self._start = 0
+        self._live = 0
+        self._peak = 0
+        self._start = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         names = {kind.__name__ for kind in types}
         if names & {"DTensor", "AsyncCollectiveTensor"}:
-            return NotImplemented  # what it does with its local parts comes here again
-        if func is torch.ops.aten.nonzero.default and args[0].is_meta:  # every position is taken to carry a label
+            return NotImplemented  # its operations on local parts come here again
+        if func is torch.ops.aten.nonzero.default and args[0].is_meta:  # assume that every position has a label
             return torch.empty(args[0].numel(), args[0].ndim, dtype=torch.int64, device="meta")
-        output = func(*args, **(kwargs or {}))
-        if func.is_view or "FakeTensor" in names:  # a DTensor asks what shapes would come out
+        output = func(*args, **kwargs)
+        if func.is_view or "FakeTensor" in names:  # with FakeTensors, DTensor only asks for the output's shape
             return output
         self.follow(output)
-        size = [tensor.nbytes for tensor in _leaves((args, kwargs, output))]
+        sizes = [tensor.nbytes for tensor in _leaves((args, kwargs, output))]
         if "c10d" in func.namespace:
             group = "context" if func.namespace == "c10d" else "tensor"
+            operator = func.overloadpacket.__name__.replace("_", "")  # each collective has several
             for kind in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
-                if kind.replace("_", "") in func.overloadpacket.__name__.replace("_", ""):  # there are several of each
-                    self.messages[group, kind, max(size)] += 1
+                if kind.replace("_", "") in operator:
+                    self.messages[group, kind, max(sizes)] += 1
         else:
-            formula = flop_registry.get(func.overloadpacket)
-            flops = 0 if formula is None else int(formula(*args, **(kwargs or {}), out_val=output))
-            self.work[flops, sum(size)] += 1
+            flops = 0
+            if formula := flop_registry.get(func.overloadpacket):
+                flops = int(formula(*args, **kwargs, out_val=output))
+            self.work[flops, sum(sizes)] += 1
         return output
 
     def follow(self, tensors: Any) -> None:
-        """Count the memory of tensors until it is freed."""
+        """Count the memory of ``tensors`` until it is freed."""
         for tensor in _leaves(tensors):
             storage = torch_internals.local_tensor(tensor).untyped_storage()
             if id(storage) not in self._sizes:
@@ -110,43 +116,47 @@ class MicroBatch(torch_internals.TorchDispatchMode):
         self._live -= self._sizes.pop(key)
 
     def mark(self, kind: str, index: int = 0, *_: Any) -> None:
-        """Note an event; what a backward recomputes is none."""
+        """Record an event, unless a backward has recomputed it."""
         if kind == "gradient" or not self.events or self.events[-1][0] not in ("loss", "gradient"):
             self.events.append((kind, index, self._peak - self._start, self._live - self._start))
             self._start = self._peak = self._live
 
     def take_gradient(self, index: int, parameter: nn.Parameter) -> None:
-        """A layout decides how long it lives; autograd still holds it for a while."""
+        """Record a gradient and drop it: its lifetime depends on the layout. Autograd still holds it a while."""
         self.mark("gradient", index)
         parameter.grad = None
 
 
 class _FusedAttention(torch.autograd.Function):
-    """The memory and the operations of fused attention: it keeps its inputs, its output and a number for each row."""
+    """Memory and operations of fused attention, which keeps inputs, outputs and a number for each row."""
 
     @staticmethod
     def forward(ctx: Any, micro: MicroBatch, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        ctx.save_for_backward(query, key, value, mask, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
-        ctx.micro, ctx.flops = micro, 4 * query.numel() * key.shape[-2]
+        row_values = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, output, row_values)
+        ctx.micro = micro
+        ctx.flops = 4 * query.numel() * key.shape[-2]
         micro.work[ctx.flops, 0] += 1
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.micro.work[ctx.flops * 5 // 2, 0] += 1  # its forward again, and four products
+        ctx.micro.work[ctx.flops * 5 // 2, 0] += 1  # recomputes the forward's first product, and adds four
         return None, *map(torch.empty_like, ctx.saved_tensors[:3]), None
 
 
 def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBatch:
-    """Record one micro-batch of what ``build`` returns: a LightningModule, and what its ``training_step`` gets.
+    """Record one micro-batch of ``build``, which returns a LightningModule and a batch for ``training_step``.
 
     ``precision_name`` is a key of ``PRECISIONS``. Raises :class:`CannotPlanError`.
     """
-    micro, plugin = MicroBatch(), PRECISIONS[precision_name]
-    tensor, context = options.tensor_parallel_size, options.context_parallel_size
+    micro = MicroBatch()
+    plugin = PRECISIONS[precision_name]
+    tensor = options.tensor_parallel_size
+    context = options.context_parallel_size
     with PatchStack() as stack:
-        stack.enter_context(warnings.catch_warnings(action="ignore"))  # what the run itself will tell
+        stack.enter_context(warnings.catch_warnings(action="ignore"))  # the run itself will warn
         dist.init_process_group(dist.Backend.FAKE, rank=0, world_size=tensor * context)
         stack.callback(dist.destroy_process_group)
         mesh = init_device_mesh("cpu", (1, 1, context, tensor), mesh_dim_names=(*_DATA, CONTEXT, TENSOR))
@@ -156,15 +166,16 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBat
             module.configure_model()
         _check_planned(module, options)
         module = plugin.convert_module(module.to("meta").train())  # type: ignore[assignment]
-        batch = plugin.convert_input(apply_to_collection(batch, Tensor, lambda each: each.to("meta")))
+        batch = plugin.convert_input(apply_to_collection(batch, Tensor, lambda leaf: leaf.to("meta")))
         with _explained("configure_optimizers"):
             micro.state = _optimizer_state(module)
+        sliced: Any = None
         with _explained("this layout"):
-            tensor_parallel.distribute(
-                module, view_mesh(mesh, MeshSizes(1, 1, tensor, context), (REPLICATE, SHARD), TENSOR)
-            )
+            viewed = view_mesh(mesh, MeshSizes(1, 1, tensor, context), _DATA, TENSOR)
+            tensor_parallel.distribute(module, viewed)
             _note_units(micro, module, plugin, options, stack)
-            batch, sliced = _slice(module, batch, mesh, options, stack) if context > 1 else (batch, None)
+            if context > 1:
+                batch, sliced = _slice(module, batch, mesh, options, stack)
         _stand_in(micro, stack)
         micro.follow((dict(module.named_buffers()), batch))
         micro.mark("gather", micro.num_units)
@@ -192,7 +203,7 @@ def _check_planned(module: pl.LightningModule, options: StrategyOptions) -> None
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Say what failed on the meta device."""
+    """Turn an exception into a CannotPlanError: what failed on the meta device, and what to change."""
     try:
         yield
     except Exception as error:  # the user's code can raise anything
@@ -201,10 +212,12 @@ def _explained(name: str) -> Iterator[None]:
             text += " (it reads values: keep .item(), if tensor: and boolean masks out of it)"
         elif "fused" in text:
             text += " (pass fused=self.device.type == 'cuda')"
-        raise CannotPlanError(f"{name} does not run on the meta device: {type(error).__name__}: {text}") from error
+        kind = type(error).__name__
+        raise CannotPlanError(f"{name} does not run on the meta device: {kind}: {text}") from error
 
 
 def _optimizer_state(module: pl.LightningModule) -> float:
+    """Bytes of optimizer state per trained element."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)
@@ -212,17 +225,18 @@ def _optimizer_state(module: pl.LightningModule) -> float:
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    size = sum(each.nbytes for optimizer in optimizers for each in _leaves(dict(optimizer.state)))
+    size = sum(tensor.nbytes for optimizer in optimizers for tensor in _leaves(dict(optimizer.state)))
     return size / max(sum(parameter.numel() for parameter in trained), 1)
 
 
 def _note_units(
     micro: MicroBatch, module: nn.Module, plugin: Precision, options: StrategyOptions, stack: PatchStack
 ) -> None:
-    """Note parameters and buffers, watch units and gradients, and let blocks compute as under the strategy."""
+    """Record parameters and buffers, watch units and gradients, and let blocks compute as in the strategy."""
     buffers = dict(module.named_buffers())
-    kept = module.state_dict(keep_vars=True).keys() & buffers
-    micro.buffers = sum(each.nbytes for each in buffers.values()), sum(buffers[name].nbytes for name in kept)
+    saved = module.state_dict(keep_vars=True).keys() & buffers
+    sizes = {name: buffer.nbytes for name, buffer in buffers.items()}
+    micro.buffers = sum(sizes.values()), sum(sizes[name] for name in saved)
     plan = units.plan_sharding(module, options.auto_wrap_policy, root_is_model=True)
     policy = precision.resolve_policy(plugin, options.mp_policy, module.parameters())
     micro.num_units = len(plan.units)
@@ -232,8 +246,17 @@ def _note_units(
         unit = None if name in plan.replicated else unit_of.get(parameter, len(plan.units))
         computed = policy.param_dtype or local.dtype
         reduced = policy.reduce_dtype or computed
-        sizes = local.shape[0] if local.ndim else 1, local.numel(), local.element_size()
-        micro.parameters.append(Parameter(unit, *sizes, computed.itemsize, reduced.itemsize, parameter.requires_grad))
+        micro.parameters.append(
+            Parameter(
+                unit,
+                rows=local.shape[0] if local.ndim else 1,
+                numel=local.numel(),
+                stored=local.element_size(),
+                computed=computed.itemsize,
+                reduced=reduced.itemsize,
+                is_trained=parameter.requires_grad,
+            )
+        )
     for index, own in enumerate(plan.units):
         own.register_forward_pre_hook(partial(micro.mark, "gather", index))
         own.register_forward_hook(partial(micro.mark, "free", index))
@@ -242,14 +265,14 @@ def _note_units(
         module.to(policy.param_dtype)
         precision.cast_around(units.distinct(units.callable_children(module)), policy)
     for index, parameter in enumerate(module.parameters()):
-        if parameter.requires_grad:  # the cast can have removed earlier hooks
+        if parameter.requires_grad:  # hooks come last, since the cast can remove earlier ones
             parameter.register_post_accumulate_grad_hook(partial(micro.take_gradient, index))
 
 
 def _slice(
     module: nn.Module, batch: Any, mesh: DeviceMesh, options: StrategyOptions, stack: PatchStack
 ) -> tuple[Any, Any]:
-    """The first rank's slice of the batch, and how it was sliced. Hugging Face models then attend across ranks."""
+    """The first rank's slice of the batch, and its description. Hugging Face models then attend across ranks."""
     num_layers = hugging_face.let_models_attend_across(module, stack)
     labels = options.label_key, options.ignore_index, options.label_shift
     slicer = slices.SequenceSlices(0, options.context_parallel_size, *labels, adds_mask=num_layers > 0)
@@ -257,26 +280,28 @@ def _slice(
 
 
 def _stand_in(micro: MicroBatch, stack: PatchStack) -> None:
-    """Stand in for what the meta device lacks."""
+    """Replace operations that do not run on the meta device."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **__: Any) -> Tensor:
         return _FusedAttention.apply(micro, query, key, value, attn_mask)
 
     stack.set(nn.functional, "scaled_dot_product_attention", attend)
-    # Under a dispatch mode torch cannot make this subclass of Tensor, which has no elements.
+    # Under a dispatch mode torch cannot make this subclass of Tensor, a mask without elements.
     stack.set(attention, "causal_lower_right", lambda *_: None)
     if "transformers" in sys.modules:
         from transformers import masking_utils
 
-        # They would read values: a mask in the batch is taken to have padding, position ids to be of one document.
+        # Both read values. Assume that a mask has padding, and that position ids belong to one document.
         stack.set(masking_utils, "is_tracing", lambda *_: True)
         stack.set(masking_utils, "find_packed_sequence_indices", lambda *_: None)
 
 
 def _leaves(value: Any, kind: type = Tensor) -> Iterator[Any]:
-    """What is of one type in nested containers."""
+    """The values of one type in nested containers."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
     if isinstance(value, kind):
         yield value
-    elif isinstance(value, (Mapping, tuple, list)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _leaves(each, kind)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item, kind)

@@ -1,4 +1,4 @@
-"""What rank 0 compares in each step, and its verdict on all of them."""
+"""Rank 0's comparison of each step with its replay, and the verdict on all steps."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 from lightning_automodel.callbacks.exactness import results
 from lightning_automodel.callbacks.exactness.count_check import CountCheck
 from lightning_automodel.callbacks.exactness.gradient_check import GradientCheck
+from lightning_automodel.callbacks.exactness.isolation import random_states_kept
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
 from lightning_automodel.callbacks.exactness.optimizer_check import OptimizerCheck, changes_gradients
 from lightning_automodel.callbacks.exactness.recording import MicroBatch, Recorder, Window
-from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Shares, random_states_kept
+from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Shares
 from lightning_automodel.callbacks.exactness.results import CountResult, StepResult, described, number_of
-from lightning_automodel.callbacks.running_strategy import automodel, current_run
+from lightning_automodel.callbacks.running_strategy import options_of, weighting_of
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 from lightning_automodel.internals import lightning as lightning_internals
 
@@ -33,27 +34,27 @@ class Comparison:
     """Compares steps of the run with a replay, one after the other.
 
     Args:
-        replay: Of the run.
-        trainer: Of the run.
-        told: How the user has told to count under another strategy; None: not at all.
+        replay: The replay of the run.
+        trainer: The run's Trainer.
+        given: The counting options that the user passed for another strategy; None if there are none.
     """
 
-    def __init__(self, replay: Replay, trainer: pl.Trainer, told: TokenWeighting | None) -> None:
+    def __init__(self, replay: Replay, trainer: pl.Trainer, given: TokenWeighting | None) -> None:
         self.steps: list[StepResult] = []
-        self._replay, self._trainer = replay, trainer
-        strategy = automodel(trainer)
-        run = current_run(trainer)
-        self._is_ours = run is not None
-        self._num_slices = 1 if strategy is None else strategy.describe()["options"]["context_parallel_size"]
-        self._weighting = told or TokenWeighting() if run is None else run.windows.weighting
-        self._knows_count = told is not None or self._is_ours
+        self._replay = replay
+        self._trainer = trainer
+        self._num_slices = options_of(trainer).get("context_parallel_size", 1)
+        weighting = weighting_of(trainer)
+        self._weighting = weighting or given or TokenWeighting()
+        self._is_ours = weighting is not None
+        self._knows_count = given is not None or self._is_ours
         self._count: CountResult | None = None
         self._step = StepResult()
         self._is_skipped = False
         self._gradients: Gradients = {}
         self._optimizer: OptimizerCheck | None = None
 
-    # --- Before the step ----------------------------------------------------------------------------------------------
+    # --- Before the step ----------------------------------------------------------------------------------
 
     def compare_gradients(
         self,
@@ -66,17 +67,19 @@ class Comparison:
     ) -> None:
         """Compare the final ``gradients`` of a step with those of one batch.
 
-        ``weights`` are those before the window, ``now`` those that have changed since, ``unequal`` the names of those
-        that differ between ranks.
+        ``weights`` are the weights before the window, ``now`` those that have changed since, ``unequal`` the
+        names of those that differ between ranks.
         """
-        step, self._gradients = StepResult(unequal=unequal), gradients
+        step = StepResult(unequal=unequal)
         self._step = step
+        self._gradients = gradients
         own = _by_data_rank(windows, self._num_slices, self._weighting.loss_reduction == "sum")
-        records = [record for window in own for record in window.micro_batches]
-        is_finite = all(gradient is None or bool(torch.isfinite(gradient).all()) for gradient in gradients.values())
+        known = [gradient for gradient in gradients.values() if gradient is not None]
+        is_finite = all(bool(torch.isfinite(gradient).all()) for gradient in known)
         is_scaled = getattr(self._trainer.precision_plugin, "scaler", None) is not None
-        # A gradient scaler does not make the step either.
-        self._is_skipped = all(record.loss is None for record in records) or (is_scaled and not is_finite)
+        losses = [record.loss for window in own for record in window.micro_batches]
+        # With gradients that are not finite, a gradient scaler skips the step.
+        self._is_skipped = all(loss is None for loss in losses) or (is_scaled and not is_finite)
         if self._is_skipped:
             return
         problems = [window.problem for window in windows if window.problem]
@@ -92,6 +95,11 @@ class Comparison:
             step.problem = str(reason)
         except Exception as error:
             step.problem = f"the replay has raised {described(error)}"
+        self._suspect_callbacks()
+
+    def _suspect_callbacks(self) -> None:
+        """Withdraw the verdict on wrong gradients if a user's callback may have changed them on purpose."""
+        step = self._step
         callbacks = changes_gradients(self._trainer)
         if step.is_wrong and callbacks and not step.explanation and step.problem is None:
             step.problem = (
@@ -117,7 +125,7 @@ class Comparison:
         if self._count is _NO_COUNT and self._step.explanation:
             self._step.problem = f"no count was given. {self._step.explanation}".rstrip(".")
 
-    # --- The count ----------------------------------------------------------------------------------------------------
+    # --- The count ----------------------------------------------------------------------------------------
 
     def _shares(self, records: list[MicroBatch]) -> Shares:
         try:
@@ -125,12 +133,15 @@ class Comparison:
         except (ValueError, TypeError):
             if self._knows_count or not self._weighting.per_token_loss:
                 raise
-            # Under a strategy that does not count: a row may be a sample; of some batches nothing can be counted.
+            # The strategy does not count: try one sample per row, then no count at all.
             by_rows = TokenWeighting(count_label_tokens=count_samples)
-            self._weighting = TokenWeighting(per_token_loss=False) if self._weighting == by_rows else by_rows
+            if self._weighting == by_rows:
+                by_rows = TokenWeighting(per_token_loss=False)
+            self._weighting = by_rows
             return self._shares(records)
-        is_mean_of_losses = not self._weighting.per_token_loss
-        denominator = float(sum(count > 0 for count in counts)) if is_mean_of_losses else sum(counts)
+        denominator = sum(counts)
+        if not self._weighting.per_token_loss:
+            denominator = float(sum(count > 0 for count in counts))
         return Shares(self._weighting, counts, denominator)
 
     def _count_of(self, record: MicroBatch) -> float:
@@ -140,10 +151,11 @@ class Comparison:
         return float(self._weighting.count(record.arguments[0], output))
 
     def _check_count(self, windows: list[Window], weights: dict[str, Tensor]) -> None:
-        """Find out, once, whether what is counted is what the loss is divided by."""
+        """Find out, once, whether the loss is divided by the count."""
         if not self._weighting.per_token_loss:
-            told = "every micro-batch weighs the same, as told"
-            self._count = CountResult(results.EXACT, told) if self._knows_count else _NO_COUNT
+            self._count = _NO_COUNT
+            if self._knows_count:
+                self._count = CountResult(results.EXACT, "every micro-batch weighs the same, as told")
             return
         check = CountCheck(self._replay, windows, weights, self._weighting)
         try:
@@ -153,16 +165,17 @@ class Comparison:
         except Exception as error:
             count = CountResult(results.NOT_CHECKED, f"not checked ({described(error)})")
         if count.verdict == results.WRONG and not self._knows_count:
-            # What was tried first is not the user's mistake.
+            # This class chose the count, so it is not the user's mistake.
             if check.better is None:
                 raise ReplayError(
                     f"the weight of micro-batches is not known, as {count.text}: tell ExactnessCheck the count, or"
                     " return it as num_label_tokens"
                 )
-            self._weighting, count = check.better, CountResult(results.EXACT, "agrees with the loss")
+            self._weighting = check.better
+            count = CountResult(results.EXACT, "agrees with the loss")
         self._count = count
 
-    # --- The step -----------------------------------------------------------------------------------------------------
+    # --- The step -----------------------------------------------------------------------------------------
 
     def step_copy(
         self,
@@ -192,14 +205,16 @@ class Comparison:
             self.steps.append(self._step)
             for logger in self._trainer.loggers:
                 logger.log_metrics(self._step.numbers(), lightning_internals.logging_step(self._trainer))
-        self._optimizer, self._gradients = None, {}
+        self._optimizer = None
+        self._gradients = {}
         return len(self.steps)
 
-    # --- The verdict --------------------------------------------------------------------------------------------------
+    # --- The verdict --------------------------------------------------------------------------------------
 
     def verdict(self, seconds: float) -> tuple[str, str]:
-        """The verdict, and the report that says why."""
-        count, unit = self._count, self._weighting.unit
+        """The verdict, and the report with its reasons."""
+        count = self._count
+        unit = self._weighting.unit
         if count is _NO_COUNT and all(len(step.counts) <= 1 for step in self.steps):
             count = CountResult(results.EXACT, "not needed, as every step has one micro-batch")
         verdict = results.verdict_of(self.steps, count)
@@ -222,19 +237,23 @@ def _by_data_rank(windows: list[Window], num_slices: int, is_sum: bool) -> list[
     ordered = [peers[rank] for rank in sorted(peers)]
     if num_slices == 1:
         return [first for first, *_ in ordered]
-    found = []
-    for same in ordered:
-        slices = zip(*(window.micro_batches for window in same), strict=False)
-        found.append(replace(same[0], micro_batches=[_whole(parts, num_slices, is_sum) for parts in slices]))
-    return found
+    merged: list[Window] = []
+    for same_data in ordered:
+        slices = zip(*(window.micro_batches for window in same_data), strict=False)
+        records = [_whole(parts, num_slices, is_sum) for parts in slices]
+        merged.append(replace(same_data[0], micro_batches=records))
+    return merged
 
 
 def _whole(slices: Sequence[MicroBatch], num_slices: int, is_sum: bool) -> MicroBatch:
-    """The micro-batch that ranks had slices of, with its count and its loss."""
-    share = num_slices / len(slices)  # tensor-parallel ranks have the same ones
+    """The micro-batch of which ranks had ``slices``, with its count and its loss."""
+    share = num_slices / len(slices)  # tensor-parallel ranks have the same slice
     counted = [(part.loss, part.returned_count) for part in slices if part.loss is not None and part.returned_count]
     if not counted:
         return slices[0]
     count = share * sum(count for _, count in counted)
-    total = share * sum(loss if is_sum else loss * count for loss, count in counted)
-    return replace(slices[0], returned_count=count, loss=total if is_sum else total / count)
+    if is_sum:
+        loss = share * sum(loss for loss, _ in counted)
+    else:
+        loss = share * sum(loss * count for loss, count in counted) / count
+    return replace(slices[0], returned_count=count, loss=loss)

@@ -1,7 +1,7 @@
-"""Whether the loss of a batch is the mean over what is counted, found out without trusting the count."""
+"""Checks whether the loss of a batch is the mean over the counted units, without trusting the count."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,51 +24,55 @@ from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 
 _TRIED = 3  # batches, at most
-_PARALLEL = 1e-3  # smallest singular value of normalised gradients: below it, either part could have either weight
+# Smallest singular value of normalised gradients. Below it, either part could have either weight.
+_PARALLEL = 1e-3
 _FITS = 1e-5
 _AGREES = 1e-4
 
 
 @dataclass
 class _Fit:
-    """The gradient of a batch as a sum of those of its parts: their weights, and what is left, relative to it."""
+    """The gradient of a batch as a weighted sum of the gradients of its parts."""
 
-    factors: list[float]
+    factors: list[float]  # weights of the parts
     counts: list[float]
-    left: float
-    noise: float  # of the precision that it was computed in
+    left: float  # the part of the gradient that the sum leaves, relative to it
+    noise: float  # rounding of the precision in which it was computed
     evaluates: bool  # with dropout and the like off
-    is_random: str = ""  # why it says nothing
-    is_of_means: bool = False  # doubling the batch changes nothing
+    is_random: str = ""  # why the fit means nothing
+    is_of_means: bool = False  # doubling the batch does not change the gradient
 
 
 class CountCheck:
-    """Splits batches by rows, or joins two of one row, and fits the gradient of the whole by those of the parts.
+    """Splits batches by rows, or joins two of one row, and fits the whole's gradient by the parts' gradients.
 
     Args:
-        replay: Of the run.
-        windows: Of all data-parallel ranks.
-        weights: Those before the window.
+        replay: The replay of the run.
+        windows: Windows of all data-parallel ranks.
+        weights: Weights before the window.
         weighting: How the run counts.
     """
 
     def __init__(
         self, replay: Replay, windows: list[Window], weights: Mapping[str, Tensor], weighting: TokenWeighting
     ) -> None:
-        self._replay, self._windows, self._weights, self._weighting = replay, windows, weights, weighting
-        self.better: TokenWeighting | None = None  # than `weighting`, where that is wrong
+        self._replay = replay
+        self._windows = windows
+        self._weights = weights
+        self._weighting = weighting
+        self.better: TokenWeighting | None = None  # a weighting that is right, if `weighting` is wrong
 
     def check(self) -> CountResult:
-        """Check the most telling batches, at most three."""
+        """Check the batches whose parts differ most in their counts, at most three."""
         tried = self._splits()
         if not tried:
             return CountResult(NOT_CHECKED, "not checked, as no micro-batch has two rows that can be told apart")
-        found = []
+        checked: list[CountResult] = []
         for window, record, batch, parts in tried[:_TRIED]:
-            found.append(self._check_one(window, record, batch, parts))
-            if found[-1].verdict == WRONG:
+            checked.append(self._check_one(window, record, batch, parts))
+            if checked[-1].verdict == WRONG:
                 break
-        return min(found, key=lambda each: (WRONG, EXACT, NOT_CHECKED).index(each.verdict))
+        return min(checked, key=lambda result: (WRONG, EXACT, NOT_CHECKED).index(result.verdict))
 
     def _splits(self) -> list[tuple[Window, MicroBatch, Any, list[Any]]]:
         """Batches with two parts of each, those first whose parts differ most in their counts."""
@@ -82,7 +86,7 @@ class CountCheck:
             parts = [records[0][1].arguments[0], records[1][1].arguments[0]]
             with suppress(Exception):
                 tried = [(*records[0], self._join(parts), parts)]
-        return sorted(tried, key=lambda each: -self._contrast(each[3]))
+        return sorted(tried, key=lambda split: -self._contrast(split[3]))
 
     def _contrast(self, parts: list[Any]) -> float:
         try:
@@ -122,11 +126,13 @@ class CountCheck:
         if _has_shared_values(batch):
             return CountResult(NOT_CHECKED, "not checked, as a batch holds values that do not belong to single rows")
         remedy = self._remedy(parts, fit.factors, tolerance)
-        told = f"two parts of a batch weigh {_ratio(fit.factors)} in its loss, and {_ratio(fit.counts)} by their count"
-        return CountResult(WRONG, told + where, remedy)
+        loss = _ratio(fit.factors)
+        count = _ratio(fit.counts)
+        text = f"two parts of a batch weigh {loss} in its loss, and {count} by their count{where}"
+        return CountResult(WRONG, text, remedy)
 
     def _remedy(self, parts: list[Any], factors: list[float], tolerance: float) -> str:
-        """The option that is right, which ``better`` has; empty if none is known."""
+        """The option that makes the count right, in words; sets ``better`` to it if it is known."""
         own = self._weighting
         plain = replace(own, loss_reduction="mean", count_label_tokens=None, label_shift=0)
         candidates = {
@@ -148,20 +154,26 @@ class CountCheck:
         if weighting.loss_reduction == "sum":
             return [1.0] * len(counts)
         total = sum(counts)
-        return [count / total for count in counts] if total else [0.0] * len(counts)
+        if not total:
+            return [0.0] * len(counts)
+        return [count / total for count in counts]
 
-    # --- Fitting ------------------------------------------------------------------------------------------------------
+    # --- Fitting ------------------------------------------------------------------------------------------
 
     def _best_fit(self, window: Window, record: MicroBatch, batch: Any, parts: list[Any]) -> tuple[_Fit | None, str]:
-        """The fit in training, or in evaluation if a row's loss depends on others there; or the better one."""
-        best, failure = None, "the gradients of two parts of a batch are parallel"
+        """The better of the fits in training and evaluation, and the reason if there is none.
+
+        Evaluation is tried if the fit in training is not good, as where a row's loss depends on other rows.
+        """
+        best = None
+        failure = "the gradients of two parts of a batch are parallel"
         for evaluates in (False, True):
             for dtype in (torch.float64, None):
                 try:
                     fit = self._fit(window, record, batch, parts, evaluates, dtype)
                 except ReplayError:
                     raise
-                except Exception as error:  # such as code that has another dtype written down
+                except Exception as error:  # such as code with a hard-coded dtype
                     failure = f"the step fails on a part of a batch ({described(error)})"
                     continue
                 if fit is not None:
@@ -185,7 +197,8 @@ class CountCheck:
         replay.load(self._weights, dtype)
         if evaluates:
             replay.module.eval()
-        sample = replay.sample({name for name, p in replay.module.named_parameters() if p.requires_grad})
+        trained = {name for name, value in replay.module.named_parameters() if value.requires_grad}
+        sample = replay.sample(trained)
 
         def gradient(batch: Any, seed: int | None = None) -> tuple[Tensor, float]:
             replay.set_tensors(window, dtype)
@@ -194,16 +207,12 @@ class CountCheck:
             return replay.sampled_gradient(loss, sample), float(self._weighting.count(batch, output))
 
         whole, _ = gradient(batch)
-        found = [gradient(part) for part in parts]
-        columns = torch.stack([each for each, _ in found], dim=1)
-        if not (torch.isfinite(whole).all() and torch.isfinite(columns).all() and bool(whole.any())):
+        gradients, counts = zip(*map(gradient, parts), strict=True)
+        solved = _solved(torch.stack(gradients, dim=1), whole)
+        if solved is None:
             return None
-        spread = torch.linalg.svdvals(columns / columns.norm(dim=0).clamp_min(1e-300))
-        if spread[-1] < _PARALLEL * spread[0]:
-            return None
-        factors = torch.linalg.lstsq(columns, whole[:, None]).solution[:, 0]
-        left = float((columns @ factors - whole).norm() / whole.norm())
-        fit = _Fit(factors.tolist(), [count for _, count in found], left, 0.0 if dtype else 1e-6, evaluates)
+        factors, left = solved
+        fit = _Fit(factors, list(counts), left, 0.0 if dtype else 1e-6, evaluates)
         if _are_apart(gradient(batch)[0], whole):
             fit.is_random = "training_step is not repeatable"
         elif _are_apart(gradient(batch, seed=1)[0], whole):
@@ -216,12 +225,23 @@ class CountCheck:
         return fit
 
     def _doubled(self, parts: list[Any]) -> Any:
-        """Every row twice, in another order, which a mean over rows does not see, nor a quotient of such means."""
+        """Every row twice, in another order. A mean over rows, or a quotient of such means, does not change."""
         second, first = (self._join([part, part]) for part in parts)
         return self._join([first, second])
 
     def _join(self, parts: list[Any]) -> Any:
         return _joined(parts, {self._weighting.label_key: self._weighting.ignore_index})
+
+
+def _solved(columns: Tensor, whole: Tensor) -> tuple[list[float], float] | None:
+    """The factors with which ``columns`` sum up to ``whole``, and what is left; None if they are not unique."""
+    if not (torch.isfinite(whole).all() and torch.isfinite(columns).all() and bool(whole.any())):
+        return None
+    spread = torch.linalg.svdvals(columns / columns.norm(dim=0).clamp_min(1e-300))
+    if spread[-1] < _PARALLEL * spread[0]:
+        return None
+    factors = torch.linalg.lstsq(columns, whole[:, None]).solution[:, 0]
+    return factors.tolist(), float((columns @ factors - whole).norm() / whole.norm())
 
 
 def _are_apart(first: Tensor, second: Tensor) -> bool:
@@ -237,7 +257,7 @@ def _ratio(values: list[float]) -> str:
     return f"1 : {second / first:.3g}" if first else f"{first:.3g} : {second:.3g}"
 
 
-# --- Parts of batches -------------------------------------------------------------------------------------------------
+# --- Parts of batches -------------------------------------------------------------------------------------
 
 
 def _num_rows(batch: Any) -> int:
@@ -246,31 +266,41 @@ def _num_rows(batch: Any) -> int:
 
 
 def _has_shared_values(batch: Any) -> bool:
-    """Whether a batch holds tensors, or numbers, that are not one for each row: its parts have them too."""
+    """Whether a batch holds tensors or numbers that do not belong to single rows, which its parts have too."""
     rows = _num_rows(batch)
-    numbers = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    has_numbers = any(isinstance(each, (int, float)) and not isinstance(each, bool) for each in numbers)
-    return has_numbers or any(not tensor.ndim or tensor.size(0) != rows for tensor in tensors_in(batch))
+    entries: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        entries = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        entries = batch
+    if any(isinstance(entry, (int, float)) and not isinstance(entry, bool) for entry in entries):
+        return True
+    return any(not tensor.ndim or tensor.size(0) != rows for tensor in tensors_in(batch))
 
 
 def _split(batch: Any) -> list[Any] | None:
     """Two parts of a batch, of unequal size if possible; None if it has no two rows."""
     try:
         rows = count_samples(batch)
+        if rows < 2:
+            return None
         at = max(1, rows // 3)
-        return None if rows < 2 else [_rows_of(batch, part, rows) for part in (slice(0, at), slice(at, rows))]
-    except Exception:  # such as a class of its own that cannot be built of parts
+        return [_rows_of(batch, part, rows) for part in (slice(0, at), slice(at, rows))]
+    except Exception:  # such as a user's class that cannot be built from parts
         return None
 
 
 def _rows_of(value: Any, part: slice, rows: int) -> Any:
-    def inner(each: Any) -> Any:
-        return _rows_of(each, part, rows)
+    """The rows ``part`` of a batch of ``rows``, or of an entry of it."""
+
+    def inner(entry: Any) -> Any:
+        return _rows_of(entry, part, rows)
 
     if isinstance(value, Tensor):
         return value[part] if value.ndim and value.size(0) == rows else value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{each.name: inner(getattr(value, each.name)) for each in dataclasses.fields(value)})
+        names = [field.name for field in dataclasses.fields(value)]
+        return replace(value, **{name: inner(getattr(value, name)) for name in names})
     if hasattr(value, "keys"):
         entries = {key: inner(value[key]) for key in value.keys()}  # noqa: SIM118 (not all are mappings)
         try:
@@ -280,18 +310,19 @@ def _rows_of(value: Any, part: slice, rows: int) -> Any:
                 raise
             return entries
     if isinstance(value, (list, tuple)):
-        holds_rows = len(value) == rows and all(not isinstance(each, Tensor) or not each.ndim for each in value)
-        items = value[part] if holds_rows else [inner(each) for each in value]
+        has_tensors = any(isinstance(item, Tensor) and item.ndim for item in value)
+        has_item_per_row = len(value) == rows and not has_tensors
+        items = value[part] if has_item_per_row else [inner(item) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
 def _joined(parts: Sequence[Any], fills: Mapping[Any, int], key: Any = None) -> Any:
-    """Two batches, or their entries ``key``, in one, padded at the ends of rows. Raises if that is not possible."""
+    """Join two batches, or their entries ``key``, padding the ends of rows. Raises if they cannot be joined."""
     one, other = parts
     if isinstance(one, Tensor) and one.ndim:
         sizes = [max(pair) for pair in zip(one.shape[1:], other.shape[1:], strict=True)]
-        return torch.cat([_padded(each, sizes, fills.get(key, 0)) for each in parts])
+        return torch.cat([_padded(tensor, sizes, fills.get(key, 0)) for tensor in parts])
     if hasattr(one, "keys") and set(one.keys()) == set(other.keys()):
         return {name: _joined([one[name], other[name]], fills, name) for name in one.keys()}  # noqa: SIM118
     if isinstance(one, (list, tuple)) and key is None:
@@ -304,5 +335,7 @@ def _joined(parts: Sequence[Any], fills: Mapping[Any, int], key: Any = None) -> 
 
 
 def _padded(rows: Tensor, sizes: list[int], fill: int) -> Tensor:
-    amounts = [size - have for size, have in zip(sizes, rows.shape[1:], strict=True)]
-    return nn.functional.pad(rows, [each for amount in reversed(amounts) for each in (0, amount)], value=fill)
+    amounts: list[int] = []
+    for size, have in zip(reversed(sizes), reversed(rows.shape[1:]), strict=True):
+        amounts += (0, size - have)
+    return nn.functional.pad(rows, amounts, value=fill)

@@ -1,4 +1,4 @@
-"""Whether a run's gradients are those of one batch, and if not, why."""
+"""Checks whether a run's gradients are those of one batch, and finds out why if they are not."""
 
 import math
 from collections.abc import Mapping
@@ -11,18 +11,28 @@ from torchmetrics import Metric
 
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
 from lightning_automodel.callbacks.exactness.recording import Window
-from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Replayed, Shares, distances, wide
-from lightning_automodel.callbacks.exactness.results import StepResult, percent, plural, range_of
-from lightning_automodel.callbacks.running_strategy import automodel, current_run
+from lightning_automodel.callbacks.exactness.replay import (
+    Gradients,
+    Replay,
+    Replayed,
+    Shares,
+    distances,
+    norm_of,
+    wide,
+)
+from lightning_automodel.callbacks.exactness.results import StepResult, percent, plural, range_of, relative
+from lightning_automodel.callbacks.running_strategy import context_of, options_of
 from lightning_automodel.internals import lightning as lightning_internals
 
-# Gradients may be off by this many times the rounding that the replay shows: it is that of one order of summation out
-# of many. Single parameters may be off by as many times that.
+# Gradients may be off by this many times the rounding that the replay shows, which comes from one order of
+# summation out of many. Single parameters may be off by this many times their own rounding times that factor.
 _FACTOR = 4
-_FACTOR_IF_PERTURBED = 8  # more of both, where rounding is known from perturbed weights alone
-_LEAST, _LEAST_IN_HALF = 16, 2  # roundings, which are no error even if the replay shows none
+_FACTOR_IF_PERTURBED = 8  # multiplies both if rounding is known only from perturbed weights
+# This many roundings are no error even if the replay shows no rounding.
+_LEAST = 16
+_LEAST_IN_HALF = 2
 _LOSS_TOLERANCE = 64  # roundings
-_MOST_ROUNDING = 0.01  # that leaves something to be said in single precision
+_MOST_ROUNDING = 0.01  # largest rounding in single precision with which gradients still mean something
 _HALF = 1e-4  # precisions that round more cannot tell a small error from rounding
 
 _NOT_REPEATABLE = (
@@ -37,10 +47,10 @@ class _Fit:
 
     Attributes:
         given: The weight of each micro-batch in the gradients.
-        right: The weight that it should have.
+        right: The weight that each micro-batch should have.
         error: The largest relative error of a weight.
-        left: What the fit leaves, relative to the gradients.
-        explained: How much of the difference from one batch other weights explain.
+        left: The part of the gradients that the fit leaves, relative to them.
+        explained: The share of the difference from one batch that wrong weights explain.
     """
 
     given: Tensor
@@ -59,54 +69,68 @@ class GradientCheck:
     """Compares the gradients of one step, on rank 0.
 
     Args:
-        replay: Of the run.
-        trainer: Of the run.
-        windows: Of all data-parallel ranks.
+        replay: The replay of the run.
+        trainer: The run's Trainer.
+        windows: Windows of all data-parallel ranks.
         shares: The count of each micro-batch.
-        step: Where results are written.
+        step: The result to fill in.
     """
 
     def __init__(
         self, replay: Replay, trainer: pl.Trainer, windows: list[Window], shares: Shares, step: StepResult
     ) -> None:
-        self._replay, self._windows, self._shares, self._step = replay, windows, shares, step
+        self._replay = replay
+        self._windows = windows
+        self._shares = shares
+        self._step = step
         self._records = [record for window in windows for record in window.micro_batches]
         self._precision = str(trainer.precision_plugin.precision)
         self._eps = _rounding_unit(trainer)
         self._is_half = self._eps > _HALF
         self._least = self._eps * (_LEAST_IN_HALF if self._is_half else _LEAST)
-        run = current_run(trainer)
-        self._has_slices = run is not None and run.micro_batches.context is not None
+        self._has_slices = context_of(trainer) is not None
 
     def compare(self, run: Gradients, weights: dict[str, Tensor], now: Mapping[str, Tensor]) -> None:
         """Compare gradients ``run`` with those of one batch.
 
-        ``weights`` are those before the window, which are dropped on the way; ``now`` those that have changed since.
+        ``weights`` are the weights before the window, which are dropped on the way; ``now`` are those that
+        have changed since.
         """
-        step, replay = self._step, self._replay
+        step = self._step
+        replay = self._replay
         sample = replay.sample(set(run))
         dtype = replay.sharded_dtype
         replay.load(weights, dtype)
-        found = replay.one_batch(self._windows, self._shares, weights, dtype, sample)
-        found.gradients = {name: None if g is None else g.cpu() for name, g in found.gradients.items()}
-        step.written = self._written(found.written, weights, now)
-        size = math.hypot(*distances(run, run, {}).values())
-        direct = math.hypot(*distances(run, run, found.gradients).values()) / max(size, 1e-300)
-        contributions = [found.contributions]  # of micro-batches that round as the run's do
+        replayed = replay.one_batch(self._windows, self._shares, weights, dtype, sample)
+        for name, gradient in replayed.gradients.items():
+            if gradient is not None:
+                replayed.gradients[name] = gradient.cpu()
+        step.written = self._written(replayed.written, weights, now)
+        size = norm_of(distances(run, run, {}))
+        direct = norm_of(distances(run, run, replayed.gradients)) / max(size, 1e-300)
+        contributions = [replayed.contributions]  # from micro-batches that round like the run's
         if self._is_half and direct > _HALF:
             replay.load(weights, dtype)
             alike = replay.one_batch(self._windows, self._shares, weights, dtype, sample, alike=True)
             contributions.append(alike.contributions)
-        exact, rounded, factor = self._one_batch(found, weights, dtype, sample)
+        exact, rounded, factor = self._one_batch(replayed, weights, dtype, sample)
         missing = self._compare(run, exact.gradients, rounded, factor)
-        fit = min((self._fit(run, each, sample) for each in contributions), key=lambda each: each.left)
+        fit = min((self._fit(run, parts, sample) for parts in contributions), key=lambda fit: fit.left)
         if fit.explains:
             step.explanation = _weights_in_words(fit, plural(self._shares.weighting.unit))
         if self._is_half:
             self._judge_in_half(missing, direct, fit, factor)
-        dtype = torch.float64 if factor == _FACTOR else dtype  # of the weights that are loaded
-        unequal_losses = self._unequal_losses(found)
-        # Equal gradients are exact all the same: such a loss is only shown otherwise, as one over all ranks.
+        if factor == _FACTOR:
+            dtype = torch.float64  # _one_batch has loaded the weights in it
+        self._note_problem(replayed, direct, dtype, sample)
+
+    def _note_problem(
+        self, replayed: Replayed, direct: float, dtype: torch.dtype | None, sample: dict[str, Tensor]
+    ) -> None:
+        """Say in the step's result why the replay cannot judge the gradients, if it cannot."""
+        step = self._step
+        unequal_losses = self._unequal_losses(replayed)
+        # If gradients are equal, the loss is only shown differently, as one over all ranks.
         is_equal = not step.is_wrong and direct < _HALF
         if unequal_losses and not (is_equal or step.written or step.unequal):
             step.gradient_error = math.nan
@@ -117,51 +141,50 @@ class GradientCheck:
             step.problem = f"rounding is {percent(step.rounding)} of them: check with precision='64-true'"
 
     def _one_batch(
-        self, found: Replayed, weights: dict[str, Tensor], dtype: torch.dtype | None, sample: dict[str, Tensor]
+        self, replayed: Replayed, weights: dict[str, Tensor], dtype: torch.dtype | None, sample: dict[str, Tensor]
     ) -> tuple[Replayed, Gradients, float]:
-        """The gradients to compare with, the same with rounding, and how many times that rounding is no error."""
+        """The gradients to compare with, the same with rounding, and how many times the rounding is no error."""
         replay = self._replay
         dtypes = {name: weight.dtype for name, weight in weights.items()}
         if self._precision != "64-true":
             replay.load(weights, torch.float64)
-            # In float64 little else fits beside it.
-            for name in weights.keys() - found.written.keys():
+            # Weights in float64 leave little memory for others.
+            for name in weights.keys() - replayed.written.keys():
                 del weights[name]
             try:
                 exact = replay.one_batch(self._windows, self._shares, weights, torch.float64, sample)
-                if all(map(self._agree, found.losses, exact.losses)):
-                    return exact, found.gradients, _FACTOR
+                if all(map(self._agree, replayed.losses, exact.losses)):
+                    return exact, replayed.gradients, _FACTOR
             except ReplayError:
                 raise
             except Exception:
-                pass  # some code has another dtype written down
-            weights = {n: weights.get(n, p.detach().cpu()).to(dtypes[n]) for n, p in replay.module.named_parameters()}
+                pass  # such as code with a hard-coded dtype
+            own = replay.module.named_parameters()
+            weights = {n: weights.get(n, p.detach().cpu()).to(dtypes[n]) for n, p in own}
         generator = torch.Generator().manual_seed(0)
         perturbed = {name: _perturbed(weight, self._eps, generator) for name, weight in weights.items()}
         replay.load(perturbed)
         other = replay.one_batch(self._windows, self._shares, perturbed, dtype, sample)
-        return found, other.gradients, _FACTOR * _FACTOR_IF_PERTURBED
+        return replayed, other.gradients, _FACTOR * _FACTOR_IF_PERTURBED
 
     def _compare(self, run: Gradients, exact: Gradients, rounded: Gradients, factor: float) -> dict[str, float]:
         """Fill in errors. Returns the parameters without a gradient that have one in one batch."""
-        step, least = self._step, self._least
+        step = self._step
+        least = self._least
         off = distances(run, run, exact)
         rounding = distances(run, rounded, exact)
         norm = distances(run, exact, {})
-        total = math.hypot(*norm.values())
-        all_off = math.hypot(*off.values())
-        if total:
-            step.gradient_error, step.rounding = all_off / total, math.hypot(*rounding.values()) / total
-        else:
-            step.gradient_error, step.rounding = math.inf if all_off else 0.0, 0.0
+        total = norm_of(norm)
+        step.gradient_error = relative(norm_of(off), total)
+        step.rounding = norm_of(rounding) / total if total else 0.0
         limit = factor * step.rounding + least
         size = sum(wide(exact[name]).numel() for name in run)
         missing = {}
         for name in sorted(off, key=off.__getitem__, reverse=True):
-            # Its own rounding, and its share of all rounding: what is zero but for rounding is no error.
+            # The parameter's rounding, and its share of all rounding: it may be zero but for rounding.
             share = math.sqrt(wide(exact[name]).numel() / max(size, 1))
             if off[name] > _FACTOR * factor * rounding[name] + least * norm[name] + limit * total * share:
-                step.parameters[name] = off[name] / norm[name] if norm[name] else math.inf
+                step.parameters[name] = relative(off[name], norm[name])
             is_zero = not bool(wide(run[name]).any())
             if is_zero and norm[name] > 10 * rounding[name] and norm[name] > 1e-3 * total:
                 missing[name] = 1.0
@@ -169,13 +192,16 @@ class GradientCheck:
         return missing
 
     def _judge_in_half(self, missing: dict[str, float], direct: float, fit: _Fit, factor: float) -> None:
-        """Half precision may round as much as an error weighs: call wrong only what rounding does not do."""
+        """In half precision rounding may be as large as an error: call wrong only what it cannot explain."""
         step = self._step
         limit = factor * step.rounding + self._least
-        if direct < _HALF:  # the replay that rounds alike agrees
-            step.is_wrong, step.parameters, step.gradient_error = False, {}, direct
+        if direct < _HALF:  # the replay in the run's precision agrees
+            step.is_wrong = False
+            step.parameters = {}
+            step.gradient_error = direct
         elif missing:
-            step.is_wrong, step.parameters = True, missing
+            step.is_wrong = True
+            step.parameters = missing
         elif fit.explains and fit.error > 0.02 and (fit.left < 1e-3 or step.gradient_error > limit):
             step.is_wrong = True
         elif step.is_wrong or step.gradient_error > 2 * step.rounding + self._eps / 2:
@@ -190,9 +216,9 @@ class GradientCheck:
             )
 
     def _fit(self, run: Gradients, contributions: list[Tensor], sample: dict[str, Tensor]) -> _Fit:
-        """Fit the run's gradients by what each micro-batch adds to those of one batch."""
+        """Fit the run's gradients by the contributions of micro-batches to the gradients of one batch."""
         counts = self._shares.counts
-        used = [index for index, each in enumerate(contributions) if bool(each.any()) and counts[index]]
+        used = [index for index, part in enumerate(contributions) if bool(part.any()) and counts[index]]
         if not used:
             return _Fit(torch.ones(0), torch.ones(0), 0.0, math.inf, 0.0)
         matrix = torch.stack([contributions[index] for index in used], dim=1)
@@ -207,19 +233,21 @@ class GradientCheck:
     def _written(
         self, written: Mapping[str, Tensor], weights: Mapping[str, Tensor], now: Mapping[str, Tensor]
     ) -> dict[str, float]:
-        """Weights that the window has written otherwise than rank 0's steps do alone, with the difference."""
-        found = {}
+        """Weights that the run's window wrote differently from the replay of rank 0's steps, with the error."""
+        differing = {}
         for name in written.keys() | now.keys():
-            before, replayed = weights[name].double(), written.get(name, weights[name]).double()
-            off = float((now.get(name, weights[name]).double() - replayed).norm())
-            moved, size = float((replayed - before).norm()), float(replayed.norm())
+            before = weights[name]
+            replayed = written.get(name, before).double()
+            off = float((now.get(name, before).double() - replayed).norm())
+            moved = float((replayed - before.double()).norm())
+            size = float(replayed.norm())
             is_lost = name not in now and moved > 4 * self._eps * size
             if is_lost or (off > _LOSS_TOLERANCE * self._eps * size and off > 1e-3 * moved):
-                found[name] = off / max(size, 1e-300)
-        return found
+                differing[name] = off / max(size, 1e-300)
+        return differing
 
-    def _unequal_losses(self, found: Replayed) -> str:
-        pairs = [(record, loss) for record, loss in zip(self._records, found.losses, strict=True)]
+    def _unequal_losses(self, replayed: Replayed) -> str:
+        pairs = [(record, loss) for record, loss in zip(self._records, replayed.losses, strict=True)]
         unequal = [(record, loss) for record, loss in pairs if not self._agree(record.loss, loss)]
         if not unequal:
             return ""
@@ -230,8 +258,8 @@ class GradientCheck:
         )
 
     def _why_unequal(self, dtype: torch.dtype | None, sample: dict[str, Tensor]) -> str:
-        for name, each in self._replay.module.named_modules():
-            if isinstance(each, Metric) and each.dist_sync_on_step:
+        for name, module in self._replay.module.named_modules():
+            if isinstance(module, Metric) and module.dist_sync_on_step:
                 return f"the metric {name} takes values of all ranks (dist_sync_on_step=True)"
         if not self._repeats(dtype, sample):
             return _NOT_REPEATABLE
@@ -241,16 +269,18 @@ class GradientCheck:
 
     def _repeats(self, dtype: torch.dtype | None, sample: dict[str, Tensor]) -> bool:
         """Whether a micro-batch has the same gradient twice."""
-        replay, window = self._replay, next(window for window in self._windows if window.micro_batches)
-        record, found = window.micro_batches[0], []
+        replay = self._replay
+        window = next(window for window in self._windows if window.micro_batches)
+        record = window.micro_batches[0]
+        gradients: list[Tensor] = []
         for _ in range(2):
             replay.set_tensors(window, dtype)
             output = replay.call(record, record.arguments[0], dtype)
             if output is None:
                 return True
             loss, _ = replay.losses_of(output, self._shares.weighting)
-            found.append(replay.sampled_gradient(loss, sample))
-        first, second = found
+            gradients.append(replay.sampled_gradient(loss, sample))
+        first, second = gradients
         eps = torch.finfo(dtype or torch.float32).eps
         return bool((first - second).norm() <= max(1e-6, 64 * eps) * second.norm())
 
@@ -265,15 +295,17 @@ class GradientCheck:
 def _rounding_unit(trainer: pl.Trainer) -> float:
     """The relative size of a rounding in the run's precision."""
     precision = str(trainer.precision_plugin.precision)
-    dtype = torch.float64 if precision.startswith("64") else torch.float32
-    ours = automodel(trainer)
-    options = {} if ours is None else ours.describe()["options"]
+    options = options_of(trainer)
     # These communicate in half precision.
     hooks = (lightning_internals.ddp_comm_hook(trainer), options.get("ddp_comm_hook"), options.get("mp_policy"))
     if "bf16" in precision or any(hook is not None for hook in hooks):
         dtype = torch.bfloat16
     elif precision.startswith("16"):
         dtype = torch.float16
+    elif precision.startswith("64"):
+        dtype = torch.float64
+    else:
+        dtype = torch.float32
     return torch.finfo(dtype).eps
 
 
@@ -286,15 +318,19 @@ def _perturbed(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor
 
 
 def _weights_in_words(fit: _Fit, units: str) -> str:
-    given, right = fit.given, fit.right
-    total, mean = float(given.sum()), percent(float(given.mean()))
+    given = fit.given
+    right = fit.right
+    total = float(given.sum())
+    mean = percent(float(given.mean()))
     if float(given.max() - given.min()) >= max(1e-3, 2 * fit.left) * abs(given.mean()):
         text = f"Micro-batches weigh {range_of(given)} in them, where {range_of(right)} is right by their {units}."
     elif right.max() - right.min() > 1e-3 * right.mean():
         text = f"Every micro-batch weighs {mean}, though they hold {range_of(right)} of the {units}."
     else:
         text = f"Every micro-batch weighs {mean}, where {percent(float(right.mean()))} is right."
-    return text if abs(total - 1) < 0.01 else f"{text} Together they weigh {percent(total)} in place of 100 %."
+    if abs(total - 1) < 0.01:
+        return text
+    return f"{text} Together they weigh {percent(total)} in place of 100 %."
 
 
 def _entries(gradient: Tensor | None, positions: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A copy of a LightningModule that one process can train on: whole, on its own, and without what cannot be copied."""
+"""Copies a LightningModule so that one process can train the copy, whole and apart from the run."""
 
 import copy
 from pathlib import Path
@@ -20,14 +20,14 @@ _OF_EVERY_MODULE = vars(pl.LightningModule()).keys()  # parameters, buffers, hoo
 
 
 class ReplayError(RuntimeError):
-    """Why one process cannot repeat what a run has computed."""
+    """The reason why one process cannot repeat what a run has computed."""
 
 
 def copy_module(module: pl.LightningModule, trainer: pl.Trainer) -> pl.LightningModule:
-    """A deep copy of ``module``, which is not sharded yet, that shares the Trainer. Draws no random numbers.
+    """A deep copy of ``module``, before it is sharded, that shares the Trainer. Draws no random numbers.
 
-    An attribute that cannot be copied (a lock, a generator, a connection) is not shared either: using it would change
-    the run. A :class:`_NotCopied` stands in its place.
+    An attribute that cannot be copied (a lock, a generator, a connection) is not shared, since using it
+    would change the run. A :class:`_NotCopied` takes its place.
     """
     shared = _shared(module, trainer)
     copies = dict(shared)
@@ -40,19 +40,24 @@ def copy_module(module: pl.LightningModule, trainer: pl.Trainer) -> pl.Lightning
         method = vars(copied).get(name)
         if isinstance(method, FunctionType) and method.__code__.co_filename.startswith(_OF_TORCH):
             del vars(copied)[name]  # compiled, with the original module
-    for each in copied.modules():
-        holders: list[Any] = [vars(each), *(value for value in vars(each).values() if isinstance(value, dict))]
+    for submodule in copied.modules():
+        attributes = vars(submodule)
+        holders: list[Any] = [attributes, *(value for value in attributes.values() if isinstance(value, dict))]
         for holder in holders:
             for key in list(holder):
                 holder[key] = _rebound(holder[key], copies)
     return copied
 
 
-def whole_copy(module: pl.LightningModule, trainer: pl.Trainer, early: pl.LightningModule | None) -> pl.LightningModule:
-    """A copy with whole parameters, of the module as it is, or ``early``, made before ``configure_model`` sharded it.
+def whole_copy(
+    module: pl.LightningModule,
+    trainer: pl.Trainer,
+    early: pl.LightningModule | None,
+) -> pl.LightningModule:
+    """A copy with whole parameters: of the module as it is, or ``early``, made before ``configure_model``.
 
     Raises:
-        ReplayError: If neither has all parameters, whole.
+        ReplayError: If neither has all parameters, and has them whole.
     """
     copied = early
     if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
@@ -64,17 +69,18 @@ def whole_copy(module: pl.LightningModule, trainer: pl.Trainer, early: pl.Lightn
 
 
 def reason_against(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
-    """Why this training cannot be replayed; None if nothing is known against it."""
-    strategy, optimizers = type(trainer.strategy).__name__, trainer.strategy.optimizers
+    """Why this training cannot be replayed; None if there is no known reason."""
+    strategy = type(trainer.strategy).__name__
+    optimizers = trainer.strategy.optimizers
     if not module.automatic_optimization:
         return "manual optimization steps within training_step, which the replay does not repeat"
     if isinstance(trainer.strategy, (FSDPStrategy, DeepSpeedStrategy)) or "XLA" in strategy:
         return f"{strategy} keeps parameters in a form of its own"
     if lightning_internals.draws_its_batches(module.training_step):
         return "training_step(dataloader_iter) draws its batches itself"
-    if any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
+    if any(isinstance(submodule, nn.SyncBatchNorm) for submodule in module.modules()):
         return "SyncBatchNorm takes statistics over the batches of all ranks, which the replay takes one by one"
-    if any(isinstance(getattr(each, "optimizer", each), torch.optim.LBFGS) for each in optimizers):
+    if any(isinstance(getattr(wrapped, "optimizer", wrapped), torch.optim.LBFGS) for wrapped in optimizers):
         return "LBFGS computes gradients several times in a step"
     return None
 
@@ -85,29 +91,29 @@ def generators_of(module: nn.Module) -> list[torch.Generator]:
 
 
 def numbers_of(module: nn.Module) -> dict[tuple[str, str], int | float]:
-    """Counters and the like that modules keep as attributes, by module and name."""
+    """Numbers that modules keep as attributes, such as counters, by module and name."""
     return dict(_attributes(module, (int, float)))
 
 
 def tensors_of(module: nn.Module) -> dict[tuple[str, str], torch.Tensor | None]:
     """Buffers, and tensors without a gradient that modules keep as attributes, by module and name.
 
-    None are attributes that may become such tensors.
+    A value of None is an attribute that may become such a tensor.
     """
-    found: dict[tuple[str, str], torch.Tensor | None] = {
+    tensors: dict[tuple[str, str], torch.Tensor | None] = {
         (owner, name): buffer
-        for owner, each in module.named_modules()
-        for name, buffer in each.named_buffers(recurse=False, remove_duplicate=False)
+        for owner, submodule in module.named_modules()
+        for name, buffer in submodule.named_buffers(recurse=False, remove_duplicate=False)
     }
     attributes = _attributes(module, (torch.Tensor, NoneType))
-    found.update((key, value) for key, value in attributes if value is None or not value.requires_grad)
-    return found
+    tensors.update((key, value) for key, value in attributes if value is None or not value.requires_grad)
+    return tensors
 
 
 def set_tensors(module: nn.Module, values: dict[tuple[str, str], torch.Tensor | None]) -> None:
-    """Set what :func:`tensors_of` has found; what it has found no more was made since, as a cache, and is deleted.
+    """Set the tensors of :func:`tensors_of`. Deletes those that were made since, such as caches.
 
-    An attribute that is None here and no tensor in the run, such as a process group that ``configure_model``
+    An attribute that is None here and not a tensor in the run, such as a process group that ``configure_model``
     has set, stays None.
     """
     owners = dict(module.named_modules())
@@ -118,7 +124,7 @@ def set_tensors(module: nn.Module, values: dict[tuple[str, str], torch.Tensor | 
 
 
 def set_attributes(module: nn.Module, values: dict[tuple[str, str], Any]) -> None:
-    """Set attributes, or buffers, by module and name; those that the module lacks are left out."""
+    """Set attributes, or buffers, by module and name; skips those that the module lacks."""
     owners = dict(module.named_modules())
     for (owner, name), value in values.items():
         if owner in owners and hasattr(owners[owner], name):
@@ -126,9 +132,9 @@ def set_attributes(module: nn.Module, values: dict[tuple[str, str], Any]) -> Non
 
 
 def _rebound(value: Any, copies: dict[int, Any]) -> Any:
-    """The copy of ``value``, which may be a function or method that ``deepcopy`` leaves as it is.
+    """The copy of ``value``, which may be a function or method that ``deepcopy`` has not copied.
 
-    Such a function gets the copies of what it has closed over.
+    The copy of a function closes over the copies of its variables.
     """
     if id(value) in copies:
         return copies[id(value)]
@@ -141,11 +147,10 @@ def _rebound(value: Any, copies: dict[int, Any]) -> Any:
     except ValueError:  # a variable without a value yet
         return value
     copies[id(value)] = value  # it may hold itself
-    inner = [_rebound(each, copies) for each in closed_over]
-    if any(one is not other for one, other in zip(inner, closed_over, strict=True)):
-        rebound = FunctionType(
-            value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(map(CellType, inner))
-        )
+    inner = [_rebound(content, copies) for content in closed_over]
+    if any(new is not old for new, old in zip(inner, closed_over, strict=True)):
+        cells = tuple(map(CellType, inner))
+        rebound = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
         rebound.__kwdefaults__ = value.__kwdefaults__
         vars(rebound).update(vars(value))
         copies[id(value)] = rebound
@@ -155,35 +160,35 @@ def _rebound(value: Any, copies: dict[int, Any]) -> Any:
 def _attributes(module: nn.Module, kind: Any) -> list[tuple[tuple[str, str], Any]]:
     return [
         ((owner, name), value)
-        for owner, each in module.named_modules()
-        for name, value in vars(each).items()
+        for owner, submodule in module.named_modules()
+        for name, value in vars(submodule).items()
         if isinstance(value, kind) and name not in _OF_EVERY_MODULE
     ]
 
 
 def _shared(module: nn.Module, trainer: pl.Trainer) -> dict[int, Any]:
-    """What the copy has in common with the module, as the memo of ``copy.deepcopy``."""
-    values = [value for each in module.modules() for value in vars(each).values()]
+    """Objects that the copy shares with the module, as the memo of ``copy.deepcopy``."""
+    values = [value for submodule in module.modules() for value in vars(submodule).values()]
     groups = [value for value in values if isinstance(value, (DeviceMesh, dist.ProcessGroup))]
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
-    return {id(each): each for each in (trainer, datamodule, *groups) if each is not None}
+    return {id(value): value for value in (trainer, datamodule, *groups) if value is not None}
 
 
 def _placeholders(module: nn.Module, shared: dict[int, Any]) -> dict[int, Any]:
-    found: dict[int, Any] = {}
-    for owner, each in module.named_modules():
-        for name, value in vars(each).items():
+    placeholders: dict[int, Any] = {}
+    for owner, submodule in module.named_modules():
+        for name, value in vars(submodule).items():
             if name in _OF_EVERY_MODULE:
                 continue
             try:
                 copy.deepcopy(value, dict(shared))
             except Exception:
-                found[id(value)] = _NotCopied(f"{owner}.{name}".lstrip("."))
-    return found
+                placeholders[id(value)] = _NotCopied(f"{owner}.{name}".lstrip("."))
+    return placeholders
 
 
 class _NotCopied:
-    """Stands for an attribute that could not be copied; using it ends the replay."""
+    """Takes the place of an attribute that cannot be copied; using it ends the replay."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""What the check finds in each step, and the words in which it says so."""
+"""Results of the check for each step, and the report in words."""
 
 import math
 import textwrap
@@ -7,28 +7,31 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-EXACT, WRONG, NOT_CHECKED = "exact", "wrong", "not checked"
+EXACT = "exact"
+WRONG = "wrong"
+NOT_CHECKED = "not checked"
 _NAMED = 4  # parameters, at most
 
 
 @dataclass
 class StepResult:
-    """What was found in one optimizer step. Errors are relative 2-norms: 0.01 is one percent.
+    """The result of one optimizer step. Errors are relative 2-norms: 0.01 is one percent.
 
     Attributes:
         gradient_error: Distance of the gradients from those of one batch.
         rounding: The same for gradients that differ by rounding alone.
-        parameters: Errors of single parameters, where they are more than rounding.
-        explanation: The weights of micro-batches in the gradients, in words, where these explain the difference.
-        written: Weights that the steps have written otherwise than one process does, with their errors.
+        parameters: Errors of single parameters that are larger than rounding.
+        explanation: The weights of micro-batches in the gradients, in words, if they explain the difference.
+        written: Weights that the steps have written differently from one process, with their errors.
         unequal: Weights that are not the same on all ranks.
-        optimizer_error: Distance of the step from that of the same optimizer on whole tensors; None: not checked.
-        optimizer_parameters: Errors of single parameters' steps, where they are more than rounding.
-        clipping_error: Distance of the clipped gradients from those of one process; None: not checked.
-        clips_wrongly: Whether that is more than rounding.
+        optimizer_error: Distance of the step from that of the same optimizer on whole tensors; None if not
+            checked.
+        optimizer_parameters: Errors of single parameters' steps that are larger than rounding.
+        clipping_error: Distance of the clipped gradients from those of one process; None if not checked.
+        clips_wrongly: Whether the clipping error is larger than rounding.
         is_wrong: Whether the gradients are off by more than rounding.
-        problem: Why the gradients say nothing.
-        note: Why the optimizer's step says nothing.
+        problem: Why the gradients could not be judged.
+        note: Why the optimizer's step could not be judged.
         counts: The count of each micro-batch.
     """
 
@@ -48,24 +51,24 @@ class StepResult:
     counts: list[float] = field(default_factory=list)
 
     def numbers(self) -> dict[str, float]:
-        """For loggers."""
-        found = {
+        """The known errors, for loggers."""
+        values = {
             "exactness/gradient_error": self.gradient_error,
             "exactness/rounding": self.rounding,
-            "exactness/optimizer_error": math.nan if self.optimizer_error is None else self.optimizer_error,
+            "exactness/optimizer_error": self.optimizer_error,
         }
-        return {name: value for name, value in found.items() if not math.isnan(value)}
+        return {name: value for name, value in values.items() if value is not None and not math.isnan(value)}
 
 
 @dataclass
 class CountResult:
-    """Whether the loss of a batch is the mean of those of its parts, by their counts.
+    """Whether the loss of a batch is the mean of its parts' losses, weighted by their counts.
 
     Attributes:
         verdict: EXACT, WRONG or NOT_CHECKED.
-        text: Why.
-        remedy: The option that is right, where one is.
-        is_decisive: Whether nothing can be exact without it.
+        text: The reason for the verdict.
+        remedy: The option that makes the count right, if there is one.
+        is_decisive: Whether the steps cannot be exact without a checked count.
     """
 
     verdict: str
@@ -75,7 +78,7 @@ class CountResult:
 
 
 def verdict_of(steps: list[StepResult], count: CountResult | None) -> str:
-    """EXACT only if everything was looked at that decides it."""
+    """The verdict on all ``steps``: EXACT only if everything that decides it was checked."""
     if (count is not None and count.verdict == WRONG) or any(_is_wrong(step) for step in steps):
         return WRONG
     if not steps or any(step.problem for step in steps) or (count is not None and count.is_decisive):
@@ -84,8 +87,8 @@ def verdict_of(steps: list[StepResult], count: CountResult | None) -> str:
 
 
 def report_of(steps: list[StepResult], count: CountResult | None, unit: str, is_ours: bool) -> list[str]:
-    """One line for each thing that a user should know. ``unit`` is what is counted; ``is_ours``: the strategy."""
-    lines = []
+    """One line per result. ``unit`` names the counted units; ``is_ours``: ``AutomodelStrategy`` is in use."""
+    lines: list[str] = []
     if count is not None and count.verdict == WRONG:
         lines.append(f"The count is wrong: {count.text}.{count.remedy and f' Right is {count.remedy}.'}")
     problems = [step.problem for step in steps if step.problem]
@@ -94,13 +97,15 @@ def report_of(steps: list[StepResult], count: CountResult | None, unit: str, is_
         lines.append(f"{len(problems)} of {len(steps)} steps say nothing of the gradients: {problems[0]}.")
     if checked:
         gradients, *others = _of_gradients(checked)
-        is_by_count = count is not None and (count.verdict == WRONG or count.is_decisive)
-        lines += [f"{'By this count, gradients' if is_by_count else 'Gradients'} {gradients}", *others]
+        subject = "Gradients"
+        if count is not None and (count.verdict == WRONG or count.is_decisive):
+            subject = "By this count, gradients"
+        lines += [f"{subject} {gradients}", *others]
     lines += _of_weights(steps)
     lines += _of_optimizer(steps)
     if count is not None and count.verdict != WRONG:
         lines.append(f"Count ({plural(unit)}): {count.text}.")
-    counts = {each for step in checked for each in step.counts}
+    counts = {number for step in checked for number in step.counts}
     if len(counts) == 1 and unit != "micro-batch" and not is_ours and not any(map(_is_wrong, steps)):
         lines.append(
             f"Every micro-batch held {number_of(counts.pop(), unit)}: micro-batches of unequal counts, as in a short"
@@ -125,8 +130,16 @@ def percent(value: float) -> str:
 
 def range_of(values: Tensor) -> str:
     """The smallest and the largest of some shares."""
-    low, high = percent(float(values.min())), percent(float(values.max()))
+    low = percent(float(values.min()))
+    high = percent(float(values.max()))
     return low if low == high else f"{low} to {high}"
+
+
+def relative(off: float, size: float) -> float:
+    """``off`` relative to ``size``; infinite if only ``size`` is zero."""
+    if size:
+        return off / size
+    return math.inf if off else 0.0
 
 
 def described(error: Exception) -> str:
@@ -136,13 +149,15 @@ def described(error: Exception) -> str:
 
 
 def plural(noun: str) -> str:
-    """Of a countable noun."""
+    """The plural of a countable noun."""
     return noun + ("es" if noun.endswith("ch") else "s")
 
 
 def number_of(number: float, noun: str) -> str:
-    """As in "2 ranks"."""
-    return f"{number:g} {noun if number == 1 else plural(noun)}"
+    """A number with its noun, such as "2 ranks"."""
+    if number != 1:
+        noun = plural(noun)
+    return f"{number:g} {noun}"
 
 
 def _is_wrong(step: StepResult) -> bool:
@@ -162,7 +177,9 @@ def _of_gradients(steps: list[StepResult]) -> list[str]:
     if explanations:
         return lines + explanations[:1]
     parameters = {name: error for step in reversed(wrong) for name, error in step.parameters.items()}
-    return [*lines, f"Parameters that are off: {_named(parameters)}."] if parameters else lines
+    if parameters:
+        lines.append(f"Parameters that are off: {_named(parameters)}.")
+    return lines
 
 
 def _of_weights(steps: list[StepResult]) -> list[str]:
@@ -203,5 +220,7 @@ def _named(errors: dict[str, float]) -> str:
 
 def _listed(names: Iterable[str]) -> str:
     names = list(names)
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    listed = ", ".join(names[:_NAMED])
+    if len(names) > _NAMED:
+        listed += f" and {len(names) - _NAMED} more"
+    return listed
