@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from lightning_automodel.advice import Advice
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
-from lightning_automodel.gradients.token_loss import Count, WindowTotals, check_range
+from lightning_automodel.gradients import rescale_clip
+from lightning_automodel.gradients.loss_weights import NUM_LOOKS
+from lightning_automodel.gradients.token_loss import Count, check_range, sums_of
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.sharding import checks
@@ -25,8 +27,7 @@ class _Step:
     """What the backwards of one training step need of it."""
 
     batch: Any = None
-    count: Count | None = None  # its label tokens, under automatic optimization
-    aux_loss: Tensor | None = None  # [] the part of the loss that is not a token loss
+    output: Any = None  # what it has returned, under automatic optimization, until its backward
     # By toggled optimizer, how many resets there were when the whole batch was counted.
     counted: dict[Optimizer | None, int] = field(default_factory=dict)
 
@@ -47,14 +48,19 @@ class MicroBatches:
         self.module, self.plugin, self.engine, self.windows = module, plugin, engine, windows
         self.context, self.inputs, self.ahead, self.advice = context, inputs, inputs.ahead, advice
         self.weighting = windows.weighting
+        # Checkpointed blocks compute their attention again in the backward.
+        self._recomputing: Callable[[], AbstractContextManager[None]] = (
+            nullcontext if context is None else context.backward
+        )
         self._draws_its_batches = lightning_internals.draws_its_batches(module.training_step)
+        self._num_looks = NUM_LOOKS  # at micro-batches, that are left
         self._step = _Step()
         self._ends_window = True
 
     # --- The forward --------------------------------------------------------------------------------------------------
 
     def training_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``step``, and count the label tokens of the loss that it returns under automatic optimization."""
+        """Run ``step``. What it returns under automatic optimization is counted in its backward."""
         args, attention = self.sliced(args, "training_step")
         batch = args[0] if args else next(iter(kwargs.values()), None)
         self._step = _Step(batch)
@@ -64,12 +70,20 @@ class MicroBatches:
         # First of all: a rank whose data has ended waits for it, and not for the buffers that the forward broadcasts.
         self.inputs.check_training_goes_on()
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
-        with checks.explained_errors(), self.inputs.training_step(), attention:
-            output = step(*args, **kwargs)
+
+        def attending_step() -> Any:
+            with attention:
+                return step(*args, **kwargs)
+
+        try:
+            output = self.inputs.train(attending_step)
+        except RuntimeError as error:
+            checks.raise_explanation(error)
+            raise
         if not self.module.automatic_optimization:
             self.engine.sync.end_step()
         if self.module.automatic_optimization and output is not None:
-            self._count(output)
+            self._step.output = output
         else:
             self.inputs.end_padding()
         return output
@@ -80,26 +94,6 @@ class MicroBatches:
             return args, nullcontext()
         return (self.context.slice(args[0]), *args[1:]), self.context.step(step)
 
-    def _count(self, output: Any) -> None:
-        step = self._step
-        if self.inputs.is_filler:
-            step.count = 0
-        elif self.ahead is None:
-            step.count = self._checked_count(output)
-        else:
-            self.weighting.check_returned_count(output, self.ahead.count, reads_device=self.windows.last_step is None)
-            step.count = self.ahead.count
-        step.aux_loss = self.weighting.aux_loss(output, self.ahead is not None)
-        self.advice.about_count(self.module, self.weighting, output)
-
-    def _checked_count(self, output: Any) -> Count:
-        if self.context is not None:
-            self.context.check_count(self.weighting, self._step.batch, output, "training_step")
-        count = self.weighting.count(self._step.batch, output)
-        if isinstance(count, Tensor) and self.windows.last_step is None:
-            check_range(count.item())  # in the first window, which may read the device
-        return count
-
     @contextmanager
     def communicating(self, is_last: bool) -> Generator[None, None, None]:
         """Context for the forward and backward of one micro-batch; ``is_last``: its backward ends the window."""
@@ -109,10 +103,14 @@ class MicroBatches:
                 " training_step(dataloader_iter): Lightning zeroes gradients one batch late there, and does not step"
                 " the short last window of an epoch. Let the step take the batch, or pass accumulate_grad_batches=1."
             )
-        before, self._ends_window = self._ends_window, is_last
+        before = self._ends_window
+        self._ends_window = is_last
         try:
-            with checks.explained_errors(), self.engine.sync.micro_batch(is_last):
+            with self.engine.sync.micro_batch(is_last):
                 yield
+        except RuntimeError as error:
+            checks.raise_explanation(error)
+            raise
         finally:
             self._ends_window = before
 
@@ -121,74 +119,109 @@ class MicroBatches:
     def backward(
         self, loss: Tensor, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
-        """See :meth:`AutomodelStrategy.backward`."""
-        module, plugin, is_filler = self.module, self.plugin, self.inputs.is_filler
-        if optimizer is not None and not self.windows.open_windows:
+        """See :meth:`AutomodelStrategy.backward`. When the last backward of a window returns, ``.grad`` is final."""
+        module = self.module
+        windows = self.windows
+        sync = self.engine.sync
+        ends = self._ends_window
+        is_padding = self.inputs.is_filler
+        is_first_window = windows.last_step is None
+        if optimizer is not None and not windows.unfinished:
             self._zero_if_skipped(optimizer)
-        count, accumulate = self._take_count(kwargs)
-        window = self.windows.open(count * accumulate)
-        window.ahead = None if self.ahead is None else self.ahead.totals()
-        plugin_loss = plugin.pre_backward(loss, module)
-        self.advice.about_half_precision(loss, count)
-        if self._step.aux_loss is None:
-            self.advice.about_loss(module, self.weighting, loss, count, accumulate)
-        is_first_window = self.windows.last_step is None
-        if is_first_window:
-            self.advice.about_backward_hooks(module, self.windows.divisor, self.ahead is not None)
-        reported, objective = self._objective(loss, count, accumulate, window.ahead)
-        if self.windows.scaling.scaler is None and plugin_loss is not loss:
-            # A plugin may have changed the loss: its own is backpropagated, the user's is reported.
-            objective = self._objective(plugin_loss, count, accumulate, window.ahead)[1]
-        self._step.aux_loss = None
-        if is_filler:
+
+        # S, n: the loss becomes the sum of its token losses.
+        count, divided_by, aux_loss = self._take_count(kwargs)
+        token_losses = self.weighting.objective(loss, count, divided_by, aux_loss)
+        sums = sums_of(token_losses, count)
+        plugin_loss = self.plugin.pre_backward(loss, module)
+        if plugin_loss is not loss and windows.scaling.scaler is None:  # that one trains, the user's is reported
+            token_losses = self.weighting.objective(plugin_loss, count, divided_by, aux_loss)
+        if self._num_looks > 0 or is_first_window:
+            self._look(loss, count, divided_by, aux_loss)
+
+        # The window's gradients alone stand in `.grad` during the backward: what stood there is set aside.
+        window = windows.open(count * divided_by, None if self.ahead is None else self.ahead.totals())
+        objective = windows.weigh(window, token_losses, aux_loss)
+        if is_padding:
             objective = objective * 0
-        # Checkpointed blocks recompute their attention.
-        attention = nullcontext() if self.context is None else self.context.backward()
-        with (
-            checks.explained_errors(),
-            self.windows.backward(window, loss, self._ends_window, counts=not is_filler),
-            attention,
-        ):
-            scaled = objective if window.scale is None else objective * window.scale.to(objective.device)
-            plugin.backward(scaled, module, optimizer, *args, **kwargs)
-            if not is_filler:
-                window.add(reported, count)
-        if is_first_window and self.windows.last_step is not None:
-            self.advice.about_first_window(self.windows.last_step)
-        if module.automatic_optimization:
+        final = windows.ending_with(window) if ends else []
+        frozen = windows.set_aside(window)
+        try:
+            if not is_padding:
+                window.add(sums)
+            sync.begin(loss, ends, frozen, counts=not is_padding)
+            with self._recomputing():
+                self.plugin.backward(objective, module, optimizer, *args, **kwargs)
+            uses = sync.reduce(final, window.trained)  # now `.grad` holds the sum of S over ranks, divided by D
+            sync.keep()
+            if ends:
+                totals = windows.sum_over_ranks(window, uses)  # N, among them
+                rescale_clip.divide_(final, windows.denominator(window, totals), windows.divisor, window.scale)
+        except BaseException as error:
+            windows.abandon(error)
+            checks.raise_explanation(error)
+            raise
+        windows.put_back(final)
+        if ends:
+            report = windows.close(window, totals)
+            if is_first_window:
+                self.advice.about_first_window(report)
+        if is_padding and module.automatic_optimization:
             self.inputs.end_padding()
-        with self.engine.sync.showing_shards():
-            return plugin.post_backward(loss, module)
+        try:
+            return self.plugin.post_backward(loss, module)  # the hooks, which find shards
+        finally:
+            if not module.automatic_optimization:
+                sync.start_step()  # which goes on
 
-    def _objective(
-        self, loss: Tensor, count: Count, accumulate: int, ahead: WindowTotals | None
-    ) -> tuple[Tensor, Tensor]:
-        """[] the sum of token losses behind a loss that was divided by ``accumulate``, and [] what to backpropagate."""
-        aux_loss = self._step.aux_loss
-        token_loss = loss if aux_loss is None else loss - aux_loss / accumulate
-        token_losses = self.weighting.objective(token_loss, count) * accumulate
-        if ahead is None:
-            return token_losses, token_losses
-        denominator = ahead.num_label_tokens if self.weighting.per_token_loss else ahead.num_micro_batches
-        objective = token_losses * (self.windows.divisor / denominator if denominator else 0.0)
-        if aux_loss is not None:
-            objective = objective + aux_loss * (self.windows.divisor / ahead.num_micro_batches)
-        return token_losses, objective
+    def _look(self, loss: Tensor, count: Count, divided_by: int, aux_loss: Tensor | None) -> None:
+        """Give advice on one of the first micro-batches of a run, for which the device may be read."""
+        self._num_looks -= 1
+        self.advice.about_half_precision(loss, count)
+        if aux_loss is None:
+            self.advice.about_loss(self.module, self.weighting, loss, count, divided_by)
+        if self.windows.last_step is None:
+            self.advice.about_backward_hooks(self.module, self.windows.divisor, self.ahead is not None)
 
-    def _take_count(self, kwargs: dict[str, Any]) -> tuple[Count, int]:
-        """The label tokens of this backward, and what Lightning has divided its loss by."""
-        step = self._step
-        if self.module.automatic_optimization and step.count is not None:
-            count, step.count = step.count, None
-            return count, self.module.trainer.accumulate_grad_batches
+    def _take_count(self, kwargs: dict[str, Any]) -> tuple[Count, int, Tensor | None]:
+        """The label tokens of this backward, what Lightning has divided its loss by, and [] the auxiliary loss in it.
+
+        Removes from ``kwargs`` what ``manual_backward`` was given for the strategy.
+        """
+        if self._step.output is not None:
+            return self._count_output()
         kwargs.pop("optimizer", None)
         if self.inputs.is_filler:
             kwargs.pop("num_label_tokens", None)
-            return 0, 1
+            return 0, 1, None
         given = {"num_label_tokens": kwargs.pop("num_label_tokens")} if "num_label_tokens" in kwargs else None
         if given is None and self.weighting.per_token_loss:
             self._check_not_counted_before()
-        return self._checked_count(given), 1
+        return self._checked_count(given), 1, None
+
+    def _count_output(self) -> tuple[Count, int, Tensor | None]:
+        """As :meth:`_take_count`, for what ``training_step`` has returned under automatic optimization."""
+        output = self._step.output
+        self._step.output = None
+        is_first_window = self.windows.last_step is None
+        count: Count = 0
+        if self.ahead is not None and not self.inputs.is_filler:
+            count = self.ahead.count
+            self.weighting.check_returned_count(output, count, reads_device=is_first_window)
+        elif not self.inputs.is_filler:
+            count = self._checked_count(output)
+        aux_loss = self.weighting.aux_loss(output, self.ahead is not None)
+        if self._num_looks > 0:
+            self.advice.about_count(self.module, self.weighting, output)
+        return count, self.module.trainer.accumulate_grad_batches, aux_loss
+
+    def _checked_count(self, output: Any) -> Count:
+        if self.context is not None:
+            self.context.check_count(self.weighting, self._step.batch, output, "training_step")
+        count = self.weighting.count(self._step.batch, output)
+        if isinstance(count, Tensor) and self.windows.last_step is None:
+            check_range(count.item())  # in the first window, which may read the device
+        return count
 
     def _check_not_counted_before(self) -> None:
         """Refuse chunks of a batch that would each weigh as all of it.

@@ -50,7 +50,7 @@ from lightning_automodel.failure.supervisor import Supervisor, check_processes
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.gradients.windows import unwrap
 from lightning_automodel.internals import lightning as lightning_internals
-from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.patching import Left, PatchStack, leave
 from lightning_automodel.launch.launchers import make_launcher
 from lightning_automodel.options import StrategyOptions, from_keywords
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
@@ -330,6 +330,7 @@ class AutomodelStrategy(ParallelStrategy):
         collectives.host_group(timeout)
         self._mesh = self._make_mesh(timeout)
         lightning_internals.set_device_mesh(self._module, self._mesh.mesh)
+        leave(Left.DEVICE_MESH)
 
     def _make_mesh(self, timeout: timedelta) -> RunMesh:
         options, device_type = self._options, self.root_device.type
@@ -426,14 +427,14 @@ class AutomodelStrategy(ParallelStrategy):
         self.model = self._run.model
         if self.world_size > 1:
             stop_iteration.watch(trainer, self._patches)
-        self._weight_averages.set_up(module)
+        self._weight_averages.set_up(module, self._patches)
         if fitting:
             save_unswapped(module, self._patches)
         if fitting and trainer.checkpoint_callbacks and (note := note_on_hyper_parameters(module)) is not None:
             self._advice.say_once(note)
         if fitting:
             self._resume = Resume(
-                trainer, self.root_device, run.state, run.load_state, run.holds_gradients, self._advice.say_once
+                trainer, run.state, run.load_state, run.holds_gradients, self._advice.say_once, self._patches
             )
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

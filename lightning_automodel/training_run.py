@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
@@ -32,7 +33,7 @@ from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting,
 from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.gradients.windows import GradientWindows, mixing_shards, optimizer_parameters
 from lightning_automodel.internals.lightning import draws_its_batches
-from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.patching import PatchStack, what_is_left
 from lightning_automodel.micro_batch import MicroBatches
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import checks, finetuning, meta_init, precision, tensor_parallel, units
@@ -113,6 +114,7 @@ class TrainingRun:
             spread_by_plan(module, self._mesh.mesh[EXPERT])
         check_spread(module, self._mesh.sizes.expert)
         self.engine, self._policy = self._make_engine(local_ranks)
+        self.patches.callback(self.engine.close)
         self.model = self.engine.setup(module, fitting, self._give_values)
         if fitting and self._may_accumulate():
             self.advice.about_deferral(self.engine.describe())
@@ -139,6 +141,8 @@ class TrainingRun:
         self.patches.callback(self.steps.close)
         if fitting and options.count_window_ahead:
             ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, weighting.count_on_host)
+        # Lightning warns in `validate` and `test` that samples are repeated, which `UnevenInputs` prevents.
+        self.patches.ignore_warnings("Using `DistributedSampler` with the dataloaders", PossibleUserWarning)
         self.inputs = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad", ahead)
         if fitting and host_group.size() > 1:
             self._watch_epoch_end(module.trainer.fit_loop)
@@ -274,7 +278,7 @@ class TrainingRun:
     def holds_gradients(self) -> bool:
         """Whether backwards have accumulated, in open windows or in ``.grad``, that no optimizer has stepped with."""
         unused = (p for optimizer in self.windows.since_step for p in optimizer_parameters(optimizer))
-        return bool(self.windows.open_windows) or any(parameter.grad is not None for parameter in unused)
+        return bool(self.windows.unfinished) or any(parameter.grad is not None for parameter in unused)
 
     # --- Beside training ----------------------------------------------------------------------------------------------
 
@@ -284,13 +288,16 @@ class TrainingRun:
         def evaluate(*args: Any) -> Any:
             with self.engine.evaluation():
                 args, attention = self.micro_batches.sliced(args, step.__name__)
-                with checks.explained_errors(), attention:
-                    try:
+                try:
+                    with attention:
                         return step(*args, **kwargs)
-                    except StopIteration as error:
-                        if self._mesh.group.size() == 1 or draws_its_batches(getattr(self.module, step.__name__)):
-                            raise
-                        raise stop_iteration.explained(error, step.__name__) from error
+                except StopIteration as error:
+                    if self._mesh.group.size() == 1 or draws_its_batches(getattr(self.module, step.__name__)):
+                        raise
+                    raise stop_iteration.explained(error, step.__name__) from error
+                except RuntimeError as error:
+                    checks.raise_explanation(error)
+                    raise
 
         def join() -> None:
             # Only beside spread experts does a rank without data run forwards, and with them attention.
@@ -338,6 +345,7 @@ class TrainingRun:
             "activation_checkpointing": self._checkpointed,
             "compiled": self._compiled,
             "optimizer_step": self.steps.describe(),
+            "left_replaced": what_is_left(),
             **self.engine.describe(),
         }
 
@@ -352,4 +360,3 @@ class TrainingRun:
         self.inputs.end_padding()
         self.micro_batches.reset()
         self.patches.restore()
-        self.engine.close()

@@ -13,8 +13,7 @@ from torchmetrics.metric import CompositionalMetric
 from typing_extensions import override
 
 from lightning_automodel.callbacks.running_strategy import automodel
-from lightning_automodel.distributed import collectives
-from lightning_automodel.gradients.token_loss import TokenWeighting, has_count
+from lightning_automodel.gradients.token_loss import TokenWeighting, has_count, wide_dtype
 
 
 class _TokenMean(Metric):
@@ -29,7 +28,7 @@ class _TokenMean(Metric):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.add_state("sums", torch.zeros(2, dtype=collectives.wide_dtype(device)), dist_reduce_fx="sum")
+        self.add_state("sums", torch.zeros(2, dtype=wide_dtype(device)), dist_reduce_fx="sum")
         self.to(device)
 
     @override

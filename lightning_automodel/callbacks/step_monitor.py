@@ -18,9 +18,8 @@ from typing_extensions import override
 
 from lightning_automodel.callbacks.running_strategy import automodel
 from lightning_automodel.data.tensors import tensors_in
-from lightning_automodel.distributed import collectives
 from lightning_automodel.expert_parallel import dispatch
-from lightning_automodel.gradients.token_loss import StepReport
+from lightning_automodel.gradients.token_loss import StepReport, wide_dtype
 from lightning_automodel.internals import lightning as lightning_internals
 
 
@@ -221,7 +220,7 @@ class StepMonitor(Callback):
             "flops": self._operations / training,
             "expert_tokens": self._expert_tokens,
         }
-        dtype = collectives.wide_dtype(device)
+        dtype = wide_dtype(device)
         packed = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in own.values()])
         by_rank = dict(zip(own, strategy.all_gather(packed).reshape(-1, len(own)).T.tolist(), strict=True))
         num_ranks = len(by_rank["tokens"])

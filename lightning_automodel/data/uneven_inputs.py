@@ -2,9 +2,7 @@
 
 import copy
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -54,8 +52,6 @@ class UnevenInputs:
         self._is_in_step = False
         self._handle: BatchHandle | None = None
         self.is_filler = False  # whether this rank's newest training batch was a padding batch
-        # Lightning warns in `validate` and `test` that samples are repeated; `without_repeats` prevents that.
-        warnings.filterwarnings("ignore", "Using `DistributedSampler` with the dataloaders", PossibleUserWarning)
 
     def without_repeats(self, loader: Any) -> Any:
         """A copy of the loader whose ``DistributedSampler`` repeats no samples to make ranks even.
@@ -162,21 +158,23 @@ class UnevenInputs:
             return 1.0
         return self._group.size() / max(self._handle.num_real(), 1)
 
-    @contextmanager
-    def training_step(self) -> Iterator[None]:
-        """Context for ``training_step``. What a padding batch changes in the module lasts until :meth:`end_padding`."""
-        module = self._trainer.lightning_module
-        self._before_padding = ModuleState(module) if self.is_filler else None
+    def train(self, step: Callable[[], Any]) -> Any:
+        """Run a training step. What a padding batch changes in the module lasts until :meth:`end_padding`."""
         self._is_in_step = True
         try:
-            with neutral(module) if self.is_filler else nullcontext():
-                yield
+            if not self.is_filler:
+                return step()
+            module = self._trainer.lightning_module
+            self._before_padding = ModuleState(module)
+            with neutral(module):
+                return step()
         finally:
             self._is_in_step = False
 
     def end_padding(self) -> None:
         """Restore what a step on a padding batch, or its backward, has changed in the module."""
-        state, self._before_padding = self._before_padding, None
+        state = self._before_padding
+        self._before_padding = None
         if state is not None:
             state.restore()
 

@@ -1,8 +1,7 @@
 """Collectives outside the training step: barriers, object broadcasts, reductions."""
 
-import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -173,19 +172,3 @@ def sent_to_first(tensor: Tensor, source: int, device: torch.device) -> Tensor:
     sent = values.to(device).contiguous()
     dist.broadcast(sent.reshape(-1).view(torch.uint8), source)  # as bytes: no backend knows every dtype
     return sent if rank == 0 else tensor
-
-
-def filled(numbers: Sequence[float], like: Tensor) -> Tensor:
-    """[n] the ``numbers``, in the dtype and on the device of ``like``, without a copy from the host.
-
-    The host would wait for that copy on an accelerator. So each run of equal numbers is filled there.
-    """
-    if like.device.type == "cpu":
-        return like.new_tensor(numbers)
-    runs = [(number, len(list(equal))) for number, equal in itertools.groupby(numbers)]
-    return torch.cat([like.new_full((length,), number) for number, length in runs])
-
-
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """float64 where the device has it."""
-    return torch.float32 if device.type == "mps" else torch.float64

@@ -24,6 +24,7 @@ from lightning_automodel.failure.coordinated_stop import REQUEUE
 from lightning_automodel.failure.position import main_thread_position
 from lightning_automodel.failure.watchdog import RUN, Watchdog
 from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals.patching import Left, leave
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +154,7 @@ class Supervisor:
             # Gloo aborts a process whose collectives do not match, and only this shows where. Notebooks may refuse.
             with contextlib.suppress(Exception):
                 faulthandler.enable()
+                leave(Left.FAULTHANDLER)
         self._watchdog = Watchdog(timeout, where, self._patch_sigterm(), _find_ended, heartbeat_timeout)
         self._watchdog.board.expects_all = have_just_joined
         _current.append(self)

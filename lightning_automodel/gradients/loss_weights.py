@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lightning_automodel.gradients.loss_graph import Kind, LossTerm, loss_terms
 from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting
 
-_LOOKS = 4
+NUM_LOOKS = 4
 _ROUNDING = 1e-4
 """Relative difference between numbers that are the same: torch adds class weights up in float32."""
 
@@ -51,7 +51,7 @@ class FirstLooks:
     """Looks at the losses of the first four micro-batches of a run, which reads the device."""
 
     def __init__(self) -> None:
-        self._left = _LOOKS
+        self._left = NUM_LOOKS
         self._first: dict[tuple[Kind, ...], _Look] = {}  # of losses with these terms
         self._over_ranks: _Comparison | None = None  # a term that is taken from all ranks, of this rank's losses
 

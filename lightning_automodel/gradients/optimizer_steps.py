@@ -113,7 +113,7 @@ class OptimizerSteps:
             run_backward(*args, **kwargs)
             now = self._written_gradients()
             changed = {parameter for parameter, state in now.items() if before.get(parameter) != state}
-            if changed and self._windows.open_windows:
+            if changed and self._windows.unfinished:
                 raise RuntimeError(PLAIN_BACKWARD)
             self._unsynchronised |= changed
 
@@ -178,7 +178,7 @@ class OptimizerSteps:
     def check(self, optimizer: Optimizer) -> None:
         """Raise RuntimeError if an open window holds gradients of ``optimizer``, or nobody has synchronised them."""
         parameters, name = optimizer_parameters(optimizer), type(optimizer).__name__
-        for window in self._windows.open_windows:
+        for window in self._windows.unfinished.values():
             if window.ahead is not None and self._windows.in_backward:
                 continue  # counted ahead, so final at once: a gradient hook may step during backward
             if not window.owned.isdisjoint(parameters):

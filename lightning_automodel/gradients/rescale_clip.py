@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_automodel.distributed.collectives import wide_dtype
 from lightning_automodel.distributed.mesh import num_expert_ranks
+from lightning_automodel.gradients.token_loss import wide_dtype
 from lightning_automodel.internals import torch as torch_internals
 
 Parameters = nn.Module | Tensor | Iterable[nn.Parameter]
 
+_foreach_mul_ = torch._foreach_mul_  # as torch has it, while a run counts writes by replacing such functions
 _CHUNK_ELEMENTS = 2**26  # 256 MiB in float32
 
 
@@ -76,6 +77,19 @@ def gradient_factor(denominator: Tensor, divisor: int) -> Tensor:
     factor = divisor / denominator
     factor.masked_fill_(denominator == 0, 0.0)
     return factor.masked_fill_(~is_sum, math.nan)
+
+
+def divide_(parameters: list[nn.Parameter], denominator: Tensor | None, divisor: int, scale: Tensor | None) -> None:
+    """Multiply the gradients of a window by D / N, and divide them by the ``scale`` [] of their losses, if any.
+
+    ``denominator`` is N; None if the losses were divided by it. Not a collective, no host read.
+    """
+    factor = None if scale is None else 1 / scale
+    if denominator is not None:
+        per_token = gradient_factor(denominator, divisor)
+        factor = per_token if factor is None else per_token * factor
+    if factor is not None:
+        scale_gradients_(parameters, factor)
 
 
 def clip_gradients(model: Parameters, clip_norm: float, foreach: bool = True) -> Tensor:
@@ -186,7 +200,7 @@ def scale_gradients_(parameters: list[nn.Parameter], factor: Tensor, foreach: bo
         elif is_half:
             _scale_half_(grads, local_factor)
         else:
-            torch._foreach_mul_(grads, local_factor)
+            _foreach_mul_(grads, local_factor)
 
 
 def _scale_half_(grads: list[Tensor], factor: Tensor) -> None:
@@ -198,7 +212,7 @@ def _scale_half_(grads: list[Tensor], factor: Tensor) -> None:
     for chunk in _chunks(grads):
         wide = [torch.empty_like(grad, dtype=torch.float32) for grad in chunk]
         torch._foreach_copy_(wide, chunk)
-        torch._foreach_mul_(wide, factor)
+        _foreach_mul_(wide, factor)
         torch._foreach_copy_(chunk, wide)
 
 
@@ -321,10 +335,12 @@ def _moved(numbers: Tensor, device: torch.device) -> Tensor:
 
 
 def _local_gradients(parameters: Iterable[nn.Parameter]) -> Iterable[list[Tensor]]:
-    """This rank's parts of the gradients, those of one device, dtype and layout together."""
+    """This rank's parts of the gradients, those of one device, dtype and layout together. Under ``torch.no_grad()``."""
     groups: dict[tuple[torch.device, torch.dtype, torch.layout], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
-        if parameter.grad is not None:
-            grad = torch_internals.local_tensor(parameter.grad)
+        grad = parameter.grad
+        if isinstance(grad, DTensor):
+            grad = grad.to_local()
+        if grad is not None:
             groups[grad.device, grad.dtype, grad.layout].append(grad)
     return groups.values()

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_automodel.data.tensors import tensors_in
-from lightning_automodel.distributed.collectives import wide_dtype
 
 Count = int | float | Tensor
 """Number of label tokens (or their total weight): a Python number, or a tensor [] that stays on its device."""
@@ -168,12 +167,17 @@ class TokenWeighting:
         used = labels[..., self.label_shift :] if self.label_shift else labels
         return (used != self.ignore_index).sum()
 
-    def objective(self, loss: Tensor, count: Count) -> Tensor:
-        """[] the loss of one micro-batch as a sum of token losses, at least float32: half would round the count."""
-        loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
-        if not self.per_token_loss or self.loss_reduction == "sum":
-            return loss
-        return loss * count
+    def objective(self, loss: Tensor, count: Count, divided_by: int = 1, aux_loss: Tensor | None = None) -> Tensor:
+        """[] the sum of token losses behind the loss of a micro-batch, at least float32: half would round the count.
+
+        ``divided_by`` is what Lightning has divided the loss by, before which ``aux_loss`` [] was added to it.
+        """
+        if aux_loss is not None:
+            loss = loss - aux_loss / divided_by
+        token_losses = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        if self.per_token_loss and self.loss_reduction == "mean":
+            token_losses = token_losses * count
+        return token_losses * divided_by
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """[2] sum of losses and its denominator, of one evaluated batch; see :meth:`AutomodelStrategy.evaluated`."""
@@ -186,7 +190,7 @@ class TokenWeighting:
             )
         count = self.count(batch, output, step)
         sums = sums_of(self.objective(loss.detach(), count), count)
-        return torch.stack([sums[1], self.denominator(sums)])
+        return torch.stack([sums[1], sums[self.denominator_index]])
 
     @property
     def unit(self) -> str:
@@ -195,15 +199,16 @@ class TokenWeighting:
             return "micro-batch"
         return "sample" if self.count_label_tokens is count_samples else "label token"
 
-    def denominator(self, totals: Tensor) -> Tensor:
-        """[] the denominator of the sum of losses, from the [3] totals of :func:`sums_of`."""
-        return totals[0] if self.per_token_loss else totals[2]
+    @property
+    def denominator_index(self) -> int:
+        """Where the [3] totals of :func:`sums_of` have the denominator of the sum of losses."""
+        return 0 if self.per_token_loss else 2
 
     def report(self, totals: Tensor) -> StepReport:
         """Report on a window from its [3] totals of :func:`sums_of`, over all ranks."""
         num_label_tokens = totals[0] if self.per_token_loss else torch.zeros_like(totals[0])
         return StepReport(
-            loss=totals[1] / self.denominator(totals),
+            loss=totals[1] / totals[0 if self.per_token_loss else 2],
             num_label_tokens=num_label_tokens,
             num_micro_batches=totals[2].long(),
             grad_norm=None,
@@ -259,6 +264,11 @@ def count_samples(batch: Any) -> int:
             " {'loss': loss, 'num_label_tokens': n} from the step."
         )
     return sizes[0] if sizes else 1
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def sums_of(objective: Tensor, count: Count) -> Tensor:

@@ -1,9 +1,10 @@
 """Accumulation windows: gradients are kept aside until they are final, and then written to ``.grad``."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import itertools
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
-from lightning_automodel.distributed.collectives import filled, wide_dtype
 from lightning_automodel.distributed.mesh import RunMesh
-from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.grad_scaling import LossScaling
-from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting, WindowTotals, sums_of
+from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting, WindowTotals, wide_dtype
 
 if TYPE_CHECKING:  # it is built above this room
     from lightning_automodel.sharding.grad_sync import GradSync
@@ -60,10 +59,19 @@ def mixing_shards(optimizer: Optimizer) -> AbstractContextManager[None]:
     return implicit_replication() if is_mixed else nullcontext()
 
 
+class Uses(NamedTuple):
+    """What a rank has used in the forwards and backwards of a window."""
+
+    order: int  # of its FSDP units: a number below 2**20, the same on all ranks if their units and order are
+    # Whether it has used them, of the parameters that get a zero gradient if no rank has; the same keys on all ranks.
+    by_parameter: dict[nn.Parameter, bool]
+
+
 @dataclass(eq=False)
 class Window:
     """One accumulation window."""
 
+    key: Optimizer | None  # the toggled optimizer; None without toggling
     optimizers: list[Optimizer]
     scale: Tensor | None  # [] what its losses are multiplied by before backward; None if by nothing
     sums: Tensor  # [3] over its micro-batches on this rank, see `sums_of`
@@ -77,9 +85,9 @@ class Window:
         """The parameters of its optimizers. No other open window may hold any of them."""
         return {parameter for optimizer in self.optimizers for parameter in optimizer_parameters(optimizer)}
 
-    def add(self, objective: Tensor, count: Count) -> None:
-        """Add the [] sum of token losses of a micro-batch, and its label tokens."""
-        self.sums += sums_of(objective, count).to(self.sums.device)
+    def add(self, sums: Tensor) -> None:
+        """Add the [3] sums of a micro-batch; see :func:`sums_of`."""
+        self.sums += sums.to(self.sums.device)
         self.num_micro_batches += 1
 
 
@@ -111,8 +119,11 @@ class GradientWindows:
         self.weighting, self.scaling, self.divisor = weighting, scaling, mesh.sizes.divisor
         self.parameters = parameters
         self._sync, self.mesh, self._device = sync, mesh, device
-        self._open: dict[Optimizer | None, Window] = {}
+        self._group = mesh.group
+        self._denominator_index = weighting.denominator_index
+        self.unfinished: dict[Optimizer | None, Window] = {}  # the windows that have begun and not ended
         self._pending: dict[nn.Parameter, Tensor] = {}
+        self._older: dict[nn.Parameter, Tensor] = {}  # what `.grad` held before the backward that runs
         self.optimizers: list[Optimizer] = []
         self.toggled: Optimizer | None = None
         self.in_backward = False
@@ -120,20 +131,15 @@ class GradientWindows:
         self._agrees_on_host = host_group is not None and device.type != "cpu" and self.divisor > 1
         self.num_resets = 0  # how often an optimizer stepped, or gradients were zeroed
 
-    @property
-    def open_windows(self) -> list[Window]:
-        """The windows that have begun and not ended."""
-        return list(self._open.values())
-
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drop the gradients that open windows hold for these parameters, which have been zeroed."""
         self.num_resets += 1
         dropped = set(parameters)
-        if all(window.owned.isdisjoint(dropped) for window in self._open.values()):
+        if all(window.owned.isdisjoint(dropped) for window in self.unfinished.values()):
             return
         # If all of a window's parameters are dropped, so is the window, with its count.
-        self._open = {key: window for key, window in self._open.items() if not window.owned <= dropped}
-        if not self._open:
+        self.unfinished = {key: window for key, window in self.unfinished.items() if not window.owned <= dropped}
+        if not self.unfinished:
             self._pending.clear()
             self._sync.discard()
             return
@@ -143,7 +149,9 @@ class GradientWindows:
 
     def reset(self) -> None:
         """Drop all windows and their gradients: a run begins or ends, or something has failed."""
-        self._open, self._pending, self.toggled = {}, {}, None
+        self.unfinished = {}
+        self._pending = {}
+        self.toggled = None
         self.since_step.clear()
         self.measured.clear()
         self._sync.discard()
@@ -156,152 +164,114 @@ class GradientWindows:
         self.measured.discard(optimizer)
         self.scaling.stepped(optimizer)
 
-    # --- One backward -------------------------------------------------------------------------------------------------
+    # --- The steps of one backward, in the order of `MicroBatches.backward` -------------------------------------------
 
-    def open(self, expected: Count) -> Window:
+    def open(self, expected: Count, ahead: WindowTotals | None) -> Window:
         """Return the window that the next backward adds to: the toggled optimizer's, else the open or a new one of all.
 
-        ``expected`` are about as many label tokens as the window will have. A collective once in a run in float16.
-        Raises RuntimeError if several are open and none is toggled, or if two windows would hold the same parameter.
+        ``expected`` are about as many label tokens as the window will have, ``ahead`` its totals if it is counted
+        ahead. A collective once in a run in float16. Raises RuntimeError if several are open and none is toggled, or if
+        two windows would hold the same parameter.
         """
         key = self.toggled
-        if key is not None and key in self._open:
-            return self._open[key]
-        optimizers = self.optimizers if key is None else [key]
-        if key is None and len(self._open) == 1:
-            window = next(iter(self._open.values()))
-            window.optimizers = optimizers
-            return window
-        if key is None and self._open:
-            raise RuntimeError(
-                f"{len(self._open)} accumulation windows are open"
-                f" ({', '.join(type(key).__name__ for key in self._open)}), and this backward belongs to none of them:"
-                " run it inside `with optimizer.toggle_model():` of the optimizer whose window it ends."
-            )
+        window = self.unfinished.get(key)
+        if key is None and self.unfinished:
+            if len(self.unfinished) > 1:
+                raise RuntimeError(
+                    f"{len(self.unfinished)} accumulation windows are open"
+                    f" ({', '.join(type(key).__name__ for key in self.unfinished)}), and this backward belongs to none"
+                    " of them: run it inside `with optimizer.toggle_model():` of the optimizer whose window it ends."
+                )
+            window = next(iter(self.unfinished.values()))
+            window.optimizers = self.optimizers
+        if window is None:
+            window = self._begin(key, expected)
+        window.ahead = ahead
+        return window
+
+    def _begin(self, key: Optimizer | None, expected: Count) -> Window:
+        """Open a window."""
         sums = torch.zeros(3, dtype=wide_dtype(self._device), device=self._device)
-        window = Window(optimizers, self.scaling.start_window(expected), sums)
-        for other in self._open.values():
+        optimizers = self.optimizers if key is None else [key]
+        window = Window(key, optimizers, self.scaling.start_window(expected), sums)
+        self._check_owners(window)
+        self.unfinished[key] = window
+        return window
+
+    def _check_owners(self, window: Window) -> None:
+        """Raise RuntimeError if a new window would hold parameters of an open one."""
+        for other in self.unfinished.values():
             if shared := window.owned & other.owned:
                 raise RuntimeError(
-                    f"{len(shared)} parameters of {type(key).__name__} belong to the open accumulation"
+                    f"{len(shared)} parameters of {type(window.key).__name__} belong to the open accumulation"
                     f" window of {', '.join(type(o).__name__ for o in other.optimizers)}. End that window first, by a"
                     " backward outside of toggle_model(sync_grad=False), or zero its gradients."
                 )
-        self._open[key] = window
-        return window
 
-    @contextmanager
-    def backward(self, window: Window, loss: Tensor, ends: bool, counts: bool = True) -> Iterator[None]:
-        """Context of one backward of ``loss``. If it ``ends`` the window, gradients are final on exit.
+    def weigh(self, window: Window, token_losses: Tensor, aux_loss: Tensor | None) -> Tensor:
+        """[] what to backpropagate for the sum of token losses of a micro-batch.
 
-        Inside, ``.grad`` holds the gradients of all open windows: a reduction for one may also reduce what another has
-        accumulated, which is harmless since reductions are linear. After an exception, all windows are dropped and
-        ``.grad`` is what it was before. Ending a window is a collective over the data-parallel group: every rank must
-        end the same window. A padding batch does not count.
+        If the window was counted ahead, that is D / N of it and this rank's share of ``aux_loss`` [].
         """
-        trained_before = set[nn.Parameter]().union(*(each.trained for each in self._open.values()))
-        window.trained.update(parameter for parameter in self.parameters if parameter.requires_grad)
-        grads_before = self._swap_in()
-        self.in_backward = True
-        try:
-            with self._sync.micro_batch(ends), self._sync.backward(loss, trained_before, counts):
-                yield
-            final = self._finalise(window) if ends else None
-        except BaseException as error:
-            for parameter in self.parameters:
-                parameter.grad = grads_before.get(parameter)
-            try:
-                self.reset()
-                self._sync.recover()
-            except Exception as later:
-                # A device that has failed raises in each later call: the first error is the cause.
-                error.add_note(f"Dropping the window raised {type(later).__name__} too.")
-            raise
-        finally:
-            self.in_backward = False
-        self._swap_out(grads_before, final)
+        ahead = window.ahead
+        objective = token_losses
+        if ahead is not None:
+            denominator = ahead.num_label_tokens if self.weighting.per_token_loss else ahead.num_micro_batches
+            objective = token_losses * (self.divisor / denominator if denominator else 0.0)
+            if aux_loss is not None:
+                objective = objective + aux_loss * (self.divisor / ahead.num_micro_batches)
+        if window.scale is not None:
+            objective = objective * window.scale.to(objective.device)
+        return objective
 
-    def _swap_in(self) -> dict[nn.Parameter, Tensor]:
-        """Put the gradients of open windows into ``.grad`` and return those that it held."""
-        grads_before = {}
+    def ending_with(self, window: Window) -> list[nn.Parameter]:
+        """The parameters whose gradients become final when ``window`` ends: those that no other open window owns."""
+        if len(self.unfinished) == 1:
+            return self.parameters
+        others = [other for other in self.unfinished.values() if other is not window]
+        owned_elsewhere = {parameter for other in others for parameter in other.owned}
+        return [parameter for parameter in self.parameters if parameter not in owned_elsewhere]
+
+    def set_aside(self, window: Window) -> set[nn.Parameter]:
+        """Take away what ``.grad`` holds, and put the gradients of all open windows there: a backward comes next.
+
+        A reduction for one window also reduces what another has accumulated, which is harmless since reductions are
+        linear. Returns the parameters that open windows have trained and that are frozen by now.
+        """
+        self.in_backward = True
+        self._older = {}
         for parameter in self.parameters:
+            if parameter.requires_grad:
+                window.trained.add(parameter)
             if parameter.grad is not None:
-                grads_before[parameter] = parameter.grad.clone() if self._sync.reuses_gradients else parameter.grad
+                self._older[parameter] = parameter.grad.clone() if self._sync.reuses_gradients else parameter.grad
                 parameter.grad = None
         for parameter, part in self._pending.items():
             parameter.grad = part
         self._pending = {}
-        return grads_before
+        trained = {parameter for open_window in self.unfinished.values() for parameter in open_window.trained}
+        return {parameter for parameter in trained if not parameter.requires_grad}
 
-    def _swap_out(self, grads_before: dict[nn.Parameter, Tensor], final: set[nn.Parameter] | None) -> None:
-        """Add final gradients to those from before; keep the others aside, and put ``.grad`` back."""
-        for parameter in self.parameters:
-            part, before = parameter.grad, grads_before.get(parameter)
-            if part is None:
-                if before is not None:
-                    parameter.grad = before
-            elif final is None or parameter not in final:
-                self._pending[parameter] = part
-                parameter.grad = before
-            elif before is not None:
-                # In place, as autograd accumulates: the user may hold this tensor.
-                parameter.grad = before + part if before.is_sparse or part.is_sparse else before.add_(part)
+    def sum_over_ranks(self, window: Window, uses: Uses) -> Tensor:
+        """[3] the window's sums over all ranks; drops the gradients of parameters that no rank has used in it.
 
-    # --- The end of a window ------------------------------------------------------------------------------------------
-
-    def _finalise(self, window: Window) -> set[nn.Parameter]:
-        """Rescale a window's gradients, which are in ``.grad``, and report on it. Returns the final parameters.
-
-        One all-reduce of three numbers and one more for each sharded parameter. A rank that has not used some parameter
-        must know on the host whether another rank has: where this occurs in a run's first window, later ones sum these
-        numbers on the host, which no device keeps waiting. Else that rank reads them.
+        One all-reduce of three numbers, two for the order of units, and one for each sharded parameter. A rank that has
+        not used some parameter must know on the host whether another rank has: where this occurs in a run's first
+        window, later ones sum these numbers on the host, which no device keeps waiting. Else that rank reads them.
         """
-        self._open = {key: other for key, other in self._open.items() if other is not window}
-        owned_elsewhere = {parameter for other in self._open.values() for parameter in other.owned}
-        parameters = [parameter for parameter in self.parameters if parameter not in owned_elsewhere]
-        trained = [parameter for parameter in parameters if parameter in window.trained]
-        self._sync.complete_gradients(trained)
-        totals = self._summed(window.sums, self._sync.tracked(trained))
-        denominator = self.weighting.denominator(totals)
-        factor = None if window.scale is None else 1 / window.scale
-        if window.ahead is None:
-            per_token = rescale_clip.gradient_factor(denominator, self.divisor)
-            factor = per_token if factor is None else per_token * factor
-        elif window.num_micro_batches != window.ahead.own_micro_batches:
-            raise RuntimeError(
-                f"A window was counted ahead as {window.ahead.own_micro_batches} micro-batches of this rank, and ends"
-                f" after {window.num_micro_batches} backward(s), so that its gradients are divided by another number of"
-                " label tokens than they hold. With count_window_ahead=True, training_step must return a loss for each"
-                " batch, and neither accumulate_grad_batches nor gradients may change in mid-window."
-            )
-        if factor is not None:
-            rescale_clip.scale_gradients_(parameters, factor)
-        self._sync.discard(parameters)
-        self.scaling.window_ended(window.optimizers, denominator)
-        self.measured.difference_update(window.optimizers)
-        for optimizer in window.optimizers:
-            before = self.since_step.get(optimizer)
-            self.since_step[optimizer] = totals if before is None else before + totals
-        first = next(iter(window.optimizers), None)
-        self.last_step = self.weighting.report(totals if first is None else self.since_step[first])
-        return set(parameters)
-
-    def _summed(self, totals: Tensor, tracked: list[tuple[nn.Parameter, bool]]) -> Tensor:
-        """[3] ``totals`` over all ranks; drops the gradients of parameters that no rank has used in the window."""
-        used = [was_used for _, was_used in tracked]
-        order = self._sync.take_order()
-        own = [order, order**2, *used]
-        reads = not all(used) or self._device.type == "cpu"
-        on_host = self._agrees_on_host and len(used) > 0
-        summed = totals if on_host else torch.cat([totals, filled(own, totals)])
+        own = [uses.order, uses.order**2, *uses.by_parameter.values()]
+        reads = not all(uses.by_parameter.values()) or self._device.type == "cpu"
+        on_host = self._agrees_on_host and len(uses.by_parameter) > 0
+        totals = window.sums
+        summed = totals if on_host else torch.cat([totals, _filled(own, totals)])
         if self.divisor > 1:
-            dist.all_reduce(summed, group=self.mesh.group)
+            dist.all_reduce(summed, group=self._group)
         if self.mesh.sizes.context > 1:
             summed[2] /= self.mesh.sizes.context  # context-parallel ranks share each micro-batch
         if on_host:
-            self._drop_unused(tracked, self._summed_on_host(own), dist.get_world_size())
+            self._drop_unused(uses, self._summed_on_host(own), dist.get_world_size())
         elif reads:
-            self._drop_unused(tracked, summed[len(totals) :].tolist(), self.divisor)
+            self._drop_unused(uses, summed[len(totals) :].tolist(), self.divisor)
         return summed[: len(totals)]
 
     def _summed_on_host(self, own: list[int]) -> list[float]:
@@ -315,7 +285,7 @@ class GradientWindows:
         self._agrees_on_host = min(sums[2:]) < dist.get_world_size()
         return sums
 
-    def _drop_unused(self, tracked: list[tuple[nn.Parameter, bool]], sums: list[float], num_ranks: int) -> None:
+    def _drop_unused(self, uses: Uses, sums: list[float], num_ranks: int) -> None:
         """Drop the gradients of parameters that none of the ranks has used, from the ``sums`` of what they have told.
 
         Raises RuntimeError unless all ranks have used the same FSDP units, in one order, in the window.
@@ -325,12 +295,90 @@ class GradientWindows:
             raise RuntimeError(
                 f"Ranks have used different FSDP units in the forwards of one accumulation window, {DIFFERENT_UNITS}"
             )
-        for (parameter, _), num_users in zip(tracked, users, strict=True):
+        for parameter, num_users in zip(uses.by_parameter, users, strict=True):
             if num_users == 0:
                 parameter.grad = None
+
+    def denominator(self, window: Window, totals: Tensor) -> Tensor | None:
+        """[] the N that final gradients are divided by; None if the losses were, since it was counted ahead.
+
+        Raises RuntimeError if this rank has run another number of micro-batches than it has counted ahead.
+        """
+        ahead = window.ahead
+        if ahead is None:
+            return totals[self._denominator_index]
+        if window.num_micro_batches != ahead.own_micro_batches:
+            raise RuntimeError(
+                f"A window was counted ahead as {ahead.own_micro_batches} micro-batches of this rank, and ends"
+                f" after {window.num_micro_batches} backward(s), so that its gradients are divided by another number of"
+                " label tokens than they hold. With count_window_ahead=True, training_step must return a loss for each"
+                " batch, and neither accumulate_grad_batches nor gradients may change in mid-window."
+            )
+        return None
+
+    def abandon(self, error: BaseException) -> None:
+        """After an ``error`` in a backward: put ``.grad`` back as it was before it, and drop all windows."""
+        for parameter in self.parameters:
+            parameter.grad = self._older.get(parameter)
+        self._older = {}
+        try:
+            self.reset()
+            self._sync.recover()
+        except Exception as later:
+            # A device that has failed raises in each later call: the first error is the cause.
+            error.add_note(f"Dropping the window raised {type(later).__name__} too.")
+        finally:
+            self.in_backward = False
+
+    def put_back(self, final: list[nn.Parameter]) -> None:
+        """Add ``final`` gradients to the older ones; keep the others for their windows, and put ``.grad`` back."""
+        are_final = set(final)
+        older = self._older
+        self._older = {}
+        self.in_backward = False
+        for parameter in self.parameters:
+            part = parameter.grad
+            before = older.get(parameter)
+            if part is None:
+                if before is not None:
+                    parameter.grad = before
+            elif parameter not in are_final:
+                self._pending[parameter] = part
+                parameter.grad = before
+            elif before is not None:
+                # In place, as autograd accumulates: the user may hold this tensor.
+                parameter.grad = before + part if before.is_sparse or part.is_sparse else before.add_(part)
+
+    def close(self, window: Window, totals: Tensor) -> StepReport:
+        """End a window with these [3] ``totals`` over all ranks. Returns the report on the next step, so far."""
+        if self.unfinished.get(window.key) is window:  # a hook may have zeroed its gradients within the backward
+            del self.unfinished[window.key]
+        if window.scale is not None:
+            self.scaling.window_ended(window.optimizers, totals[self._denominator_index])
+        self.measured.difference_update(window.optimizers)
+        for optimizer in window.optimizers:
+            before = self.since_step.get(optimizer)
+            self.since_step[optimizer] = totals if before is None else before + totals
+        if window.optimizers:
+            totals = self.since_step[window.optimizers[0]]
+        self.last_step = self.weighting.report(totals)
+        return self.last_step
+
+    # --- The optimizer's step -----------------------------------------------------------------------------------------
 
     def report_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
         """Put the [] norm of an optimizer's final gradients into the report, if it is the first since its step."""
         if optimizer in self.since_step and optimizer not in self.measured and self.last_step is not None:
             self.measured.add(optimizer)
             self.last_step = replace(self.last_step, grad_norm=norm)
+
+
+def _filled(numbers: Sequence[float], like: Tensor) -> Tensor:
+    """[n] the ``numbers``, in the dtype and on the device of ``like``, without a copy from the host.
+
+    The host would wait for that copy on an accelerator. So each run of equal numbers is filled there.
+    """
+    if like.device.type == "cpu":
+        return like.new_tensor(numbers)
+    runs = [(number, len(list(equal))) for number, equal in itertools.groupby(numbers)]
+    return torch.cat([like.new_full((length,), number) for number, length in runs])

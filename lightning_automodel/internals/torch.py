@@ -165,9 +165,20 @@ def flags_restored(units: Iterable[FSDPModule], names: tuple[str, ...]) -> Itera
             setattr(group, name, value)
 
 
-def stays_gathered(unit: FSDPModule) -> bool:
-    """Whether ``unit`` keeps its gathered parameters after a forward or after a backward."""
-    return any(g.post_forward_mesh_info is None or not g.reshard_after_backward for g in param_groups(unit))
+@contextmanager
+def keeping_nothing(units: Iterable[FSDPModule]) -> Iterator[None]:
+    """Context in which ``units`` free their gathered parameters after each forward and each backward."""
+    kept = []
+    for unit in units:
+        if any(
+            group.post_forward_mesh_info is None or not group.reshard_after_backward for group in param_groups(unit)
+        ):
+            kept.append(unit)
+    with flags_restored(kept, RESHARDING):
+        for unit in kept:
+            unit.set_reshard_after_forward(True, recurse=False)
+            unit.set_reshard_after_backward(True, recurse=False)
+        yield
 
 
 def has_forward_hooks(modules: Iterable[nn.Module]) -> bool:
@@ -180,9 +191,9 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def is_unsharded(unit: FSDPModule) -> bool:
-    """Whether the modules of ``unit`` hold unsharded parameters at the moment."""
-    return any(group.is_unsharded for group in param_groups(unit))
+def unsharded(units: Iterable[FSDPModule]) -> list[FSDPModule]:
+    """Those of ``units`` whose modules hold unsharded parameters at the moment."""
+    return [unit for unit in units if any(group.is_unsharded for group in param_groups(unit))]
 
 
 def show_trainable(unit: FSDPModule) -> None:
@@ -191,9 +202,9 @@ def show_trainable(unit: FSDPModule) -> None:
         param.unsharded_param.requires_grad_(param.sharded_param.requires_grad)
 
 
-def is_gathering(unit: FSDPModule) -> bool:
-    """Whether an all-gather of ``unit`` was started, and not waited for yet."""
-    return any(group._all_gather_result is not None for group in param_groups(unit))
+def gathering(units: Iterable[FSDPModule]) -> list[FSDPModule]:
+    """Those of ``units`` of which an all-gather was started, and not waited for yet."""
+    return [unit for unit in units if any(group._all_gather_result is not None for group in param_groups(unit))]
 
 
 def forget_background_gather(unit: FSDPModule) -> None:
@@ -337,17 +348,18 @@ def _unreduced_gradient(param: FSDPParam) -> Tensor | None:
     return param.unsharded_accumulated_grad
 
 
-def reduce_deferred_gradients(root: FSDPModule) -> None:
-    """Reduce the deferred gradients at or below ``root``, if any, by its current flags, outside of any backward.
+def reduce_deferred_gradients(root: FSDPModule, groups: Iterable[FSDPParamGroup]) -> None:
+    """Reduce the deferred gradients of ``groups``, if any, by their current flags, outside of any backward.
 
-    A collective if there are any: the last backward, in which FSDP2 reduces, did not pass through ``root``.
+    These are the groups at or below ``root``. A collective if there are any such gradients: the last backward, in which
+    FSDP2 reduces, did not pass through ``root``.
     """
     module: Any = root
-    pending = [
-        group
-        for group in fsdp_param_groups(module)
-        if holds_partial_reduction(group) or any(_unreduced_gradient(p) is not None for p in group.fsdp_params)
-    ]
+    pending = []
+    for group in groups:
+        is_unreduced = any(_unreduced_gradient(param) is not None for param in group.fsdp_params)
+        if is_unreduced or group._partial_reduce_output is not None:
+            pending.append(group)
     if not pending:
         return
     if not hasattr(module, "finalize_backward"):  # before torch 2.15
@@ -424,6 +436,12 @@ def reduction_dtypes(model: nn.Module) -> set[torch.dtype]:
     """The dtypes in which gradients of FSDP2 units at or below ``model`` are reduced."""
     params = [param for group in fsdp_param_groups(model) for param in group.fsdp_params]
     return {unsharded_gradient_dtype(param) for param in params if param.sharded_param.requires_grad}
+
+
+def has_two_gradient_dtypes(group: FSDPParamGroup) -> bool:
+    """Whether gradients of the group are computed in another dtype than they are accumulated in."""
+    dtypes = [(param.param_dtype or param.orig_dtype, unsharded_gradient_dtype(param)) for param in group.fsdp_params]
+    return any(computed is not accumulated for computed, accumulated in dtypes)
 
 
 def accumulate_in_one_dtype(group: FSDPParamGroup) -> None:

@@ -1,13 +1,11 @@
 """Where a stopped fit resumes: recorded as it trains, saved with a checkpoint, and restored from one."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.trainer.states import TrainerFn
@@ -48,26 +46,27 @@ class Resume:
 
     ``own_state`` returns what the strategy keeps from step to step, and ``restore_own_state`` restores it.
     ``holds_gradients`` tells whether a window of manual optimization has begun and not stepped. ``say`` warns once.
+    ``patches`` last as long as the fit.
     """
 
     def __init__(
         self,
         trainer: "pl.Trainer",
-        device: torch.device,
         own_state: Callable[[], dict[str, Any]],
         restore_own_state: Callable[[dict[str, Any]], None],
         holds_gradients: Callable[[], bool],
         say: Callable[[str], None],
+        patches: PatchStack,
     ) -> None:
-        self._trainer, self._module, self._device, self._say = trainer, trainer.lightning_module, device, say
+        self._trainer, self._module, self._device = trainer, trainer.lightning_module, trainer.strategy.root_device
+        self._say, self._patches = say, patches
         self._own_state, self._restore_own_state = own_state, restore_own_state
         self._holds_gradients = holds_gradients
         # A list: walks over the module are slow, and each window asks for their versions.
         self._parameters, self._is_manual = list(self._module.parameters()), not self._module.automatic_optimization
-        self._loaders = dataloaders.TrainingLoaders(trainer, device, say)
+        self._loaders = dataloaders.TrainingLoaders(trainer, self._device, say)
         self._first_flags = snapshot.flags(self._module)
         self._first_buffers: dict[str, Tensor] = {}
-        self._patches = PatchStack()
         self._snapshot: Snapshot | None = None
         self._final: Snapshot | None = None
         self._logged = 0
@@ -126,7 +125,8 @@ class Resume:
         def call_then_start(action_name: str) -> None:
             name = action_name.rsplit(".", 1)[-1]
             self._actions_seen.add(name)
-            before.get(name, lambda: None)()
+            if name in before:
+                before[name]()
             start(action_name)
 
         self._patches.set(profiler, "start", call_then_start)
@@ -168,10 +168,9 @@ class Resume:
             self._snapshot = self._take(at, self._logged + 1)
 
     def close(self) -> None:
-        """Restore what was patched; :meth:`add_to` still adds where the fit ended."""
+        """Stop to record, once ``patches`` are restored; :meth:`add_to` still adds where the fit ended."""
         if self._loaded is None and self._final is None:
             self._final = self._to_save()
-        self._patches.restore()
         self._loaders.close()
 
     def add_to(
@@ -343,7 +342,7 @@ class Resume:
         counters = loops.counters_at(checkpoint["loops"]["fit_loop"], _position(own), own["logged"])
         checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": counters}
         # Lightning warns of every loader without a state, and does not know that these resume.
-        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+        self._patches.ignore_warnings("You're resuming from a checkpoint that ended before the epoch ended")
 
     def _go_on(self, loaded: dict[str, Any]) -> None:
         at = _position(loaded)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.patching import Left, PatchStack, leave
 from lightning_automodel.internals.torch import compile_in_place, is_compiled, uncompiled
 from lightning_automodel.sharding.units import WrapPolicy, class_name, instances_below, units_of
 
@@ -100,7 +100,7 @@ def _replace(buffers: Iterable[_Buffers], values: Iterable[_Buffers]) -> None:
 class _CheckpointedForward:
     """Replaces the forward of one module: its hooks do not run again. An object, since deep copies share closures.
 
-    It stays when the run ends, since the forward may be wrapped since (casts around FSDP units), and passes calls on.
+    If it is wrapped (by casts around FSDP units), it stays when the run ends, and passes calls on.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -147,6 +147,7 @@ def checkpoint_blocks(
         checkpointed = _Checkpoint(layer, contexts, offloaded)
         if not _has_switch(layer):
             if _ATTRIBUTE not in vars(block):
+                patches.callback(_unwrap, block, vars(block).get("forward"))
                 vars(block)[_ATTRIBUTE] = _CheckpointedForward(block.forward)
                 block.forward = vars(block)[_ATTRIBUTE]
             patches.set(vars(block)[_ATTRIBUTE], "checkpoint", checkpointed)
@@ -154,6 +155,17 @@ def checkpoint_blocks(
             patches.set(layer, "gradient_checkpointing", True)
             patches.set(layer, "_gradient_checkpointing_func", checkpointed, is_new=True)
     return names
+
+
+def _unwrap(block: nn.Module, forward: Callable[..., Any] | None) -> None:
+    """Give ``block`` back its ``forward``, None if that is its class's, unless what replaces it was wrapped since."""
+    if vars(block).get("forward") is not vars(block)[_ATTRIBUTE]:
+        leave(Left.CHECKPOINTED)
+        return
+    del block.forward
+    del vars(block)[_ATTRIBUTE]
+    if forward is not None:
+        block.forward = forward
 
 
 def _check(block: nn.Module, name: str, choice: ActivationCheckpointing) -> None:

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_automodel.distributed.mesh import EXPERT, EXPERT_SHARD, REPLICATE, SHARD, RunMesh, num_expert_ranks
 from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import Left, leave
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.sharding.gathers import drop_unused
+from lightning_automodel.sharding.gathers import reshard
 from lightning_automodel.sharding.precision import OutermostCall, cast_around, step_policy, unit_policy
 from lightning_automodel.sharding.quantized import has_parts
 from lightning_automodel.sharding.units import (
@@ -67,7 +68,8 @@ def apply_fsdp2(
             mark_head(plan.head)
         fully_shard(root, reshard_after_forward=False, mp_policy=step_policy(policy), **kwargs)
         _run_steps_as_forward(root, plan.units, plan.head)
-        type(root).__name__ = class_name(root)  # Lightning's messages name the user's class
+        type(root).__name__ = class_name(root)  # messages of torch and Lightning name the user's class
+        leave(Left.NAMES)
     if policy.output_dtype is not None or policy.cast_forward_inputs:
         cast_around(distinct(callable_children(model)), policy)
 
@@ -122,7 +124,8 @@ def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module], head: nn
                 for unit in whole_step[1:]:
                     unit.unshard()
                 output = method(*args, **kwargs)
-            drop_unused(units)
+            for unit in torch_internals.gathering(units):
+                reshard(unit)  # prefetched, and not used
             return after(root, args, output)
         finally:
             # No backward will free the gathered parameters, and they would be stale after the next optimizer step.
@@ -141,6 +144,7 @@ def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module], head: nn
         if part not in passed_by and (part in entries or (can_be_unit(part) and has_fsdp_units(part))):
             part.forward = outermost.around(part.forward)
     vars(model)[_AS_STEP] = outermost.around(lambda function: function())
+    leave(Left.STEPS)
 
 
 def call_as_step(model: nn.Module, function: Callable[[], T]) -> T:

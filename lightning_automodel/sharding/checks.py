@@ -1,7 +1,6 @@
 """Checks that refuse what a model, an optimizer or a step must not contain, with the reason and a way out."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -76,20 +75,15 @@ def _explanation(error: BaseException) -> str | None:
     return next((text for symptom, text in _EXPLANATIONS.items() if symptom in str(error)), None)
 
 
-@contextmanager
-def explained_errors() -> Iterator[None]:
-    """Context of a forward or a backward, which explains errors of torch."""
-    try:
-        yield
-    except RuntimeError as error:
-        explanation = _explanation(error)
-        if explanation is not None:
-            raise RuntimeError(explanation) from error
-        raise
+def raise_explanation(error: BaseException) -> None:
+    """Raise RuntimeError, if ``error`` is one of torch, from a forward or a backward, that can be explained."""
+    explanation = _explanation(error)
+    if explanation is not None:
+        raise RuntimeError(explanation) from error
 
 
 def explain(error: BaseException) -> None:
-    """As :func:`explained_errors`, for an error that has come in a hook: its text is changed."""
+    """As :func:`raise_explanation`, for an error that has come in a hook: its text is changed."""
     explanation = _explanation(error)
     if explanation is not None:
         error.args = (f"{explanation} (torch: {error})",)

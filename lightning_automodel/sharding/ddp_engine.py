@@ -1,7 +1,7 @@
 """DDP: the whole model on every rank."""
 
 import re
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Container, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,11 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.gradients.windows import Uses
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.sharding import apply, quantized, units
 from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.engine import Engine
-from lightning_automodel.sharding.grad_sync import GradSync
+from lightning_automodel.sharding.grad_sync import NO_USES, GradSync
 
 
 class DDPGradSync(GradSync):
@@ -47,23 +48,33 @@ class DDPGradSync(GradSync):
             yield
 
     @override
-    @contextmanager
-    def backward(self, loss: Tensor, trained: Set[nn.Parameter], counts: bool = True) -> Iterator[None]:
+    def begin(self, loss: Tensor, ends: bool, frozen: Set[nn.Parameter] = frozenset(), counts: bool = True) -> None:
+        ddp = self._ddp
+        self._counts = counts
+        if self._tracks:
+            for parameter in ddp.parameters():
+                self.track(parameter, parameter)
+        self._ends_window = ends
+        if not ddp.module.automatic_optimization:
+            prepare_for_backward(ddp, loss)
+
+    @override
+    def reduce(self, final: list[nn.Parameter], trained: Container[nn.Parameter]) -> Uses:
         """See the base class. Raises if a parameter took no part in a synchronised backward.
 
         All parameters of its bucket then have this rank's own gradients.
         """
-        ddp, self._counts = self._ddp, counts
-        for parameter in ddp.parameters() if self._tracks else ():
-            self.track(parameter, parameter)
-        if not ddp.module.automatic_optimization:
-            prepare_for_backward(ddp, loss)
-        yield
-        self.starts_window = ddp.require_backward_grad_sync
-        if not ddp.require_backward_grad_sync or ddp.static_graph:
-            return
+        ddp = self._ddp
+        if ddp.require_backward_grad_sync and not ddp.static_graph:
+            self._check_is_complete()
+        if not self._ends_window:
+            return NO_USES
+        self.complete_gradients([parameter for parameter in final if parameter in trained])
+        return self._take_uses(final, trained) if self._tracked else NO_USES
+
+    def _check_is_complete(self) -> None:
         try:
-            torch_internals.check_ddp_backward_is_complete(ddp)
+            torch_internals.check_ddp_backward_is_complete(self._ddp)
         except RuntimeError as error:
             names = list(self._reduced.values())
             listed = re.search(r"did not receive grad for rank \d+: (\d[\d ]*)", str(error))
@@ -80,6 +91,14 @@ class DDPGradSync(GradSync):
         unfrozen = [parameter for parameter in parameters if parameter not in self._reduced]
         if unfrozen and self._mesh.sizes.divisor > 1:
             self.average(unfrozen, self._mesh.group)
+
+    @override
+    def keep(self) -> None:
+        self.starts_window = self._ddp.require_backward_grad_sync
+
+    @override
+    def recover(self) -> None:
+        self.starts_window = True
 
 
 class DDPEngine(Engine):

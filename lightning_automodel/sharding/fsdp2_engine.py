@@ -216,7 +216,7 @@ class FSDP2Engine(Engine):
     @override
     def close(self) -> None:
         super().close()
-        if self._report["prefetch"]:
+        if self._report.get("prefetch"):
             set_prefetch(self._module, 0, in_background=False)
 
     @override

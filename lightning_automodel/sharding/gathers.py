@@ -50,16 +50,9 @@ def reshard(unit: FSDPModule) -> None:
 
     FSDP2 would use prefetched parameters at the unit's next forward, when the weights may have changed.
     """
-    if torch_internals.is_gathering(unit):
+    if torch_internals.gathering([unit]):
         unit.unshard()
     unit.reshard()
-
-
-def drop_unused(units: Iterable[FSDPModule]) -> None:
-    """After a forward of a root, free those of its ``units`` that were prefetched but not used."""
-    for unit in units:
-        if torch_internals.is_gathering(unit):
-            reshard(unit)
 
 
 class GatheredForBackward:

@@ -1,6 +1,6 @@
 """Which micro-batch communicates what: deferring gradient reduction, and keeping parameters gathered between them."""
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
@@ -17,14 +17,15 @@ from typing_extensions import override
 
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.windows import PLAIN_BACKWARD
+from lightning_automodel.gradients.windows import PLAIN_BACKWARD, Uses
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
-from lightning_automodel.sharding.gathers import AgreedGathers, GatheredForBackward, drop_unused, reshard
+from lightning_automodel.sharding.gathers import AgreedGathers, GatheredForBackward, reshard
 from lightning_automodel.sharding.units import fsdp_roots, is_head
 from lightning_automodel.sharding.written_weights import WrittenWeights
 
 Deferral = bool | Literal["all_reduce"]
+NO_USES = Uses(0, {})
 _ORDERS = 2**20 - 3  # a prime; sums of squares over ranks stay exact in float64
 
 PENALTY_ON_WEIGHTS = (
@@ -88,7 +89,8 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
             _accumulate_in_one_dtype(units)
         yield
         for root in fsdp_roots(model) if is_optim_step else ():
-            torch_internals.reduce_deferred_gradients(root)
+            groups = torch_internals.fsdp_param_groups(cast(nn.Module, root))
+            torch_internals.reduce_deferred_gradients(root, groups)
 
 
 def _accumulate_in_one_dtype(units: Iterable[FSDPModule]) -> None:
@@ -125,6 +127,8 @@ class GradSync:
         self._tracked: set[nn.Parameter] = set()
         self._used: set[nn.Parameter] = set()
         self._counts = True
+        self._order = 0  # of the FSDP units whose forwards have run in the window
+        self._ends_window = False  # the backward that runs, or ran last
 
     def track(self, parameter: nn.Parameter, leaf: nn.Parameter) -> None:
         """Note whether backwards use ``parameter``, whose gradient autograd accumulates in ``leaf``."""
@@ -137,28 +141,45 @@ class GradSync:
         if self._counts:
             self._used.add(parameter)
 
-    def tracked(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, bool]]:
-        """Those of ``parameters`` that get a zero gradient if unused, and whether this rank has used them."""
-        return [(parameter, parameter in self._used) for parameter in parameters if parameter in self._tracked]
-
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Context for the forward and backward of one micro-batch; ``is_last``: its window ends with it."""
         return nullcontext()
 
-    def backward(self, loss: Tensor, trained: Set[nn.Parameter], counts: bool = True) -> AbstractContextManager[None]:
-        """Context of the backward of ``loss``; after it, gradients that were to be reduced are.
+    # --- The steps of one backward, in the order of `MicroBatches.backward` -------------------------------------------
 
-        ``trained`` has what earlier backwards of the open windows have trained, the same on all ranks. ``counts``:
-        whether the parameters in it count as used (not with padding batches).
+    def begin(self, loss: Tensor, ends: bool, frozen: Set[nn.Parameter] = frozenset(), counts: bool = True) -> None:
+        """The backward of ``loss`` comes next, which ``ends`` its window, or not; the same on all ranks.
+
+        ``frozen`` has the parameters that earlier backwards of the open windows have trained and this one does not, the
+        same on all ranks. ``counts``: whether the parameters in it count as used (not with padding batches). May be a
+        collective over the data-parallel group.
         """
-        return nullcontext()
 
-    def take_order(self) -> int:
-        """A number below 2**20 that is the same on all ranks if they have used the same units in the window."""
-        return 0
+    def reduce(self, final: list[nn.Parameter], trained: Container[nn.Parameter]) -> Uses:
+        """Reduce what the backward has left. If it ends its window, the gradients of ``final`` are then complete.
+
+        A collective over the data-parallel group. ``trained`` has what any backward of the window has trained. Returns
+        what this rank has used of it; nothing if the window goes on.
+        """
+        return NO_USES
 
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Average what backward has left of parameters that a window has trained. May be a collective."""
+        """Once a window: average what the engine has left of parameters that the window has trained.
+
+        Called by :meth:`reduce`, when the engine's own reductions have ended; gradients are then sums of token losses
+        over all ranks, divided by D, as long as nothing is divided by label tokens. May be a collective.
+        """
+
+    def _take_uses(self, final: list[nn.Parameter], trained: Container[nn.Parameter]) -> Uses:
+        """What this rank has used of the ``trained`` ones of ``final``, whose window ends."""
+        used = {p: p in self._used for p in final if p in self._tracked and p in trained}
+        self._used.difference_update(final)
+        order = self._order
+        self._order = 0
+        return Uses(order, used)
+
+    def keep(self) -> None:
+        """After the reduction: free what the backward has gathered, or keep it for the next micro-batch."""
 
     def average(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
         """Average gradients of replicated parameters over ``group``, and note which this rank has. A collective."""
@@ -166,11 +187,13 @@ class GradSync:
         self._used.update(parameter for parameter in parameters if parameter.grad is not None)
         rescale_clip.average_gradients_(parameters, group)
 
+    # --- Apart from a backward ----------------------------------------------------------------------------------------
+
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Forget the window, and gradients that are held outside of ``.grad``, for these (or all) parameters."""
         self._used.difference_update(self._tracked if parameters is None else parameters)
 
-    def showing_shards(self) -> AbstractContextManager[None]:
+    def showing_shards(self) -> AbstractContextManager[Any]:
         """Context of the user's hooks, where a forward leaves no parameters gathered.
 
         The hook would find gathered parameters in the module, which have no gradients, or those of an open window.
@@ -234,11 +257,14 @@ class FSDPGradSync(GradSync):
         self._retain_unsharded, self._is_manual = retain_unsharded, is_manual
         self._between_steps = ExitStack()
         self.units = torch_internals.fsdp_units(model)
-        self._roots = fsdp_roots(model)
+        # With the parameter groups at or below each.
+        self._roots = {
+            root: list(torch_internals.fsdp_param_groups(cast(nn.Module, root))) for root in fsdp_roots(model)
+        }
+        self._heads = {unit for unit in self.units if is_head(unit)}
         self._groups = [group for unit in self.units for group in torch_internals.param_groups(unit)]
         self._model = model
         self._number_of = {group: number for number, group in enumerate(self._groups, start=1)}
-        self._order = 0  # of the groups whose forwards have run in the window
         self._first_gathers: AgreedGathers | None = None
         self._written = WrittenWeights(model)
         self._retained: list[FSDPModule] = []
@@ -259,6 +285,7 @@ class FSDPGradSync(GradSync):
                 hook = partial(self._reshard_unless_training, torch_internals.fsdp_units(root))
                 self._hooks.append(root.register_forward_hook(hook))
         self._has_gathered = False
+        self._has_two_dtypes = True  # until units are gathered
         shards = {param.sharded_param for param_group in self._groups for param in param_group.fsdp_params}
         self._param_of = {param.sharded_param: param for group in self._groups for param in group.fsdp_params}
         self._experts = {shard for shard in shards if num_expert_ranks(shard) > 1}
@@ -271,7 +298,8 @@ class FSDPGradSync(GradSync):
 
         These are prefetched units that the forward did not use, and, if no gradients are computed, those of the root.
         """
-        drop_unused(units)
+        for prefetched in torch_internals.gathering(units):
+            reshard(prefetched)
         unit = cast(FSDPModule, root)
         if not torch.is_grad_enabled() and unit not in self._gathered.units:
             unit.reshard()
@@ -283,6 +311,7 @@ class FSDPGradSync(GradSync):
         accumulates into.
         """
         if not self._has_gathered:
+            self._has_two_dtypes = any(map(torch_internals.has_two_gradient_dtypes, self._groups))
             for unit in self.units:
                 if not all(map(torch_internals.was_unsharded, torch_internals.param_groups(unit))):
                     unit.unshard()
@@ -350,6 +379,7 @@ class FSDPGradSync(GradSync):
                 yield
             finally:
                 self.is_last = None
+                self.start_step()  # `keep` has changed the flags that are restored next
         if not self._is_manual:  # else the step goes on
             self.end_step()
 
@@ -363,17 +393,13 @@ class FSDPGradSync(GradSync):
         self._between_steps.enter_context(self.showing_shards())
 
     @override
-    @contextmanager
-    def showing_shards(self) -> Iterator[None]:
-        for unit in self.units:
-            if torch_internals.is_unsharded(unit):
-                reshard(unit)
-        kept = [unit for unit in self.units if torch_internals.stays_gathered(unit)]
-        with torch_internals.flags_restored(kept, torch_internals.RESHARDING), self._gathered.pausing():
-            for unit in kept:
-                unit.set_reshard_after_forward(True, recurse=False)
-                unit.set_reshard_after_backward(True, recurse=False)
-            yield
+    def showing_shards(self) -> AbstractContextManager[Any]:
+        for unit in torch_internals.unsharded(self.units):
+            reshard(unit)
+        shown = ExitStack()
+        shown.enter_context(torch_internals.keeping_nothing(self.units))
+        shown.enter_context(self._gathered.pausing())
+        return shown
 
     @override
     def release(self, retains: bool = False) -> None:
@@ -411,13 +437,8 @@ class FSDPGradSync(GradSync):
             self._first_gathers = None
 
     @override
-    def take_order(self) -> int:
-        order, self._order = self._order, 0
-        return order
-
-    @override
     def toggled(self) -> None:
-        unsharded = [unit for unit in self.units if torch_internals.is_unsharded(unit)]
+        unsharded = torch_internals.unsharded(self.units)
         for unit in unsharded:
             torch_internals.show_trainable(unit)
         for unit in self._retained:
@@ -427,32 +448,36 @@ class FSDPGradSync(GradSync):
 
     @override
     def stepped(self) -> None:
-        is_stale = bool(self._gathered.units) or any(map(torch_internals.is_unsharded, self.units))
+        is_stale = bool(self._gathered.units or torch_internals.unsharded(self.units))
         if is_stale and not self._in_backward:  # a hook may step within a backward, which needs the old ones
             self.release()
 
     @override
-    @contextmanager
-    def backward(self, loss: Tensor, trained: Set[nn.Parameter], counts: bool = True) -> Iterator[None]:
-        """See the base class; after it, the module shows its sharded parameters. Raises if it has bypassed FSDP2."""
-        self.watch()
+    def begin(self, loss: Tensor, ends: bool, frozen: Set[nn.Parameter] = frozenset(), counts: bool = True) -> None:
+        self._between_steps.close()  # a hook may run a backward
+        if self._unwatched or not self._has_gathered:
+            self.watch()
+        deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
+        self._reduce(Reductions.ALL if ends else deferred[self._defer])
         ran = torch_internals.forward_order(self._groups)
-        if self._first_gathers is not None:
-            heads = [group for unit in self.units if is_head(unit) for group in torch_internals.param_groups(unit)]
-            self._first_gathers.before_backward(called_head=all(group in ran for group in heads))
         if self._order == 0 or not self._retain_unsharded:  # later forwards of a window use what the first has gathered
             for group in ran:
                 self._order = (self._order * 31 + self._number_of[group]) % _ORDERS
-        deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
-        self._reduce(Reductions.ALL if self.is_last else deferred[self._defer])
-        if self.is_last:
+        if self._first_gathers is not None:
+            heads = [group for unit in self._heads for group in torch_internals.param_groups(unit)]
+            self._first_gathers.before_backward(called_head=all(group in ran for group in heads))
+        if ends and self._has_two_dtypes:
             _accumulate_in_one_dtype(self.units)
-        if trained and self._reductions is not Reductions.NONE:
+        if frozen and self._reductions is not Reductions.NONE:
             for group in self._groups:
-                torch_internals.zero_missing_gradients(group, trained)
-        self._in_backward = True
+                torch_internals.zero_missing_gradients(group, frozen)
+        self._ends_window = ends
         self._counts = counts
-        yield
+        self._in_backward = True
+
+    @override
+    def reduce(self, final: list[nn.Parameter], trained: Container[nn.Parameter]) -> Uses:
+        """See the base class. Raises if the backward has bypassed FSDP2."""
         self._in_backward = False
         if self._bypassed:
             raise RuntimeError(
@@ -462,24 +487,43 @@ class FSDPGradSync(GradSync):
                 " module.parameters(), as adjoint methods do, pass auto_wrap_policy=set(): the model is then one unit,"
                 " which under automatic optimization is gathered during all of training_step."
             )
-        for root in self._roots if self.is_last else ():
-            torch_internals.reduce_deferred_gradients(root)
-        self._reduce(Reductions.BY_FSDP2 if self.is_last else Reductions.NONE)
-        self._gathered.show()
-        self._gathered.units.clear()
-        if self.is_last:
+        if not self._ends_window:
+            return NO_USES
+        for root, groups in self._roots.items():
+            torch_internals.reduce_deferred_gradients(root, groups)
+        self.complete_gradients([parameter for parameter in final if parameter in trained])
+        return self._take_uses(final, trained)
+
+    @override
+    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
+        plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+        if plain and self._group is not None:
+            self.average(plain, self._group)
+        if self._experts:
+            rescale_clip.share_experts_gradients_([p for p in parameters if p in self._experts])
+
+    @override
+    def keep(self) -> None:
+        """See the base class; after it, the module shows its sharded parameters, and hooks follow."""
+        self._reduce(Reductions.BY_FSDP2 if self._ends_window else Reductions.NONE)
+        if self._gathered.units:
+            self._gathered.show()
+            self._gathered.units.clear()
+        if self._ends_window and self._first_gathers is not None:
             self._stop_comparing()
-        for unit in self.units:
-            if not torch_internals.is_unsharded(unit):
-                continue
-            as_set = torch_internals.param_groups(unit)[0].reshard_after_backward or is_head(unit)
-            frees = self.is_last if self._retain_unsharded else as_set
+        for unit in torch_internals.unsharded(self.units):
+            as_set = torch_internals.param_groups(unit)[0].reshard_after_backward or unit in self._heads
+            frees = self._ends_window if self._retain_unsharded else as_set
             if frees:
                 unit.reshard()
             else:
                 with torch_internals.keeping_storage(unit):
                     unit.reshard()
                 self._retained.append(unit)
+        # Hooks follow, as in `showing_shards`.
+        self._between_steps.enter_context(torch_internals.keeping_nothing(self.units))
+        if self._is_manual and self._retain_unsharded:
+            self._between_steps.enter_context(self._gathered.pausing())
 
     def _reduce(self, reductions: Reductions) -> None:
         """Let backwards from now on reduce as ``reductions`` says."""
@@ -491,14 +535,6 @@ class FSDPGradSync(GradSync):
             unit.set_requires_all_reduce(reduces_all, recurse=False)
             unit.set_reduce_scatter_unused_params(sends_unused, recurse=False)
         self._reductions = reductions
-
-    @override
-    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
-        if plain and self._group is not None:
-            self.average(plain, self._group)
-        if self._experts:
-            rescale_clip.share_experts_gradients_([p for p in parameters if p in self._experts])
 
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:

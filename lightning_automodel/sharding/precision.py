@@ -22,7 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.patching import Left, PatchStack, leave
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATING = (*HALF, torch.float32, torch.float64)
@@ -155,6 +155,7 @@ def cast_around(modules: Iterable[nn.Module], policy: MixedPrecisionPolicy) -> N
     casts = OutermostCall(run)
     for module in modules:
         module.forward = casts.around(module.forward)
+        leave(Left.CASTS)
 
 
 def cast_floating(values: Any, dtype: torch.dtype) -> Any:

@@ -40,22 +40,23 @@ class LateAverages:
     def _delay(self, callback: Callback, *args: Any, **kwargs: Any) -> None:
         self._delayed.append(partial(type(callback).setup, callback, *args, **kwargs))
 
-    def set_up(self, module: pl.LightningModule) -> None:
+    def set_up(self, module: pl.LightningModule, patches: PatchStack) -> None:
         """Run the delayed hooks, now that ``module`` is distributed. Not a collective."""
         plugin = module.trainer.precision_plugin
         if isinstance(plugin, DoublePrecision):
             for averaged in averaged_models(module):
                 # Copied before the module was converted: each validation, which swaps the two, would round the weights.
                 plugin.convert_module(averaged.module)
-        with PatchStack() as patches:
+        with PatchStack() as while_copying:
             # Only within these calls: other callbacks that copy the module want it whole.
-            patches.set(module, "__deepcopy__", partial(_copy_of, module), is_new=True)
+            while_copying.set(module, "__deepcopy__", partial(_copy_of, module), is_new=True)
             if is_overridden("configure_model", module):
-                patches.set(module, "configure_model", lambda: None)  # WeightAveraging calls it, to have layers to copy
+                # WeightAveraging calls it, to have layers to copy.
+                while_copying.set(module, "configure_model", lambda: None)
             for set_up in self._delayed:
                 set_up()
         for averaged in filter(is_sharded, averaged_models(module)):
-            averaged.update_parameters = partial(_update_locally, averaged)  # type: ignore[method-assign]
+            patches.set(averaged, "update_parameters", partial(_update_locally, averaged))
 
 
 def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> None:

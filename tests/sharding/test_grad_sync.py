@@ -42,8 +42,10 @@ class Training:
             loss = _loss(self.model.inner["net"], features, forward)
             if fail:
                 loss.register_hook(_raise)
-            with self.sync.backward(loss, set()):
-                loss.backward()
+            self.sync.begin(loss, is_last)
+            loss.backward()
+            self.sync.reduce(list(self.model.parameters()), set())
+            self.sync.keep()
 
     def window(self, *steps: int, forward: Callable[[Net, Tensor], Tensor] | None = None) -> dict[str, Tensor]:
         """Whole gradients of a window of these steps."""

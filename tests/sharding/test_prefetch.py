@@ -77,7 +77,7 @@ def fit(
     trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, callbacks=[events, *callbacks], **kwargs)
     trainer.fit(module, loader(CASE), loader(CASE) if kwargs.get("limit_val_batches") else None)
     described = strategy.describe()
-    assert not any(torch_internals.is_gathering(unit) for unit in torch_internals.fsdp_units(module))
+    assert torch_internals.gathering(torch_internals.fsdp_units(module)) == []
     return prefixed(full_weights(module.model)), events.events, described
 
 

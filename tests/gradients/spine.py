@@ -1,0 +1,154 @@
+"""What a micro-batch runs of the package on its way from a loss to final gradients.
+
+`python -m tests.gradients.spine` prints it, for a micro-batch that ends its window.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lightning_automodel
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.cases import Case
+from tests.trainer.runs import LabelledModule, loader, make_trainer
+
+PACKAGE = Path(lightning_automodel.__file__).parent
+ACCUMULATE = 2
+COUNTED = 2 * ACCUMULATE + 1
+"""The last micro-batch of the third window: a run looks closer at its first one, and DDP settles its buckets in the
+second."""
+OPTIONS: dict[str, dict[str, Any]] = {"sharded": {}, "replicated": {"data_parallel": "ddp"}}
+CASE = Case(seed=2, telling="labels", num_batches=3 * ACCUMULATE)
+
+
+TORCH = Path(torch.__file__).parent
+DECORATORS = TORCH / "utils" / "_contextlib.py"
+"""What calls a function that is decorated with `torch.no_grad()`."""
+
+
+@dataclass
+class Route:
+    """The functions of the package that Python enters, in their order.
+
+    What torch itself calls is kept apart (`called_back`, with all that it calls): hooks of parameters, the watched
+    all-gathers of FSDP2, functions of torch that are replaced. It comes once for each unit or parameter, and whoever
+    reads a micro-batch from top to bottom does not pass by it. What Lightning calls counts.
+
+    Attributes:
+        entries: Function and file of every entry. A generator is entered by its first call and again by each
+            resumption, so that a context manager of `contextlib` is entered twice. Comprehensions and generator
+            expressions are entries into their file, and no functions.
+        called_back: The same of what torch calls.
+    """
+
+    entries: list[tuple[str, str]] = field(default_factory=list)
+    called_back: list[tuple[str, str]] = field(default_factory=list)
+    _outermost: FrameType | None = None  # that torch has called, while it runs
+
+    def note(self, frame: FrameType, event: str, _: Any) -> None:
+        """As the function of `sys.setprofile`: note the entry, if it is one into the package."""
+        if event == "return" and frame is self._outermost:
+            self._outermost = None
+        path = Path(frame.f_code.co_filename)
+        if event != "call" or PACKAGE not in path.parents:
+            return
+        if self._outermost is None and _is_called_by_torch(frame):
+            self._outermost = frame
+        entries = self.entries if self._outermost is None else self.called_back
+        entries.append((frame.f_code.co_qualname, str(path.relative_to(PACKAGE))))
+
+    @property
+    def functions(self) -> set[tuple[str, str]]:
+        """The distinct functions and methods, with their files."""
+        return {(name, file) for name, file in self.entries if not name.endswith(COMPREHENSIONS)}
+
+    @property
+    def files(self) -> set[str]:
+        """The files of these functions."""
+        return {file for _, file in self.entries}
+
+    @property
+    def num_returns(self) -> int:
+        """Entries into a file that was entered before, and left for another file since.
+
+        A file is left when a function of another file is entered. That a call ends, and its caller goes on, is no
+        entry.
+        """
+        files = [file for _, file in self.entries]
+        changes = [file for file, previous in zip(files, [None, *files], strict=False) if file != previous]
+        return len(changes) - len(set(changes))
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.functions)} functions, {len(self.files)} files, {self.num_returns} returns"]
+        lines += [f"  {file}: {name}" for name, file in self.entries]
+        everything = Route(entries=self.entries + self.called_back)
+        lines.append(f"with what torch calls: {len(everything.functions)} functions, {len(everything.files)} files")
+        return "\n".join(lines)
+
+
+COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+
+
+def _is_called_by_torch(frame: FrameType) -> bool:
+    """Whether a frame of torch lies between a function of the package and the one that has led to it."""
+    caller = frame.f_back
+    while caller is not None:
+        path = Path(caller.f_code.co_filename)
+        if PACKAGE in path.parents:
+            return False
+        if TORCH in path.parents and path != DECORATORS:
+            return True
+        caller = caller.f_back
+    return False
+
+
+class _Watched(LabelledModule):
+    """Notes what runs between the return of `training_step` and `on_after_backward`, in one micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__(CASE.seed)
+        self.route = Route()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == COUNTED:
+            sys.setprofile(self.route.note)
+        return loss
+
+    def on_after_backward(self) -> None:
+        sys.setprofile(None)
+
+
+def route(options: dict[str, Any]) -> Route:
+    """What this rank runs for the micro-batch that ends the third window of a fit. A collective over the world.
+
+    Only what the thread of the training step runs is noted. On a CPU, autograd's backward is part of it.
+    """
+    module = _Watched()
+    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE)
+    trainer.fit(module, loader(CASE))
+    return module.route
+
+
+def _described(options: dict[str, Any]) -> str:
+    return str(route(options))
+
+
+def main() -> None:
+    """Print both routes."""
+    pool = RankPool(2)
+    for name, options in OPTIONS.items():
+        print(f"{name}: {pool.run(_described, options)[0]}")
+    pool.stop()
+
+
+if __name__ == "__main__":
+    main()

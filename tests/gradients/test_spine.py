@@ -1,0 +1,45 @@
+"""How far it is from a loss to its final gradient."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+
+import pytest
+
+from lightning_automodel.micro_batch import MicroBatches
+from tests.gradients.spine import OPTIONS, route
+from tests.rank_pool import RankPool
+
+LIMITS = {"sharded": (45, 8, 10), "replicated": (40, 8, 8)}
+"""Functions, files, and returns to a file that was left."""
+
+
+def _counts(name: str) -> tuple[tuple[int, int, int], str]:
+    found = route(OPTIONS[name])
+    return (len(found.functions), len(found.files), found.num_returns), str(found)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", OPTIONS)
+def test_counts(pool2: RankPool, name: str) -> None:
+    """Of a micro-batch that ends its window, between the return of `training_step` and `on_after_backward`."""
+    for counts, described in pool2.run(_counts, name):
+        assert all(count <= limit for count, limit in zip(counts, LIMITS[name], strict=True)), described
+
+
+def test_the_spine_reads_from_top_to_bottom() -> None:
+    """`MicroBatches.backward` has at most 60 lines, one context inside of it, and no function of its own."""
+    function = ast.parse(textwrap.dedent(inspect.getsource(MicroBatches.backward))).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    assert function.end_lineno is not None
+    assert function.end_lineno - function.lineno < 60
+    assert _depth(function) <= 1
+    assert not [node for node in ast.walk(function) if isinstance(node, ast.Lambda)]
+
+
+def _depth(node: ast.AST) -> int:
+    """How many `with` statements stand in each other."""
+    below = max(map(_depth, ast.iter_child_nodes(node)), default=0)
+    return below + isinstance(node, ast.With)

@@ -1,0 +1,136 @@
+"""A run puts back what it has replaced on objects of others, but for what `Left` lists."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.core import saving
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed import device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_automodel import AutomodelStrategy
+from lightning_automodel.internals.patching import Left, PatchStack, what_is_left
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import Block
+from tests.trainer.runs import LabelledModule, loader, make_trainer
+
+SHARED = [torch, torch.autograd, torch.autograd.graph, device_mesh, saving, Tensor, nn.Parameter, nn.Module, DTensor]
+SHARED += [GradScaler, DistributedDataParallel, BaseFinetuning, ModelCheckpoint, WeightAveraging, torch.optim.Optimizer]
+"""Classes and modules that other code of the process uses too."""
+NOT_OURS = {"__slotnames__", "log", "log_dict", "step"}
+"""What copying sets, Lightning for its callbacks, and torch for the class of each optimizer."""
+STEPS = {"forward", "training_step", "validation_step", "test_step", "predict_step", "lightning_automodel_as_step"}
+CHECKPOINTED: dict[str, Any] = {"activation_checkpointing": {Block}}
+RUNS: dict[str, tuple[dict[str, Any], set[tuple[str, str]], set[Left]]] = {
+    "fsdp2": (
+        {**CHECKPOINTED},
+        {("_Module", name) for name in STEPS} | {("TinyDecoder", "forward")},
+        {Left.STEPS, Left.NAMES, Left.LOADING, Left.PICKLING},
+    ),
+    # Lightning runs steps as `forward`, and gives that back as an attribute of the module, under its own DDP too.
+    "ddp": ({**CHECKPOINTED, "data_parallel": "ddp", "uneven_inputs": "pad"}, {("_Module", "forward")}, set()),
+}
+
+
+class _Module(LabelledModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[torch.optim.Optimizer] = []
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.made.append(super().configure_optimizers())
+        return self.made[-1]
+
+
+class _Finetuning(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        pass
+
+    def finetune_function(self, *args: Any) -> None:
+        pass
+
+
+def _functions(target: Any) -> dict[str, Any]:
+    """What a class, a module or an object itself has of functions and descriptors; of a class and a module, all."""
+    own = dict(vars(target))
+    if isinstance(target, type | types.ModuleType):
+        return own
+    return {name: value for name, value in own.items() if callable(value) and not isinstance(value, nn.Module | type)}
+
+
+def _differing(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+    absent = object()
+    names = {*before, *after} - NOT_OURS
+    return {name for name in names if before.get(name, absent) is not after.get(name, absent)}
+
+
+def _replaced(options: dict[str, Any]) -> dict[str, Any]:
+    """What differs after a fit and a validation: names by class, of what was patched, and of all that was there."""
+    module = _Module()
+    trainer = make_trainer(
+        AutomodelStrategy(**options),
+        callbacks=[_Finetuning(), WeightAveraging(), ModelCheckpoint(save_last=True)],
+        accumulate_grad_batches=2,
+        gradient_clip_val=1.0,
+        enable_checkpointing=True,
+    )
+    loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop]
+    targets = [*SHARED, *module.modules(), *trainer.callbacks, *loops, trainer, trainer.profiler]
+    targets += [trainer.precision_plugin, trainer._signal_connector, trainer.strategy]
+    before = [(target, _functions(target)) for target in targets]
+    patched: list[tuple[Any, str, Any]] = []
+    absent = object()
+    set_, ignored = PatchStack.set, list(warnings.filters)
+
+    def noted(stack: PatchStack, target: Any, name: str, value: Any, is_new: bool = False) -> None:
+        patched.append((target, name, vars(target).get(name, absent)))
+        set_(stack, target, name, value, is_new)
+
+    with mock.patch.object(PatchStack, "set", noted):
+        trainer.fit(module, loader(), loader())
+        trainer.validate(module, loader(), verbose=False)
+    first: dict[tuple[int, str], tuple[Any, Any]] = {}
+    for target, name, value in patched:
+        first.setdefault((id(target), name), (target, value))
+    optimizer = module.made[0]
+    now = {(id(target), name): vars(target).get(name, absent) for target, name, _ in patched}
+    return {
+        "patched": {(_name(target), key[1]) for key, (target, value) in first.items() if now[key] is not value},
+        "num_patched": len(first),
+        "others": {(_name(target), name) for target, own in before for name in _differing(own, _functions(target))},
+        "filters": [entry for entry in warnings.filters if entry not in ignored],
+        "hooks": [len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)],
+        "left": what_is_left(),
+    }
+
+
+def _name(target: Any) -> str:
+    return getattr(target, "__name__", type(target).__name__).removeprefix("FSDP")
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", RUNS)
+def test_what_stays_is_listed(pool2: RankPool, name: str) -> None:
+    """Every attribute of the classes, modules and objects that a run touches is the same object afterwards."""
+    options, expected, left = RUNS[name]
+    for found in pool2.run(_replaced, options):
+        assert found["num_patched"] > 30
+        assert found["patched"] == set()
+        assert found["others"] == expected, sorted(found["others"] ^ expected)
+        assert found["filters"] == []
+        assert found["hooks"] == [0, 0]
+        assert {kind.value for kind in left} <= set(found["left"])
+
+
+def test_lightning_reads_directories_for_good() -> None:
+    """`load_from_checkpoint` needs no run."""
+    assert Left.LOAD_FROM_CHECKPOINT.value in what_is_left()
