@@ -1,4 +1,4 @@
-"""What the site needs beside its pages: files of the repository, lists of options, tables that a phone can show."""
+"""What the site needs beside its pages: files of the repository, lists of options, diagrams, tables for phones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import html
 import logging
 import re
 import shutil
+import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,15 @@ import griffe
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "docs"))
+from diagrams import svg_of  # noqa: E402
+
 LOG = logging.getLogger("mkdocs.hooks")
 OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)")
+MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.M | re.S)
 LANGUAGES = {".py": "python", ".yaml": "yaml"}
+WIDE_PAGES = ("CONTRIBUTING.md", "faults.md", "scale.md", "support.md")
+"""Their tables need the room of the table of contents."""
 SHORT_CELL = 20
 """Characters. A phone shows a table of short cells beside a first column that stays; rows of others become blocks."""
 
@@ -45,9 +53,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Let links lead to those pages, and show the meaning of the options that follow ``Options:``."""
+    """Draw diagrams, let links lead to those pages, and show the meaning of the options that follow ``Options:``."""
+    markdown = _with_diagrams(markdown, page.file.src_uri)
+    if page.file.src_uri in WIDE_PAGES:
+        page.meta.setdefault("hide", []).append("toc")
     if "/" in page.file.src_uri:
-        return markdown  # from outside of docs/
+        return markdown  # from a folder outside of docs/
+    markdown = markdown.replace("](docs/", "](")  # of a page that lies beside docs/
     markdown = OUTSIDE.sub(lambda found: f"]({_page_of(found[1])}", markdown)
     return re.sub(r"^Options: (.*?)\n\n", lambda found: _option_list(found[1]), markdown, flags=re.M | re.S)
 
@@ -70,6 +82,20 @@ def on_post_build(config: Any) -> None:
 
 def _page_of(target: str) -> str:
     return f"{target}.md" if Path(target).suffix in LANGUAGES else target
+
+
+def _with_diagrams(markdown: str, page: str) -> str:
+    """Replace each block of Mermaid by its picture; one that cannot be drawn is a warning, and stays as it is."""
+    numbers = count()
+
+    def drawn(block: re.Match[str]) -> str:
+        try:
+            return f'<div class="diagram-frame">{svg_of(block[1], next(numbers))}</div>'
+        except ValueError as error:
+            LOG.warning("%s has a Mermaid block that docs/diagrams.py cannot draw: %s", page, error)
+            return block[0]
+
+    return MERMAID.sub(drawn, markdown)
 
 
 def _class(module: str, name: str) -> Any:

@@ -3,6 +3,7 @@
     python examples/finetune_docstrings.py
     python examples/finetune_docstrings.py --strategy automodel_ddp  # replicated: the same losses
     python examples/finetune_docstrings.py --ckpt-path outputs/finetune_docstrings/step=60.ckpt  # resumes from it
+    python examples/finetune_docstrings.py --strategy ddp --check --max-steps 4  # are the gradients those of one batch?
 
 The data is the Python standard library of this machine: a function is the prompt, its docstring has the labels. Lengths
 differ, so micro-batches and ranks hold different numbers of label tokens. At the end the run prints the loss on
@@ -22,7 +23,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from one_process import ACCUMULATE, NUM_RANKS
 from reporting import Summary, compare_first_steps, draw_picture
 
-from lightning_automodel import AutomodelStrategy, StepMonitor, TrainingReport
+from lightning_automodel import AutomodelStrategy, ExactnessCheck, StepMonitor, TrainingReport
 
 # The progress bar and the tables say it all. Encoding a few hundred bytes needs no workers.
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -55,6 +56,7 @@ def main() -> None:
             # One after each validation.
             ModelCheckpoint(args.output_dir, "{step}", save_top_k=-1, enable_version_counter=False),
             TQDMProgressBar(refresh_rate=ACCUMULATE),
+            *([ExactnessCheck()] if args.check else []),
         ],
         enable_model_summary=False,
     )
@@ -70,6 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--strategy", default="automodel", help="name of any Lightning strategy (%(default)s)")
     parser.add_argument("--max-steps", type=int, default=120, help="optimizer steps, a multiple of 4 (%(default)s)")
     parser.add_argument("--ckpt-path", help="checkpoint to resume from")
+    parser.add_argument("--check", action="store_true", help="compare the first steps with one process")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/finetune_docstrings"), help="(%(default)s)")
     return parser.parse_args()
 

@@ -124,7 +124,8 @@ class RankPool:
         Args:
             fn: a function at the top level of an importable module; it finds its rank with `dist.get_rank()`.
             args: positional arguments, picklable, the same for all ranks.
-            timeout_s: seconds until a rank that has not answered counts as hanging.
+            timeout_s: seconds until a rank that has not answered counts as hanging; RANK_TIMEOUT_S in the environment
+                replaces it, for a debugger (`tests/debugger.py`).
             kwargs: keyword arguments, picklable, the same for all ranks.
 
         Raises:
@@ -134,7 +135,7 @@ class RankPool:
         function = pickle.dumps((fn, args, kwargs))
         if not self._ranks:
             self._start()
-        return self._exchange(function, fn.__qualname__, timeout_s)
+        return self._exchange(function, fn.__qualname__, float(os.environ.get("RANK_TIMEOUT_S", timeout_s)))
 
     def stop(self) -> None:
         """Kill all ranks: nothing that they still hold is worth the seconds in which they would end by themselves."""

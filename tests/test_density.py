@@ -17,7 +17,7 @@ PACKAGE = Path(lightning_automodel.__file__).parent
 LONG_LINE = 110
 LONG_FUNCTION = 40
 LIMITS = {
-    "tokens": 170_000,
+    "tokens": 171_500,
     "lines of 110 characters and more, per thousand": 80,
     "assignments of a tuple to a tuple": 280,
     "conditional expressions": 570,

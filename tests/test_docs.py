@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import xml.etree.ElementTree
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,18 @@ from tests.markdown import merged_table
 from tests.processes import ROOT
 
 DOCS = ROOT / "docs"
-NOT_RUN = {"docs/api.md": 1, "docs/context_parallelism.md": 1, "docs/expert_parallelism.md": 1, "docs/recipes.md": 12}
+sys.path.append(str(DOCS))
+from diagrams import svg_of  # noqa: E402
+
+MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.M | re.S)
+NOT_RUN = {
+    "docs/api.md": 1,
+    "docs/context_parallelism.md": 1,
+    "docs/expert_parallelism.md": 1,
+    "docs/loggers.md": 3,
+    "docs/recipes.md": 12,
+    "docs/several_nodes.md": 1,  # tests/launch/test_two_nodes.py runs it
+}
 WITH_PYTHON = [page for page in PAGES if blocks(page, "python", "diff")]
 
 
@@ -296,9 +308,68 @@ def test_site_from_a_folder(site: Path) -> None:
         assert [url for url in page.fetched if not url.startswith(("file:", "data:"))] == []
 
 
+def test_diagrams() -> None:
+    """A window and a failing rank are the same in both files; each picture has a text for those who do not see it."""
+    charts = MERMAID.findall((DOCS / "how_it_works.md").read_text())
+    assert len(charts) == 2
+    assert MERMAID.findall((ROOT / "CONTRIBUTING.md").read_text()) == charts
+    charts = [block for page in PAGES for block in MERMAID.findall(page.read_text())]
+    for number, block in enumerate(charts):
+        picture = xml.etree.ElementTree.fromstring(svg_of(block, number))
+        title, description = picture[0], picture[1]
+        assert picture.attrib["aria-labelledby"] == f"{title.attrib['id']} {description.attrib['id']}"
+        assert title.text
+        assert description.text
+        edges = ("x", "y", "width", "height")
+        boxes = [[float(box.attrib[edge]) for edge in edges] for box in picture.findall("{*}rect")]
+        assert len(boxes) == len(re.findall(r'\["', block))
+        assert [(a, b) for a, b in combinations(boxes, 2) if overlap(a, b)] == []
+
+
+def overlap(first: list[float], second: list[float]) -> bool:
+    """Whether two boxes (x, y, width, height) share a point."""
+    x, y, width, height = first
+    other_x, other_y, other_width, other_height = second
+    is_beside = x + width < other_x or other_x + other_width < x
+    is_above = y + height < other_y or other_y + other_height < y
+    return not is_beside and not is_above
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("sequenceDiagram", "only 'flowchart TD' is drawn, not 'sequenceDiagram'"),
+        ('flowchart TD\na["x"] ==> b["y"]', "not understood"),
+        ('flowchart TD\na["x"] --> b', "have no text: b"),
+        ('flowchart TD\na["x"] --> b["y"] --> a', "cycle"),
+    ],
+)
+def test_what_cannot_be_drawn(source: str, problem: str) -> None:
+    """A ValueError, which the site's build turns into a warning, so that `--strict` fails."""
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        svg_of(source)
+
+
+def test_glossary() -> None:
+    """At most fifteen words."""
+    section = (DOCS / "how_it_works.md").read_text().partition("## Glossary")[2].partition("\n## ")[0]
+    words = re.findall(r"^\| ([\w -]+) \| \w", section, flags=re.M)[1:]
+    assert 10 <= len(words) <= 15
+    assert len(set(words)) == len(words)
+
+
+def test_first_screen() -> None:
+    """What a reader asks, in the order of asking, in 120 lines."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    order = ["```diff", "ExactnessCheck()", "| your training |", "<!-- main command -->", "**Status:**", "## Tell"]
+    places = [text.index(part) for part in order]
+    assert places == sorted(places)
+
+
 def test_pictures_say_what_they_show() -> None:
     """To those who do not see them; their text is text."""
-    names = ("checkpoints", "layouts", "resume", "window")
+    names = ("checkpoints", "layouts", "resume", "why_it_matters", "window")
     for picture in (xml.etree.ElementTree.parse(DOCS / "images" / f"{name}.svg").getroot() for name in names):
         assert picture.attrib["aria-labelledby"] == "title desc"
         assert [picture[index].attrib["id"] for index in (0, 1)] == ["title", "desc"]

@@ -127,11 +127,13 @@ def test_main_job_resumes(folder: Folder) -> None:
 
 @needs_plotly
 @pytest.mark.sweep
-@pytest.mark.parametrize("strategy", ["ddp", "automodel_ddp"])
-def test_main_job_under_another_strategy(folder: Folder, strategy: str) -> None:
-    """As its first lines offer."""
-    before, after = numbers(HELD_BACK, folder.run(MAIN, "--max-steps", "2", "--strategy", strategy))
+@pytest.mark.parametrize(("strategy", "verdict"), [("ddp", "WRONG"), ("automodel_ddp", "EXACT")])
+def test_main_job_under_another_strategy(folder: Folder, strategy: str, verdict: str) -> None:
+    """As its first lines offer, and with the verdict that README shows."""
+    printed = folder.run(MAIN, "--max-steps", "2", "--strategy", strategy, "--check")
+    before, after = numbers(HELD_BACK, printed)
     assert before - 0.3 > after
+    assert f"ExactnessCheck: {verdict} in 2 optimizer steps on 2 ranks" in printed
 
 
 @needs_plotly

@@ -63,6 +63,7 @@ NOT_MESSAGES = {
     "it treats each element alone": "in describe()",
     "its sums over all parameters are right on shards": "in describe()",
     "found on another rank": "a part of a message",
+    "ranks that parameters are sharded over": "a part of a message",
     "Slicing a flattened dim": "torch's own warning, which is filtered",
     "got mixed torch.Tensor and DTensor": "torch's own message, which ours explains",
     "must have the same mesh": "torch's own message, which ours explains",

@@ -85,22 +85,16 @@ def resolve_sizes(
         _refuse_tensor_parallel_ddp(tensor)
         return MeshSizes(replicate=size, shard=1, context=context)
     replicate = num_nodes if data_parallel_replicate_size == "auto" else data_parallel_replicate_size
-    if size % replicate:
-        raise ValueError(
-            f"data_parallel_replicate_size={replicate} does not divide the {size} data-parallel ranks: valid sizes are"
-            f" {_divisors(size)}."
-        )
+    _check_divides("data_parallel_replicate_size", replicate, size, "data-parallel ranks")
     shard = size // replicate
-    if shard % expert_parallel_size:
-        raise ValueError(
-            f"expert_parallel_size={expert_parallel_size} does not divide the {shard} ranks that parameters are"
-            f" sharded over: valid sizes are {_divisors(shard)}."
-        )
+    _check_divides("expert_parallel_size", expert_parallel_size, shard, "ranks that parameters are sharded over")
     return MeshSizes(replicate=replicate, shard=shard, tensor=tensor, context=context, expert=expert_parallel_size)
 
 
-def _divisors(size: int) -> str:
-    return ", ".join(str(divisor) for divisor in range(1, size + 1) if size % divisor == 0)
+def _check_divides(keyword: str, size: int, num_ranks: int, ranks: str) -> None:
+    if num_ranks % size:
+        valid = ", ".join(str(divisor) for divisor in range(1, num_ranks + 1) if num_ranks % divisor == 0)
+        raise ValueError(f"{keyword}={size} does not divide the {num_ranks} {ranks}: valid sizes are {valid}.")
 
 
 def _refuse_tensor_parallel_ddp(tensor_parallel_size: int) -> None:
@@ -161,10 +155,11 @@ def num_expert_ranks(tensor: Tensor) -> int:
 
     Its mesh has a dimension of that name. These ranks hold different tokens, and each holds different experts.
     """
-    if not isinstance(tensor, DTensor):
-        return 1
-    names = tensor.device_mesh.mesh_dim_names or ()
-    return tensor.device_mesh.size(names.index(EXPERT)) if EXPERT in names else 1
+    if isinstance(tensor, DTensor):
+        names = tensor.device_mesh.mesh_dim_names or ()
+        if EXPERT in names:
+            return tensor.device_mesh.size(names.index(EXPERT))
+    return 1
 
 
 def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMesh:
@@ -230,15 +225,15 @@ def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor:
             warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
             return mesh[names]
 
+    unflattened = data
     if sizes.expert > 1:
         torch_internals.flatten_mesh(view(EXPERT_SHARD, EXPERT), SHARD)
+        unflattened = (*data[:-1], EXPERT_SHARD, EXPERT)  # a flattened dimension cannot be flattened again
     data_parallel = tokens = fsdp = view(*data)
     context_parallel = view(CONTEXT) if sizes.context > 1 else None
     if len(data) == 2:
         data_parallel = tokens = torch_internals.flatten_mesh(fsdp, DATA)
         fsdp = fsdp if sizes.replicate > 1 else view(data[-1])
-    # A flattened dimension cannot be flattened again.
-    unflattened = data if sizes.expert == 1 else (*data[:-1], EXPERT_SHARD, EXPERT)
     if context_parallel is not None:
         tokens = fsdp = torch_internals.flatten_mesh(view(*unflattened, CONTEXT), TOKENS)
         if sizes.replicate > 1:
@@ -247,11 +242,13 @@ def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor:
     tensor_parallel = None if tensor is None else view(tensor)
     expert_fsdp = None
     if sizes.expert > 1:
-        shard = EXPERT_SHARD
+        shards = [EXPERT_SHARD]
         if context_parallel is not None:
-            shard = EXPERT_SHARD_CONTEXT
-            torch_internals.flatten_mesh(view(EXPERT_SHARD, CONTEXT), shard)
-        expert_fsdp = view(REPLICATE, shard) if sizes.replicate > 1 else view(shard)
+            shards = [EXPERT_SHARD_CONTEXT]
+            torch_internals.flatten_mesh(view(EXPERT_SHARD, CONTEXT), EXPERT_SHARD_CONTEXT)
+        if sizes.replicate > 1:
+            shards.insert(0, REPLICATE)
+        expert_fsdp = view(*shards)
     return RunMesh(mesh, sizes, data_parallel, tokens, fsdp, tensor_parallel, context_parallel, expert_fsdp)
 
 

@@ -36,11 +36,10 @@ def dispatch_tokens(
 ) -> Tensor:
     """Compute a mixture of experts that are spread over ranks: each token is computed where its experts are.
 
-    A collective over ``mesh``, in the forward and in the backward: all its ranks must call it in the same order, a rank
-    without tokens with empty tensors. It waits for the device once, since the host must know how many tokens arrive. If
-    a rank fails, the others raise when the strategy tells them, or when the group's timeout ends.
-
-    No token is dropped: results and gradients are those of one process, whatever the experts chosen.
+    No token is dropped: results and gradients are those of one process. A collective over ``mesh``, in the forward and
+    in the backward: all its ranks must call it in the same order, a rank without tokens with empty tensors. It waits
+    for the device once, since the host must know how many tokens arrive. If a rank fails, the others raise when the
+    strategy tells them, or when the group's timeout ends.
 
     Args:
         tokens: This rank's tokens, [n, d].
@@ -55,12 +54,18 @@ def dispatch_tokens(
 
     Returns:
         For each token the weighted sum of what its experts returned, in the dtype of ``tokens``, [n, d].
+
+    Raises:
+        ValueError: If ``compute`` returns another number of rows than it got.
+        RuntimeError: If ``chosen`` has an expert that does not exist.
     """
     by_expert = chosen.flatten().argsort(stable=True)
     # Repeated before it is permuted: the backward then adds up the copies of a token in one order on every device.
     copies = tokens.unsqueeze(1).expand(-1, chosen.shape[1], -1).flatten(0, 1)  # [n * k, d]
     rows = copies.index_select(0, by_expert)
-    counts = torch.bincount(chosen.flatten(), minlength=num_experts)
+    # Not bincount, which waits for the device, and accepts numbers of experts that do not exist.
+    counts = chosen.new_zeros(num_experts, dtype=torch.int64)
+    counts.scatter_add_(0, chosen.flatten().long(), torch.ones_like(by_expert))
     if mesh is None:
         computed = _computed(compute, rows, counts.tolist())
     else:
@@ -92,8 +97,14 @@ def _computed_where_experts_are(
 def _computed(compute: Callable[[Tensor, list[int]], Tensor], rows: Tensor, counts: list[int]) -> Tensor:
     for observer in _observers:
         observer(len(rows))
+    computed = compute(rows, counts)
+    if len(computed) != len(rows):
+        raise ValueError(
+            f"dispatch_tokens: compute got {len(rows)} rows and returned {len(computed)}; return one row for each, in"
+            " their order."
+        )
     # Ranks must agree on the dtype that travels, also one that has nothing to compute.
-    return compute(rows, counts).to(rows.dtype)
+    return computed.to(rows.dtype)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -101,7 +112,13 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        sent: list[int],
+        received: list[int],
+        group: dist.ProcessGroup,
+    ) -> Tensor:
         ctx.way_back = received, sent, group
         output = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)

@@ -48,10 +48,9 @@ def _apply_plan(model: Any, mesh: DeviceMesh) -> None:
             " spread_experts and dispatch_tokens, or leave expert_parallel_size at 1."
         )
     for name, experts in list(model.named_modules()):
-        own = [each for each, _ in experts.named_parameters(recurse=False)]
-        planned = [each for each in own if plan.get(_pattern(f"{name}.{each}")) == _WEIGHTS]
-        is_dispatched = plan.get(_pattern(name)) == _DISPATCH
-        if is_dispatched:
+        own = [weight for weight, _ in experts.named_parameters(recurse=False)]
+        planned = [weight for weight in own if plan.get(_pattern(f"{name}.{weight}")) == _WEIGHTS]
+        if plan.get(_pattern(name)) == _DISPATCH:
             _check_experts(experts, name, planned)
             spread_experts(experts, mesh, planned)
             experts.forward = MethodType(_dispatched_forward, experts)

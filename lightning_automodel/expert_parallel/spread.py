@@ -35,21 +35,9 @@ def spread_experts(module: nn.Module, mesh: DeviceMesh, names: Iterable[str] | N
         ValueError: If the mesh is another one, if parameters do not count the same number of experts, if the
             ranks do not divide that number, or if a parameter cannot be split by experts.
     """
-    if mesh.ndim != 1 or mesh.mesh_dim_names != (EXPERT,):
-        raise ValueError(
-            f"spread_experts needs the mesh self.device_mesh[{EXPERT!r}], which a strategy with"
-            f" expert_parallel_size > 1 makes, got a mesh with the dimensions {mesh.mesh_dim_names} of sizes"
-            f" {tuple(mesh.shape)}."
-        )
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    chosen = list(parameters) if names is None else list(names)
-    unknown = [name for name in chosen if name not in parameters]
-    if unknown:
-        raise ValueError(
-            f"{class_name(module)} has no parameter {unknown[0]!r} to spread: its parameters are"
-            f" {', '.join(parameters)}."
-        )
-    wholes = {name: parameters[name] for name in chosen if num_expert_ranks(parameters[name]) == 1}
+    _check_mesh(mesh)
+    parameters = _chosen(module, names)
+    wholes = {name: parameter for name, parameter in parameters.items() if num_expert_ranks(parameter) == 1}
     _check(wholes, module, mesh.size())
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for name, whole in wholes.items():
@@ -57,6 +45,30 @@ def spread_experts(module: nn.Module, mesh: DeviceMesh, names: Iterable[str] | N
             replaced[whole] = _spread(whole, mesh)
         owner, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(owner), attribute, replaced[whole])
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1 or mesh.mesh_dim_names != (EXPERT,):
+        raise ValueError(
+            f"spread_experts needs the mesh self.device_mesh[{EXPERT!r}], which a strategy with"
+            f" expert_parallel_size > 1 makes, got a mesh with the dimensions {mesh.mesh_dim_names} of sizes"
+            f" {tuple(mesh.shape)}."
+        )
+
+
+def _chosen(module: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Parameter]:
+    """The parameters of ``module`` with these names, or all."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    if names is None:
+        return parameters
+    chosen = list(names)
+    unknown = [name for name in chosen if name not in parameters]
+    if unknown:
+        raise ValueError(
+            f"{class_name(module)} has no parameter {unknown[0]!r} to spread: its parameters are"
+            f" {', '.join(parameters)}."
+        )
+    return {name: parameters[name] for name in chosen}
 
 
 def _check(parameters: dict[str, nn.Parameter], module: nn.Module, num_ranks: int) -> None:
@@ -96,8 +108,9 @@ def _reason_against(parameter: nn.Parameter) -> str | None:
 
 
 def _spread(whole: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    # Tensors on the meta device have no values to send.
-    source = None if whole.device.type == "meta" else 0
+    source: int | None = 0
+    if whole.device.type == "meta":
+        source = None  # there are no values to send
     with torch.no_grad():
         part = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=source)
     parameter = nn.Parameter(part, requires_grad=whole.requires_grad)

@@ -124,6 +124,11 @@ def group_of(mesh: DeviceMesh, holders: Holders) -> dist.ProcessGroup:
     if len(holders.ranks) == world.size():
         return world
     kept = process_group.kept_with_world()
+    # All parts of an expert lie on the ranks that other parameters are sharded over, which have a group. Torch cannot
+    # slice the expert's own mesh where context parallelism lies within a dimension of it.
+    known: dist.ProcessGroup | None = kept.get("groups", {}).get(holders.ranks)
+    if known is not None:
+        return known
     key = ("holders", holders.ranks)
     if key not in kept:
         names = mesh.mesh_dim_names or ()

@@ -143,12 +143,6 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBat
 
     ``precision_name`` is a key of ``PRECISIONS``. Raises :class:`CannotPlanError`.
     """
-    if options.expert_parallel_size > 1:
-        raise CannotPlanError(
-            f"expert_parallel_size={options.expert_parallel_size} is not planned: how many tokens reach the experts"
-            " of a rank depends on values, which the meta device lacks. Plan with expert_parallel_size=1, and try"
-            " sizes on the machines."
-        )
     micro, plugin = MicroBatch(), PRECISIONS[precision_name]
     tensor, context = options.tensor_parallel_size, options.context_parallel_size
     with PatchStack() as stack:
@@ -160,8 +154,7 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBat
             module, batch = build()
             lightning_internals.set_device_mesh(module, mesh)
             module.configure_model()
-        if not module.automatic_optimization:
-            raise CannotPlanError("manual optimization is not planned: let build() return a module without it.")
+        _check_planned(module, options)
         module = plugin.convert_module(module.to("meta").train())  # type: ignore[assignment]
         batch = plugin.convert_input(apply_to_collection(batch, Tensor, lambda each: each.to("meta")))
         with _explained("configure_optimizers"):
@@ -184,6 +177,17 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBat
     if sliced is not None and sliced.num_calls == 0:
         raise CannotPlanError("attention stays within a slice: call lightning_automodel.context_parallel_attention.")
     return micro
+
+
+def _check_planned(module: pl.LightningModule, options: StrategyOptions) -> None:
+    if not module.automatic_optimization:
+        raise CannotPlanError("manual optimization is not planned: let build() return a module without it.")
+    if options.expert_parallel_size > 1:
+        raise CannotPlanError(
+            f"expert_parallel_size={options.expert_parallel_size} is not planned: how many tokens reach the experts"
+            " of a rank depends on values, which the meta device lacks. Plan with expert_parallel_size=1, and try"
+            " sizes on the machines."
+        )
 
 
 @contextmanager

@@ -45,20 +45,13 @@ def apply_fsdp2(
     it is a root, stays gathered through a step. Inputs and outputs are cast at the modules that the
     LightningModule calls.
     """
-    mesh = run_mesh.fsdp
     by_name = dict(model.named_parameters())
     for parameter in by_name.values():
         # FSDP2 refuses transposed weights, and convolutions in the channels-last format.
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-    kwargs: dict[str, Any] = {"mesh": mesh, "ignored_params": {by_name[name] for name in plan.replicated}}
-    if run_mesh.expert_fsdp is not None:
-        # In the unit of their block, not in one of their own: selective recomputation fails on a unit within
-        # a recomputed block (torch 2.13).
-        over_holders = torch_internals.sharded_over(run_mesh.expert_fsdp)
-        kwargs["shard_placement_fn"] = lambda parameter: over_holders if num_expert_ranks(parameter) > 1 else None
-    if options.cpu_offload:
-        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    kwargs = _sharding_options(run_mesh, options.cpu_offload)
+    kwargs["ignored_params"] = {by_name[name] for name in plan.replicated}
     for unit in plan.units:
         fully_shard(unit, reshard_after_forward=options.reshard_after_forward, mp_policy=unit_policy(policy), **kwargs)
     for root in plan.roots:
@@ -77,6 +70,26 @@ def apply_fsdp2(
         type(root).__name__ = class_name(root)  # Lightning's messages name the user's class
     if policy.output_dtype is not None or policy.cast_forward_inputs:
         cast_around(distinct(callable_children(model)), policy)
+
+
+def _sharding_options(mesh: RunMesh, offloads: bool) -> dict[str, Any]:
+    """Keywords of ``fully_shard`` that all units have in common."""
+    kwargs: dict[str, Any] = {"mesh": mesh.fsdp}
+    if offloads:
+        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.fsdp.device_type != "cpu")
+    if mesh.expert_fsdp is None:
+        return kwargs
+    over_holders = torch_internals.sharded_over(mesh.expert_fsdp)
+
+    # Experts stay in the unit of their block: on a unit of their own within a recomputed block, selective
+    # recomputation fails (torch 2.13).
+    def mesh_of(parameter: nn.Parameter) -> Any:
+        if num_expert_ranks(parameter) > 1:
+            return over_holders
+        return None
+
+    kwargs["shard_placement_fn"] = mesh_of
+    return kwargs
 
 
 @contextmanager
@@ -147,11 +160,20 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
     for root in fsdp_roots(model):
         torch_internals.initialise_fsdp_root(root)
     names = {id(module): name for name, module in model.named_modules()}
+    managed = set[nn.Parameter]()
     for group in torch_internals.fsdp_param_groups(model):
         unit = names[id(group.modules[0])]
         for param in group.fsdp_params:
             num_expert = num_expert_ranks(param.sharded_param)
             _check_averaging(unit, group, divisor // num_expert, divisor, num_expert > 1)
+            managed.add(param.sharded_param)
+    for name, parameter in model.named_parameters():
+        if num_expert_ranks(parameter) > 1 and parameter not in managed:
+            raise ValueError(
+                f"{name} is spread over expert-parallel ranks, but FSDP2 does not manage it, so that nobody would"
+                " average its gradients over the ranks that hold the same experts: let it be a parameter of a"
+                " module with a forward, below the LightningModule, and real."
+            )
 
 
 def _check_averaging(unit: str, group: Any, num_ranks: int, divisor: int, is_expert: bool) -> None:
@@ -222,7 +244,9 @@ def _holders_of_experts(tensor: DTensor, mesh: RunMesh) -> list[dist.ProcessGrou
     if mesh.expert_fsdp is None or tensor.device_mesh.mesh_dim_names != (EXPERT,):
         return []
     groups = mesh.expert_fsdp.get_all_groups()
-    return groups if mesh.tensor_group is None else [*groups, mesh.tensor_group]
+    if mesh.tensor_group is not None:
+        groups.append(mesh.tensor_group)
+    return groups
 
 
 def _plain_parts(tensor: Any) -> Iterator[Tensor]:

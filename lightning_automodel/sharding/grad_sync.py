@@ -261,6 +261,7 @@ class FSDPGradSync(GradSync):
         self._has_gathered = False
         shards = {param.sharded_param for param_group in self._groups for param in param_group.fsdp_params}
         self._param_of = {param.sharded_param: param for group in self._groups for param in group.fsdp_params}
+        self._experts = {shard for shard in shards if num_expert_ranks(shard) > 1}
         torch_internals.differentiate_by_both(self._gathered_parameter, self._restored.enter_context(PatchStack()))
         self._unwatched = {p: name for name, p in model.named_parameters() if p in shards}
         self._bypassed: list[str] = []
@@ -303,7 +304,7 @@ class FSDPGradSync(GradSync):
                 leaf = param.unsharded_param  # the same from the first all-gather on
                 leaf.requires_grad = True  # as the next all-gather sets it
                 self.track(shard, leaf)
-                if num_expert_ranks(shard) > 1:
+                if shard in self._experts:
                     self._hooks.append(leaf.register_hook(self._check_gradient_of_experts))
                 name = self._unwatched.pop(shard)
                 # FSDP2 writes gradients of shards itself, past their hooks.
@@ -496,7 +497,8 @@ class FSDPGradSync(GradSync):
         plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
         if plain and self._group is not None:
             self.average(plain, self._group)
-        rescale_clip.share_experts_gradients_(parameters)
+        if self._experts:
+            rescale_clip.share_experts_gradients_([p for p in parameters if p in self._experts])
 
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:

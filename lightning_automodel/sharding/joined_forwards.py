@@ -85,4 +85,5 @@ class JoinedForwards(JoinedGathers):
 
 
 def _communicates(module: nn.Module) -> bool:
-    return has_fsdp_units(module) or any(num_expert_ranks(parameter) > 1 for parameter in module.parameters())
+    holds_experts = any(num_expert_ranks(parameter) > 1 for parameter in module.parameters())
+    return holds_experts or has_fsdp_units(module)

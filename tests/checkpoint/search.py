@@ -22,7 +22,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_automodel import AutomodelStrategy
+from lightning_automodel import AutomodelStrategy, spread_experts
 from tests.checkpoint.checkpoints import FORMS, AdamModule, batches
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import SILENT, full_weights
@@ -54,7 +54,9 @@ def draw_case(seed: int, number: int) -> Case:
     """The case of this number."""
     rng = random.Random(f"{seed} {number}")
     in_state = ("tensor", "like", "like", "number")
+    spreads = random.Random(f"{seed} {number} spread")  # apart, so that a number has the same other draws without it
     return {
+        "spread": [spreads.random() < 0.3, spreads.random() < 0.3],  # as it saves, as it resumes
         "saving": rng.choice(list(FORMS)),
         "resuming": rng.choice(list(FORMS)),
         "groups": rng.randint(1, 2),
@@ -132,6 +134,18 @@ class HasExtra(nn.Module):
         self.value = state
 
 
+class Stack(nn.Module):
+    """The weights of some experts, whose gradients are zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.arange(24, dtype=torch.float64).view(4, 3, 2))
+
+    def forward(self) -> Tensor:
+        local = self.weights.to_local() if isinstance(self.weights, DTensor) else self.weights
+        return 0 * local.sum()
+
+
 class DrawnModule(AdamModule):
     """What a case draws; fresh ones have zeros and nothing."""
 
@@ -141,7 +155,18 @@ class DrawnModule(AdamModule):
         for index, spec in enumerate(case["buffers"]):
             value = build(spec)
             self.register_buffer(f"buffer_{index}", torch.zeros_like(value) if is_fresh else value)
+        if any(case["spread"]):
+            self.model.stack = Stack()
         self.extra = nn.ModuleList(HasExtra(None if is_fresh else build(spec)) for spec in case["extra"])
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh  # None in one process
+        if mesh is not None and "expert_parallel" in mesh.mesh_dim_names:
+            spread_experts(self.model.stack, mesh["expert_parallel"])
+
+    def forward(self, batch: Any) -> Tensor:
+        loss = super().forward(batch)
+        return loss + self.model.stack() if any(self.case["spread"]) else loss
 
     def configure_optimizers(self) -> Any:
         parameters = list(self.parameters())
@@ -180,9 +205,19 @@ def _fit(trainer: Trainer, module: DrawnModule, path: str | None) -> None:
         trainer.fit(module, batches(), ckpt_path=path)
 
 
+def options_of(case: Case) -> list[dict[str, Any]]:
+    """Options of the strategy that saves, and of the one that resumes."""
+    found = []
+    for key, is_spread in zip(("saving", "resuming"), case["spread"], strict=True):
+        options = FORMS[case[key]]
+        can_spread = is_spread and options.get("data_parallel") != "ddp"
+        found.append({**options, "expert_parallel_size": 2} if can_spread else options)
+    return found
+
+
 def save_and_resume(case: Case, path: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], bool]:
     """On ranks: state that was saved and that was resumed, with kinds; the latter without; and equal weights."""
-    saving, resuming = (make_trainer(AutomodelStrategy(**FORMS[case[key]])) for key in ("saving", "resuming"))
+    saving, resuming = (make_trainer(AutomodelStrategy(**options)) for options in options_of(case))
     saved, resumed = DrawnModule(case, is_fresh=False), DrawnModule(case, is_fresh=True)
     _fit(saving, saved, None)
     saving.save_checkpoint(path)

@@ -61,7 +61,7 @@ class LoadsWhole(SpreadModule):
 
     def on_train_start(self) -> None:
         expected = _scaled().state_dict()
-        assert all(weight.equal(expected[name]) for name, weight in self.loaded.items())
+        assert all(weight.cpu().equal(expected[name]) for name, weight in self.loaded.items())
 
 
 def _scaled() -> MixtureDecoder:

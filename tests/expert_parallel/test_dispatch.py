@@ -88,6 +88,21 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1))
 
 
+def test_what_one_rank_computes() -> None:
+    """Without a mesh this rank holds all experts; one that does not exist, and a result of another length, raise."""
+    [tokens], [chosen], [weights], matrices = routed([6], "spread")
+
+    def compute(rows: Tensor, counts: list[int]) -> Tensor:
+        return torch.cat([(part @ own.T).tanh() for part, own in zip(rows.split(counts), matrices, strict=True)])
+
+    [(expected, *_)], _ = of_one_process([6], "spread")
+    assert error(dispatch_tokens(tokens, chosen, weights, NUM_EXPERTS, compute, None), expected) <= ROUNDING
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        dispatch_tokens(tokens, chosen + NUM_EXPERTS, weights, NUM_EXPERTS, compute, None)
+    with pytest.raises(ValueError, match="compute got 12 rows and returned 11; return one row for each"):
+        dispatch_tokens(tokens, chosen, weights, NUM_EXPERTS, lambda rows, _: rows[1:], None)
+
+
 @pytest.mark.every_case
 @pytest.mark.parametrize("size", [4, 2])
 @pytest.mark.parametrize(

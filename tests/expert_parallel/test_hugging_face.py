@@ -14,8 +14,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy, StepMonitor
+from lightning_automodel import AutomodelStrategy, EvaluationLoss, StepMonitor
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
 from tests.expert_parallel.mixtures import ACCUMULATE, data_of_rank, error
@@ -126,6 +127,30 @@ def test_as_without_expert_parallelism(pool4: RankPool, kind: str, options: dict
         assert error(weights, full_weights(make_model(kind))) > WRONG
         assert sorted({name.rpartition(".")[2] for name in spread}) == ["down_proj", "gate_up_proj"]
         assert len(spread) == 2 * SIZES["num_hidden_layers"]
+
+
+class Evaluates(Mixture):
+    """For `EvaluationLoss`."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.training_step(batch, batch_idx)
+
+
+def validate(options: dict[str, Any]) -> float:
+    """Runs on every rank: the loss over unequally many batches, two ranks of which share each."""
+    pair = dist.get_rank() // 2
+    batches = micro_batches(CASE)[pair][: 1 + 2 * pair]
+    trainer = make_trainer(AutomodelStrategy(label_shift=1, **options), callbacks=[EvaluationLoss()])
+    (logged,) = trainer.validate(Evaluates("Qwen3Moe"), DataLoader(batches, batch_size=None), verbose=False)
+    return logged["val_loss"]
+
+
+@pytest.mark.sweep
+def test_evaluation_beside_context_parallelism(pool4: RankPool) -> None:
+    """Ranks that share sequences hold the same experts; the pair with less to evaluate attends again for the other."""
+    context = {"context_parallel_size": 2}
+    expected = pool4.run(validate, context)
+    assert pool4.run(validate, {**context, "expert_parallel_size": 2}) == pytest.approx(expected, rel=FLOAT32)
 
 
 PRECISIONS = {"32-true": 1e-6, "bf16-mixed": 1e-2, "bf16-true": 5e-2}

@@ -90,6 +90,28 @@ def test_owners_beside_context_parallelism(pool4: RankPool) -> None:
     assert pool4.run(_whole_on_owner) == [(True, True)] * 4
 
 
+@pytest.mark.sweep
+@pytest.mark.timeout(600)
+def test_eight_ranks() -> None:
+    """Replicas, context parallelism and experts at once; more experts' ranks than two."""
+    layouts: list[tuple[dict[str, Any], int]] = [
+        ({"data_parallel_replicate_size": 2, "context_parallel_size": 2}, 4),
+        ({"data_parallel_replicate_size": 2, "context_parallel_size": 2, "optimizer_step": "whole"}, 4),
+        ({"expert_parallel_size": 4, "context_parallel_size": 2}, 4),
+        ({"expert_parallel_size": 4}, 8),
+        ({"expert_parallel_size": 8, "activation_checkpointing": "selective"}, 8),
+    ]
+    pool = RankPool(8)
+    try:
+        for options, num_batches in layouts:
+            case = replace(CASE, num_ranks=num_batches)
+            expected = plain_weights(MixtureDecoder(), ACCUMULATE, case)
+            for found in pool.run(fit, options, UnequalStart, case=case, timeout_s=120):
+                assert error(found.weights, expected) <= TOLERANCE, options
+    finally:
+        pool.stop()
+
+
 # --- Parameters of experts --------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,16 @@ class ClippedByTorch(SpreadModule):
         nn.utils.clip_grad_norm_(self.parameters(), 1.0)
 
 
+class Unmanaged(SpreadModule):
+    """Holds experts itself, where manual optimization has no unit."""
+
+    automatic_optimization = False
+
+    def configure_model(self) -> None:
+        self.own = nn.Parameter(torch.zeros(6, 2, 2, dtype=torch.float64))
+        spread_experts(self, self.device_mesh["expert_parallel"], ["own"])
+
+
 REFUSED: dict[str, tuple[dict[str, Any], type[ModelModule], str]] = {
     "nothing is spread": (
         {},
@@ -96,15 +107,23 @@ def test_fits(pool4: RankPool, name: str) -> None:
         pool4.run(fit, options, make, 6)
 
 
-def _fit_by_hand() -> None:
+def _fit_by_hand(make: type[ModelModule]) -> None:
     strategy = AutomodelStrategy(expert_parallel_size=2)
-    make_trainer(strategy).fit(PlainBackward(MixtureDecoder()), data_of_rank(CASE))
+    make_trainer(strategy).fit(make(MixtureDecoder(6)), data_of_rank(CASE))
 
 
-def test_plain_backward(pool4: RankPool) -> None:
-    """FSDP2 would average it over fewer ranks than the other parameters, and nobody multiplies."""
-    with pytest.raises(RankError, match=r"Gradients of experts .* call self\.manual_backward"):
-        pool4.run(_fit_by_hand)
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        # FSDP2 would average it over fewer ranks than the other parameters, and nobody multiplies.
+        (PlainBackward, r"Gradients of experts .* call self\.manual_backward"),
+        (Unmanaged, "own is spread over expert-parallel ranks, but FSDP2 does not manage it"),
+    ],
+)
+def test_manual_optimization(pool4: RankPool, make: type[ModelModule], message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        pool4.run(_fit_by_hand, make)
 
 
 class Differentiated(SpreadModule):
@@ -126,6 +145,22 @@ def test_gradients_beside_training(pool4: RankPool) -> None:
         pool4.run(fit, {}, Differentiated)
     assert all("if batch_idx == 2" not in text for text in raised.value.failures.values())
     assert any("self.model.blocks[0].experts.up, retain_graph" in text for text in raised.value.failures.values())
+
+
+def _fit_without_meshes_of_parameters() -> None:
+    """As in a release whose units have one mesh for all parameters."""
+    common = sys.modules["torch.distributed.fsdp._fully_shard._fsdp_common"]
+    removed = vars(common).pop("ShardPlacementResult")
+    try:
+        fit({})
+    finally:
+        common.ShardPlacementResult = removed
+
+
+def test_a_release_without_what_is_needed(pool4: RankPool) -> None:
+    message = "UnsupportedReleaseError: lightning_automodel needs .*ShardPlacementResult, which torch"
+    with pytest.raises(RankError, match=message):
+        pool4.run(_fit_without_meshes_of_parameters)
 
 
 class _Quantised(nn.Module):

@@ -72,6 +72,11 @@ CELLS = [
 ]
 """On gloo. A skipped collective is not among them: gloo itself aborts a process where ranks do not match."""
 
+EXPERT_CELLS = [
+    replace(cell, has_experts=True) for cell in CELLS if cell.data_parallel == "fsdp2" and cell.context == 1
+]
+"""With a mixture of experts, whose ranks wait for each other in every layer too."""
+
 NCCL_CELLS = [
     *(replace(cell, device="nccl") for cell in CELLS),
     *(Cell("training_step", KERNEL, data_parallel=engine, device="nccl") for engine in ("fsdp2", "ddp")),
@@ -93,6 +98,9 @@ BY_DEFAULT = {
     Cell("training_step", CTRL_C),
     Cell("training_step", OUT_OF_MEMORY),
     Cell("training_step", HANG),
+}
+EXPERTS_BY_DEFAULT = {
+    Cell("training_step", "SIGKILL", has_experts=True),
 }
 NCCL_BY_DEFAULT = {
     Cell("training_step", "exception", data_parallel="ddp", device="nccl"),

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_automodel import AutomodelStrategy, context_parallel_attention
+from lightning_automodel import AutomodelStrategy, context_parallel_attention, dispatch_tokens, spread_experts
 from lightning_automodel.distributed import process_group
 from tests import devices
 from tests.processes import forked
@@ -77,6 +77,7 @@ class Cell:
         context: Ranks that share each batch: one, or all.
         device: ``"cpu"``, with gloo, or ``"nccl"``, the second device whose collectives behave as NCCL's. There the
             groups are bound to the device, and connect as the ranks join.
+        has_experts: Whether the model has a mixture of experts, which are spread over all ranks.
     """
 
     hook: str
@@ -85,6 +86,7 @@ class Cell:
     data_parallel: str = "fsdp2"
     context: int = 1
     device: str = "cpu"
+    has_experts: bool = False
 
     @property
     def timeout_s(self) -> float:
@@ -113,6 +115,7 @@ class Cell:
             f"rank{self.rank}",
             self.engine,
             *([] if self.device == "cpu" else [self.device]),
+            *(["experts"] if self.has_experts else []),
         ]
         return "-".join(part.replace(", ", "-").replace(" ", "_") for part in parts)
 
@@ -151,11 +154,32 @@ class Ragged(Dataset):
         return {"input_ids": torch.arange(8), "labels": labels}
 
 
-class Model(pl.LightningModule):
-    """Two layers and a head; `fail_in` breaks one of its hooks."""
+class Mixture(nn.Module):
+    """Two experts for each rank; a gate chooses two for each token."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.gate = nn.Linear(8, 2 * WORLD_SIZE)
+        self.experts = nn.Parameter(torch.randn(2 * WORLD_SIZE, 8, 8) / 8)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.flatten(0, -2)
+        weights, chosen = self.gate(tokens).softmax(-1).topk(2)
+        mesh = self.experts.device_mesh["expert_parallel"]
+        mixed = dispatch_tokens(tokens, chosen, weights, 2 * WORLD_SIZE, self._compute, mesh)
+        return hidden + mixed.view_as(hidden)
+
+    def _compute(self, rows: Tensor, counts: list[int]) -> Tensor:
+        parts = zip(rows.split(counts), self.experts.to_local(), strict=True)
+        return torch.cat([part @ expert for part, expert in parts])
+
+
+class Model(pl.LightningModule):
+    """Two layers and a head, with experts before it if there are any; `fail_in` breaks one of its hooks."""
+
+    def __init__(self, has_experts: bool = False) -> None:
+        super().__init__()
+        self.mixture = Mixture() if has_experts else nn.Identity()
         self.embed = nn.Embedding(16, 8)
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         self.head = nn.Linear(8, 16)
@@ -164,7 +188,11 @@ class Model(pl.LightningModule):
         hidden = self.embed(ids)
         for block in self.blocks:
             hidden = torch.relu(block(self.attend(hidden)))
-        return self.head(hidden)
+        return self.head(self.mixture(hidden))
+
+    def configure_model(self) -> None:
+        if isinstance(self.mixture, Mixture):
+            spread_experts(self.mixture, self.device_mesh["expert_parallel"], names=["experts"])
 
     def attend(self, hidden: Tensor) -> Tensor:
         return context_parallel_attention(*[hidden[:, None]] * 3)[:, 0]
@@ -296,6 +324,7 @@ def fit_or_test(cell: Cell, rank: int, folder: Path) -> None:
         strategy=AutomodelStrategy(
             data_parallel=cell.data_parallel,
             context_parallel_size=cell.context,
+            expert_parallel_size=WORLD_SIZE if cell.has_experts else 1,
             timeout=timedelta(seconds=cell.timeout_s),
             heartbeat_timeout=timedelta(seconds=HEARTBEAT_TIMEOUT_S),
         ),
@@ -309,10 +338,12 @@ def fit_or_test(cell: Cell, rank: int, folder: Path) -> None:
     )
     if cell.hook == "test_step":
         length = ROWS_OF_LESS if rank == WORLD_SIZE - 1 else 4096
-        trainer.test(model_class(), DataLoader(Ragged(on_get, length), 2))
+        trainer.test(model_class(cell.has_experts), DataLoader(Ragged(on_get, length), 2))
         return
     length = ROWS_OF_LESS if cell.fault == DATA_ENDS and is_culprit else 4096
-    trainer.fit(model_class(), DataLoader(Ragged(on_get, length), 2), DataLoader(Ragged(lambda: None), 2))
+    trainer.fit(
+        model_class(cell.has_experts), DataLoader(Ragged(on_get, length), 2), DataLoader(Ragged(lambda: None), 2)
+    )
 
 
 def run(cell: Cell, folder: Path) -> Outcome:

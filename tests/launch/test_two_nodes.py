@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from tests.doc_blocks import blocks
 from tests.failure.faults import Model, Ragged
 from tests.launch.two_nodes import ADDRESSES, NodeResult, TwoNodes, connect_two_nodes
 from tests.launch.two_nodes_script import FAILING_RANK
+from tests.processes import ROOT
 
 SCRIPT = Path(__file__).with_name("two_nodes_script.py")
 STEPS, ROWS_A_WINDOW = 4, 4 * 2 * 2  # ranks x micro-batches x rows
@@ -115,3 +117,18 @@ def test_nothing_is_left_of_them() -> None:
 
 def list_namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.sweep  # six processes import everything anew
+def test_the_page_on_several_nodes(two_nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its script trains on two nodes, and on a second start goes on from the checkpoint."""
+    script = tmp_path / "train.py"
+    script.write_text(next(block.text for block in blocks(ROOT / "docs" / "several_nodes.md", "python")))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DEVICES", "2")
+    monkeypatch.setenv("NUM_NODES", "2")
+    for _ in range(2):
+        results = two_nodes.torchrun(script, timeout_s=240)
+        assert [result.status for result in results] == [0, 0], results
+        assert "2 replicas of 2 ranks each" in results[0].output
+        assert (tmp_path / "shared" / "last.ckpt").exists()
