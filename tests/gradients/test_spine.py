@@ -40,6 +40,6 @@ def test_the_spine_reads_from_top_to_bottom() -> None:
 
 
 def _depth(node: ast.AST) -> int:
-    """How many `with` statements stand in each other."""
+    """How many contexts are open at once; one `with` may open several."""
     below = max(map(_depth, ast.iter_child_nodes(node)), default=0)
-    return below + isinstance(node, ast.With)
+    return below + (len(node.items) if isinstance(node, ast.With) else 0)
