@@ -121,17 +121,18 @@ class RankFailure:
         seen = ""
         if self.where:
             seen = f" was last seen in {self.where}"
-        predicates = {
-            PROCESS_ENDED: seen,
-            MISSED_HEARTBEATS: f" missed heartbeats, last seen in {self.where}",
-            STUCK: f" is stuck in {self.where}",
-            KeyboardInterrupt.__name__: f" was interrupted in {self.where}",
+        # Whole sentences, so that whoever meets one finds it here.
+        sentences = {
+            PROCESS_ENDED: f"rank {self.rank} on {self.host}{seen}",
+            MISSED_HEARTBEATS: f"rank {self.rank} on {self.host} missed heartbeats, last seen in {self.where}",
+            STUCK: f"rank {self.rank} on {self.host} is stuck in {self.where}",
+            KeyboardInterrupt.__name__: f"rank {self.rank} on {self.host} was interrupted in {self.where}",
         }
-        predicate = predicates.get(self.error, f" failed in {self.where}: {self.error}")
-        text = f"rank {self.rank} on {self.host}{predicate}"
+        failed = f"rank {self.rank} on {self.host} failed in {self.where}: {self.error}"
+        sentence = sentences.get(self.error, failed)
         if self.message:
-            text += f": {self.message}"
-        return text
+            sentence += f": {self.message}"
+        return sentence
 
 
 class RankFailedError(RuntimeError):

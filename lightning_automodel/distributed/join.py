@@ -263,8 +263,7 @@ class _Round:
             )
         terms = store.compare_set(f"{JOIN}/terms", "", self._terms).decode()
         if terms != self._terms:
-            same = "give every rank the same WORLD_SIZE and backend"
-            return f"it has {self._terms}, and others have {terms}: {same}"
+            return f"it has {self._terms}, and others have {terms}: give every rank the same WORLD_SIZE and backend"
         if store.add(f"{JOIN}/arrived", 1) == self._found.world_size:
             self._rounds.add("round", 1)  # whoever comes later is in the next round
             store.set(f"{JOIN}/result", "joined")

@@ -31,8 +31,8 @@ def end_process(rank: int, why: str) -> None:
     """Print why, and where all threads are, and end this process with status 1, whatever its threads do."""
     try:
         recorded = _dump_flight_records(rank)
-        name = f"rank {rank} on {socket.gethostname()}"
-        print(f"{name} stops: {why}.{recorded} It was at:", file=sys.stderr, flush=True)
+        message = f"rank {rank} on {socket.gethostname()} stops: {why}.{recorded} It was at:"
+        print(message, file=sys.stderr, flush=True)
         faulthandler.dump_traceback(all_threads=True)
     finally:
         os._exit(1)
