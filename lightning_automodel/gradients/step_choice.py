@@ -14,8 +14,8 @@ from lightning_automodel.gradients.optimizer_trial import (
     try_group,
     undisturbed,
 )
-from lightning_automodel.gradients.trial_tensors import can_train, scaled_down
-from lightning_automodel.gradients.whole_tensors import is_split
+from lightning_automodel.gradients.trial_tensors import can_train, distinct, scaled_down
+from lightning_automodel.gradients.whole_tensors import is_split, sharding_of
 
 OPTION = "optimizer_step"
 """The strategy's option, and the key of a group of parameters that has another value."""
@@ -87,8 +87,10 @@ class StepChoices:
         if not sharded:
             return None
         options = sorted((name, repr(value)) for name, value in group.items() if name not in _IGNORED)
-        shapes = sorted({(scaled_down(each)[0], str(each.dtype), str(each.placements)) for each in sharded})
-        return id(optimizer), str(options), str(shapes)
+        shapes = sorted(
+            {(scaled_down(like)[0], str(like.dtype), str(sharding_of(like)[1])) for like in distinct(sharded)}
+        )
+        return id(optimizer), str(options), str(sorted(shapes))
 
     def _try(self, optimizer: Optimizer, index: int) -> _Tried:
         requested = optimizer.param_groups[index].get(OPTION, self._option)

@@ -1,7 +1,7 @@
 """Small tensors that stand for the parameters of a run where its optimizers are tried."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class TrialTensors:
         self.layouts: list[Layout | None] = []
         shapes: list[tuple[int, ...]] = []
         seen = set[Any]()
-        for parameter in filter(can_train, parameters):
+        for parameter in distinct(filter(can_train, parameters)):
             shape, layout = scaled_down(parameter)
             sharding = sharding_of(parameter) if layout is not None else None
             key = (shape, parameter.dtype, sharding)
@@ -88,6 +88,15 @@ class TrialTensors:
             return values
         holders = holders_of(*sharding_of(self.likes[index]))
         return layout.part(values, holders.ranks.index(dist.get_rank()))
+
+
+def distinct(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """The first of the parameters of each shape, dtype and sharding: a model of many layers repeats a few."""
+    found: dict[Any, nn.Parameter] = {}
+    for parameter in parameters:
+        sharding = sharding_of(parameter) if is_split(parameter) else None
+        found.setdefault((parameter.shape, parameter.dtype, parameter.device, sharding), parameter)
+    return list(found.values())
 
 
 def can_train(parameter: Tensor) -> bool:
