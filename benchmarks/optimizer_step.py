@@ -76,7 +76,7 @@ class Traffic(TorchDispatchMode):
     def _count(self, name: str, args: tuple) -> None:
         self.collectives += 1
         if name == "alltoall_base":
-            output, given, group, num_received, num_sent = args[:5]
+            output, given, _, num_received, num_sent = args[:5]
             own = dist.get_rank() % len(num_sent)  # shards are the last dimension of the mesh
             self.sent += (given.numel() - num_sent[own]) * given.element_size()
             self.received += (output.numel() - num_received[own]) * output.element_size()
