@@ -68,8 +68,8 @@ def resolve_sizes(
     """Resolve ``"auto"``, once the world size is known; ValueError if the sizes do not multiply to that.
 
     ``data_parallel_size`` includes replicas; ``"auto"`` is the world size over the tensor and context sizes. For
-    replicas ``"auto"`` is the number of nodes; under DDP all data-parallel ranks are replicas.
-    Expert-parallel ranks are some of those that parameters are sharded over.
+    replicas ``"auto"`` is the number of nodes; under DDP all data-parallel ranks are replicas. Expert-parallel ranks are
+    some of those that parameters are sharded over.
     """
     tensor, context = tensor_parallel_size, context_parallel_size
     told = {"tensor_parallel_size": tensor, "context_parallel_size": context}
@@ -167,9 +167,8 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
 
     A collective over the world. Process groups last as long as the default group, and all dimensions of all meshes
     that have the same ranks share one: a communicator takes memory of the device, and time to connect. Tensor-parallel
-    peers are neighbours, then context peers, then ranks with different experts, then the other shards of one
-    replica. ``timeout`` is for collectives on the
-    mesh's groups.
+    peers are neighbours, then context peers, then ranks with different experts, then the other shards of one replica.
+    ``timeout`` is for collectives on the mesh's groups.
     """
     kept = process_group.kept_with_world()
     if (device_type, sizes) not in kept:
