@@ -68,8 +68,8 @@ def resolve_sizes(
     """Resolve ``"auto"``, once the world size is known; ValueError if the sizes do not multiply to that.
 
     ``data_parallel_size`` includes replicas; ``"auto"`` is the world size over the tensor and context sizes. For
-    replicas ``"auto"`` is the number of nodes; under DDP all data-parallel ranks are replicas. Expert-parallel ranks are
-    some of those that parameters are sharded over.
+    replicas ``"auto"`` is the number of nodes; under DDP all data-parallel ranks are replicas. Expert-parallel ranks
+    are some of those that parameters are sharded over.
     """
     tensor, context = tensor_parallel_size, context_parallel_size
     told = {"tensor_parallel_size": tensor, "context_parallel_size": context}
