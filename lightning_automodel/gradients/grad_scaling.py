@@ -11,6 +11,12 @@ from lightning_automodel.gradients.token_loss import Count
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 
+FIRST_WINDOW_HEADROOM = 16
+"""How many times as many tokens as expected a first window may have before its float16 sums leave the range of means.
+
+It costs four of the 24 powers of two between the largest gradient and the smallest that is not rounded to zero.
+"""
+
 
 class LossScaling:
     """The scales that multiply a loss before backward, and how they are removed from the gradients.
@@ -20,10 +26,11 @@ class LossScaling:
     gradients are sharded, by one all-reduce of one number over all ranks, so that all or none skip a step.
 
     Gradients of a mean fit into float16, those of a sum over tokens may not. There sums are multiplied by the [] range
-    factor, which stays on the device and is the same on all ranks: one over the mean tokens per rank of the previous
-    window, rounded to a power of two, so that multiplying does not round unless a value becomes subnormal. Rounded up,
-    so that what fits into float16 as a mean fits as this sum. The first window of all takes what its first micro-batch
-    lets expect.
+    factor, which stays on the device and is the same on all ranks: one over the tokens per rank of the largest window
+    so far, rounded down to a power of two. Then what fits into float16 as a mean fits as this sum, and multiplying does
+    not round unless a value becomes subnormal. Before the first window, the tokens of its first micro-batch are all
+    that is known: how many follow is unknown under manual optimization, and so is how ragged they are. Their number is
+    multiplied by ``FIRST_WINDOW_HEADROOM``.
     """
 
     def __init__(
@@ -56,18 +63,22 @@ class LossScaling:
             total = torch.as_tensor(expected).detach().to(self.range_factor, copy=True)
             if self._mesh.sizes.divisor > 1:
                 dist.all_reduce(total, group=self._mesh.group)
-            self.window_ended([], total)
+            self.range_factor = torch.where(total > 0, self._range_of(total * FIRST_WINDOW_HEADROOM), self.range_factor)
         scale = self.range_factor
         if self.scaler is None:
             return scale
         return self.scaler.scale(torch.ones((), device=self._device) if scale is None else scale)
 
     def window_ended(self, optimizers: list[Optimizer], denominator: Tensor) -> None:
-        """Note that these optimizers' gradients are now unscaled, and set the range by the [] window's denominator."""
+        """Note that these optimizers' gradients are now unscaled; widen the range by the [] window's denominator."""
         self._is_checked.update(dict.fromkeys(optimizers, False))
         if self.range_factor is not None:
-            factor = torch.exp2(-torch.log2(denominator / self._mesh.sizes.divisor).ceil())
-            self.range_factor = torch.where(denominator > 0, factor.to(self.range_factor), self.range_factor)
+            self.range_factor = torch.minimum(self._range_of(denominator), self.range_factor)
+
+    def _range_of(self, denominator: Tensor) -> Tensor:
+        """[] one over a rank's share, rounded down to a power of two; infinite if there are no tokens."""
+        tokens_per_rank = denominator / self._mesh.sizes.divisor
+        return torch.exp2(-torch.log2(tokens_per_rank).ceil()).float()
 
     def look_for_overflow(self, optimizer: Optimizer) -> None:
         """Must run before a step, or fused optimizers would divide by the scale. A collective if sharded."""

@@ -129,6 +129,33 @@ def test_a_scale_that_changes_with_each_step(pool2: RankPool, options: dict[str,
     assert weight_error(loop("16-mixed", "fsdp2"), expected) > 1000 * SAME
 
 
+class ManualWindows(WideLossModule):
+    """Accumulates by hand, so that nothing tells how many micro-batches a window will have."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        is_last = (batch_idx + 1) % ACCUMULATE == 0 or batch_idx + 1 == CASE.num_batches
+        with optimizer.toggle_model(sync_grad=is_last):
+            self.manual_backward(self(batch))
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("make_module", [WideLossModule, ManualWindows])
+def test_the_first_window_stays_in_range(pool2: RankPool, make_module: type[WideLossModule]) -> None:
+    """At the largest scale that the means of this data bear, no step is skipped, however a window is made."""
+    settings = {} if make_module is WideLossModule else {"accumulate_grad_batches": 1}
+    scaler = {"init_scale": 2.0**18, "growth_interval": 1000}
+    expected = loop("16-mixed", "fsdp2")
+    for weights, scale, _ in pool2.run(_fit_and_scale, make_module, {}, settings, scaler):
+        assert scale == 2.0**18
+        assert weight_error(Outcome(weights, None), expected) <= SAME
+
+
 def _clip_and_note(parameters: list[nn.Parameter], norms: list[float]) -> None:
     norms.append(float(nn.utils.clip_grad_norm_(parameters, 0.1)))
 

@@ -101,12 +101,19 @@ def _scaling(in_float16: bool) -> LossScaling:
 
 
 def test_range_of_sums() -> None:
-    """What is expected, then the rank's share of the window before: powers of two, and never more than the mean."""
+    """Room for sixteen times what the first micro-batch lets expect, then for the largest window: powers of two."""
     scaling = _scaling(True)
-    assert scaling.start_window(1000) == 2.0**-10
-    for denominator, factor in ((1500.0, 2.0**-11), (1100.0, 2.0**-11), (0.0, 2.0**-11), (0.5, 2.0)):
+    assert scaling.start_window(1000) == 2.0**-14
+    for denominator, factor in ((1500.0, 2.0**-14), (0.0, 2.0**-14), (16_500.0, 2.0**-15), (1100.0, 2.0**-15)):
         scaling.window_ended([], torch.tensor(denominator, dtype=FP64))
         assert scaling.start_window(1) == factor
+
+
+def test_range_of_small_weights() -> None:
+    """Denominators below one enlarge the sums; a window without tokens says nothing of the range."""
+    scaling = _scaling(True)
+    assert scaling.start_window(2.0**-10) == 2.0**6
+    assert _scaling(True).start_window(0) == 1
 
 
 def test_no_range_to_keep() -> None:

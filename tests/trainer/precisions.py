@@ -12,12 +12,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_automodel import AutomodelStrategy
+from tests import devices
 from tests.trainer.cases import Case
 from tests.trainer.exactness import Batch, Outcome, TinyDecoder, full_weights, micro_batches
 from tests.trainer.plain import ModelModule, prefixed, sgd, windows
@@ -56,7 +58,7 @@ def precision_options(precision: str, **scaler: Any) -> dict[str, Any]:
     """What a Trainer needs: on a CPU, Lightning turns the name 16-mixed into bf16-mixed, so that takes a plugin."""
     if precision != "16-mixed":
         return {"precision": precision}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = devices.accelerator(dist.get_world_size())
     plugin = MixedPrecision(
         "16-mixed", device, scaler=torch.amp.GradScaler(device, **{"init_scale": INIT_SCALE, **scaler})
     )
