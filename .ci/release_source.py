@@ -2,7 +2,8 @@
 
     python .ci/release_source.py FOLDER https://github.com/owner/lightning_automodel
 
-On a package index, README's links into the repository lead nowhere: here they become those of the release's tag.
+On a package index, README's links into the repository lead nowhere: here they become those of the release's
+tag.
 """
 
 import re
@@ -33,7 +34,9 @@ def urls(repository: str, version: str) -> str:
 def main() -> None:
     """Copy, then fill in."""
     folder, repository = Path(sys.argv[1]), sys.argv[2].removesuffix(".git")
-    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
     for name in tracked.split("\0")[:-1]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)

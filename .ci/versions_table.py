@@ -29,6 +29,10 @@ for line in Path(results).read_text().splitlines():
     empty = {"torch": torch, "Lightning": lightning, **dict.fromkeys(TIERS, "not run")}
     row = rows.setdefault((torch, lightning), empty)
     row |= {tier: summary, "date": datetime.date.today().isoformat()}
-lines = [HEADER, ["---"] * len(HEADER), *([rows[key][name] for name in HEADER] for key in sorted(rows, key=release))]
+lines = [
+    HEADER,
+    ["---"] * len(HEADER),
+    *([rows[key][name] for name in HEADER] for key in sorted(rows, key=release)),
+]
 written = "\n".join(f"| {' | '.join(line)} |" for line in lines)
 document.write_text(f"{before}{BEGIN}\n{written}\n{END}{after}")

@@ -1,8 +1,8 @@
 """Speed of a save, what a save in the background costs the steps around it, and memory, on CPU ranks.
 
-One run trains a model of which only the size matters. Between its steps it takes turns: each rank writes as many raw
-bytes, a save that training waits for, a save in the background. Every turn ends when its files are on disk, and they
-are removed before the next turn.
+One run trains a model of which only the size matters. Between its steps it takes turns: each rank writes as
+many raw bytes, a save that training waits for, a save in the background. Every turn ends when its files are
+on disk, and they are removed before the next turn.
 
     python benchmarks/checkpoint.py --megabytes 1200 --rounds 6 --output report.md
 """
@@ -51,7 +51,9 @@ class Layers(pl.LightningModule):
     def __init__(self, megabytes: int) -> None:
         super().__init__()
         layer_bytes = 3 * 4 * WIDTH * (WIDTH + 1)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(max(1, megabytes * MEGABYTE // layer_bytes)))
+        self.layers = nn.ModuleList(
+            nn.Linear(WIDTH, WIDTH) for _ in range(max(1, megabytes * MEGABYTE // layer_bytes))
+        )
 
     def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Tensor | int]:
         for layer in self.layers:
@@ -94,8 +96,12 @@ class Turns(pl.Callback):
 
     def _measure_state(self, trainer: pl.Trainer) -> None:
         tensors = [*trainer.lightning_module.parameters()]
-        tensors += [t for s in trainer.optimizers[0].state.values() for t in s.values() if isinstance(t, Tensor)]
-        self.state_bytes = sum((t._local_tensor if hasattr(t, "_local_tensor") else t).nbytes for t in tensors)
+        tensors += [
+            t for s in trainer.optimizers[0].state.values() for t in s.values() if isinstance(t, Tensor)
+        ]
+        self.state_bytes = sum(
+            (t._local_tensor if hasattr(t, "_local_tensor") else t).nbytes for t in tensors
+        )
 
     def _write_raw(self) -> float:
         path = self.folder / f"raw{dist.get_rank()}"
@@ -236,19 +242,33 @@ def consolidate(path: Path) -> int:
 
 def main() -> None:
     """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=1200, help="state of model and optimizer, all ranks together")
-    parser.add_argument("--ranks", type=int, default=2, help="with one per core, background saves compete for it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--megabytes", type=int, default=1200, help="state of model and optimizer, all ranks together"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="with one per core, background saves compete for it"
+    )
     parser.add_argument("--rounds", type=int, default=6, help="turns of each kind, after one to warm up")
-    parser.add_argument("--folder", type=Path, help="where to write; default: the folder for temporary files")
+    parser.add_argument(
+        "--folder", type=Path, help="where to write; default: the folder for temporary files"
+    )
     parser.add_argument("--output", type=Path, help="file for the report; default: standard output")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         results = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(run, (folder, arguments.ranks, arguments.megabytes, arguments.rounds, results), nprocs=arguments.ranks)
+        mp.spawn(
+            run,
+            (folder, arguments.ranks, arguments.megabytes, arguments.rounds, results),
+            nprocs=arguments.ranks,
+        )
         state, raw, raw_cpu, at_once, in_background, slower, until_written, memory = results.get()
         memory["consolidate (one process)"] = consolidate(Path(folder) / "loaded.ckpt")
-    raw, raw_cpu, at_once, in_background, slower = (x[1:] for x in (raw, raw_cpu, at_once, in_background, slower))
+    raw, raw_cpu, at_once, in_background, slower = (
+        x[1:] for x in (raw, raw_cpu, at_once, in_background, slower)
+    )
     speed = [arguments.ranks * state / seconds / 1e6 for seconds in raw]
     rows = [
         ["raw writes, all ranks", f"{median(raw):.2f}", f"{median(speed):.0f}", "1"],

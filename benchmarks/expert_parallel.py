@@ -1,7 +1,7 @@
 """What spreading experts over ranks costs and saves: time, bytes and memory of an optimizer step, by size.
 
-All variants train the same mixture of experts on the same micro-batches, live in the same processes and take turns, one
-optimizer step each. In the end they must have the same weights.
+All variants train the same mixture of experts on the same micro-batches, live in the same processes and take
+turns, one optimizer step each. In the end they must have the same weights.
 
     python benchmarks/expert_parallel.py --batch-tokens 64 512 2048 --output report.md
     python benchmarks/expert_parallel.py --nodes --rate 1gbit     # two ranks on each of two nodes (namespaces, root)
@@ -264,14 +264,20 @@ def section(batch_tokens: int, found: dict[str, dict[str, Any]], num_senders: in
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=4, help="(%(default)s)")
     parser.add_argument("--width", type=int, default=128, help="channels of the model (%(default)s)")
     parser.add_argument("--layers", type=int, default=4, help="blocks (%(default)s)")
     parser.add_argument("--accumulate", type=int, default=4, help="micro-batches of a step (%(default)s)")
-    parser.add_argument("--batch-tokens", type=int, nargs="+", default=[512], help="of a micro-batch (%(default)s)")
+    parser.add_argument(
+        "--batch-tokens", type=int, nargs="+", default=[512], help="of a micro-batch (%(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="steps of each variant (%(default)s)")
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="of which 1 is one (%(default)s)")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=list(SIZES), help="of which 1 is one (%(default)s)"
+    )
     parser.add_argument("--nodes", action="store_true", help="half of the ranks on each of two nodes")
     parser.add_argument("--rate", default="1gbit", help="what each node may send (%(default)s)")
     parser.add_argument("--output", type=Path, help="also write the report to this file")
@@ -282,7 +288,9 @@ def main() -> None:
     parsed = parse_arguments()
     sections = []
     for batch_tokens in parsed.batch_tokens:
-        case = Case(parsed.width, parsed.layers, parsed.accumulate, batch_tokens, parsed.rounds, parsed.sizes)
+        case = Case(
+            parsed.width, parsed.layers, parsed.accumulate, batch_tokens, parsed.rounds, parsed.sizes
+        )
         found = launch(Path(__file__), vars(case), parsed.ranks, parsed.rate if parsed.nodes else None)
         sections.append(section(batch_tokens, found, 1 if parsed.nodes else parsed.ranks))
     model = Decoder(case)
@@ -295,11 +303,13 @@ def main() -> None:
         "",
         *(f"- {key}: {value}" for key, value in describe_environment().items()),
         f"- command: `python benchmarks/expert_parallel.py {shlex.join(sys.argv[1:])}`",
-        f"- {where}; float32; {in_all:,} parameters, {in_experts:,} of them in {NUM_EXPERTS} experts a block, of which"
-        f" each token takes {CHOSEN}; {parsed.layers} blocks of width {parsed.width}",
-        f"- {parsed.accumulate} micro-batches a step, {parsed.rounds} rounds; medians, and for the ratio within each"
-        f" round the least and the most; MB: {counted} in a step, with all headers, the least of all rounds",
-        "- deviation: of the weights at the end from those of the first row, as a share of how far they have moved",
+        f"- {where}; float32; {in_all:,} parameters, {in_experts:,} of them in {NUM_EXPERTS} experts a"
+        f" block, of which each token takes {CHOSEN}; {parsed.layers} blocks of width {parsed.width}",
+        f"- {parsed.accumulate} micro-batches a step, {parsed.rounds} rounds; medians, and for the ratio"
+        f" within each round the least and the most; MB: {counted} in a step, with all headers, the least"
+        " of all rounds",
+        "- deviation: of the weights at the end from those of the first row, as a share of how far they"
+        " have moved",
         "",
         "\n\n".join(sections),
     ]

@@ -1,8 +1,8 @@
 """Peak memory and time of exports and consolidations, above what each process held before.
 
-Two ranks train a step of a model with random weights, export it as training ends, and save a checkpoint. Then the
-command line exports from that checkpoint, makes one file of it, and exports from that file, each in a process of its
-own. Peaks are `VmHWM`, so mapped files count, also where the system could evict them.
+Two ranks train a step of a model with random weights, export it as training ends, and save a checkpoint.
+Then the command line exports from that checkpoint, makes one file of it, and exports from that file, each in
+a process of its own. Peaks are `VmHWM`, so mapped files count, also where the system could evict them.
 
     python benchmarks/export_memory.py --megabytes 2000 --output report.md
 """
@@ -126,9 +126,13 @@ def measure(*arguments: str) -> list[float]:
 
 def main() -> None:
     """Run and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=2000, help="size of the model")
-    parser.add_argument("--folder", type=Path, help="where to write; default: the folder for temporary files")
+    parser.add_argument(
+        "--folder", type=Path, help="where to write; default: the folder for temporary files"
+    )
     parser.add_argument("--output", type=Path, help="file for the report; default: standard output")
     arguments = parser.parse_args()
     os.environ.update(MALLOC)
@@ -155,9 +159,12 @@ def main() -> None:
         "",
         *(f"- {name}: {value}" for name, value in describe_environment().items()),
         f"- command: `python benchmarks/export_memory.py --megabytes {arguments.megabytes}`",
-        f"- model: {total / MEGABYTE:.0f} MB in float32, largest tensor {largest / MEGABYTE:.0f} MB, {RANKS} ranks",
+        f"- model: {total / MEGABYTE:.0f} MB in float32, largest tensor {largest / MEGABYTE:.0f} MB,"
+        f" {RANKS} ranks",
         "",
-        table(["", "peak above the start, MB", "of the largest tensor", "seconds", "processor seconds"], rows),
+        table(
+            ["", "peak above the start, MB", "of the largest tensor", "seconds", "processor seconds"], rows
+        ),
     ]
     publish("\n".join(lines), arguments.output)
 

@@ -1,17 +1,19 @@
 """Everything that is to be run on the day when a GPU is at hand, in an order that gives the most in the least time.
 
-Each stage runs in processes of its own and leaves its result in the output folder as soon as it has one; one that fails
-or runs out of time is reported, and the next goes on, as do the other rows of a table. `report.md` holds all of them,
-and the lines for README and docs. Models have a size that fits on a card of 80 or 141 GB by the plan (`STAGE_SHAPES`).
+Each stage runs in processes of its own and leaves its result in the output folder as soon as it has one; one
+that fails or runs out of time is reported, and the next goes on, as do the other rows of a table.
+`report.md` holds all of them, and the lines for README and docs. Models have a size that fits on a card of
+80 or 141 GB by the plan (`STAGE_SHAPES`).
 
     python benchmarks/gpu.py --output benchmarks/results/gpu            # Llamas of 1B to 8B in bfloat16: an hour or two
     python benchmarks/gpu.py --output folder --stages waits trace       # some of it
     python benchmarks/gpu.py --output folder --device cpu               # a small model, to try the script itself
     python benchmarks/gpu.py --output folder --device hostdev           # the same on the device of tests/second_device
 
-Stages: `tests` (those that need CUDA), `one-device` (beside a plain loop and Lightning's strategy), `waits` (where the
-host waits for the device in the steady step), `trace` (of one step: how long the device idles, and before what), `long`
-(long sequences), `two-ranks` (two processes, on a device each, or by gloo on one device).
+Stages: `tests` (those that need CUDA), `one-device` (beside a plain loop and Lightning's strategy), `waits`
+(where the host waits for the device in the steady step), `trace` (of one step: how long the device idles,
+and before what), `long` (long sequences), `two-ranks` (two processes, on a device each, or by gloo on one
+device).
 """
 
 import argparse
@@ -61,8 +63,8 @@ STAGE_SHAPES = {
 """The model of each stage by the GB of a card, all with AdamW in bfloat16: 8 bytes a parameter, and activations.
 
 `tests/test_benchmarks.py` computes them by the plan, in GB: one-device 3B 53 and 8B 100 (all logits, nothing
-recomputed), waits 1B 23 (nothing recomputed), trace 3B 37 and 8B 81, long 1B 42 and 3B 77 (131,072 tokens), two-ranks
-1B 15 each.
+recomputed), waits 1B 23 (nothing recomputed), trace 3B 37 and 8B 81, long 1B 42 and 3B 77 (131,072 tokens),
+two-ranks 1B 15 each.
 """
 FAILED = "**failed**"
 
@@ -108,7 +110,9 @@ class TraceMeter(Meter):
 
 def busy_times(profiled: profile, device_type: DeviceType) -> list[tuple[float, float, str]]:
     """Start, end and name of what ran on a device. Ranges that annotate, as FSDP2's, also span what is idle in them."""
-    events = [each for each in profiled.events() if each.device_type == device_type and not each.is_user_annotation]
+    events = [
+        each for each in profiled.events() if each.device_type == device_type and not each.is_user_annotation
+    ]
     return [(each.time_range.start, each.time_range.end, each.name) for each in events]
 
 
@@ -124,7 +128,11 @@ def idle_times(events: Iterable[tuple[float, float, str]]) -> dict[str, Any]:
             gaps.append((start - busy_until, name))
         busy_until = end if busy_until is None else max(busy_until, end)
     span = 0.0 if busy_until is None or begin is None else busy_until - begin
-    return {"span": span, "idle": sum(gap for gap, _ in gaps), "gaps": sorted(gaps, reverse=True)[:LONGEST_GAPS]}
+    return {
+        "span": span,
+        "idle": sum(gap for gap, _ in gaps),
+        "gaps": sorted(gaps, reverse=True)[:LONGEST_GAPS],
+    }
 
 
 METERS: dict[str, type[Meter]] = {"time": Meter, "waits": WaitsMeter, "trace": TraceMeter}
@@ -167,8 +175,11 @@ def run_tests(args: argparse.Namespace, case: Case) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "sweep or not sweep"]
     command += TESTS[case.device]
     if case.device == "cuda" and torch.cuda.device_count() == 1:
-        command += ["-k", "one_process or cuda or on_one or not test_cell"]  # cells of more ranks train on the host
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=args.timeout, check=False)
+        # Cells of more ranks train on the host.
+        command += ["-k", "one_process or cuda or on_one or not test_cell"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=args.timeout, check=False
+    )
     (args.output / "tests.log").write_text(done.stdout + done.stderr)
     failed = re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.MULTILINE)
     summary = done.stdout.strip().splitlines()[-1:] or ["no output"]
@@ -228,7 +239,11 @@ def long_cases(case: Case) -> list[Case]:
     """Sequences of growing length, recomputed, with and without the inputs of blocks in host memory."""
     lengths = (16_384, 65_536, 131_072) if case.device == "cuda" else (128, 256)
     recomputes: tuple[bool | str, ...] = (True, "offload")
-    return [replace(case, length=length, rows=1, recompute=recompute) for length in lengths for recompute in recomputes]
+    return [
+        replace(case, length=length, rows=1, recompute=recompute)
+        for length in lengths
+        for recompute in recomputes
+    ]
 
 
 def long(args: argparse.Namespace, case: Case) -> str:
@@ -250,7 +265,9 @@ def two_ranks(args: argparse.Namespace, case: Case) -> str:
     shared = replace(case, ranks=2, shares_device=not has_two, options=(("process_group_backend", backend),))
 
     def measure() -> list[list[str]]:
-        measured = result(child("time", shared), args.timeout) if has_two else _on_one_device(shared, args.timeout)
+        measured = (
+            result(child("time", shared), args.timeout) if has_two else _on_one_device(shared, args.timeout)
+        )
         return [[backend or "default", f"{measured['seconds']:.2f} seconds a step"]]
 
     where = "a device each" if has_two else "one device"
@@ -314,7 +331,9 @@ def main() -> int:
             failed.append(name)
         results[name] += f"\n\n({time.monotonic() - started:.0f} s)"
         sections = [f"## {stage}\n\n{text}" for stage, text in results.items()]
-        (args.output / "report.md").write_text("\n\n".join(["\n".join(head), *sections, proven(environment, results)]))
+        (args.output / "report.md").write_text(
+            "\n\n".join(["\n".join(head), *sections, proven(environment, results)])
+        )
         print(f"{name}: {'failed' if name in failed else 'done'}", flush=True)
     return 1 if failed else 0
 
@@ -331,7 +350,9 @@ def proven(environment: dict[str, str], results: dict[str, str]) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
     parser.add_argument("--device", default="cuda", choices=TESTS, help="(%(default)s)")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES), help="in this order")

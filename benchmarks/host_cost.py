@@ -1,10 +1,11 @@
 """What a micro-batch, an optimizer step and a start cost on the host, by strategy and number of layers.
 
-A GPU waits whenever Python is late, so this trains models that have next to nothing to compute (width 32, one row), and
-measures processor seconds of a rank, which leave out all waiting. As in `step_time.py`, all variants are set up in the
-same two processes and take turns of an optimizer step; ratios are medians of those within a round. The start is from
-the call of `fit`, or of the loop, to the end of the first optimizer step, less one step; what happens once a process,
-such as imports, comes before, with two layers. A start is long and can be repeated; `--starts` does only that.
+A GPU waits whenever Python is late, so this trains models that have next to nothing to compute (width 32,
+one row), and measures processor seconds of a rank, which leave out all waiting. As in `step_time.py`, all
+variants are set up in the same two processes and take turns of an optimizer step; ratios are medians of
+those within a round. The start is from the call of `fit`, or of the loop, to the end of the first optimizer
+step, less one step; what happens once a process, such as imports, comes before, with two layers. A start is
+long and can be repeated; `--starts` does only that.
 
     python benchmarks/host_cost.py --layers 10 100 300 --output report.md
     python benchmarks/host_cost.py --layers 600 --starts 4
@@ -33,7 +34,13 @@ from variants import VARIANTS
 from workload import Workload
 
 ACCUMULATE = 4
-COMPARED = {"loop": "loop", "automodel": "loop", "model-parallel": "loop", "ddp-loop": "ddp", "automodel-ddp": "ddp"}
+COMPARED = {
+    "loop": "loop",
+    "automodel": "loop",
+    "model-parallel": "loop",
+    "ddp-loop": "ddp",
+    "automodel-ddp": "ddp",
+}
 """Variants, each with the one that it is compared with."""
 KEYS = [*COMPARED, "ddp"]
 STARTED = {"automodel": "model-parallel", "automodel-ddp": "ddp"}
@@ -136,7 +143,11 @@ def run_rank(rank: int, meeting_point: str, args: argparse.Namespace, command: s
             *(f"- {name}: {value}" for name, value in describe_environment().items()),
             f"- command: `{command}`",
             "- two ranks, gloo on loopback, width 32, 16 tokens, "
-            + (f"{args.starts} starts" if args.starts else f"accumulation {ACCUMULATE}, {args.rounds} rounds"),
+            + (
+                f"{args.starts} starts"
+                if args.starts
+                else f"accumulation {ACCUMULATE}, {args.rounds} rounds"
+            ),
         ]
         report = "\n\n".join(["\n".join(head), *sections])
         publish(report, args.output)
@@ -144,10 +155,16 @@ def run_rank(rank: int, meeting_point: str, args: argparse.Namespace, command: s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=[10, 100, 300], help="of the model (%(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--layers", type=int, nargs="+", default=[10, 100, 300], help="of the model (%(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=8, help="turns of each variant (%(default)s)")
-    parser.add_argument("--starts", type=int, default=0, help="compare this many starts of each variant, not steps")
+    parser.add_argument(
+        "--starts", type=int, default=0, help="compare this many starts of each variant, not steps"
+    )
     parser.add_argument("--output", type=Path, help="also write the report to this file")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"

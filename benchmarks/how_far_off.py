@@ -1,7 +1,8 @@
 """How far weights are from those of one process, by kind of training: Lightning's `ddp` and this strategy.
 
-Two ranks, accumulation 4, one epoch of eleven micro-batches (the last window has three), plain SGD, float64. One
-process takes each window of all ranks as one batch. Distances are a share of how far its weights have moved.
+Two ranks, accumulation 4, one epoch of eleven micro-batches (the last window has three), plain SGD, float64.
+One process takes each window of all ranks as one batch. Distances are a share of how far its weights have
+moved.
 
     python benchmarks/how_far_off.py
 """
@@ -75,9 +76,19 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[..., Any], Sizes, int]] = {
     "classifier, equal batches, whole windows": (classifier, images, equal, 8),
     "classifier, equal batches, a short last window": (classifier, images, equal, MICRO_BATCHES),
     "classifier, batches of 1 to 6": (classifier, images, ragged, MICRO_BATCHES),
-    "DPO, batches of 1 to 6 pairs": (lambda: recipes.recipe("Preferences"), recipes.pairs, ragged, MICRO_BATCHES),
+    "DPO, batches of 1 to 6 pairs": (
+        lambda: recipes.recipe("Preferences"),
+        recipes.pairs,
+        ragged,
+        MICRO_BATCHES,
+    ),
     "detection": (lambda: recipes.recipe("Detector"), recipes.boxes, equal, MICRO_BATCHES),
-    "segmentation, ignored pixels": (lambda: recipes.recipe("Segmentation"), recipes.pictures, equal, MICRO_BATCHES),
+    "segmentation, ignored pixels": (
+        lambda: recipes.recipe("Segmentation"),
+        recipes.pictures,
+        equal,
+        MICRO_BATCHES,
+    ),
 }
 """Module and options, batch of so many rows, sizes of micro-batches, and their number."""
 
@@ -86,7 +97,9 @@ def batches(kind: str) -> list[list[Any]]:
     """Of each rank."""
     _, batch, size, number = KINDS[kind]
     generator = torch.Generator().manual_seed(1)
-    return [[batch(size(index * RANKS + rank), generator) for index in range(number)] for rank in range(RANKS)]
+    return [
+        [batch(size(index * RANKS + rank), generator) for index in range(number)] for rank in range(RANKS)
+    ]
 
 
 def train(kind: str, strategy: str) -> Tensor:
@@ -121,7 +134,9 @@ def one_process(kind: str) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="also write the report to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)

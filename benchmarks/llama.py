@@ -106,7 +106,9 @@ class Case:
         return torch.bfloat16 if self.device == "cuda" else torch.float32
 
     def config(self) -> LlamaConfig:
-        return LlamaConfig(**SHAPES[self.shape], max_position_embeddings=self.length, attn_implementation="sdpa")
+        return LlamaConfig(
+            **SHAPES[self.shape], max_position_embeddings=self.length, attn_implementation="sdpa"
+        )
 
     def batches(self) -> DataLoader:
         """Random rows whose first tokens carry no labels; on a CPU, those of the warm-up are short."""
@@ -202,7 +204,9 @@ class StepMeter(L.Callback):
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, index: int
+    ) -> None:
         if index == self.meter.case.warm_up * self.meter.case.accumulate:
             self.meter.start()
 
@@ -223,7 +227,9 @@ def build_model(case: Case) -> LlamaForCausalLM:
     return model
 
 
-def chunked_losses(self: LlamaForCausalLM, inputs: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor]:
+def chunked_losses(
+    self: LlamaForCausalLM, inputs: dict[str, Tensor], labels: Tensor
+) -> tuple[Tensor, Tensor]:
     """What `losses` returns, without all logits; a method, since FSDP2 gathers the root's parameters in its methods."""
     hidden = self.model(**inputs, use_cache=False).last_hidden_state  # [b, s, d]
     return token_loss(hidden, self.lm_head, labels)
@@ -299,7 +305,9 @@ def run(case: Case, meter: type[Meter] = Meter) -> None:
     accelerator(case.device)
     if case.device == "cpu":
         torch.set_num_threads(1)
-    {"loop": _run_loop, "automodel": _run_trainer, "model-parallel": _run_trainer}[case.way](case, meter(case))
+    {"loop": _run_loop, "automodel": _run_trainer, "model-parallel": _run_trainer}[case.way](
+        case, meter(case)
+    )
 
 
 def _run_trainer(case: Case, meter: Meter) -> None:
@@ -322,7 +330,9 @@ def _run_trainer(case: Case, meter: Meter) -> None:
         max_steps=case.warm_up + case.steps,
         callbacks=[StepMeter(meter)],
         use_distributed_sampler=False,
-        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+        **dict.fromkeys(
+            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+        ),
     )
     trainer.fit(LlamaModule(case), case.batches())
 

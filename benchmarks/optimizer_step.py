@@ -1,7 +1,8 @@
 """What an optimizer's step costs where Muon needs whole matrices: processor time, bytes, collectives, memory.
 
-All variants live in the same processes and take turns, one step each, with the same gradients. Only the step is
-measured: what happens between the end of the closure and the end of `step`. There is no forward and no backward.
+All variants live in the same processes and take turns, one step each, with the same gradients. Only the step
+is measured: what happens between the end of the closure and the end of `step`. There is no forward and no
+backward.
 
     python benchmarks/optimizer_step.py --ranks 2 --output report.md
     python benchmarks/optimizer_step.py --ranks 2 --size 100M --ns-steps 1 --rounds 2
@@ -55,7 +56,8 @@ VARIANTS = {
 class Traffic(TorchDispatchMode):
     """Counts collectives, and the bytes that this rank must send and receive.
 
-    Of an all-gather or a reduction, those of the ring algorithm; what a rank keeps for itself is not counted.
+    Of an all-gather or a reduction, those of the ring algorithm; what a rank keeps for itself is not
+    counted.
     """
 
     def __init__(self) -> None:
@@ -81,7 +83,9 @@ class Traffic(TorchDispatchMode):
             self.sent += (given.numel() - num_sent[own]) * given.element_size()
             self.received += (output.numel() - num_received[own]) * output.element_size()
             return
-        [group_name] = [each for each in args if isinstance(each, str) and each not in ("sum", "avg", "max", "min")]
+        [group_name] = [
+            each for each in args if isinstance(each, str) and each not in ("sum", "avg", "max", "min")
+        ]
         size = _resolve_process_group(group_name).size()
         if name == "all_gather_into_tensor":
             travels = (size - 1) * args[0].nbytes
@@ -132,13 +136,17 @@ class GatheringMuon:
         gathers_weights: Without, it gathers gradients alone, and adds the step to the shard.
     """
 
-    def __init__(self, model: Model, muon: dict[str, Any], adamw: dict[str, Any], gathers_weights: bool) -> None:
+    def __init__(
+        self, model: Model, muon: dict[str, Any], adamw: dict[str, Any], gathers_weights: bool
+    ) -> None:
         self._matrices = model.matrices()
         self._gathers_weights = gathers_weights
         self._decay = 1 - muon["lr"] * muon["weight_decay"]
         decay = muon["weight_decay"] if gathers_weights else 0.0
         self._wholes = [nn.Parameter(torch.empty(0, 0)) for _ in self._matrices]
-        self._steps = [torch.optim.Muon([whole], **{**muon, "weight_decay": decay}) for whole in self._wholes]
+        self._steps = [
+            torch.optim.Muon([whole], **{**muon, "weight_decay": decay}) for whole in self._wholes
+        ]
         self._adamw = torch.optim.AdamW(model.others(), **adamw)
 
     @torch.no_grad()
@@ -221,7 +229,9 @@ def of_ranks(number: float, combine: Callable[[Tensor], Tensor]) -> float:
     return float(combine(torch.cat(found)))
 
 
-def child(size: str, names: list[str], rounds: int, ns_steps: int, replicas: int) -> dict[str, dict[str, Any]]:
+def child(
+    size: str, names: list[str], rounds: int, ns_steps: int, replicas: int
+) -> dict[str, dict[str, Any]]:
     """What a rank measures, by variant."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -321,15 +331,20 @@ def marks(found: dict[str, dict[str, Any]], ranks: int) -> list[str]:
     exchange = median(ours["exchange"])
     lines.append(
         f"- processor seconds without the exchange / (ddp / {ranks} ranks): {median(shares):.2f}"
-        f" ({min(shares):.2f} to {max(shares):.2f}); the exchange takes {1000 * exchange:.0f} ms of a processor"
+        f" ({min(shares):.2f} to {max(shares):.2f}); the exchange takes {1000 * exchange:.0f} ms of a"
+        " processor"
     )
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2, help="(%(default)s)")
-    parser.add_argument("--replicas", type=int, default=1, help="HSDP: so many copies of the shards (%(default)s)")
+    parser.add_argument(
+        "--replicas", type=int, default=1, help="HSDP: so many copies of the shards (%(default)s)"
+    )
     parser.add_argument("--size", choices=SIZES, default="8M", help="parameters (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="steps of each variant (%(default)s)")
     parser.add_argument("--ns-steps", type=int, default=5, help="Newton-Schulz iterations (%(default)s)")
@@ -337,7 +352,9 @@ def main() -> None:
     parser.add_argument("--nodes", action="store_true", help="half of the ranks on each of two nodes")
     parser.add_argument("--rate", default="1gbit", help="what each node may send (%(default)s)")
     parser.add_argument("--output", type=Path, help="also write the report to this file")
-    parser.add_argument("--count", type=int, nargs="+", metavar="RANKS", help="count bytes alone, for all sizes")
+    parser.add_argument(
+        "--count", type=int, nargs="+", metavar="RANKS", help="count bytes alone, for all sizes"
+    )
     parsed = parser.parse_args()
     if parsed.count:
         counted = count([size for size in SIZES if size != "tiny"], parsed.count, parsed.ns_steps)
@@ -354,7 +371,10 @@ def main() -> None:
     found = launch(Path(__file__), case, parsed.ranks, parsed.rate if parsed.nodes else None)
     rows = []
     for name, of_variant in found.items():
-        numbers = [f"{1000 * median(of_variant['seconds']):,.0f}", f"{1000 * median(of_variant['processor']):,.0f}"]
+        numbers = [
+            f"{1000 * median(of_variant['seconds']):,.0f}",
+            f"{1000 * median(of_variant['processor']):,.0f}",
+        ]
         numbers += [f"{of_variant[key] / 1e6:.2f}" for key in ("sent", "received")]
         if parsed.nodes:
             numbers.append(f"{of_variant['sent by device'] / 1e6:.2f}")
@@ -375,9 +395,10 @@ def main() -> None:
         "",
         *(f"- {key}: {value}" for key, value in describe_environment().items()),
         f"- command: `python benchmarks/optimizer_step.py {shlex.join(sys.argv[1:])}`",
-        f"- {where}; {layout}; float32; {in_all:,} parameters, {in_matrices:,} of them in Muon's matrices, the others"
-        f" in AdamW; {parsed.ns_steps} Newton-Schulz iterations; {parsed.rounds} rounds",
-        "- medians; bytes of the rank that sends or receives most; off: from `ddp`, as a share of how far it has moved",
+        f"- {where}; {layout}; float32; {in_all:,} parameters, {in_matrices:,} of them in Muon's matrices,"
+        f" the others in AdamW; {parsed.ns_steps} Newton-Schulz iterations; {parsed.rounds} rounds",
+        "- medians; bytes of the rank that sends or receives most; off: from `ddp`, as a share of how far"
+        " it has moved",
         "",
         table(header, rows),
         "",

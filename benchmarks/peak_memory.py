@@ -1,7 +1,7 @@
 """Peak memory of a process: on CUDA from torch's allocator, else from `/proc` (Linux).
 
-`MALLOC` in the environment of the process makes blocks of a megabyte go back to the system when they are freed, so that
-what the process holds is what its tensors hold.
+`MALLOC` in the environment of the process makes blocks of a megabyte go back to the system when they are
+freed, so that what the process holds is what its tensors hold.
 """
 
 from pathlib import Path

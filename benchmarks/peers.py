@@ -1,9 +1,9 @@
 """The same model and ragged data under this strategy and under what people use now: exactness, cost, lines to write.
 
-Each way trains a small Llama for one epoch on two CPU ranks, with the recipe of its own documentation; lines are those
-of its function below. The distance of the weights is from one process that takes each window of all ranks as one
-batch, relative to how far those weights moved. Ways take turns, in processes of their own; costs are medians over
-rounds, per optimizer step of the second half, and on rank 0.
+Each way trains a small Llama for one epoch on two CPU ranks, with the recipe of its own documentation; lines
+are those of its function below. The distance of the weights is from one process that takes each window of
+all ranks as one batch, relative to how far those weights moved. Ways take turns, in processes of their own;
+costs are medians over rounds, per optimizer step of the second half, and on rank 0.
 
     pip install -c constraints.txt -e '.[examples]' accelerate==1.15.0
     python benchmarks/peers.py --output report.md
@@ -42,7 +42,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_automodel import AutomodelStrategy
 
 RANKS, ROWS, ACCUMULATE, LENGTH, VOCABULARY = 2, 5, 4, 32, 512
-QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+QUIET = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
 PACKAGES = ("lightning", "accelerate", "transformers")
 
 
@@ -59,7 +61,10 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens = self.tokens[index]
-        return {"input_ids": tokens, "labels": tokens.masked_fill(torch.arange(LENGTH) >= self.lengths[index], -100)}
+        return {
+            "input_ids": tokens,
+            "labels": tokens.masked_fill(torch.arange(LENGTH) >= self.lengths[index], -100),
+        }
 
 
 def build_model(layers: int) -> LlamaForCausalLM:
@@ -156,7 +161,9 @@ class AfterStep(L.Callback):
             self.on_step()
 
 
-def fit(strategy: Any, module: Module, data: Rows, on_step: Callable[[], None], repeats: bool = True) -> nn.Module:
+def fit(
+    strategy: Any, module: Module, data: Rows, on_step: Callable[[], None], repeats: bool = True
+) -> nn.Module:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=RANKS,
@@ -261,7 +268,11 @@ WAYS: dict[str, tuple[str, Callable[..., nn.Module], tuple[Any, ...]]] = {
     "automodel-ddp": ('`AutomodelStrategy(data_parallel="ddp")`', automodel_ddp, (fit, Module)),
     "automodel-pad": ('the same, `uneven_inputs="pad"`', automodel_pad, (fit, Module)),
     "lightning-ddp": ('Lightning `"ddp"`', lightning_ddp, (fit, Module)),
-    "model-parallel": ("Lightning `ModelParallelStrategy`", lightning_model_parallel, (fit, Module, ShardedModule)),
+    "model-parallel": (
+        "Lightning `ModelParallelStrategy`",
+        lightning_model_parallel,
+        (fit, Module, ShardedModule),
+    ),
     "accelerate": ("Accelerate, its recipe for ragged data", accelerate, ()),
     "trainer": ("Hugging Face `Trainer`", hugging_face_trainer, ()),
 }
@@ -292,11 +303,17 @@ def measure(way: str, num_rows: int, layers: int) -> dict[str, Any]:
     ranks = 1 if way == "one" else RANKS
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.pt"
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        launch = (
+            ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        )
         own = ["--child", json.dumps([way, num_rows, layers, str(path)])]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         done = subprocess.run(
-            [sys.executable, *launch, __file__, *own], env=environment, capture_output=True, text=True, check=False
+            [sys.executable, *launch, __file__, *own],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
             raise RuntimeError(f"{way}, {num_rows} rows:\n{done.stderr[-4000:]}")
@@ -325,7 +342,9 @@ def compare(layers: int, num_rows: int, rounds: int) -> str:
             costs[way].append(measure(way, num_rows, layers))
     rows = []
     for way, (title, function, parts) in WAYS.items():
-        ratios = [own["cpu"] / other["cpu"] for own, other in zip(costs[way], costs["accelerate"], strict=True)]
+        ratios = [
+            own["cpu"] / other["cpu"] for own, other in zip(costs[way], costs["accelerate"], strict=True)
+        ]
         middle = {name: median(cost[name] for cost in costs[way]) for name in ("cpu", "wall", "peak")}
         rows.append(
             [
@@ -347,7 +366,9 @@ def compare(layers: int, num_rows: int, rounds: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=4, help="of the Llama (%(default)s)")
     parser.add_argument("--rows", type=int, default=1200, help="of the data: whole windows (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each way for its costs (%(default)s)")
@@ -360,7 +381,8 @@ def main() -> None:
         "",
         *(f"- {name}: {value}" for name, value in describe_environment(*PACKAGES).items()),
         f"- command: `{shlex.join(['python', 'benchmarks/peers.py', *sys.argv[1:]])}`",
-        f"- {RANKS} ranks, gloo on loopback, float32, {ROWS} rows a micro-batch, accumulation {ACCUMULATE}, SGD",
+        f"- {RANKS} ranks, gloo on loopback, float32, {ROWS} rows a micro-batch, accumulation {ACCUMULATE},"
+        " SGD",
     ]
     report = "\n".join([*head, "", compare(args.layers, args.rows, args.rounds)])
     publish(report, args.output)

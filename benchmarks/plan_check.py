@@ -1,8 +1,8 @@
 """The plan of a run beside the run: high-water of a rank, collectives and bytes of an optimizer step.
 
-Each case is a run of its own on gloo ranks. Memory is the most that a rank's process held in an optimizer step, above
-what it held before the model was built (`peak_memory.py`); ranks' CPU memory takes shards, activations, gathered
-parameters and gloo's copies alike. Collectives are counted at the dispatcher.
+Each case is a run of its own on gloo ranks. Memory is the most that a rank's process held in an optimizer
+step, above what it held before the model was built (`peak_memory.py`); ranks' CPU memory takes shards,
+activations, gathered parameters and gloo's copies alike. Collectives are counted at the dispatcher.
 
     python benchmarks/plan_check.py --output report.md
 """
@@ -50,10 +50,12 @@ class Counted(TorchDispatchMode):
         if any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types):
             return NotImplemented
         output = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional") and not func.overloadpacket.__name__.strip("_").startswith(
-            ("wait", "wrap")
-        ):
-            leaves = [each for each in torch.utils._pytree.tree_leaves((args, output)) if isinstance(each, Tensor)]
+        if func.namespace in ("c10d", "_c10d_functional") and not func.overloadpacket.__name__.strip(
+            "_"
+        ).startswith(("wait", "wrap")):
+            leaves = [
+                each for each in torch.utils._pytree.tree_leaves((args, output)) if isinstance(each, Tensor)
+            ]
             name = kind_of(func.overloadpacket.__name__)
             self.counts[name] += 1
             self.bytes[name] += max(leaf.nbytes for leaf in leaves)
@@ -88,11 +90,19 @@ class PlanMeter(Meter):
 
 def measure(cases: list[Case]) -> list[dict[str, Any]]:
     """Run cases of one number of ranks, one after the other."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cases[0].ranks}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={cases[0].ranks}",
+    ]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 16), "OMP_NUM_THREADS": "1"}
     # The first fit of a process also brings code and libraries into memory.
     arguments = [__file__, "--cases", json.dumps([asdict(case) for case in (cases[0], *cases)])]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, env=environment, check=False
+    )
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -101,7 +111,10 @@ def measure(cases: list[Case]) -> list[dict[str, Any]]:
 
 def plan(case: Case, assumed: Assumptions = DEVICES["cpu"], local_ranks: int | None = None) -> Plan:
     """The same run by the plan; ``local_ranks`` share a node, by default all."""
-    chosen: dict[str, Any] = {"context_parallel_size": case.context, "activation_checkpointing": case.recompute}
+    chosen: dict[str, Any] = {
+        "context_parallel_size": case.context,
+        "activation_checkpointing": case.recompute,
+    }
     options, batch = StrategyOptions(**dict(case.options), **chosen), list(case.batches())[-1]
     micro = run_micro_batch(lambda: (LlamaModule(case), batch), case.precision or "32-true", options)
     return Plan(micro, options, case.ranks, case.accumulate, assumed, local_ranks or case.ranks)
@@ -110,7 +123,8 @@ def plan(case: Case, assumed: Assumptions = DEVICES["cpu"], local_ranks: int | N
 def cases() -> list[Case]:
     """Every layout and switch that runs on CPU ranks."""
     kept, freed = ({"reshard_during_accumulation": value} for value in (False, True))
-    base = Case("automodel", "plan", "cpu", 256, ranks=2, warm_up=2)  # DDP settles its buckets in the second step
+    # DDP settles its buckets in the second step.
+    base = Case("automodel", "plan", "cpu", 256, ranks=2, warm_up=2)
     two: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"data_parallel": "ddp"}, {}),
         ({"data_parallel": "ddp"}, {"accumulate": 2, "recompute": True}),
@@ -139,7 +153,10 @@ def cases() -> list[Case]:
         ({**freed, "data_parallel_replicate_size": 2}, {}),
         ({**kept, "data_parallel_replicate_size": 2}, {"accumulate": 2}),
         ({**freed, "data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": False}, {"accumulate": 2}),
-        ({**freed, "data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": "all_reduce"}, {"accumulate": 2}),
+        (
+            {**freed, "data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": "all_reduce"},
+            {"accumulate": 2},
+        ),
         ({**freed, "tensor_parallel_size": 2}, {"recompute": True}),
         ({**freed, "data_parallel_replicate_size": 2}, {"context": 2}),
     ]
@@ -175,20 +192,32 @@ def compare(case: Case, found: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="also write the report to this file")
     parsed, rows = parser.parse_args(), []
     for ranks in (2, 4):
         chosen = [case for case in cases() if case.ranks == ranks]
         rows += [compare(case, found) for case, found in zip(chosen, measure(chosen), strict=True)]
-    header = ["ranks", "layout", "measured, MiB", "planned, MiB", "planned / measured", "collectives", "bytes", "equal"]
+    header = [
+        "ranks",
+        "layout",
+        "measured, MiB",
+        "planned, MiB",
+        "planned / measured",
+        "collectives",
+        "bytes",
+        "equal",
+    ]
     report = [
         "# The plan beside the run",
         "",
         *(f"- {name}: {value}" for name, value in describe_environment("transformers").items()),
         f"- command: `python benchmarks/plan_check.py {shlex.join(sys.argv[1:])}`",
         f"- Llama of the shape {SHAPES['plan']}, 256 tokens a micro-batch, AdamW; float32 where not named",
-        "- replicas x shards; kept: `reshard_during_accumulation=False`, else True. Collectives and bytes are those",
+        "- replicas x shards; kept: `reshard_during_accumulation=False`, else True. Collectives and bytes"
+        " are those",
         "  planned, of one optimizer step; equal: the run's are the same, by kind",
         "",
         table(header, rows),

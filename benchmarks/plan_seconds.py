@@ -1,8 +1,8 @@
 """The plan's seconds of an optimizer step beside those of a run, on two nodes that a slow network joins.
 
-The nodes are network namespaces with one rank each (`tests/launch/two_nodes.py`; Linux, root), and `tc ... tbf` limits
-what each sends. What is assumed of the machine is measured first, by both ranks at a time: matrix products, copies,
-all-gathers. Nothing is fitted to the steps that are then planned.
+The nodes are network namespaces with one rank each (`tests/launch/two_nodes.py`; Linux, root), and `tc ...
+tbf` limits what each sends. What is assumed of the machine is measured first, by both ranks at a time:
+matrix products, copies, all-gathers. Nothing is fitted to the steps that are then planned.
 
     python benchmarks/plan_seconds.py --rate 1gbit --output report.md
 """
@@ -80,12 +80,16 @@ def on_nodes(nodes: TwoNodes, what: str) -> dict[str, float]:
     first, second = nodes.torchrun(Path(__file__), "--child", what, ranks_per_node=1, timeout_s=600.0)
     if first.status or second.status:
         raise RuntimeError(f"{what}:\n{first.output[-2000:]}\n{second.output[-2000:]}")
-    found: dict[str, float] = json.loads([line for line in first.output.splitlines() if line.startswith("{")][-1])
+    found: dict[str, float] = json.loads(
+        [line for line in first.output.splitlines() if line.startswith("{")][-1]
+    )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rate", default="1gbit", help="what each node may send (%(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps of each case (%(default)s)")
     parser.add_argument("--output", type=Path, help="also write the report to this file")
@@ -95,7 +99,9 @@ def main() -> None:
     with connect_two_nodes() as nodes:
         for namespace, device in zip(nodes.namespaces, nodes.devices, strict=True):
             limit = ["root", "tbf", "rate", parsed.rate, "burst", "1mb", "latency", "400ms"]
-            subprocess.run(["ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, *limit], check=True)
+            subprocess.run(
+                ["ip", "netns", "exec", namespace, "tc", "qdisc", "add", "dev", device, *limit], check=True
+            )
         found = on_nodes(nodes, "machine")
         assumed = replace(DEVICES["cpu"], **found)
         for case in (replace(case, shares_device=True, steps=parsed.steps) for case in chosen):
@@ -111,7 +117,8 @@ def main() -> None:
         "",
         *(f"- {name}: {value}" for name, value in describe_environment("transformers").items()),
         f"- command: `python benchmarks/plan_seconds.py {shlex.join(sys.argv[1:])}`",
-        f"- Llama of the shape {SHAPES['plan']}, 256 tokens a micro-batch, AdamW; float32 where not named; wall time",
+        f"- Llama of the shape {SHAPES['plan']}, 256 tokens a micro-batch, AdamW; float32 where not named;"
+        " wall time",
         f"- measured of the machine: {', '.join(f'{name} {value:.3g}' for name, value in found.items())}",
         "",
         table(header, rows),

@@ -34,7 +34,13 @@ def launch(script: Path, case: dict[str, Any], ranks: int, rate: str | None) -> 
             ended = nodes.torchrun(script, *arguments, ranks_per_node=ranks // 2, timeout_s=3000.0)
         printed = "\n".join(node.output for node in ended)
     else:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+        ]
         environment = {**os.environ, **MALLOC, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         command = [*torchrun, str(script), *arguments]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -50,4 +56,6 @@ def sent_by_device() -> int:
     """Bytes that the device between the ranks has sent, with all headers: on loopback those of all ranks."""
     device = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     lines = Path("/proc/self/net/dev").read_text().splitlines()
-    return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith(f"{device}:"))
+    return next(
+        int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith(f"{device}:")
+    )

@@ -15,7 +15,9 @@ def describe_environment(*packages: str) -> dict[str, str]:
         "CPU": f"{_cpu_model()}, {os.cpu_count()} cores, 1 thread per rank",
         "load average at the end (1, 5, 15 minutes)": ", ".join(f"{load:.1f}" for load in os.getloadavg()),
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-        "versions": ", ".join(f"{name} {version(name)}" for name in dict.fromkeys(("torch", "lightning", *packages))),
+        "versions": ", ".join(
+            f"{name} {version(name)}" for name in dict.fromkeys(("torch", "lightning", *packages))
+        ),
     }
 
 

@@ -35,7 +35,9 @@ HEADER = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, help="also write the report to this file")
     parsed, rows = parser.parse_args(), []
     for name, build, tensor in CASES:
@@ -44,21 +46,25 @@ def main() -> None:
         )
         micro = run(build, "bf16-mixed", options)
         for ranks in (8, 64, 512, 4096):
-            for copies in sorted({1, max(ranks // 64, 1)}):  # one shard of everything on each rank, or on each of 64
+            # One shard of everything on each rank, or on each of 64.
+            for copies in sorted({1, max(ranks // 64, 1)}):
                 layout = replace(options, data_parallel_replicate_size=copies)
                 # As many micro-batches in a step as there are ranks, whatever the layout.
                 plan = Plan(micro, layout, ranks, tensor, DEVICES["h100"], NODE)
                 within, between = plan.bytes_by_link()
                 sizes = (plan.high_water, plan.state, within + between, between)
                 seconds = (f"{plan.seconds[key]:.2f}" for key in ("step", "hidden"))
-                rows.append([name, f"{ranks:,}", str(plan), *(f"{size / GIB:.1f}" for size in sizes), *seconds])
+                rows.append(
+                    [name, f"{ranks:,}", str(plan), *(f"{size / GIB:.1f}" for size in sizes), *seconds]
+                )
     report = [
         "# Llama 3 from 8 to 4,096 ranks, planned",
         "",
         *(f"- {key}: {value}" for key, value in describe_environment("transformers").items()),
         f"- command: `python benchmarks/scale.py {' '.join(sys.argv[1:])}`",
         f"- assumed: {DEVICES['h100']}",
-        "- sequences of 8,192 tokens, one a micro-batch, as many in a step as ranks; bf16-mixed, AdamW, `token_loss`",
+        "- sequences of 8,192 tokens, one a micro-batch, as many in a step as ranks; bf16-mixed, AdamW,"
+        " `token_loss`",
         "",
         table(HEADER, rows),
     ]

@@ -1,8 +1,9 @@
 """One device: what the strategy costs compared with a plain loop, and what each option costs and saves.
 
-The first table compares the strategy with FSDP2 by hand and with Lightning's `ModelParallelStrategy`, all with full
-recomputation: a round runs each once, in a process of its own, and ratios are taken within a round. The second table
-adds one option per row. On a CPU, seconds are processor time (one thread), so that other load counts less.
+The first table compares the strategy with FSDP2 by hand and with Lightning's `ModelParallelStrategy`, all
+with full recomputation: a round runs each once, in a process of its own, and ratios are taken within a
+round. The second table adds one option per row. On a CPU, seconds are processor time (one thread), so that
+other load counts less.
 
     python benchmarks/single_gpu.py --output report.md                   # a small model on a CPU
     python benchmarks/single_gpu.py --device cuda --output report.md     # Llama 3.2 3B's shape in bfloat16, for 80 GB
@@ -32,7 +33,15 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "+ `compile=True`": {"compile": True},
 }
 PEAK_TFLOPS = {
-    **{"B200": 2250, "H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H100": 989, "H200": 989, "GH200": 989},
+    **{
+        "B200": 2250,
+        "H100 PCIe": 756,
+        "H100 NVL": 835,
+        "H200 NVL": 835,
+        "H100": 989,
+        "H200": 989,
+        "GH200": 989,
+    },
     **{"H800": 989, "H20": 148, "A100": 312, "A800": 312, "L40S": 362, "L4": 121, "A10G": 70, "A10": 125},
     **{"RTX 6000 Ada": 364, "RTX 4090": 165, "RTX A6000": 155, "MI300X": 1307},
 }
@@ -64,7 +73,8 @@ def main() -> None:
             f"- {device_name(args.device)}, {str(case.dtype).removeprefix('torch.')}",
             f"- shape {case.shape}: {SHAPES[case.shape]}",
             f"- sequence {case.length:,}, batch {case.rows}, accumulation {case.accumulate}",
-            f"- MFU of {args.peak_tflops:g} TFLOP/s (dense bfloat16, by its name or given), without recomputation"
+            f"- MFU of {args.peak_tflops:g} TFLOP/s (dense bfloat16, by its name or given), without"
+            " recomputation"
             if args.peak_tflops
             else "- no MFU: the peak of this device is not known (`--peak-tflops`)",
             "",
@@ -122,7 +132,9 @@ def compare_ways(case: Case, rounds: int, peak_tflops: float) -> str:
         loops = [run for run in measured["loop"] if isinstance(run, dict)]
         ratios = [own["seconds"] / loop["seconds"] for own, loop in zip(runs, loops, strict=False)]
         middle = {name: median(run[name] for run in runs) for name in ("seconds", "peak")}
-        spread = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if len(loops) == rounds else ""
+        spread = (
+            f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if len(loops) == rounds else ""
+        )
         rows.append([title, *figures(case, middle, peak_tflops), spread])
     return table(["way", *FIGURES, "seconds / loop's"], rows)
 
@@ -150,22 +162,30 @@ def add_switches(case: Case, peak_tflops: float) -> str:
     rows = []
     for title, each in switched(case).items():
         measured = measured_or_why(each)
-        columns = [measured, "", "", ""] if isinstance(measured, str) else figures(each, measured, peak_tflops)
+        columns = (
+            [measured, "", "", ""] if isinstance(measured, str) else figures(each, measured, peak_tflops)
+        )
         rows.append([title, *columns])
         print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
     return table(["switches", *FIGURES], rows)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cpu", "cuda", "hostdev"], default="cpu", help="(%(default)s)")
     parser.add_argument("--shape", choices=SHAPES, help="of the model (tiny on a CPU, else llama3-3b)")
     parser.add_argument("--length", type=int, help="tokens of a sequence (1024 on a CPU, else 4096)")
     parser.add_argument("--rows", type=int, default=1, help="sequences of a micro-batch (%(default)s)")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches of a step (%(default)s)")
-    parser.add_argument("--steps", type=int, default=5, help="optimizer steps that are measured (%(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="optimizer steps that are measured (%(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each way (%(default)s)")
-    parser.add_argument("--peak-tflops", type=float, help="of the device, for MFU (on CUDA by the card's name)")
+    parser.add_argument(
+        "--peak-tflops", type=float, help="of the device, for MFU (on CUDA by the card's name)"
+    )
     parser.add_argument("--output", type=Path, help="also write the report to this file")
     args = parser.parse_args()
     is_cuda = args.device == "cuda"

@@ -1,9 +1,9 @@
 """Seconds per optimizer step, by strategy, on CPU ranks with gloo over loopback.
 
-Every variant trains the same model on the same micro-batches in the same processes. All of them are set up first; then
-they take turns of a few optimizer steps, in an order that rotates from round to round. Ratios are taken inside a round,
-so that other load on the machine affects both sides. In the end, variants whose gradients are exact must have the
-weights of the plain loop.
+Every variant trains the same model on the same micro-batches in the same processes. All of them are set up
+first; then they take turns of a few optimizer steps, in an order that rotates from round to round. Ratios
+are taken inside a round, so that other load on the machine affects both sides. In the end, variants whose
+gradients are exact must have the weights of the plain loop.
 
     python benchmarks/step_time.py --batch-tokens 64 256 --count --output report.md
 """
@@ -34,8 +34,8 @@ from variants import RATIOS, VARIANTS, Variant
 from workload import Workload
 
 REFERENCE = "loop"
-# Where losses are divided before the backward, not gradients after it, float32 rounding comes to 2e-4. Where gradients
-# are means of micro-batch means, weights end 0.1 to 0.3 away.
+# Where losses are divided before the backward, not gradients after it, float32 rounding comes to 2e-4. Where
+# gradients are means of micro-batch means, weights end 0.1 to 0.3 away.
 TOLERANCE = 2e-3
 COLLECTIVES = {
     "all-gathers": "allgather",
@@ -125,12 +125,17 @@ def find_deviations(
     deviations = {v.key: float((measured[v.key].weights - reference).norm() / way) for v in variants}
     wrong = {v.key: deviations[v.key] for v in variants if v.is_exact and not deviations[v.key] <= TOLERANCE}
     if wrong:
-        raise RuntimeError(f"Weights deviate from those of {REFERENCE!r} by more than {TOLERANCE:g}: {wrong}.")
+        raise RuntimeError(
+            f"Weights deviate from those of {REFERENCE!r} by more than {TOLERANCE:g}: {wrong}."
+        )
     return deviations
 
 
 def format_section(
-    variants: Sequence[Variant], workload: Workload, measured: dict[str, Measurement], deviations: dict[str, float]
+    variants: Sequence[Variant],
+    workload: Workload,
+    measured: dict[str, Measurement],
+    deviations: dict[str, float],
 ) -> str:
     """One workload's part of the report, in Markdown."""
     quiet = find_quiet_rounds(measured)
@@ -147,7 +152,9 @@ def format_section(
             ours, theirs = measured[key], measured[baseline]
             wall = [a / b for a, b in zip(ours.seconds, theirs.seconds, strict=True)]
             cpu = [a / b for a, b in zip(ours.cpu_seconds, theirs.cpu_seconds, strict=True)]
-            ratios.append((f"{titles[key]} / {titles[baseline]}", *summarise(wall, cpu, quiet, digits=2), target))
+            ratios.append(
+                (f"{titles[key]} / {titles[baseline]}", *summarise(wall, cpu, quiet, digits=2), target)
+            )
     return "\n\n".join(
         (
             f"## {workload.batch_tokens} tokens a micro-batch",
@@ -175,7 +182,9 @@ def format_collectives(variants: Sequence[Variant], measured: dict[str, Measurem
     rows = []
     for variant in variants:
         counts = measured[variant.key].collectives
-        kinds = [sum(n for op, n in counts.items() if op.startswith(prefix)) for prefix in COLLECTIVES.values()]
+        kinds = [
+            sum(n for op, n in counts.items() if op.startswith(prefix)) for prefix in COLLECTIVES.values()
+        ]
         rows.append((variant.title, *map(str, kinds), str(counts.total() - sum(kinds))))
     return table(("collectives of one optimizer step, on each rank", *COLLECTIVES, "others"), rows)
 
@@ -185,7 +194,9 @@ def run_rank(rank: int, meeting_point: str, arguments: argparse.Namespace, comma
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=arguments.ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=arguments.ranks
+    )
     variants = [variant for variant in VARIANTS if variant.key in (REFERENCE, *arguments.variants)]
     sections = []
     for batch_tokens in arguments.batch_tokens:
@@ -215,8 +226,9 @@ def format_head(arguments: argparse.Namespace, workload: Workload, command: str)
         "command": f"`{command}`",
         "model": f"{parameters / 1e6:.1f} M float32 parameters, {workload.layers} blocks of width {workload.width}",
         "run": (
-            f"{arguments.ranks} ranks, gloo on loopback, accumulation {workload.accumulate}, {arguments.rounds} rounds;"
-            f" optimizer steps before the first round {arguments.warm_up}, in each turn {arguments.steps}"
+            f"{arguments.ranks} ranks, gloo on loopback, accumulation {workload.accumulate},"
+            f" {arguments.rounds} rounds; optimizer steps before the first round {arguments.warm_up}, in"
+            f" each turn {arguments.steps}"
         ),
     }
     title = f"# Seconds an optimizer step, by strategy, {environment.pop('date')}"
@@ -234,17 +246,25 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--width", type=int, default=288, help="channels of the model")
-    parser.add_argument("--layers", type=int, default=8, help="transformer blocks, of 12 x width^2 parameters each")
+    parser.add_argument(
+        "--layers", type=int, default=8, help="transformer blocks, of 12 x width^2 parameters each"
+    )
     parser.add_argument("--accumulate", type=int, default=8, help="micro-batches of an optimizer step")
-    parser.add_argument("--batch-tokens", type=int, nargs="+", default=[64], help="tokens of a micro-batch; a run each")
+    parser.add_argument(
+        "--batch-tokens", type=int, nargs="+", default=[64], help="tokens of a micro-batch; a run each"
+    )
     parser.add_argument("--rounds", type=int, default=40, help="turns of each variant")
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps of a turn")
     parser.add_argument("--warm-up", type=int, default=3, help="optimizer steps before the first turn")
     parser.add_argument("--ranks", type=int, default=2, help="processes")
     keys = [variant.key for variant in VARIANTS]
     usual = [key for key in keys if "prefetch" not in key]
-    parser.add_argument("--variants", nargs="+", choices=keys, default=usual, help=f"{REFERENCE} always runs")
-    parser.add_argument("--count", action="store_true", help="also report the collectives of one optimizer step")
+    parser.add_argument(
+        "--variants", nargs="+", choices=keys, default=usual, help=f"{REFERENCE} always runs"
+    )
+    parser.add_argument(
+        "--count", action="store_true", help="also report the collectives of one optimizer step"
+    )
     parser.add_argument("--output", type=Path, help="Markdown file to write the report to")
     arguments = parser.parse_args()
     if min(arguments.rounds, arguments.steps, arguments.warm_up) < 1:

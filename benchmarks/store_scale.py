@@ -1,15 +1,17 @@
 """What the board asks of the store with 64 to 1,024 ranks, and whom they name when one of them fails.
 
-Every rank has the real `Watchdog` and `Board`. One thread lets them send their heartbeats in turn, in random order, on
-a clock that is played, so that the counts do not depend on how busy the machine is. The store is a real `TCPStore` in a
-process of its own, whose processor time is read (on Linux). What a rank's main thread does is played too.
+Every rank has the real `Watchdog` and `Board`. One thread lets them send their heartbeats in turn, in random
+order, on a clock that is played, so that the counts do not depend on how busy the machine is. The store is a
+real `TCPStore` in a process of its own, whose processor time is read (on Linux). What a rank's main thread
+does is played too.
 
     python benchmarks/store_scale.py                                  # a table of sizes 64, 128, 256, 512, 1024
     python benchmarks/store_scale.py --faults 50 --sizes 256          # random faults: is the right rank named?
 
-The columns: operations of a heartbeat of one rank, and of all ranks in a second; then a killed rank, until all know of
-it: operations of each rank beside its heartbeats, all operations and how they grow, all keys, played seconds, and
-seconds of the store. It ends with status 1 if a number is too large, or a wrong rank was named.
+The columns: operations of a heartbeat of one rank, and of all ranks in a second; then a killed rank, until
+all know of it: operations of each rank beside its heartbeats, all operations and how they grow, all keys,
+played seconds, and seconds of the store. It ends with status 1 if a number is too large, or a wrong rank was
+named.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class Server:
 
     def __init__(self) -> None:
         pipe, theirs = multiprocessing.get_context("spawn").Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=serve, args=(theirs,), daemon=True
+        )
         self._process.start()
         self._store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False, wait_for_workers=False)
         self._number = 0
@@ -208,9 +212,13 @@ def random_faults(size: int, number: int, server: Server, draw: random.Random) -
         world = World(size, server.new_store(), draw)
         rank, error = inflict(world, fault, victim, draw.sample(others, draw.choice([1, 3, len(others)])))
         found = world.verdicts()
-        is_right = len(found) == 1 and all(each.error == error and rank in (None, each.rank) for each in found)
+        is_right = len(found) == 1 and all(
+            each.error == error and rank in (None, each.rank) for each in found
+        )
         if rank is None:
-            is_right = is_right and f"rank {victim}: training_step, at train.py:51 in backward" in str(*found)
+            is_right = is_right and f"rank {victim}: training_step, at train.py:51 in backward" in str(
+                *found
+            )
         right += is_right
         print(f"{index + 1}: {fault}, rank {victim}: {'right' if is_right else found}", flush=True)
     return right
@@ -245,7 +253,9 @@ def measure(size: int, server: Server, draw: random.Random) -> dict[str, float]:
 
 def main() -> None:
     """Print what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--seed", type=int, default=7)
@@ -262,10 +272,19 @@ def main() -> None:
         row = measure(size, server, draw)
         growth = row["operations"] / last[1] if last is not None and last[0] * 2 == size else float("nan")
         last = size, row["operations"]
-        numbers = [f"{row['a beat']:.2f}", f"{row['a second']:.0f}", f"{row['a rank']:.2f}", f"{row['operations']:.0f}"]
+        numbers = [
+            f"{row['a beat']:.2f}",
+            f"{row['a second']:.0f}",
+            f"{row['a rank']:.2f}",
+            f"{row['operations']:.0f}",
+        ]
         numbers += [f"{growth:.2f}", f"{row['keys']:.0f}", f"{row['seconds']:.1f}", f"{row['store s']:.2f}"]
         print(f"| {' | '.join([str(size), *numbers])} |", flush=True)
-        is_good &= row["a beat"] <= MOST_A_BEAT and row["a second"] <= MOST_A_SECOND and row["a rank"] <= MOST_A_RANK
+        is_good &= (
+            row["a beat"] <= MOST_A_BEAT
+            and row["a second"] <= MOST_A_SECOND
+            and row["a rank"] <= MOST_A_RANK
+        )
         is_good &= not growth > MOST_GROWTH and not row["store s"] > MOST_STORE_S
     sys.exit(not is_good)
 

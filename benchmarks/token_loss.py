@@ -1,8 +1,9 @@
 """Peak memory and seconds of a head's forward and backward: `token_loss` against `F.cross_entropy` over all logits.
 
-Each case is a process of its own: it holds hidden states, the head's weight and nothing else, runs once to warm up on
-a few positions, and then once on all of them. Its peak is the most that this second run held, above what was there
-before. On a CPU, seconds are processor time (one thread), so that other load on the machine counts less.
+Each case is a process of its own: it holds hidden states, the head's weight and nothing else, runs once to
+warm up on a few positions, and then once on all of them. Its peak is the most that this second run held,
+above what was there before. On a CPU, seconds are processor time (one thread), so that other load on the
+machine counts less.
 
     python benchmarks/token_loss.py --output report.md
     python benchmarks/token_loss.py --device cuda --positions 16384 --width 4096 --dtype bfloat16
@@ -41,11 +42,15 @@ def main() -> None:
         gradient = vocabulary * args.width * getattr(torch, args.dtype).itemsize / MEBIBYTE
         for way in ways:
             command = [sys.executable, *sys.argv, "--case", way, str(vocabulary)]
-            done = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **MALLOC})
+            done = subprocess.run(
+                command, check=True, capture_output=True, text=True, env={**os.environ, **MALLOC}
+            )
             peak, seconds = map(float, done.stdout.split())
             name = f"token_loss, 2^{int(way).bit_length() - 1} elements" if way.isdecimal() else way
             numbers = (peak / MEBIBYTE, gradient, peak / MEBIBYTE - gradient)
-            rows.append([f"{vocabulary:,}", name, *(f"{number:,.0f}" for number in numbers), f"{seconds:.1f}"])
+            rows.append(
+                [f"{vocabulary:,}", name, *(f"{number:,.0f}" for number in numbers), f"{seconds:.1f}"]
+            )
             print(*rows[-1], sep=" | ", file=sys.stderr)
     header = ["vocabulary", "loss", "peak, MiB", "of it the head's gradient", "beyond it", "seconds"]
     report = "\n".join(
@@ -54,7 +59,8 @@ def main() -> None:
             "",
             *(f"- {name}: {value}" for name, value in describe_environment().items()),
             f"- command: `python benchmarks/token_loss.py {shlex.join(sys.argv[1:])}`",
-            f"- {args.positions:,} positions, width {args.width}, {args.dtype} on {args.device}, one process a case",
+            f"- {args.positions:,} positions, width {args.width}, {args.dtype} on {args.device}, one"
+            " process a case",
             "",
             table(header, rows),
         ]
@@ -92,13 +98,17 @@ def loss_of(way: str, hidden: Tensor, head: nn.Module, labels: Tensor) -> Tensor
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32_000, 150_000])
     parser.add_argument("--positions", type=int, default=2048)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--chunk-powers", type=int, nargs="+", default=[20, 22, 26], help="2 to the power of these")
+    parser.add_argument(
+        "--chunk-powers", type=int, nargs="+", default=[20, 22, 26], help="2 to the power of these"
+    )
     parser.add_argument("--output", type=Path, help="also write the report to this file")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()

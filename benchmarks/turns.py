@@ -31,11 +31,12 @@ class CollectiveCounter(TorchDispatchMode):
 class PausedTraining:
     """A training in a thread of its own, which waits after each optimizer step until :meth:`step` is called.
 
-    Only one thread of a process runs at a time, in the same order on all ranks, so that trainings can share a process
-    group.
+    Only one thread of a process runs at a time, in the same order on all ranks, so that trainings can share
+    a process group.
 
     Args:
-        train: Runs the whole training, calls its argument at the end of each optimizer step, returns the weights.
+        train: Runs the whole training, calls its argument at the end of each optimizer step, returns the
+            weights.
     """
 
     def __init__(self, train: Callable[[Callable[[], None]], Tensor]) -> None:

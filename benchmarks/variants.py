@@ -32,8 +32,10 @@ class Variant:
     Attributes:
         key: Short name, for the command line.
         title: Name in reports.
-        train: Builds the model, trains it, calling back at the end of each optimizer step, and returns the weights.
-        is_exact: Whether its gradients are those of one big batch, so that its weights must equal those of the loop.
+        train: Builds the model, trains it, calling back at the end of each optimizer step, and returns the
+            weights.
+        is_exact: Whether its gradients are those of one big batch, so that its weights must equal those of
+            the loop.
     """
 
     key: str
@@ -68,10 +70,14 @@ def train_ddp_loop(workload: Workload, on_step: OnStep) -> Tensor:
     """DDP by hand, with ``no_sync``."""
     model = workload.build_model()
     ddp = DistributedDataParallel(model)
-    return _train_loop(model, ddp, lambda is_last: nullcontext() if is_last else ddp.no_sync(), workload, on_step)
+    return _train_loop(
+        model, ddp, lambda is_last: nullcontext() if is_last else ddp.no_sync(), workload, on_step
+    )
 
 
-def _train_loop(model: nn.Module, parallel: nn.Module, sync: Sync, workload: Workload, on_step: OnStep) -> Tensor:
+def _train_loop(
+    model: nn.Module, parallel: nn.Module, sync: Sync, workload: Workload, on_step: OnStep
+) -> Tensor:
     """Train with the mean over all label tokens of the window and the ranks: sum, then scale by ranks / tokens."""
     optimizer = workload.build_optimizer(model)
     batches = iter(workload.build_loader(dist.get_rank()))
@@ -83,7 +89,9 @@ def _train_loop(model: nn.Module, parallel: nn.Module, sync: Sync, workload: Wor
                 (loss * count).backward()
             tokens += count
         dist.all_reduce(tokens)
-        gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+        gradients = [
+            p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()
+        ]
         torch._foreach_mul_(gradients, dist.get_world_size() / tokens[0])
         optimizer.step()
         optimizer.zero_grad()
@@ -109,7 +117,12 @@ class CallAfterStep(pl.Callback):
 
     @override
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
     ) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self._on_step()
@@ -158,7 +171,9 @@ def make_model_parallel_strategy() -> Strategy:
 
 
 def _lightning(
-    make_strategy: Callable[[], Strategy], module_class: type[DecoderModule] = DecoderModule, is_stream: bool = False
+    make_strategy: Callable[[], Strategy],
+    module_class: type[DecoderModule] = DecoderModule,
+    is_stream: bool = False,
 ) -> Train:
     return partial(train_with_lightning, make_strategy, module_class, is_stream)
 

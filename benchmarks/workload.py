@@ -31,7 +31,13 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY_SIZE, width)
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(
-                width, width // HEAD_WIDTH, 4 * width, dropout=0.0, batch_first=True, norm_first=True, bias=False
+                width,
+                width // HEAD_WIDTH,
+                4 * width,
+                dropout=0.0,
+                batch_first=True,
+                norm_first=True,
+                bias=False,
             )
             for _ in range(layers)
         )
@@ -86,8 +92,8 @@ class Workload:
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """SGD with momentum: unlike Adam, it does not hide gradients that are wrong by a factor.
 
-        The rate is low because rounding grows with it: at 0.01, 16 steps of the plain loop in float32 end 1.6e-3 of the
-        way from those in float64.
+        The rate is low because rounding grows with it: at 0.01, 16 steps of the plain loop in float32 end
+        1.6e-3 of the way from those in float64.
         """
         return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
 
@@ -97,8 +103,12 @@ class Workload:
         shape = (self.steps * self.accumulate, self.batch_tokens // ROW_TOKENS, ROW_TOKENS)
         tokens = torch.randint(VOCABULARY_SIZE, shape, generator=generator)
         prompt_lengths = torch.randint(4, ROW_TOKENS - 4, (*shape[:2], 1), generator=generator)
-        labels = tokens.roll(-1, dims=-1).masked_fill(torch.arange(ROW_TOKENS) < prompt_lengths, IGNORE_INDEX)
-        batches = [{"input_ids": ids, "labels": targets} for ids, targets in zip(tokens, labels, strict=True)]
+        labels = tokens.roll(-1, dims=-1).masked_fill(
+            torch.arange(ROW_TOKENS) < prompt_lengths, IGNORE_INDEX
+        )
+        batches = [
+            {"input_ids": ids, "labels": targets} for ids, targets in zip(tokens, labels, strict=True)
+        ]
         return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
 
 

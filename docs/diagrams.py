@@ -1,9 +1,10 @@
 """Draws the Mermaid flowcharts of the pages as SVG when the site is built.
 
-GitHub draws Mermaid itself. A site would need Mermaid's script from another host, so that it could not be read offline.
-This module understands the part of the language that the pages use: `flowchart TD`, `accTitle:`, `accDescr:`, nodes
-`name["line<br>line"]`, and edges `a --> b` and `a -- "text" --> b`, chained or not, without a cycle. The first line of
-a node says what happens, the others name files. Anything else raises a ValueError, and a strict build fails.
+GitHub draws Mermaid itself. A site would need Mermaid's script from another host, so that it could not be
+read offline. This module understands the part of the language that the pages use: `flowchart TD`,
+`accTitle:`, `accDescr:`, nodes `name["line<br>line"]`, and edges `a --> b` and `a -- "text" --> b`, chained
+or not, without a cycle. The first line of a node says what happens, the others name files. Anything else
+raises a ValueError, and a strict build fails.
 """
 
 import html

@@ -45,7 +45,9 @@ def on_files(files: Files, config: Any) -> Files:
             content = f"# {target}\n\n```{LANGUAGES[path.suffix]}\n{content}```\n"
         options = {"inclusion": InclusionLevel.NOT_IN_NAV}
         is_page = path.suffix in LANGUAGES or path.suffix == ".md"
-        shown = File.generated(config, _page_of(target), content=content if is_page else path.read_bytes(), **options)
+        shown = File.generated(
+            config, _page_of(target), content=content if is_page else path.read_bytes(), **options
+        )
         if shown.dest_uri in {file.dest_uri for file in files}:
             LOG.warning("%s would replace %s, a page of docs/", target, shown.dest_uri)
         files.append(shown)
@@ -68,7 +70,9 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
     """Prepare tables for phones; colour the words of the support table, and collapse troubleshooting by kind."""
     content = re.sub(r"<table>.*?</table>", lambda found: _responsive(found[0]), content, flags=re.S)
     if page.file.src_uri == "support.md":
-        content = re.sub(r"<td([^>]*)>(passed|agrees|refused|differs|not run|not selected)\b", _coloured, content)
+        content = re.sub(
+            r"<td([^>]*)>(passed|agrees|refused|differs|not run|not selected)\b", _coloured, content
+        )
     if page.file.src_uri == "troubleshooting.md":
         content = re.sub(r"(<h2 .*?</h2>)(.*?)(?=<h2 |\Z)", _collapsed, content, flags=re.S)
     return content
@@ -124,7 +128,9 @@ def _option_list(names: str) -> str:
 def _responsive(table: str) -> str:
     """In a container for the stylesheet; in a table of long cells, each but the first knows the title of its column."""
     titles = [html.escape(_text(title)) for title in re.findall(r"<th\b.*?</th>", table, flags=re.S)]
-    rows = [re.findall(r"<td.*?</td>", row, flags=re.S) for row in re.findall(r"<tr>.*?</tr>", table, flags=re.S)]
+    rows = [
+        re.findall(r"<td.*?</td>", row, flags=re.S) for row in re.findall(r"<tr>.*?</tr>", table, flags=re.S)
+    ]
     if all(len(_text(cell)) <= SHORT_CELL for row in rows for cell in row[1:]):
         return f'<div class="scrolled-table">{table}</div>'
 

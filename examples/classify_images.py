@@ -2,9 +2,9 @@
 
     python examples/classify_images.py
 
-`count="samples"` is all that the strategy needs to know: each image weighs the same, in a short last batch too. With
-class weights, return their sum instead (docs/tell_the_count.md). At the end it prints the accuracy of the best
-checkpoint on images in fonts that the model has not seen; guessing gives 10 %.
+`count="samples"` is all that the strategy needs to know: each image weighs the same, in a short last batch
+too. With class weights, return their sum instead (docs/tell_the_count.md). At the end it prints the accuracy
+of the best checkpoint on images in fonts that the model has not seen; guessing gives 10 %.
 """
 
 import argparse
@@ -50,7 +50,14 @@ class Classifier(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [nn.Conv2d(1, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.MaxPool2d(2)]
+        layers = [
+            nn.Conv2d(1, 16, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        ]
         self.network = nn.Sequential(*layers, nn.Flatten(), nn.Linear(32 * 3 * 3, 10))
         self.accuracy = MulticlassAccuracy(10, average="micro")
 
@@ -70,12 +77,18 @@ class Classifier(L.LightningModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--copies", type=int, default=10, help="images of each digit in each font (%(default)s)")
+    parser.add_argument(
+        "--copies", type=int, default=10, help="images of each digit in each font (%(default)s)"
+    )
     args = parser.parse_args()
     L.seed_everything(0, verbose=False)
-    fonts = [font for names in FONTS for font in sorted(Path(matplotlib.get_data_path(), "fonts/ttf").glob(names))]
+    fonts = [
+        font for names in FONTS for font in sorted(Path(matplotlib.get_data_path(), "fonts/ttf").glob(names))
+    ]
     unseen = draw_digits(fonts[::5], args.copies)
     train = draw_digits([font for font in fonts if font not in fonts[::5]], args.copies)
     trainer = L.Trainer(

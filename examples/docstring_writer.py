@@ -1,6 +1,7 @@
 """A small decoder-only transformer on bytes, and the LightningModule that trains it to write docstrings.
 
-Shapes: b = examples in a micro-batch, s = sequence length, d = model width, h = heads, e = d / h, v = vocabulary.
+Shapes: b = examples in a micro-batch, s = sequence length, d = model width, h = heads, e = d / h, v =
+vocabulary.
 """
 
 import lightning as L  # noqa: N812
@@ -79,7 +80,9 @@ class DocstringWriter(L.LightningModule):
         learning_rate: Peak of the schedule, reached after a tenth of the optimizer steps.
     """
 
-    def __init__(self, width: int = 128, num_layers: int = 4, num_heads: int = 4, learning_rate: float = 5e-3) -> None:
+    def __init__(
+        self, width: int = 128, num_layers: int = 4, num_heads: int = 4, learning_rate: float = 5e-3
+    ) -> None:
         super().__init__()
         self.learning_rate = learning_rate
         self.model = ByteTransformer(width, num_layers, num_heads)

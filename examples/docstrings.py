@@ -4,7 +4,8 @@ Every function of the library that has a docstring becomes one byte sequence of 
 
     signature and first lines of the body, START, docstring, END
 
-Only the docstring and END carry labels, so every micro-batch of every rank has its own number of label tokens.
+Only the docstring and END carry labels, so every micro-batch of every rank has its own number of label
+tokens.
 
 Shapes: b = examples in a micro-batch, s = longest sequence in it.
 """
@@ -56,7 +57,8 @@ def build_corpus(max_prompt_bytes: int, max_docstring_bytes: int) -> list[Exampl
     """Parses the whole standard library, in an order that does not depend on the machine.
 
     Args:
-        max_prompt_bytes: A body ends with the last line that fits; a function whose signature does not fit is left out.
+        max_prompt_bytes: A body ends with the last line that fits; a function whose signature does not fit
+            is left out.
         max_docstring_bytes: A function with a longer docstring is left out.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -68,7 +70,9 @@ def build_corpus(max_prompt_bytes: int, max_docstring_bytes: int) -> list[Exampl
     return corpus
 
 
-def examples_of_file(path: Path, file: str, max_prompt_bytes: int, max_docstring_bytes: int) -> Iterator[Example]:
+def examples_of_file(
+    path: Path, file: str, max_prompt_bytes: int, max_docstring_bytes: int
+) -> Iterator[Example]:
     """Yields an example for each function of one file that has a docstring; see `build_corpus` for the limits."""
     with tokenize.open(path) as opened:  # honours the file's encoding declaration
         source = opened.read()
@@ -83,7 +87,9 @@ def examples_of_file(path: Path, file: str, max_prompt_bytes: int, max_docstring
                 yield Example(file, prompt, docstring)
 
 
-def prompt_of_function(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str], max_bytes: int) -> str:
+def prompt_of_function(
+    node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str], max_bytes: int
+) -> str:
     """Returns the signature and as many whole lines of the body as fit, or "" if the signature does not fit."""
     first_statement = node.body[0]
     signature = lines[node.lineno - 1 : first_statement.lineno - 1]
@@ -123,8 +129,12 @@ class DocstringDataset(Dataset[dict[str, Tensor]]):
 
 def collate(examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Pads to the longest example of this micro-batch: `input_ids` and `labels`, both [b, s]."""
-    input_ids = pad_sequence([example["input_ids"] for example in examples], batch_first=True, padding_value=PAD)
-    labels = pad_sequence([example["labels"] for example in examples], batch_first=True, padding_value=IGNORE_INDEX)
+    input_ids = pad_sequence(
+        [example["input_ids"] for example in examples], batch_first=True, padding_value=PAD
+    )
+    labels = pad_sequence(
+        [example["labels"] for example in examples], batch_first=True, padding_value=IGNORE_INDEX
+    )
     return {"input_ids": input_ids, "labels": labels}
 
 
@@ -136,8 +146,8 @@ class DocstringData(L.LightningDataModule):
         batch_size: Examples in a micro-batch of one rank.
         max_prompt_bytes: Longest prompt, see `build_corpus`.
         max_docstring_bytes: Longest docstring, see `build_corpus`.
-        num_val_examples: Examples to validate on, a multiple of the number of ranks: Lightning's own strategies
-            repeat examples until all ranks have as many, and repeated ones would count twice.
+        num_val_examples: Examples to validate on, a multiple of the number of ranks: Lightning's own
+            strategies repeat examples until all ranks have as many, and repeated ones would count twice.
     """
 
     def __init__(

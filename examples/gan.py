@@ -4,10 +4,11 @@
     python examples/gan.py --data-parallel fsdp2     # sharded, for networks that do not fit on one device
     python examples/gan.py --epochs 30 --resume      # goes on from the newest checkpoint
 
-The module is plain Lightning: `count="samples"` tells the strategy that each loss is a mean over the rows of the batch.
-Gradients are final when the `manual_backward` with `sync_grad=True` returns. The data is a ring of radius 1, 0.05 wide.
-Each epoch ends with points of the generator in a file, and a checkpoint. At the end it prints the distance of generated
-points from the centre, and how many of the ring's eight sectors they reach.
+The module is plain Lightning: `count="samples"` tells the strategy that each loss is a mean over the rows of
+the batch. Gradients are final when the `manual_backward` with `sync_grad=True` returns. The data is a ring
+of radius 1, 0.05 wide. Each epoch ends with points of the generator in a file, and a checkpoint. At the end
+it prints the distance of generated points from the centre, and how many of the ring's eight sectors they
+reach.
 """
 
 import argparse
@@ -51,7 +52,8 @@ class Gan(L.LightningModule):
         self.generator, self.discriminator = network(NOISE, 2), network(2, 1)
 
     def setup(self, stage: str) -> None:
-        self.random = torch.Generator().manual_seed(self.global_rank)  # otherwise all ranks draw the same noise
+        # Otherwise all ranks draw the same noise.
+        self.random = torch.Generator().manual_seed(self.global_rank)
 
     def noise(self, rows: int) -> Tensor:
         return torch.randn(rows, NOISE, generator=self.random).to(self.device)
@@ -59,13 +61,23 @@ class Gan(L.LightningModule):
     def training_step(self, real: Tensor, batch_idx: int) -> None:
         generating, discriminating = self.optimizers()
         fake = self.generator(self.noise(len(real)))
-        per_epoch = {"batch_size": len(real), "on_step": False, "on_epoch": True, "sync_dist": True, "prog_bar": True}
+        per_epoch = {
+            "batch_size": len(real),
+            "on_step": False,
+            "on_epoch": True,
+            "sync_dist": True,
+            "prog_bar": True,
+        }
 
         is_last = (batch_idx + 1) % ACCUMULATE == 0 or self.trainer.is_last_batch
 
         with discriminating.toggle_model(sync_grad=is_last):
-            loss = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake.detach())).mean()
-            self.manual_backward(loss)  # not divided by ACCUMULATE: `sync_grad` makes a window, divided by its rows
+            loss = (
+                F.softplus(-self.discriminator(real)).mean()
+                + F.softplus(self.discriminator(fake.detach())).mean()
+            )
+            # Not divided by ACCUMULATE: `sync_grad` makes a window, divided by its rows.
+            self.manual_backward(loss)
         self.log("discriminator", loss, **per_epoch)
         if is_last:
             self.step(discriminating)
@@ -101,12 +113,16 @@ class Gan(L.LightningModule):
         print(f"Sectors with at least 3 % of the points: {int((share >= 0.03).sum())} of 8")
 
     def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[LRScheduler]]:
-        optimizers = [torch.optim.Adam(each.parameters(), 1e-3, betas=(0.5, 0.9)) for each in self.children()]
+        optimizers = [
+            torch.optim.Adam(each.parameters(), 1e-3, betas=(0.5, 0.9)) for each in self.children()
+        ]
         return optimizers, [torch.optim.lr_scheduler.ExponentialLR(each, 0.97) for each in optimizers]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--data-parallel", default="ddp", choices=["ddp", "fsdp2"], help="(%(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")

@@ -36,7 +36,8 @@ class Model(L.LightningModule):
         inputs, labels = batch
         loss = nn.functional.cross_entropy(self.layers(inputs), labels)
         if batch_idx == 3 and self.trainer.is_global_zero:
-            print("loss on each rank:", self.all_gather(loss.detach()))  # the mistake: a collective on one rank only
+            # The mistake: a collective on one rank only.
+            print("loss on each rank:", self.all_gather(loss.detach()))
         return {"loss": loss, "num_label_tokens": torch.tensor(labels.numel())}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -53,9 +54,15 @@ class FlightRecorder(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         for group in (dist.group.WORLD, *trainer.strategy.device_mesh.get_all_groups()):
             ranks = str(dist.get_process_group_ranks(group))
-            self.groups[group.group_name] = {"name": group.group_name, "desc": group.group_desc, "ranks": ranks}
+            self.groups[group.group_name] = {
+                "name": group.group_name,
+                "desc": group.group_desc,
+                "ranks": ranks,
+            }
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
         recorded = pickle.loads(_dump_fr_trace())
         recorded["pg_config"] = self.groups  # gloo records no names and ranks; `torchfrtrace` needs both
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -69,9 +76,14 @@ class DebugServer(L.Callback):
         self.port, self.folder = port, folder
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        os.environ.setdefault("RANK", str(trainer.global_rank))  # torchrun sets it, Lightning's own launcher does not
+        # Torchrun sets it, Lightning's own launcher does not.
+        os.environ.setdefault("RANK", str(trainer.global_rank))
         start_debug_server(
-            self.port, start_method="spawn", dump_dir=str(self.folder), dump_interval=2, enabled_dumps={"stacks"}
+            self.port,
+            start_method="spawn",
+            dump_dir=str(self.folder),
+            dump_interval=2,
+            enabled_dumps={"stacks"},
         )
 
 
@@ -97,10 +109,18 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--timeout", type=float, default=10, help="seconds that a collective may wait (%(default)s)")
-    parser.add_argument("--flight-recorder", action="store_true", help="write what was recorded, on an exception")
-    parser.add_argument("--debug-server", type=int, metavar="PORT", help="start torch's debug server; 0: any free port")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=10, help="seconds that a collective may wait (%(default)s)"
+    )
+    parser.add_argument(
+        "--flight-recorder", action="store_true", help="write what was recorded, on an exception"
+    )
+    parser.add_argument(
+        "--debug-server", type=int, metavar="PORT", help="start torch's debug server; 0: any free port"
+    )
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/hang"), help="(%(default)s)")
     return parser.parse_args()
 

@@ -1,12 +1,13 @@
 """Fine-tunes a Hugging Face model, keeps the checkpoint with the best perplexity, and exports it for `from_pretrained`.
 
     python examples/hugging_face.py                                        # a small Llama with random weights
-    python examples/hugging_face.py --model outputs/hugging_face/model --lora 8  # adapters on what that has exported
+    python examples/hugging_face.py --model outputs/hugging_face/model --lora 8  # adapters on what that has
+    exported
 
-The loss is the model's own: `label_shift=1` says that it drops the first label of each row. At the end the export is
-loaded in one process, without this package, and its perplexity is printed beside the one that the ranks computed. The
-data is made here: names of the standard library are prompts, their docstrings answers, byte by byte.
-`finetune_smollm2.py` trains real weights.
+The loss is the model's own: `label_shift=1` says that it drops the first label of each row. At the end the
+export is loaded in one process, without this package, and its perplexity is printed beside the one that the
+ranks computed. The data is made here: names of the standard library are prompts, their docstrings answers,
+byte by byte. `finetune_smollm2.py` trains real weights.
 """
 
 import argparse
@@ -30,7 +31,17 @@ from transformers import get_cosine_schedule_with_warmup as cosine_schedule
 from lightning_automodel import AutomodelStrategy, EvaluationLoss, StepMonitor
 from lightning_automodel.checkpoint import export_hugging_face
 
-MODULES = ("argparse", "asyncio", "datetime", "email.message", "http.client", "inspect", "logging", "os", "random")
+MODULES = (
+    "argparse",
+    "asyncio",
+    "datetime",
+    "email.message",
+    "http.client",
+    "inspect",
+    "logging",
+    "os",
+    "random",
+)
 Row = dict[str, Tensor]  # input_ids and labels, both [s]
 
 
@@ -39,10 +50,15 @@ def rows() -> list[Row]:
     found = []
     for module in map(importlib.import_module, MODULES):
         for name, member in inspect.getmembers(module, callable):
-            prompt, answer = f"{module.__name__}.{name}: ".encode(), (inspect.getdoc(member) or "").encode()[:200]
+            prompt, answer = (
+                f"{module.__name__}.{name}: ".encode(),
+                (inspect.getdoc(member) or "").encode()[:200],
+            )
             if answer:
                 ids = torch.tensor(list(prompt + answer))
-                found.append({"input_ids": ids, "labels": ids.masked_fill(torch.arange(len(ids)) < len(prompt), -100)})
+                found.append(
+                    {"input_ids": ids, "labels": ids.masked_fill(torch.arange(len(ids)) < len(prompt), -100)}
+                )
     return found
 
 
@@ -90,15 +106,21 @@ def perplexity_alone(model: PreTrainedModel | PeftModel, held_back: list[Row]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, help="folder of the model to start from")
-    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train only adapters, of this rank")
+    parser.add_argument(
+        "--lora", type=int, default=0, metavar="RANK", help="train only adapters, of this rank"
+    )
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--rows", type=int, help="of the data; by default all")
     parser.add_argument("--output", type=Path, help="folder of the export, which is replaced")
     args = parser.parse_args()
     if args.lora and args.model is None:
-        parser.error("--lora needs --model: an export of adapters holds no base model, and a random one is lost")
+        parser.error(
+            "--lora needs --model: an export of adapters holds no base model, and a random one is lost"
+        )
     args.output = args.output or Path("outputs/hugging_face", "adapter" if args.lora else "model")
     shutil.rmtree(args.output, ignore_errors=True)  # an export replaces nothing
     L.seed_everything(0, verbose=False)
@@ -122,7 +144,8 @@ def main() -> None:
     loader = DataLoader(held_back, batch_size=4, collate_fn=padded)
     trainer.fit(module, DataLoader(train, batch_size=4, shuffle=True, collate_fn=padded), loader)
     trainer.validate(module, loader, ckpt_path="best")
-    # On every rank: each holds a part. A tokenizer goes into the same folder, by its save_pretrained on rank 0.
+    # On every rank: each holds a part. A tokenizer goes into the same folder, by its save_pretrained on rank
+    # 0.
     export_hugging_face(module, args.output, adapter_only=bool(args.lora))
     if trainer.is_global_zero:
         alone = PeftModel.from_pretrained(load(args.model), args.output) if args.lora else load(args.output)

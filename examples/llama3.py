@@ -13,8 +13,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lightning_automodel import token_loss
 
 SHAPES = {
-    "8b": {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32},
-    "70b": {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28_672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
 }
 LENGTH = 8192
 
@@ -24,8 +34,15 @@ class Llama3(L.LightningModule):
 
     def __init__(self, shape: str) -> None:
         super().__init__()
-        others = {"num_key_value_heads": 8, "vocab_size": 128_256, "rope_theta": 500_000.0, "use_cache": False}
-        config = LlamaConfig(**SHAPES[shape], **others, max_position_embeddings=LENGTH, attn_implementation="sdpa")
+        others = {
+            "num_key_value_heads": 8,
+            "vocab_size": 128_256,
+            "rope_theta": 500_000.0,
+            "use_cache": False,
+        }
+        config = LlamaConfig(
+            **SHAPES[shape], **others, max_position_embeddings=LENGTH, attn_implementation="sdpa"
+        )
         self.model = LlamaForCausalLM(config)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:

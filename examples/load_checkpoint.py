@@ -3,9 +3,9 @@
     python examples/finetune_docstrings.py                                           # trains and saves
     python examples/load_checkpoint.py outputs/finetune_docstrings/step=120.ckpt
 
-A checkpoint of a sharded model is a directory. `torch.distributed.checkpoint` fills a model from it in place; its
-README.txt says what else can be done with it. The printed loss is on the held-back functions, and equals the one that
-the training has printed.
+A checkpoint of a sharded model is a directory. `torch.distributed.checkpoint` fills a model from it in
+place; its README.txt says what else can be done with it. The printed loss is on the held-back functions, and
+equals the one that the training has printed.
 """
 
 import argparse
@@ -20,7 +20,9 @@ from docstrings import DocstringData
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path)
     args = parser.parse_args()
 

@@ -1,13 +1,13 @@
 """Fine-tunes SmolLM2-135M-Instruct on whole files of the standard library, at lengths that would not fit otherwise.
 
-    python examples/long_context.py
-    python examples/long_context.py --length 8192 --max-steps 2
-    python examples/long_context.py --plain  # for comparison: a sequence for each rank, without the three things below
+    python examples/long_context.py python examples/long_context.py --length 8192 --max-steps 2 python
+    examples/long_context.py --plain  # for comparison: a sequence for each rank, without the three things
+    below
 
-Three things make the sequences fit. Two ranks share each sequence and hold a slice of it (`context_parallel_size=2`);
-the loss never holds all logits (`token_loss`); and the activations of each block are computed again in the backward
-(`activation_checkpointing=True`). The gradients equal those of one process that holds the whole sequence. At the end it
-prints the peak memory of a rank.
+Three things make the sequences fit. Two ranks share each sequence and hold a slice of it
+(`context_parallel_size=2`); the loss never holds all logits (`token_loss`); and the activations of each
+block are computed again in the backward (`activation_checkpointing=True`). The gradients equal those of one
+process that holds the whole sequence. At the end it prints the peak memory of a rank.
 """
 
 import argparse
@@ -48,10 +48,13 @@ class SourceFiles(L.LightningDataModule):
         tokenizer = load_tokenizer(self.cache_dir)
         library = Path(sysconfig.get_paths()["stdlib"])
         paths = [path for folder in FOLDERS for path in sorted((library / folder).glob("*.py"))]
-        long = [path for path in paths if path.stat().st_size > 5 * self.length]  # encoding the short ones takes time
+        # Encoding the short ones takes time.
+        long = [path for path in paths if path.stat().st_size > 5 * self.length]
         self.files = [
             torch.tensor(tokens[: self.length + 1])
-            for tokens in tokenizer([path.read_text(encoding="utf-8") for path in long], verbose=False)["input_ids"]
+            for tokens in tokenizer([path.read_text(encoding="utf-8") for path in long], verbose=False)[
+                "input_ids"
+            ]
             if len(tokens) > self.length
         ]
 
@@ -86,7 +89,10 @@ class LongContextModel(L.LightningModule):
         labels = batch.pop("labels")
         if self.keeps_logits:
             logits = self.model(**batch, use_cache=False).logits
-            loss, n = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"), (labels >= 0).sum()
+            loss, n = (
+                F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"),
+                (labels >= 0).sum(),
+            )
         else:
             hidden = self.model.model(**batch, use_cache=False).last_hidden_state
             loss, n = token_loss(hidden, self.model.lm_head, labels)
@@ -108,7 +114,8 @@ class Progress(L.Callback):
             seconds = time.perf_counter() - self.started
             tokens = int(step.num_label_tokens)
             print(
-                f"Step {trainer.global_step}: loss {float(step.loss):.3f}, {tokens:,} tokens, {seconds:.0f} s",
+                f"Step {trainer.global_step}: loss {float(step.loss):.3f}, {tokens:,} tokens, {seconds:.0f}"
+                " s",
                 flush=True,
             )
 
@@ -144,12 +151,20 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence, at most 8192 (%(default)s)")
-    parser.add_argument("--plain", action="store_true", help="without the three things, to see what they save")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--length", type=int, default=4096, help="tokens of a sequence, at most 8192 (%(default)s)"
+    )
+    parser.add_argument(
+        "--plain", action="store_true", help="without the three things, to see what they save"
+    )
     parser.add_argument("--devices", type=int, default=2, help="CPU processes (%(default)s)")
     parser.add_argument("--max-steps", type=int, default=4, help="optimizer steps (%(default)s)")
-    parser.add_argument("--output-dir", type=Path, default=Path("outputs/finetune_smollm2"), help="(%(default)s)")
+    parser.add_argument(
+        "--output-dir", type=Path, default=Path("outputs/finetune_smollm2"), help="(%(default)s)"
+    )
     return parser.parse_args()
 
 

@@ -1,11 +1,11 @@
 """Trains a tiny Qwen3 mixture of experts to write docstrings, its experts spread over two or four CPU processes.
 
-    python examples/mixture_of_experts.py
-    python examples/mixture_of_experts.py --ranks 4 --expert-parallel-size 2  # two copies of each expert, on two ranks
+    python examples/mixture_of_experts.py python examples/mixture_of_experts.py --ranks 4
+    --expert-parallel-size 2  # two copies of each expert, on two ranks
 
-Each rank holds some of the experts, and each layer sends the tokens of all ranks to them: nothing in the model's code
-says so, since Hugging Face's models have a plan for it. At the end the first steps are repeated and compared with one
-process, which holds all experts and takes each window as one batch.
+Each rank holds some of the experts, and each layer sends the tokens of all ranks to them: nothing in the
+model's code says so, since Hugging Face's models have a plan for it. At the end the first steps are repeated
+and compared with one process, which holds all experts and takes each window as one batch.
 """
 
 import argparse
@@ -52,17 +52,26 @@ class MixtureWriter(Writer):
         return logits
 
 
-def compare_first_steps(size: int, dataset: DocstringDataset, num_ranks: int, num_steps: int, rank: int) -> None:
+def compare_first_steps(
+    size: int, dataset: DocstringDataset, num_ranks: int, num_steps: int, rank: int
+) -> None:
     """Train a few steps on the strategy and in one process, and print how far apart they are."""
     writer = MixtureWriter(num_steps)
     start = whole(writer.parameters())
     windows = draw_windows(0, num_steps, len(dataset), num_ranks)
     expected = train_alone(deepcopy(writer), dataset, windows)
-    measured = train(AutomodelStrategy(expert_parallel_size=size), writer, dataset, windows, rank, measure=True)
+    measured = train(
+        AutomodelStrategy(expert_parallel_size=size), writer, dataset, windows, rank, measure=True
+    )
     if rank == 0:
-        print(f"The first {num_steps} steps once more, against one process that takes each window as one batch")
+        print(
+            f"The first {num_steps} steps once more, against one process that takes each window as one batch"
+        )
         print(f"  gradients off by {max(measured.errors):.5%}")
-        print(f"  weights off by   {relative_distance(measured.weights - start, expected - start):.5%} of their way")
+        print(
+            f"  weights off by   {relative_distance(measured.weights - start, expected - start):.5%} of"
+            " their way"
+        )
 
 
 def main() -> None:
@@ -95,7 +104,10 @@ def main() -> None:
     [after] = trainer.validate(writer, data, verbose=False)
     if trainer.is_global_zero:
         busiest = monitor.history[-1]["train/busiest_expert_rank"]
-        print(f"{in_all:,} parameters, {in_experts:,} of them in experts, of which each rank computes 1 / {size}")
+        print(
+            f"{in_all:,} parameters, {in_experts:,} of them in experts, of which each rank computes 1 /"
+            f" {size}"
+        )
         print(f"The busiest rank computes {busiest:.2f} times the mean of tokens")
         print(f"Loss on {len(data.val_set)} held-back functions, nats a byte")
         print(f"  step 0    {before['val/loss']:.3f}")
@@ -104,9 +116,13 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2, help="processes (%(default)s)")
-    parser.add_argument("--expert-parallel-size", type=int, help="ranks that each hold other experts (all of them)")
+    parser.add_argument(
+        "--expert-parallel-size", type=int, help="ranks that each hold other experts (all of them)"
+    )
     parser.add_argument("--max-steps", type=int, default=60, help="optimizer steps (%(default)s)")
     return parser.parse_args()
 

@@ -3,8 +3,8 @@
     python examples/muon.py
     python examples/muon.py --optimizer-step shards  # what torch's Muon computes of shards: another function
 
-Muon orthogonalises whole matrices, and FSDP2 gives each rank a part of each. The strategy finds that out before the
-first batch; then each matrix has one rank as its owner, which steps the whole of it.
+Muon orthogonalises whole matrices, and FSDP2 gives each rank a part of each. The strategy finds that out
+before the first batch; then each matrix has one rank as its owner, which steps the whole of it.
 """
 
 import argparse
@@ -72,9 +72,13 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--max-steps", type=int, default=60, help="optimizer steps (%(default)s)")
-    parser.add_argument("--optimizer-step", choices=["auto", "shards", "whole"], default="auto", help="(%(default)s)")
+    parser.add_argument(
+        "--optimizer-step", choices=["auto", "shards", "whole"], default="auto", help="(%(default)s)"
+    )
     return parser.parse_args()
 
 

@@ -10,7 +10,8 @@ from torch import nn
 class MuonAndAdamW(torch.optim.Optimizer):
     """`torch.optim.Muon` and `torch.optim.AdamW` in one: Muon's group of parameters comes first.
 
-    State and groups are this optimizer's alone, so that schedulers, checkpoints and the strategy see one optimizer.
+    State and groups are this optimizer's alone, so that schedulers, checkpoints and the strategy see one
+    optimizer.
 
     Args:
         matrices: For Muon: weights of layers within the model, not of embeddings or the head.

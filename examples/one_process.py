@@ -1,7 +1,8 @@
 """How far a training under a strategy is from the same training in one process, in gradients and in weights.
 
-"The truth" is a plain PyTorch loop in one process, which takes all micro-batches of all ranks of a window as one batch.
-Both start from the same weights, see the same windows in the same order, and minimise the usual mean cross-entropy.
+"The truth" is a plain PyTorch loop in one process, which takes all micro-batches of all ranks of a window as
+one batch. Both start from the same weights, see the same windows in the same order, and minimise the usual
+mean cross-entropy.
 """
 
 from collections.abc import Iterable
@@ -39,7 +40,9 @@ class Writer(DocstringWriter):
 
     def configure_model(self) -> None:
         # ModelParallelStrategy leaves the sharding to its users.
-        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.model, FSDPModule):
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(
+            self.model, FSDPModule
+        ):
             for unit in (*self.model.blocks, self.model):
                 fully_shard(unit, mesh=self.device_mesh["data_parallel"])
 
@@ -57,7 +60,9 @@ def draw_windows(seed: int, num_steps: int, num_examples: int, num_ranks: int = 
 
 def whole(tensors: Iterable[Tensor]) -> Tensor:
     """Returns all `tensors` as one vector. A collective if they are sharded."""
-    return torch.cat([(t.full_tensor() if isinstance(t, DTensor) else t).detach().flatten() for t in tensors])
+    return torch.cat(
+        [(t.full_tensor() if isinstance(t, DTensor) else t).detach().flatten() for t in tensors]
+    )
 
 
 def relative_distance(found: Tensor, expected: Tensor) -> float:
@@ -86,8 +91,8 @@ class Measure(L.Callback):
     """Compares gradients with the truth's in as many steps as there are windows, and keeps the trained weights.
 
     Attributes:
-        errors: On rank 0, |g - g*| / |g*| by step: g is the whole gradient just before the optimizer step, and g* the
-            truth's at the same weights.
+        errors: On rank 0, |g - g*| / |g*| by step: g is the whole gradient just before the optimizer step,
+            and g* the truth's at the same weights.
         weights: All weights when training has ended.
     """
 
@@ -115,7 +120,12 @@ class Measure(L.Callback):
 
 
 def train(
-    strategy: Strategy | str, writer: Writer, dataset: DocstringDataset, windows: Tensor, rank: int, measure: bool
+    strategy: Strategy | str,
+    writer: Writer,
+    dataset: DocstringDataset,
+    windows: Tensor,
+    rank: int,
+    measure: bool,
 ) -> Measure:
     """Trains under a strategy, every rank on its share of the windows; measures errors if `measure` is true."""
     measured = Measure(deepcopy(writer), dataset, windows if measure else [])

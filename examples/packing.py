@@ -2,11 +2,12 @@
 
     python examples/packing.py
 
-`Packer` is a `collate_fn` for Hugging Face causal language models, whose labels are not shifted. Three things keep the
-documents of a row apart:
+`Packer` is a `collate_fn` for Hugging Face causal language models, whose labels are not shifted. Three
+things keep the documents of a row apart:
 
 - position ids start at 0 for each, from which transformers makes block-diagonal masks. It does so only with
-  `use_cache=False` and without an `attention_mask`: otherwise documents attend to those before them, silently;
+  `use_cache=False` and without an `attention_mask`: otherwise documents attend to those before them,
+  silently;
 - the first label of each is -100: no document's end predicts the beginning of the next;
 - so the label tokens are the same as without packing, and `label_shift=1` counts them as usual.
 
@@ -48,7 +49,9 @@ class Packer:
         rows: list[list[Document]] = []
         for document in sorted(documents, key=size, reverse=True):
             if size(document) > self.length:
-                raise ValueError(f"A document of {size(document)} tokens does not fit into rows of {self.length}.")
+                raise ValueError(
+                    f"A document of {size(document)} tokens does not fit into rows of {self.length}."
+                )
             row = next((row for row in rows if sum(map(size, row)) + size(document) <= self.length), None)
             if row is None:
                 rows.append(row := [])
@@ -99,7 +102,9 @@ def padded(documents: Sequence[Document]) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    documents = [document_of(example) for example in build_corpus(max_prompt_bytes=512, max_docstring_bytes=1024)]
+    documents = [
+        document_of(example) for example in build_corpus(max_prompt_bytes=512, max_docstring_bytes=1024)
+    ]
     num_tokens = sum(map(size, documents))
     print(f"{len(documents):,} documents of {num_tokens:,} tokens, 32 a batch")
     for name, collate in (("one a row", padded), ("packed into rows of 2,048", Packer(2048))):

@@ -4,9 +4,9 @@
     python examples/preemption.py                  # the same job again: it resumes from the newest checkpoint
     python examples/preemption.py --output-dir outputs/undisturbed  # for comparison: the same weights
 
-SIGTERM to any rank stops all ranks after the same step, a moment later. They save nothing then: `ModelCheckpoint` has
-saved every fifth step. `ckpt_path="last"` finds the newest checkpoint, if there is one. At the end it prints a checksum
-of the weights.
+SIGTERM to any rank stops all ranks after the same step, a moment later. They save nothing then:
+`ModelCheckpoint` has saved every fifth step. `ckpt_path="last"` finds the newest checkpoint, if there is
+one. At the end it prints a checksum of the weights.
 """
 
 import argparse
@@ -46,7 +46,9 @@ class Scheduler(L.Callback):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preempt-at", type=int, metavar="STEP", help="stop after this step, by SIGTERM")
     parser.add_argument("--max-steps", type=int, default=40)
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/preemption"))

@@ -32,8 +32,8 @@ class Summary(L.Callback):
         if trainer.is_global_zero:
             num_parameters = sum(parameter.numel() for parameter in pl_module.parameters())
             print(
-                f"Training {num_parameters:,} parameters on {len(trainer.datamodule.train_set):,} functions of the"
-                f" standard library: {trainer.world_size} ranks, {type(trainer.strategy).__name__}",
+                f"Training {num_parameters:,} parameters on {len(trainer.datamodule.train_set):,} functions"
+                f" of the standard library: {trainer.world_size} ranks, {type(trainer.strategy).__name__}",
                 flush=True,
             )
 
@@ -70,7 +70,10 @@ def compare_first_steps(dataset: DocstringDataset, rank: int) -> FirstSteps:
         name: (median(each.errors), relative_distance(each.weights - start, truth - start))
         for name, each in found.items()
     }
-    print(f"\nThe first {COMPARED_STEPS} steps once more, against one process that takes each window as one batch")
+    print(
+        f"\nThe first {COMPARED_STEPS} steps once more, against one process that takes each window as one"
+        " batch"
+    )
     print(f"  {NUM_RANKS} ranks".ljust(25), "gradients off by".rjust(17), "weights off by".rjust(17))
     for name, (gradients, weights) in first_steps.items():
         print(f"  {name:<23} {percent(gradients):>17} {percent(weights):>17}")
@@ -88,7 +91,9 @@ def draw_picture(
     """Draws the loss by step, and beside it how far the first steps are from one process."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", width_ratios=[3, 2])
     steps = [step for step in history if "train/loss" in step]  # none under Lightning's own strategies
-    left.plot([step["step"] for step in steps], [step["train/loss"] for step in steps], alpha=0.5, label="training")
+    left.plot(
+        [step["step"] for step in steps], [step["train/loss"] for step in steps], alpha=0.5, label="training"
+    )
     left.plot(list(val_losses), list(val_losses.values()), "o-", label="held-back files")
     left.set(title="Loss", xlabel="optimizer step", ylabel="nats a byte")
     left.legend()

@@ -35,8 +35,8 @@ INSTRUCTION = "Write the docstring of this Python function."
 def unpacked(cache_dir: Path) -> Path:
     """Returns a folder of `cache_dir` with the model in float32 and its tokenizer, which load in a second.
 
-    Unpacking the GGUF file takes half a minute, so the first rank of each node does it for all. If there is a process
-    group, every rank must call this.
+    Unpacking the GGUF file takes half a minute, so the first rank of each node does it for all. If there is
+    a process group, every rank must call this.
     """
     folder = cache_dir / GGUF_FILE.removesuffix(".gguf")
     with FirstRankPerNode() as is_first:
@@ -96,7 +96,9 @@ class ChatDataset(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         example = self.examples[index]
         question = encode_question(self.tokenizer, example.prompt)
-        answer = self.tokenizer.encode(example.docstring + self.tokenizer.eos_token, add_special_tokens=False)
+        answer = self.tokenizer.encode(
+            example.docstring + self.tokenizer.eos_token, add_special_tokens=False
+        )
         labels = [IGNORE_INDEX] * len(question) + answer
         return {"input_ids": torch.tensor(question + answer), "labels": torch.tensor(labels)}
 

@@ -4,16 +4,17 @@
     python examples/why_token_weighting.py --quick  # one seed and few steps, to see that it works
     python examples/why_token_weighting.py --mixed  # answers of one to 512 bytes, as chats have
 
-The model writes docstrings of the standard library; only their bytes carry labels, the prompts carry none. Two ranks
-accumulate four micro-batches of one function each. The truth is a plain PyTorch loop in one process that takes all
-eight functions of such a window as one batch. All ways start from the same weights, see the same windows in the same
-order, and minimise the usual mean cross-entropy.
+The model writes docstrings of the standard library; only their bytes carry labels, the prompts carry none.
+Two ranks accumulate four micro-batches of one function each. The truth is a plain PyTorch loop in one
+process that takes all eight functions of such a window as one batch. All ways start from the same weights,
+see the same windows in the same order, and minimise the usual mean cross-entropy.
 
-The gradient error of a step is |g - g*| / |g*|, measured for the first seed. g is the whole gradient just before the
-optimizer step, and g* the truth's *at the same weights*, so it is the error of one step without those of earlier steps.
-Where all micro-batches hold equally many labels, a mean of means is the token mean, and all ways agree
-(`tests/trainer/test_exactness_negative.py`). With `--mixed` each docstring ends after a part of it, short ones being as
-likely as long ones: the more the numbers of labels differ, the more it matters.
+The gradient error of a step is |g - g*| / |g*|, measured for the first seed. g is the whole gradient just
+before the optimizer step, and g* the truth's *at the same weights*, so it is the error of one step without
+those of earlier steps. Where all micro-batches hold equally many labels, a mean of means is the token mean,
+and all ways agree (`tests/trainer/test_exactness_negative.py`). With `--mixed` each docstring ends after a
+part of it, short ones being as likely as long ones: the more the numbers of labels differ, the more it
+matters.
 """
 
 import argparse
@@ -43,13 +44,22 @@ matplotlib.use("Agg")  # no display is needed
 import matplotlib.pyplot as plt
 
 SIZE = {"width": 64, "num_layers": 2}
-DDP, FSDP2, OURS, TRUTH = "Lightning DDPStrategy", "Lightning ModelParallelStrategy", "AutomodelStrategy", "the truth"
+DDP, FSDP2, OURS, TRUTH = (
+    "Lightning DDPStrategy",
+    "Lightning ModelParallelStrategy",
+    "AutomodelStrategy",
+    "the truth",
+)
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     DDP: DDPStrategy,
     FSDP2: partial(ModelParallelStrategy, data_parallel_size=NUM_RANKS, tensor_parallel_size=1),
     OURS: AutomodelStrategy,
 }
-COLORS = {DDP: "#D55E00", FSDP2: "#D55E00", OURS: "#0072B2"}  # vermillion and blue: no colour vision mixes them up
+COLORS = {
+    DDP: "#D55E00",
+    FSDP2: "#D55E00",
+    OURS: "#0072B2",
+}  # vermillion and blue: no colour vision mixes them up
 
 
 def cut(dataset: DocstringDataset) -> None:
@@ -71,7 +81,9 @@ def train_rank(rank: int, folder: Path, data: DocstringData, num_seeds: int, num
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)  # tells Lightning that the ranks have been started
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting_point", rank=rank, world_size=NUM_RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting_point", rank=rank, world_size=NUM_RANKS
+    )
     errors: dict[str, list[float]] = {}
     weights: dict[str, list[Tensor]] = {name: [] for name in STRATEGIES}
     for seed in range(num_seeds):
@@ -104,7 +116,9 @@ def draw_picture(errors: dict[str, list[float]], excess: dict[str, list[float]],
     """Draws the gradient errors by step, and by seed the validation losses minus the truth's."""
     plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained", width_ratios=[3, 2])
-    figure.suptitle("Same model, same data, same windows: which gradient is that of one big batch?", weight="bold")
+    figure.suptitle(
+        "Same model, same data, same windows: which gradient is that of one big batch?", weight="bold"
+    )
     for place, name in enumerate(STRATEGIES):
         color, steps = COLORS[name], range(1, len(errors[name]) + 1)
         # Lightning's two curves overlap: a thin dashed line on a thick one shows both.
@@ -116,10 +130,15 @@ def draw_picture(errors: dict[str, list[float]], excess: dict[str, list[float]],
         DDP: f"{DDP} (solid) and\n{FSDP2} (dashed): median {{:.0%}}",
         OURS: f"{OURS}: median {{:.5%}}, float32 rounding",
     }.items():
-        left.text(1, max(errors[name]) * 2, text.format(median(errors[name])), color=COLORS[name], weight="bold")
+        left.text(
+            1, max(errors[name]) * 2, text.format(median(errors[name])), color=COLORS[name], weight="bold"
+        )
     left.set(title="Gradient error, |g - g*| / |g*|", xlabel="optimizer step", ylim=(1e-8, 100))
     left.grid(axis="y", alpha=0.3)
-    right.set(title="Final validation loss above that of\none big batch: seeds and their mean", ylabel="nats per byte")
+    right.set(
+        title="Final validation loss above that of\none big batch: seeds and their mean",
+        ylabel="nats per byte",
+    )
     right.axhline(0, color="black", linewidth=1, zorder=0)
     right.set_xticks(range(3), ["Lightning\nDDP", "Lightning\nFSDP2", "Automodel-\nStrategy"])
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +154,9 @@ def main() -> None:
         cut(data.train_set)
         cut(data.val_set)
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(train_rank, (Path(folder), data, args.seeds, args.steps), nprocs=NUM_RANKS)
+        torch.multiprocessing.spawn(
+            train_rank, (Path(folder), data, args.seeds, args.steps), nprocs=NUM_RANKS
+        )
         errors, weights = torch.load(Path(folder) / "results.pt")
     weights[TRUTH] = []
     for seed in range(args.seeds):
@@ -143,8 +164,14 @@ def main() -> None:
         weights[TRUTH].append(train_alone(writer, data.train_set, windows))
 
     losses = {name: [validation_loss(one, data.val_set) for one in weights[name]] for name in weights}
-    excess = {name: [loss - truth for loss, truth in zip(losses[name], losses[TRUTH], strict=True)] for name in weights}
-    print("| trained by | gradient error, median | largest | weights' distance | validation loss | less the truth's |")
+    excess = {
+        name: [loss - truth for loss, truth in zip(losses[name], losses[TRUTH], strict=True)]
+        for name in weights
+    }
+    print(
+        "| trained by | gradient error, median | largest | weights' distance | validation loss | less the"
+        " truth's |"
+    )
     print("|---|---|---|---|---|---|")
     for name in weights:
         steps = errors.get(name, [0.0])
@@ -156,11 +183,19 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=5, help="of weights and data order (%(default)s)")
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps of each training (%(default)s)")
-    parser.add_argument("--output", type=Path, default=Path("outputs/why_token_weighting.png"), help="(%(default)s)")
-    parser.add_argument("--mixed", action="store_true", help="end docstrings anywhere, so that many are short")
+    parser.add_argument(
+        "--steps", type=int, default=60, help="optimizer steps of each training (%(default)s)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("outputs/why_token_weighting.png"), help="(%(default)s)"
+    )
+    parser.add_argument(
+        "--mixed", action="store_true", help="end docstrings anywhere, so that many are short"
+    )
     parser.add_argument("--quick", action="store_true", help="the same as --seeds 1 --steps 4")
     args = parser.parse_args()
     return argparse.Namespace(**vars(args) | {"seeds": 1, "steps": 4}) if args.quick else args

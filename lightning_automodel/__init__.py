@@ -4,11 +4,18 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_automodel.internals.release_probe import importing_private_names
 
-with importing_private_names():  # first, so that its error is the one for a release that is too old or too new
+# First, so that its error is the one for a release that is too old or too new.
+with importing_private_names():
     import lightning_automodel.internals.lightning
     import lightning_automodel.internals.torch  # noqa: F401
 
-from lightning_automodel.callbacks import EvaluationLoss, ExactnessCheck, ModelExport, StepMonitor, TrainingReport
+from lightning_automodel.callbacks import (
+    EvaluationLoss,
+    ExactnessCheck,
+    ModelExport,
+    StepMonitor,
+    TrainingReport,
+)
 from lightning_automodel.context_parallel.attention import context_parallel_attention
 from lightning_automodel.data.eval_shard import dp_eval_sample_shard
 from lightning_automodel.distributed.collectives import barrier_and_log

@@ -12,7 +12,13 @@ from lightning_automodel.context_parallel.hugging_face import outermost_hugging_
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.distributed.mesh import DATA, REPLICATE, SHARD
 from lightning_automodel.gradients.loss_weights import FirstLooks
-from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting, count_samples, has_count
+from lightning_automodel.gradients.token_loss import (
+    Count,
+    StepReport,
+    TokenWeighting,
+    count_samples,
+    has_count,
+)
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.sharding.memory import GRADIENTS, PARAMETERS
 from lightning_automodel.sharding.precision import HALF
@@ -36,14 +42,14 @@ class Advice:
         """Warn about a loss [] or a count in half precision, which is rounded before the loss is weighed."""
         if loss.dtype in HALF:
             self.say_once(
-                f"training_step returned a {loss.dtype} loss, which is rounded before it is weighed: compute the loss"
-                " in float32 (logits.float()) for exact gradients."
+                f"training_step returned a {loss.dtype} loss, which is rounded before it is weighed: compute"
+                " the loss in float32 (logits.float()) for exact gradients."
             )
         if isinstance(count, Tensor) and count.dtype in HALF:
             limit = 2048 if count.dtype == torch.float16 else 256
             self.say_once(
-                f"The number of label tokens is a {count.dtype} tensor, which rounds numbers above {limit}: count in"
-                " integers or float32 (mask.sum(dtype=torch.float32)) for exact gradients."
+                f"The number of label tokens is a {count.dtype} tensor, which rounds numbers above {limit}:"
+                " count in integers or float32 (mask.sum(dtype=torch.float32)) for exact gradients."
             )
 
     def about_loss(
@@ -65,9 +71,9 @@ class Advice:
         halves = [p.dtype for p in module.parameters() if p.requires_grad and p.dtype in HALF]
         if halves and precision.endswith("-mixed"):
             self.say_once(
-                f"precision={precision!r} updates parameters in their own dtype, and {len(halves)} trainable ones are"
-                f" {halves[0]}: small updates are lost. Load the model in float32 (model.float()), or pass"
-                " precision='bf16-true' or '16-true' if that is intended."
+                f"precision={precision!r} updates parameters in their own dtype, and {len(halves)} trainable"
+                f" ones are {halves[0]}: small updates are lost. Load the model in float32 (model.float()),"
+                " or pass precision='bf16-true' or '16-true' if that is intended."
             )
 
     def about_deferral(self, described: Mapping[str, Any]) -> None:
@@ -75,34 +81,40 @@ class Advice:
         reason = described.get("defer_fsdp_grad_sync_reason", "")
         if reason.startswith("auto: ") and not described["defer_fsdp_grad_sync"]:
             self.say_once(
-                "Gradients are reduced after each micro-batch, since those of a window may not fit unsharded:"
-                f" {reason.removeprefix('auto: ')}. The result is the same, but more is sent. Pass"
-                " defer_fsdp_grad_sync=True if they do fit, or False to expect this. With replicas, 'all_reduce' needs"
-                " no more memory and sends less."
+                "Gradients are reduced after each micro-batch, since those of a window may not fit"
+                f" unsharded: {reason.removeprefix('auto: ')}. The result is the same, but more is sent."
+                " Pass defer_fsdp_grad_sync=True if they do fit, or False to expect this. With replicas,"
+                " 'all_reduce' needs no more memory and sends less."
             )
 
     def about_backward_hooks(self, module: nn.Module, divisor: int, counts_ahead: bool) -> None:
         """Name hooks of the user that see gradients which are not yet those of the window's mean."""
-        hooked = [f"module {name}" for name, each in module.named_modules() if torch_internals.has_backward_hooks(each)]
+        hooked = [
+            f"module {name}"
+            for name, each in module.named_modules()
+            if torch_internals.has_backward_hooks(each)
+        ]
         # Hooks of the user on shards are refused at set-up. Those that are there now are of the engine.
         whole = {name: each for name, each in module.named_parameters() if not isinstance(each, DTensor)}
-        hooked += [f"parameter {name}" for name, each in whole.items() if torch_internals.has_gradient_hook(each)]
+        hooked += [
+            f"parameter {name}" for name, each in whole.items() if torch_internals.has_gradient_hook(each)
+        ]
         if not hooked or (counts_ahead and divisor == 1):
             return
         found = f"{len(hooked)} modules or parameters have backward hooks ({', '.join(hooked[:3])})."
         linear = "A hook that only looks, or that multiplies by a constant, is right."
         if counts_ahead:
             self.say_once(
-                f"{found} They see {divisor} times the gradient of the window's mean loss, which is then averaged over"
-                f" {divisor} ranks. {linear} Let any other, as one that clips or normalises, compute {divisor} * f(g /"
-                f" {divisor}) for its f(g)."
+                f"{found} They see {divisor} times the gradient of the window's mean loss, which is then"
+                f" averaged over {divisor} ranks. {linear} Let any other, as one that clips or normalises,"
+                f" compute {divisor} * f(g / {divisor}) for its f(g)."
             )
         else:
             self.say_once(
-                f"{found} They see the gradient of a micro-batch's sum of losses, which is divided by the counts of the"
-                f" window after the last backward. {linear} For any other, as one that clips or normalises, pass"
-                f" count_window_ahead=True, and let it compute {divisor} * f(g / {divisor}) for its f(g): trainer"
-                ".strategy.describe()['gradient_divisor'] has this number."
+                f"{found} They see the gradient of a micro-batch's sum of losses, which is divided by the"
+                f" counts of the window after the last backward. {linear} For any other, as one that clips"
+                f" or normalises, pass count_window_ahead=True, and let it compute {divisor} * f(g /"
+                f" {divisor}) for its f(g): trainer.strategy.describe()['gradient_divisor'] has this number."
             )
 
     def about_count(self, module: nn.Module, weighting: TokenWeighting, output: Any) -> None:
@@ -123,8 +135,9 @@ class Advice:
             is_mean = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.reduction == "mean"
             if is_mean and loss.weight is not None:
                 self.say_once(
-                    f"{type(module).__name__}.{name} divides by the class weights of its labels, but each label counts"
-                    " as one. Return {'loss': loss, 'num_label_tokens': weight[labels].sum()} from the step."
+                    f"{type(module).__name__}.{name} divides by the class weights of its labels, but each"
+                    " label counts as one. Return {'loss': loss, 'num_label_tokens': weight[labels].sum()}"
+                    " from the step."
                 )
 
     def _about_label_shift(self, module: nn.Module, weighting: TokenWeighting) -> None:
@@ -132,14 +145,17 @@ class Advice:
         is_shifted = weighting.label_shift > 0 or weighting.label_key == SHIFTED_LABELS
         if not is_shifted and contains_hugging_face_causal_lm(module):
             self.say_once(
-                "Label tokens are counted with label_shift=0, but Hugging Face causal language models drop the"
-                " first label of each row: pass label_shift=1 if training_step returns the model's own loss."
+                "Label tokens are counted with label_shift=0, but Hugging Face causal language models drop"
+                " the first label of each row: pass label_shift=1 if training_step returns the model's own"
+                " loss."
             )
-        if weighting.label_shift > 0 and any(map(_is_encoder_decoder, outermost_hugging_face_models(module))):
+        if weighting.label_shift > 0 and any(
+            map(_is_encoder_decoder, outermost_hugging_face_models(module))
+        ):
             self.say_once(
-                f"Label tokens are counted with label_shift={weighting.label_shift}, but Hugging Face encoder-decoders"
-                " use every label: they shift the decoder's inputs instead. Leave label_shift at 0 if training_step"
-                " returns the model's own loss."
+                f"Label tokens are counted with label_shift={weighting.label_shift}, but Hugging Face"
+                " encoder-decoders use every label: they shift the decoder's inputs instead. Leave"
+                " label_shift at 0 if training_step returns the model's own loss."
             )
 
 
@@ -150,12 +166,18 @@ def explain_out_of_memory(error: BaseException, describe: Callable[[], Mapping[s
     if is_told or not (is_on_host or isinstance(error, torch.OutOfMemoryError)):
         return
     described = describe()
-    sizes = {name: f"{size / 2**20:,.0f} MiB" for name, size in described.get("estimated_extra_bytes", {}).items()}
+    sizes = {
+        name: f"{size / 2**20:,.0f} MiB" for name, size in described.get("estimated_extra_bytes", {}).items()
+    }
     remedies = []
     if described.get("defer_fsdp_grad_sync") is True:
-        remedies.append(f"defer_fsdp_grad_sync=False (a window of several holds {sizes[GRADIENTS]} of gradients)")
+        remedies.append(
+            f"defer_fsdp_grad_sync=False (a window of several holds {sizes[GRADIENTS]} of gradients)"
+        )
     if described.get("reshard_during_accumulation") is False:
-        remedies.append(f"reshard_during_accumulation=True ({sizes[PARAMETERS]} of parameters stay gathered)")
+        remedies.append(
+            f"reshard_during_accumulation=True ({sizes[PARAMETERS]} of parameters stay gathered)"
+        )
     if not described.get("activation_checkpointing"):
         remedies.append("activation_checkpointing=True")
     if described.get("data_parallel") == "ddp":
@@ -167,8 +189,8 @@ def explain_out_of_memory(error: BaseException, describe: Callable[[], Mapping[s
 def contains_hugging_face_causal_lm(module: nn.Module) -> bool:
     """Whether a model whose own loss shifts the labels by one is at or below ``module``. Does not import transformers.
 
-    Of nested models the outermost decides, since it computes the loss. A ``...ForConditionalGeneration`` that is not an
-    encoder-decoder is a vision or audio model, and shifts like the language model inside it.
+    Of nested models the outermost decides, since it computes the loss. A ``...ForConditionalGeneration``
+    that is not an encoder-decoder is a vision or audio model, and shifts like the language model inside it.
     """
     shifting = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
     models = outermost_hugging_face_models(module)
@@ -196,6 +218,10 @@ def summary(described: dict[str, Any]) -> str:
         *([f"{len(units)} FSDP units beside the root"] if isinstance(units, list) else []),
         f"precision {described['precision']['trainer']}",
         f"gradients per {described['gradient_denominator']}",
-        *(f"{each['optimizer']} steps whole parameters" for each in described["optimizer_step"] if _is_whole(each)),
+        *(
+            f"{each['optimizer']} steps whole parameters"
+            for each in described["optimizer_step"]
+            if _is_whole(each)
+        ),
     ]
     return f"AutomodelStrategy: {', '.join(parts)}; trainer.strategy.describe() has the details."

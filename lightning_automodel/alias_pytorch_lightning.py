@@ -1,6 +1,7 @@
 """Importing this module lets ``pytorch_lightning`` and ``lightning_fabric`` name the modules of ``lightning``.
 
-For libraries that import those packages, whose Trainers refuse a strategy of ``lightning``. Import it before them.
+For libraries that import those packages, whose Trainers refuse a strategy of ``lightning``. Import it before
+them.
 """
 
 import sys
@@ -17,8 +18,14 @@ _ALIASES = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "light
 class _AliasFinder(MetaPathFinder, Loader):
     """Finds a module of ``lightning`` under its name in either package."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name.partition(".")[0] in _ALIASES and find_spec(_aliased(name)) else None
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return (
+            ModuleSpec(name, self)
+            if name.partition(".")[0] in _ALIASES and find_spec(_aliased(name))
+            else None
+        )
 
     def exec_module(self, module: ModuleType) -> None:
         # Replaced, not renamed: each module is there once, and its classes are the same under both names.
@@ -33,7 +40,7 @@ def _aliased(name: str) -> str:
 _imported = [name for name in _ALIASES if name in sys.modules]
 if _imported:
     raise ImportError(
-        f"{_imported[0]} is already imported: import lightning_automodel.alias_pytorch_lightning before it, and before"
-        " every library that imports it."
+        f"{_imported[0]} is already imported: import lightning_automodel.alias_pytorch_lightning before it,"
+        " and before every library that imports it."
     )
 sys.meta_path.insert(0, _AliasFinder())

@@ -67,7 +67,8 @@ class MicroBatches:
         # Only in the first window, since it reads the device.
         if self.ahead is not None and self.windows.last_step is None and not self.inputs.is_filler:
             self.weighting.check_unchanged(batch, self.ahead.count)
-        # First of all: a rank whose data has ended waits for it, and not for the buffers that the forward broadcasts.
+        # First of all: a rank whose data has ended waits for it, and not for the buffers that the forward
+        # broadcasts.
         self.inputs.check_training_goes_on()
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
 
@@ -88,7 +89,9 @@ class MicroBatches:
             self.inputs.end_padding()
         return output
 
-    def sliced(self, args: tuple[Any, ...], step: str) -> tuple[tuple[Any, ...], AbstractContextManager[None]]:
+    def sliced(
+        self, args: tuple[Any, ...], step: str
+    ) -> tuple[tuple[Any, ...], AbstractContextManager[None]]:
         """A step's arguments, the batch first, and its context. Under context parallelism, the batch is a slice."""
         if self.context is None:
             return args, nullcontext()
@@ -100,8 +103,9 @@ class MicroBatches:
         if not is_last and self._draws_its_batches:
             raise ValueError(
                 f"accumulate_grad_batches={self.module.trainer.accumulate_grad_batches} does not work with"
-                " training_step(dataloader_iter): Lightning zeroes gradients one batch late there, and does not step"
-                " the short last window of an epoch. Let the step take the batch, or pass accumulate_grad_batches=1."
+                " training_step(dataloader_iter): Lightning zeroes gradients one batch late there, and does"
+                " not step the short last window of an epoch. Let the step take the batch, or pass"
+                " accumulate_grad_batches=1."
             )
         before = self._ends_window
         self._ends_window = is_last
@@ -134,7 +138,8 @@ class MicroBatches:
         token_losses = self.weighting.objective(loss, count, divided_by, aux_loss)
         sums = sums_of(token_losses, count)
         plugin_loss = self.plugin.pre_backward(loss, module)
-        if plugin_loss is not loss and windows.scaling.scaler is None:  # that one trains, the user's is reported
+        # That one trains, the user's is reported.
+        if plugin_loss is not loss and windows.scaling.scaler is None:
             token_losses = self.weighting.objective(plugin_loss, count, divided_by, aux_loss)
         if self._num_looks > 0 or is_first_window:
             self._look(loss, count, divided_by, aux_loss)
@@ -152,11 +157,14 @@ class MicroBatches:
             sync.begin(loss, ends, frozen, counts=not is_padding)
             with self._recomputing():
                 self.plugin.backward(objective, module, optimizer, *args, **kwargs)
-            uses = sync.reduce(final, window.trained)  # now `.grad` holds the sum of S over ranks, divided by D
+            # Now `.grad` holds the sum of S over ranks, divided by D.
+            uses = sync.reduce(final, window.trained)
             sync.keep()
             if ends:
                 totals = windows.sum_over_ranks(window, uses)  # N, among them
-                rescale_clip.divide_(final, windows.denominator(window, totals), windows.divisor, window.scale)
+                rescale_clip.divide_(
+                    final, windows.denominator(window, totals), windows.divisor, window.scale
+                )
         except BaseException as error:
             windows.abandon(error)
             checks.raise_explanation(error)
@@ -194,7 +202,9 @@ class MicroBatches:
         if self.inputs.is_filler:
             kwargs.pop("num_label_tokens", None)
             return 0, 1, None
-        given = {"num_label_tokens": kwargs.pop("num_label_tokens")} if "num_label_tokens" in kwargs else None
+        given = (
+            {"num_label_tokens": kwargs.pop("num_label_tokens")} if "num_label_tokens" in kwargs else None
+        )
         if given is None and self.weighting.per_token_loss:
             self._check_not_counted_before()
         return self._checked_count(given), 1, None
@@ -226,7 +236,8 @@ class MicroBatches:
     def _check_not_counted_before(self) -> None:
         """Refuse chunks of a batch that would each weigh as all of it.
 
-        Only warn where both may be of all of it: a GAN's samples, or SAM's with a step or ``zero_grad`` in between.
+        Only warn where both may be of all of it: a GAN's samples, or SAM's with a step or ``zero_grad`` in
+        between.
         """
         key, resets, counted = self.windows.toggled, self.windows.num_resets, self._step.counted
         before, counted[key] = counted.get(key), resets
@@ -234,12 +245,14 @@ class MicroBatches:
         if before is None or (counts_samples and before != resets):
             return
         text = (
-            f"manual_backward is called again for the same batch, and each loss weighs by all {self.weighting.unit}s of"
-            " that batch. For the loss of a chunk, give the chunk's count: self.manual_backward(loss,"
-            " num_label_tokens=n)."
+            "manual_backward is called again for the same batch, and each loss weighs by all"
+            f" {self.weighting.unit}s of that batch. For the loss of a chunk, give the chunk's count:"
+            " self.manual_backward(loss, num_label_tokens=n)."
         )
         if before == resets and not counts_samples:
-            raise ValueError(f"{text} Losses of the whole batch: add them up for one manual_backward, or give counts.")
+            raise ValueError(
+                f"{text} Losses of the whole batch: add them up for one manual_backward, or give counts."
+            )
         self.advice.say_once(f"{text} Losses of the whole batch, as of a GAN, are right as they are.")
 
     def _zero_if_skipped(self, optimizer: Optimizer) -> None:

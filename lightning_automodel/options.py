@@ -17,7 +17,12 @@ from lightning_automodel.sharding.precision import check_policy
 _P = ParamSpec("_P")
 
 _FSDP2_ONLY = (
-    *("data_parallel_replicate_size", "defer_fsdp_grad_sync", "reshard_during_accumulation", "auto_wrap_policy"),
+    *(
+        "data_parallel_replicate_size",
+        "defer_fsdp_grad_sync",
+        "reshard_during_accumulation",
+        "auto_wrap_policy",
+    ),
     *("reshard_after_forward", "mp_policy", "cpu_offload", "prefetch", "optimizer_step"),
 )
 _DDP_ONLY = ("ddp_kwargs", "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")
@@ -68,7 +73,9 @@ class StrategyOptions:
     reshard_after_forward: bool | int = True
     mp_policy: MixedPrecisionPolicy | None = None
     cpu_offload: bool = False
-    activation_checkpointing: bool | set[type[Module]] | Literal["selective", "offload"] | Callable[..., Any] = False
+    activation_checkpointing: (
+        bool | set[type[Module]] | Literal["selective", "offload"] | Callable[..., Any]
+    ) = False
     compile: bool | dict[str, Any] = False
     prefetch: int | Literal["auto"] = "auto"
     optimizer_step: Literal["auto", "shards", "whole"] = "auto"
@@ -89,31 +96,41 @@ class StrategyOptions:
         policy, choice = self.auto_wrap_policy, self.activation_checkpointing
         if not (policy is None or _is_set_of_modules(policy) or _is_function(policy)):
             raise TypeError(
-                f"auto_wrap_policy must be a set of nn.Module classes or a function of a module, got {policy!r}."
+                "auto_wrap_policy must be a set of nn.Module classes or a function of a module, got"
+                f" {policy!r}."
             )
         is_known = isinstance(choice, bool) or choice in ("selective", "offload")
         if not (is_known or _is_set_of_modules(choice) or _is_function(choice)):
             raise TypeError(
-                "activation_checkpointing must be True, False, 'selective', 'offload', a set of nn.Module classes or a"
-                f" policy of torch.utils.checkpoint, got {choice!r}."
+                "activation_checkpointing must be True, False, 'selective', 'offload', a set of nn.Module"
+                f" classes or a policy of torch.utils.checkpoint, got {choice!r}."
             )
         check_policy(self.mp_policy)
         _ = self.parsed_timeout, self.parsed_heartbeat_timeout  # each raises if it is not valid
-        checked = ("auto_wrap_policy", "activation_checkpointing", "mp_policy", "timeout", "heartbeat_timeout")
+        checked = (
+            "auto_wrap_policy",
+            "activation_checkpointing",
+            "mp_policy",
+            "timeout",
+            "heartbeat_timeout",
+        )
         for field in fields(self):
             if field.name not in checked:
                 _check(field.name, getattr(self, field.name), field.type)
         if self.count == "samples" and self.count_label_tokens is not None:
-            raise ValueError("count='samples' and count_label_tokens are two ways to tell the count: pass one of them.")
+            raise ValueError(
+                "count='samples' and count_label_tokens are two ways to tell the count: pass one of them."
+            )
         if choice == "offload" and self.compile is not False:
             raise ValueError(
-                "activation_checkpointing='offload' does not work with compile: torch.compile leaves out blocks that"
-                " move tensors to the host. Leave out one of them, or pass activation_checkpointing=True."
+                "activation_checkpointing='offload' does not work with compile: torch.compile leaves out"
+                " blocks that move tensors to the host. Leave out one of them, or pass"
+                " activation_checkpointing=True."
             )
         if self.ddp_comm_hook is not None and not self.count_window_ahead:
             raise ValueError(
-                "ddp_comm_hook needs count_window_ahead=True: without it, the gradients that the hook compresses are"
-                " sums over all tokens of a window, not means."
+                "ddp_comm_hook needs count_window_ahead=True: without it, the gradients that the hook"
+                " compresses are sums over all tokens of a window, not means."
             )
         if self.context_parallel_size > 1:
             self._check_beside_context_parallelism()
@@ -132,24 +149,24 @@ class StrategyOptions:
         found = [problem for problem, applies in problems.items() if applies]
         if found:
             raise ValueError(
-                f"context_parallel_size={self.context_parallel_size} does not work with {', '.join(found)}: leave one"
-                " of them out."
+                f"context_parallel_size={self.context_parallel_size} does not work with {', '.join(found)}:"
+                " leave one of them out."
             )
 
     def _check_beside_expert_parallelism(self) -> None:
         """Raise ValueError for options that do not work with experts that are spread over ranks."""
         if self.data_parallel == "ddp":
             raise ValueError(
-                f"expert_parallel_size={self.expert_parallel_size} does not work with data_parallel='ddp', which"
-                " copies whole parameters to every rank: pass data_parallel='fsdp2', or leave"
+                f"expert_parallel_size={self.expert_parallel_size} does not work with data_parallel='ddp',"
+                " which copies whole parameters to every rank: pass data_parallel='fsdp2', or leave"
                 " expert_parallel_size at 1."
             )
         if self.device_mesh is not None:
             raise ValueError(
-                f"expert_parallel_size={self.expert_parallel_size} does not work with device_mesh: the strategy"
-                " splits the dimension that parameters are sharded over itself. Leave device_mesh out and pass"
-                " the sizes (data_parallel_replicate_size, tensor_parallel_size, context_parallel_size), or"
-                " leave expert_parallel_size at 1."
+                f"expert_parallel_size={self.expert_parallel_size} does not work with device_mesh: the"
+                " strategy splits the dimension that parameters are sharded over itself. Leave device_mesh"
+                " out and pass the sizes (data_parallel_replicate_size, tensor_parallel_size,"
+                " context_parallel_size), or leave expert_parallel_size at 1."
             )
 
     @property
@@ -175,13 +192,14 @@ class StrategyOptions:
         """One sentence for each option that has no effect because of another one."""
         unused = self._changed(_DDP_ONLY if self.is_sharded else _FSDP2_ONLY)
         if self.activation_checkpointing and not _is_set_of_modules(self.activation_checkpointing):
-            unused = [name for name in unused if name != "auto_wrap_policy"]  # it chooses the recomputed blocks too
+            # It chooses the recomputed blocks too.
+            unused = [name for name in unused if name != "auto_wrap_policy"]
         notes = [f"{name} has no effect with data_parallel={self.data_parallel!r}." for name in unused]
         has_replicas = self.data_parallel_replicate_size != 1 or self.device_mesh is not None
         if self.is_sharded and self.defer_fsdp_grad_sync == "all_reduce" and not has_replicas:
             notes.append(
-                "defer_fsdp_grad_sync='all_reduce' reduces after every micro-batch, as False does, without replicas"
-                " (data_parallel_replicate_size=1)."
+                "defer_fsdp_grad_sync='all_reduce' reduces after every micro-batch, as False does, without"
+                " replicas (data_parallel_replicate_size=1)."
             )
         if not self.per_token_loss:
             unused = self._changed(("loss_reduction", *_LABELS, *_COUNTERS))
@@ -224,11 +242,15 @@ def from_keywords(
         def with_keywords(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
             init(self, options(*args, **kwargs))
 
-        own, signature = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), inspect.signature(options)
+        own, signature = (
+            inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY),
+            inspect.signature(options),
+        )
         signature = signature.replace(parameters=[own, *signature.parameters.values()])
         vars(with_keywords).update(__signature__=signature)
         options.__init__.__qualname__ = init.__qualname__  # what a wrong keyword is told of
-        # By its name command lines find it from subclasses' ``super().__init__(**kwargs)``, and its documentation.
+        # By its name command lines find it from subclasses' ``super().__init__(**kwargs)``, and its
+        # documentation.
         with_keywords.__name__, with_keywords.__qualname__ = init.__name__, init.__qualname__
         return with_keywords
 

@@ -65,88 +65,96 @@ _PATIENCE_AFTER_FAILURE = timedelta(seconds=15)
 class AutomodelStrategy(ParallelStrategy):
     """Trains any LightningModule sharded (FSDP2) or replicated (DDP) with the gradients of one single-process batch.
 
-    Each optimizer step follows the gradient of the mean loss per label token over all micro-batches of the window and
-    all data-parallel ranks, however unequal they are. ``rescale_gradients`` has the algebra.
+    Each optimizer step follows the gradient of the mean loss per label token over all micro-batches of the
+    window and all data-parallel ranks, however unequal they are. ``rescale_gradients`` has the algebra.
 
     Args:
         data_parallel: ``"fsdp2"`` shards parameters, gradients and optimizer state; ``"ddp"`` copies them.
         data_parallel_size: Size of the data-parallel group (replicate x shard). ``"auto"``: the world size.
-        data_parallel_replicate_size: More than 1 is HSDP: that many replicas, each sharded over the ranks of one.
-            ``"auto"``: the number of nodes.
-        tensor_parallel_size: Ranks that compute each micro-batch together, by the plan that ``configure_model`` applies
-            over ``self.device_mesh["tensor_parallel"]``, or by a Hugging Face model's own ``tp_plan``.
-        context_parallel_size: Ranks that share each batch and hold a slice of its sequence each. Their attention is
-            ``context_parallel_attention``.
-        expert_parallel_size: Ranks, of those that parameters are sharded over, that each hold other experts of a
-            mixture of experts. Their parameters are spread by a Hugging Face model's own ``ep_plan``, or by
-            ``spread_experts`` over ``self.device_mesh["expert_parallel"]`` in ``configure_model``.
-        device_mesh: A mesh over all ranks that the caller built; the sizes are read from it. Its dimensions are called
-            ``dp`` or ``dp_replicate`` and ``dp_shard``, ``tp``, or as this strategy calls them.
+        data_parallel_replicate_size: More than 1 is HSDP: that many replicas, each sharded over the ranks of
+            one. ``"auto"``: the number of nodes.
+        tensor_parallel_size: Ranks that compute each micro-batch together, by the plan that
+            ``configure_model`` applies over ``self.device_mesh["tensor_parallel"]``, or by a Hugging Face
+            model's own ``tp_plan``.
+        context_parallel_size: Ranks that share each batch and hold a slice of its sequence each. Their
+            attention is ``context_parallel_attention``.
+        expert_parallel_size: Ranks, of those that parameters are sharded over, that each hold other experts
+            of a mixture of experts. Their parameters are spread by a Hugging Face model's own ``ep_plan``,
+            or by ``spread_experts`` over ``self.device_mesh["expert_parallel"]`` in ``configure_model``.
+        device_mesh: A mesh over all ranks that the caller built; the sizes are read from it. Its dimensions
+            are called ``dp`` or ``dp_replicate`` and ``dp_shard``, ``tp``, or as this strategy calls them.
         ddp_kwargs: For ``DistributedDataParallel`` (``find_unused_parameters``, ``bucket_cap_mb``, ...).
-        ddp_comm_hook: Reduces gradients instead of an all-reduce, as in ``DDPStrategy``. Needs ``count_window_ahead``.
+        ddp_comm_hook: Reduces gradients instead of an all-reduce, as in ``DDPStrategy``. Needs
+            ``count_window_ahead``.
         ddp_comm_state: First argument of the hook.
         ddp_comm_wrapper: Takes the hook and returns the one to use, such as ``fp16_compress_wrapper``.
         per_token_loss: False weighs every micro-batch the same, so that no count is needed.
         loss_reduction: Whether ``training_step`` returns the mean over its label tokens, or their sum.
         label_key: Key of the labels in a batch that is a mapping.
         ignore_index: Label value of positions that the loss ignores.
-        label_shift: Leading label positions per row that the loss drops; 1 for Hugging Face causal language models.
+        label_shift: Leading label positions per row that the loss drops; 1 for Hugging Face causal language
+            models.
         count_label_tokens: ``batch -> int | Tensor``, the number of label tokens.
-        count: ``"samples"`` counts the rows that all tensors of a batch have, for classifiers with ``(x, y)``. None
-            and ``"tokens"`` count label tokens, in one of the other ways.
-        defer_fsdp_grad_sync: When FSDP2 reduces gradients. True: once per window, until which they are kept unsharded.
-            False: after each micro-batch, which takes less memory. ``"all_reduce"``: with replicas, reduce-scatter each
-            time and all-reduce once. ``"auto"``: True if an estimate says that a window's gradients fit on every rank,
-            else False; ``describe()`` has it.
-        reshard_during_accumulation: False keeps parameters gathered for a whole window; under manual optimization from
-            a forward to the end of a backward, or to a step. ``"auto"``: if an estimate says that they fit, and never
-            under manual optimization; ``describe()`` has it.
-        auto_wrap_policy: Classes whose outermost instances become FSDP units, or a predicate on modules. None: the
-            outermost repeated blocks.
-        reshard_after_forward: Whether FSDP units free their parameters between forward and backward, if they do not
-            stay gathered for the window; or the size of the group to reshard to.
-        mp_policy: The dtypes that FSDP2 units compute and reduce in, instead of those of ``Trainer(precision=...)``.
-            ``output_dtype`` is the dtype of what modules return to the LightningModule's own code.
+        count: ``"samples"`` counts the rows that all tensors of a batch have, for classifiers with ``(x,
+            y)``. None and ``"tokens"`` count label tokens, in one of the other ways.
+        defer_fsdp_grad_sync: When FSDP2 reduces gradients. True: once per window, until which they are kept
+            unsharded. False: after each micro-batch, which takes less memory. ``"all_reduce"``: with
+            replicas, reduce-scatter each time and all-reduce once. ``"auto"``: True if an estimate says that
+            a window's gradients fit on every rank, else False; ``describe()`` has it.
+        reshard_during_accumulation: False keeps parameters gathered for a whole window; under manual
+            optimization from a forward to the end of a backward, or to a step. ``"auto"``: if an estimate
+            says that they fit, and never under manual optimization; ``describe()`` has it.
+        auto_wrap_policy: Classes whose outermost instances become FSDP units, or a predicate on modules.
+            None: the outermost repeated blocks.
+        reshard_after_forward: Whether FSDP units free their parameters between forward and backward, if they
+            do not stay gathered for the window; or the size of the group to reshard to.
+        mp_policy: The dtypes that FSDP2 units compute and reduce in, instead of those of
+            ``Trainer(precision=...)``. ``output_dtype`` is the dtype of what modules return to the
+            LightningModule's own code.
         cpu_offload: Keep shards and optimizer state in host memory.
-        activation_checkpointing: Compute activations again in the backward instead of keeping them. True: those of
-            each FSDP unit (``auto_wrap_policy``), or of the same modules under DDP. A set: those of the outermost
-            instances of these classes. ``"selective"`` keeps the results of attention and of every second matrix
-            product; a policy of ``torch.utils.checkpoint`` keeps what it names. ``"offload"``: as True, with the
-            inputs of these modules in host memory until the backward.
-        compile: Compile each FSDP unit (``auto_wrap_policy``), or the same modules under DDP. A dictionary: keywords of
-            ``torch.compile``.
-        prefetch: How many FSDP units ahead all-gathers start, in the forward and in the backward; each takes the memory
-            of one more gathered unit. 0: what FSDP2 does by itself. ``"auto"``: 1 on a CPU, elsewhere 0.
-        optimizer_step: How optimizers see sharded parameters. ``"auto"``: on shards where a trial on small tensors says
-            that it makes no difference to the optimizer, else whole: each parameter on one rank, its owner, which gets
-            its gradient and weights and sends the new weights back. An optimizer for which neither is right raises.
-            ``"shards"`` and ``"whole"`` choose. A group of parameters may have a key ``"optimizer_step"`` of its own.
+        activation_checkpointing: Compute activations again in the backward instead of keeping them. True:
+            those of each FSDP unit (``auto_wrap_policy``), or of the same modules under DDP. A set: those of
+            the outermost instances of these classes. ``"selective"`` keeps the results of attention and of
+            every second matrix product; a policy of ``torch.utils.checkpoint`` keeps what it names.
+            ``"offload"``: as True, with the inputs of these modules in host memory until the backward.
+        compile: Compile each FSDP unit (``auto_wrap_policy``), or the same modules under DDP. A dictionary:
+            keywords of ``torch.compile``.
+        prefetch: How many FSDP units ahead all-gathers start, in the forward and in the backward; each takes
+            the memory of one more gathered unit. 0: what FSDP2 does by itself. ``"auto"``: 1 on a CPU,
+            elsewhere 0.
+        optimizer_step: How optimizers see sharded parameters. ``"auto"``: on shards where a trial on small
+            tensors says that it makes no difference to the optimizer, else whole: each parameter on one
+            rank, its owner, which gets its gradient and weights and sends the new weights back. An optimizer
+            for which neither is right raises. ``"shards"`` and ``"whole"`` choose. A group of parameters may
+            have a key ``"optimizer_step"`` of its own.
         track_grad_norm: Compute ``last_step.grad_norm`` even if nothing else needs it.
-        error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not finite.
-            Reads one number on the host each step.
+        error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not
+            finite. Reads one number on the host each step.
         process_group_backend: Backend of the default process group. None: gloo for CPU, nccl for CUDA.
-        init_method: Where the ranks meet: ``"tcp://host:port"`` or ``"file:///path"``. None: as the environment says.
-        start_method: How the ranks of a node are started, if no launcher has started them. ``"popen"``: this process
-            is rank 0 and runs the script again for each other rank. ``"fork"`` (also in notebooks; one CPU thread a
-            rank), ``"spawn"`` and ``"forkserver"``: as workers, from which weights and metrics come back.
+        init_method: Where the ranks meet: ``"tcp://host:port"`` or ``"file:///path"``. None: as the
+            environment says.
+        start_method: How the ranks of a node are started, if no launcher has started them. ``"popen"``: this
+            process is rank 0 and runs the script again for each other rank. ``"fork"`` (also in notebooks;
+            one CPU thread a rank), ``"spawn"`` and ``"forkserver"``: as workers, from which weights and
+            metrics come back.
         timeout: How long a collective may wait: ``timedelta`` or minutes.
-        heartbeat_timeout: How long a rank may miss its heartbeats, if that is less than ``timeout``: ``timedelta`` or
-            minutes. A thread sends them, which a debugger that stops all threads, or an extension that keeps Python's
-            lock, stops too.
+        heartbeat_timeout: How long a rank may miss its heartbeats, if that is less than ``timeout``:
+            ``timedelta`` or minutes. A thread sends them, which a debugger that stops all threads, or an
+            extension that keeps Python's lock, stops too.
         first_rank_setup: Run the ``setup`` hooks on the first rank of each node before the others.
-        save_distributed_checkpoint: True: a checkpoint is a directory of shards. False: one file, for which rank 0
-            needs host memory for the whole state. None: a directory if the model is sharded over several ranks, and
-            the Trainer has no ``CheckpointIO`` plugin, which writes files.
-        uneven_inputs: What happens if a rank's training data ends before another's. ``"error"``: every rank raises.
-            ``"pad"``: it goes on with padding batches, which have no effect, until all have ended. Evaluation and
-            prediction always see each sample once.
-        count_window_ahead: Draw and count the batches of a window before its first forward, so that each loss is
-            weighed before its backward: for ``"aux_loss"`` in the output of ``training_step``, for gradient hooks that
-            step during backward (FSDP2 only), and for the range of half-precision gradients. Another returned
-            ``num_label_tokens`` raises. A window's batches are held in host memory, and random numbers drawn in the
-            main process come in another order.
-        async_checkpoint: Write checkpoints while training goes on, after the state was copied to host memory. A failure
-            is raised in the next step, and a run ends when its last checkpoint is on disk.
+        save_distributed_checkpoint: True: a checkpoint is a directory of shards. False: one file, for which
+            rank 0 needs host memory for the whole state. None: a directory if the model is sharded over
+            several ranks, and the Trainer has no ``CheckpointIO`` plugin, which writes files.
+        uneven_inputs: What happens if a rank's training data ends before another's. ``"error"``: every rank
+            raises. ``"pad"``: it goes on with padding batches, which have no effect, until all have ended.
+            Evaluation and prediction always see each sample once.
+        count_window_ahead: Draw and count the batches of a window before its first forward, so that each
+            loss is weighed before its backward: for ``"aux_loss"`` in the output of ``training_step``, for
+            gradient hooks that step during backward (FSDP2 only), and for the range of half-precision
+            gradients. Another returned ``num_label_tokens`` raises. A window's batches are held in host
+            memory, and random numbers drawn in the main process come in another order.
+        async_checkpoint: Write checkpoints while training goes on, after the state was copied to host
+            memory. A failure is raised in the next step, and a run ends when its last checkpoint is on disk.
 
     Raises:
         ValueError: If an option is out of range; the message gives the valid values.
@@ -276,7 +284,10 @@ class AutomodelStrategy(ParallelStrategy):
 
         ``empty_init=True`` creates them on the meta device; set-up initialises each rank's shards.
         """
-        with super().tensor_init_context(empty_init=False), torch.device("meta") if empty_init else nullcontext():
+        with (
+            super().tensor_init_context(empty_init=False),
+            torch.device("meta") if empty_init else nullcontext(),
+        ):
             yield
 
     @property
@@ -293,7 +304,9 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         start_method, environment = self._options.start_method, self.cluster_environment
-        self._launcher = make_launcher(self, start_method, self.num_processes, self.num_nodes, self._supervisor)
+        self._launcher = make_launcher(
+            self, start_method, self.num_processes, self.num_nodes, self._supervisor
+        )
         if environment is not None and environment.creates_processes_externally and start_method != "popen":
             self._advice.say_once(
                 f"start_method={start_method!r} has no effect: {type(environment).__name__} says that"
@@ -406,7 +419,12 @@ class AutomodelStrategy(ParallelStrategy):
             self._advice.say_once(note)
         self._checkpoints.patch_callbacks(trainer, self._patches)
         self._checkpoints.forget_failed()
-        if fitting and self.is_global_zero and not self._checkpoints.names_parameters and save_on_exception(trainer):
+        if (
+            fitting
+            and self.is_global_zero
+            and not self._checkpoints.names_parameters
+            and save_on_exception(trainer)
+        ):
             self._supervisor.save_on_exception()
         if self.accelerator is not None:
             self.accelerator.setup(trainer)
@@ -430,7 +448,11 @@ class AutomodelStrategy(ParallelStrategy):
         self._weight_averages.set_up(module, self._patches)
         if fitting:
             save_unswapped(module, self._patches)
-        if fitting and trainer.checkpoint_callbacks and (note := note_on_hyper_parameters(module)) is not None:
+        if (
+            fitting
+            and trainer.checkpoint_callbacks
+            and (note := note_on_hyper_parameters(module)) is not None
+        ):
             self._advice.say_once(note)
         if fitting:
             self._resume = Resume(
@@ -440,7 +462,8 @@ class AutomodelStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         self._run.patch_plugin()
         if fitting:
-            for optimizer in self.optimizers:  # which may come from an earlier fit, whose end moved it to the host
+            # Which may come from an earlier fit, whose end moved it to the host.
+            for optimizer in self.optimizers:
                 for parameter, state in optimizer.state.items():
                     optimizer.state[parameter] = move_data_to_device(state, self.root_device)
         self._advice.say_once(summary(self.describe()), say=rank_zero_info)
@@ -476,7 +499,8 @@ class AutomodelStrategy(ParallelStrategy):
     def _required_run(self) -> TrainingRun:
         if self._run is None:
             raise RuntimeError(
-                f"{type(self).__name__} has no run yet: the Trainer starts one in fit, validate, test and predict."
+                f"{type(self).__name__} has no run yet: the Trainer starts one in fit, validate, test and"
+                " predict."
             )
         return self._run
 
@@ -503,7 +527,9 @@ class AutomodelStrategy(ParallelStrategy):
             self._resume.on_train_start()
 
     @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
         try:
             return super().batch_to_device(batch, device, dataloader_idx)
         except StopIteration as error:
@@ -517,7 +543,9 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._begin_step(self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True)
+        self._begin_step(
+            self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True
+        )
         run = self._required_run
         run.check_parameters()
         return run.micro_batches.training_step(super().training_step, args, kwargs)
@@ -543,8 +571,9 @@ class AutomodelStrategy(ParallelStrategy):
     ) -> Tensor:
         """Backpropagate one micro-batch as a sum of token losses. After a window's last one, gradients are final.
 
-        Outside of ``block_backward_sync`` it is a collective, with one all-reduce over the data-parallel ranks in
-        addition to those of the engine. If a rank fails, the others raise. Returns the loss unchanged.
+        Outside of ``block_backward_sync`` it is a collective, with one all-reduce over the data-parallel
+        ranks in addition to those of the engine. If a rank fails, the others raise. Returns the loss
+        unchanged.
         """
         return self._required_run.micro_batches.backward(closure_loss, optimizer, args, kwargs)
 
@@ -611,7 +640,9 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._required_run.evaluation_step(super().validation_step, self._begin_evaluation, *args, **kwargs)
+        return self._required_run.evaluation_step(
+            super().validation_step, self._begin_evaluation, *args, **kwargs
+        )
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -619,7 +650,9 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        return self._required_run.evaluation_step(super().predict_step, self._begin_evaluation, *args, **kwargs)
+        return self._required_run.evaluation_step(
+            super().predict_step, self._begin_evaluation, *args, **kwargs
+        )
 
     def _begin_evaluation(self) -> bool:
         """Whether all ranks stop after this step. Within a fit they stop only in training steps."""
@@ -636,11 +669,13 @@ class AutomodelStrategy(ParallelStrategy):
         return self._required_run.evaluated(batch, output, step)
 
     @override
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean") -> Any:
+    def reduce(
+        self, tensor: Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
+    ) -> Any:
         """Reduce a value over the ranks that hold different tokens (or ``group``): one all-reduce, out of place.
 
-        The mean of integers is exact. Non-tensors are returned unchanged. Of a ``DTensor``, the full one is reduced.
-        After a failure for which the other ranks do not come, the value is returned unchanged.
+        The mean of integers is exact. Non-tensors are returned unchanged. Of a ``DTensor``, the full one is
+        reduced. After a failure for which the other ranks do not come, the value is returned unchanged.
         """
         if not isinstance(tensor, Tensor) or self._mesh is None or self._supervisor.is_alone():
             return tensor
@@ -656,7 +691,8 @@ class AutomodelStrategy(ParallelStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, decide so. After a failure for which they do not come, this rank's decision.
 
-        ``ModelCheckpoint(save_on_exception=True)`` asks, which would wait for ranks that stand in other collectives.
+        ``ModelCheckpoint(save_on_exception=True)`` asks, which would wait for ranks that stand in other
+        collectives.
         """
         return decision if self._supervisor.is_alone() else super().reduce_boolean_decision(decision, all)
 
@@ -664,7 +700,8 @@ class AutomodelStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Stack a tensor of one shape from every rank. A collective over the group.
 
-        In an evaluation step it raises if a rank has no data left, or the ranks' last batches have different shapes.
+        In an evaluation step it raises if a rank has no data left, or the ranks' last batches have different
+        shapes.
         """
         if self._run is not None:
             self._run.inputs.check_gathering(tensor)
@@ -711,7 +748,8 @@ class AutomodelStrategy(ParallelStrategy):
     def _as_saved(self, state: dict[str, Any]) -> dict[str, Any]:
         """``state`` with this rank's shards for a directory, for one file whole on rank 0 and empty on the others.
 
-        A collective for one file. After a failure shards stay: saving finds out whether the other ranks still come.
+        A collective for one file. After a failure shards stay: saving finds out whether the other ranks
+        still come.
         """
         if self._checkpoints.as_directory or self._supervisor.has_failed:
             return state
@@ -726,7 +764,8 @@ class AutomodelStrategy(ParallelStrategy):
 
         Raises:
             CheckpointError: On every rank, if saving failed on any; older checkpoints are unchanged.
-            RuntimeError: After the strategy's ``timeout``, if not every rank saves; it names the missing ranks.
+            RuntimeError: After the strategy's ``timeout``, if not every rank saves; it names the missing
+                ranks.
         """
         module = self._module
         if not self._supervisor.has_failed:
@@ -746,7 +785,9 @@ class AutomodelStrategy(ParallelStrategy):
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         has_engine = self._run is not None and not self._supervisor.has_failed
         with self._required_run.engine.equal_buffers() if has_engine else nullcontext():
-            self._checkpoints.save(checkpoint, module, filepath, self.checkpoint_io, goes_on, storage_options)
+            self._checkpoints.save(
+                checkpoint, module, filepath, self.checkpoint_io, goes_on, storage_options
+            )
         if self._checkpoints.as_directory and self._options.save_distributed_checkpoint is None:
             self._advice.say_once(DIRECTORY_NOTE, say=lambda text: rank_zero_info(f"{filepath} {text}"))
 
@@ -764,14 +805,18 @@ class AutomodelStrategy(ParallelStrategy):
         return collectives.host_group(self._options.parsed_timeout)
 
     @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Check a checkpoint of any form, and read all but the shards. Every rank must call it, together.
 
         Raises ``CheckpointError`` on every rank, if any cannot read it.
         """
         self._required_run.engine.sync.release()
         weights_only = self._supervisor.weights_only if weights_only is None else weights_only
-        checkpoint = self._checkpoints.open(checkpoint_path, weights_only, self.checkpoint_io, self.local_rank == 0)
+        checkpoint = self._checkpoints.open(
+            checkpoint_path, weights_only, self.checkpoint_io, self.local_rank == 0
+        )
         state = checkpoint.pop(CHECKPOINT_KEY, None)
         trainer = self._module.trainer
         if self._resume is not None and trainer.state.fn == TrainerFn.FITTING:
@@ -839,7 +884,8 @@ class AutomodelStrategy(ParallelStrategy):
                 layer_sync.revert(self.model)
             super().teardown()
             return
-        # Unlike the base class, leave the model where it is: moved to the host, shards would no longer fit their mesh.
+        # Unlike the base class, leave the model where it is: moved to the host, shards would no longer fit
+        # their mesh.
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             if part is not None:
                 part.teardown()

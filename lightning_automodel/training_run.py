@@ -49,8 +49,9 @@ from lightning_automodel.sharding.shards_as_whole import ShardsAsWhole
 class TrainingRun:
     """The distributed model of one run, and what trains it. Its patches last as long as the run.
 
-    Creating it is a collective over the world: weights are made equal and sharded or replicated. If one rank fails,
-    the supervisor tells the others. ``local_ranks`` share the memory of this node; ``host_group`` has all ranks.
+    Creating it is a collective over the world: weights are made equal and sharded or replicated. If one rank
+    fails, the supervisor tells the others. ``local_ranks`` share the memory of this node; ``host_group`` has
+    all ranks.
     """
 
     def __init__(
@@ -103,7 +104,8 @@ class TrainingRun:
         checkpointed = options.activation_checkpointing if fitting else False
         policy, is_automatic = options.auto_wrap_policy, module.automatic_optimization
         self._checkpointed = checkpoint_blocks(module, checkpointed, policy, is_automatic, self.patches)
-        # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not trace.
+        # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not
+        # trace.
         self._compiled = compile_blocks(module, options.compile, policy, is_automatic, self.patches)
 
     def _distribute(self, fitting: bool, local_ranks: int) -> None:
@@ -128,15 +130,27 @@ class TrainingRun:
 
     def _make_training(self, fitting: bool, host_group: dist.ProcessGroup) -> None:
         """What trains the distributed module, from its data to its optimizer steps."""
-        module, options, mesh, weighting, ahead = self.module, self._options, self._mesh, self._make_weighting(), None
+        module, options, mesh, weighting, ahead = (
+            self.module,
+            self._options,
+            self._mesh,
+            self._make_weighting(),
+            None,
+        )
         in_float16 = precision.passes_float16(self.plugin, module) and not options.count_window_ahead
         scaler = precision.enabled_scaler(self.plugin)
         scaling = LossScaling(scaler, in_float16, mesh, self.device, options.is_sharded, self.patches)
         parameters = list(module.parameters())
-        self.windows = GradientWindows(self.engine.sync, weighting, scaling, mesh, self.device, parameters, host_group)
+        self.windows = GradientWindows(
+            self.engine.sync, weighting, scaling, mesh, self.device, parameters, host_group
+        )
         choices = StepChoices(options.optimizer_step, self.device, host_group, self.advice.say_once)
         self.steps = OptimizerSteps(
-            self.windows, options.track_grad_norm, options.error_if_nonfinite, choices, WholeSteps(self.device)
+            self.windows,
+            options.track_grad_norm,
+            options.error_if_nonfinite,
+            choices,
+            WholeSteps(self.device),
         )
         self.patches.callback(self.steps.close)
         if fitting and options.count_window_ahead:
@@ -184,7 +198,9 @@ class TrainingRun:
         computed_in = precision.unit_dtypes(module) - {policy.param_dtype}
         if has_foreign_policy and (options.mp_policy is not None or computed_in):
             option = f"precision={self.plugin.precision!r}" if options.mp_policy is None else "mp_policy"
-            self.advice.say_once(f"{option} has no effect on a model that was sharded before, with another policy.")
+            self.advice.say_once(
+                f"{option} has no effect on a model that was sharded before, with another policy."
+            )
         engine = FSDP2Engine(self._mesh, self.device, options, local_ranks, policy)
         return engine, None if has_foreign_policy else policy
 
@@ -226,7 +242,9 @@ class TrainingRun:
         self.steps.watch_module(self.module, self.patches, self.engine.sync.toggled)
         if not self.module.automatic_optimization:
             zero = self.module.on_validation_model_zero_grad
-            self.patches.set(self.module, "on_validation_model_zero_grad", lambda: self._zero_before_validation(zero))
+            self.patches.set(
+                self.module, "on_validation_model_zero_grad", lambda: self._zero_before_validation(zero)
+            )
         checks.check_hooks(self.module, self._options.count_window_ahead)
         is_replicated = not self._options.is_sharded and self._mesh.sizes.divisor > 1
         if is_replicated and self._may_accumulate():
@@ -243,9 +261,9 @@ class TrainingRun:
         zero()
         if held and not self.holds_gradients():
             self.advice.say_once(
-                "Lightning zeroes gradients before it validates, under manual optimization also those that no optimizer"
-                " has stepped with yet: they are lost. Validate after a step (val_check_interval), or override"
-                " on_validation_model_zero_grad() to keep them."
+                "Lightning zeroes gradients before it validates, under manual optimization also those that"
+                " no optimizer has stepped with yet: they are lost. Validate after a step"
+                " (val_check_interval), or override on_validation_model_zero_grad() to keep them."
             )
 
     # --- One optimizer step -------------------------------------------------------------------------------------------
@@ -282,7 +300,9 @@ class TrainingRun:
 
     # --- Beside training ----------------------------------------------------------------------------------------------
 
-    def evaluation_step(self, step: Callable[..., Any], begin: Callable[[], bool], *args: Any, **kwargs: Any) -> Any:
+    def evaluation_step(
+        self, step: Callable[..., Any], begin: Callable[[], bool], *args: Any, **kwargs: Any
+    ) -> Any:
         """Evaluate one batch and leave no parameters gathered, since a callback may swap weights next."""
 
         def evaluate(*args: Any) -> Any:
@@ -292,7 +312,9 @@ class TrainingRun:
                     with attention:
                         return step(*args, **kwargs)
                 except StopIteration as error:
-                    if self._mesh.group.size() == 1 or draws_its_batches(getattr(self.module, step.__name__)):
+                    if self._mesh.group.size() == 1 or draws_its_batches(
+                        getattr(self.module, step.__name__)
+                    ):
                         raise
                     raise stop_iteration.explained(error, step.__name__) from error
                 except RuntimeError as error:

@@ -34,14 +34,22 @@ class Page:
         self.errors: list[Any] = []
         self.fetched: list[str] = []
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = {"sessionId": self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        self._session = {
+            "sessionId": self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        }
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable")
 
-    def open(self, path: Path, width: int, height: int, is_phone: bool = False, is_dark: bool = False) -> None:
+    def open(
+        self, path: Path, width: int, height: int, is_phone: bool = False, is_dark: bool = False
+    ) -> None:
         """Load a file, and wait until its scripts have run and the page is drawn."""
         self._call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=is_phone
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=is_phone,
         )
         self._call("Emulation.setTouchEmulationEnabled", enabled=is_phone)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
@@ -65,7 +73,9 @@ class Page:
         if whole:
             size = self._call("Page.getLayoutMetrics")["cssContentSize"]
             clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-            answer = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+            answer = self._call(
+                "Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip
+            )
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def _call(self, method: str, **parameters: Any) -> Any:
@@ -112,8 +122,18 @@ def opened_browser() -> Iterator[Page]:
     answers, from_browser = os.pipe()
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
-        flags += ["--remote-debugging-pipe", "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}"]
+        flags = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--hide-scrollbars",
+        ]
+        flags += [
+            "--remote-debugging-pipe",
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+            f"--user-data-dir={profile}",
+        ]
         # It reads from descriptor 3 and writes to 4.
         pipes = f'exec "$@" 3<&{to_browser} 4>&{from_browser}'
         browser = subprocess.Popen(

@@ -1,8 +1,8 @@
 """Fixtures of all tests: the rank pools, which are started once, and a process that is as it was.
 
-How to run: `pytest` for the suite, `pytest -m sweep` for what takes long, `pytest tests/gradients` for one room.
-A test on ranks with several sets of parameters runs the first by default, `every_case` all of them, and `each_value`
-those that have a value which none before has; the sweep has the rest.
+How to run: `pytest` for the suite, `pytest -m sweep` for what takes long, `pytest tests/gradients` for one
+room. A test on ranks with several sets of parameters runs the first by default, `every_case` all of them,
+and `each_value` those that have a value which none before has; the sweep has the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from tests.second_device import build
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let tables be written by the runs that measure them."""
-    parser.addoption("--fault-table", metavar="PATH", help="write what each fault led to as a Markdown table")
+    parser.addoption(
+        "--fault-table", metavar="PATH", help="write what each fault led to as a Markdown table"
+    )
     parser.addoption("--support-table", metavar="PATH", help="write what works with what as Markdown tables")
 
 
@@ -59,7 +61,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     The second device is compiled beside the tests that come before it is needed.
     """
-    if not session.config.option.collectonly and any("extension" in item.fixturenames for item in session.items):
+    if not session.config.option.collectonly and any(
+        "extension" in item.fixturenames for item in session.items
+    ):
         build.compile_ahead()
     gc.collect()
     gc.freeze()
@@ -106,7 +110,8 @@ def isolated() -> Iterator[None]:
     os.environ.clear()
     os.environ.update(environment)
     torch.set_default_dtype(dtype)
-    torch.set_num_threads(threads)  # a fit in this process takes all cores, and half precision would round otherwise
+    # A fit in this process takes all cores, and half precision would round otherwise.
+    torch.set_num_threads(threads)
     if dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("the test left a process group behind in the pytest process")

@@ -5,7 +5,8 @@
 
     RANK_TIMEOUT_S=3600 python -m pytest -s --timeout 0 tests/gradients/test_hooks.py
 
-pdb reads and writes the terminal that pytest was started in. The other ranks go on to their next collective, and wait.
+pdb reads and writes the terminal that pytest was started in. The other ranks go on to their next collective,
+and wait.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The device that ranks train on, so that the same test bodies run on a CPU, on CUDA and on the second device.
 
-CUDA is taken where there is a device for each rank. `TEST_DEVICE=second` takes the device of `tests/second_device`,
-whose collectives are gloo's; `TEST_DEVICE=nccl` lets them behave as NCCL's (`tests/second_device/nccl_like.py`).
+CUDA is taken where there is a device for each rank. `TEST_DEVICE=second` takes the device of
+`tests/second_device`, whose collectives are gloo's; `TEST_DEVICE=nccl` lets them behave as NCCL's
+(`tests/second_device/nccl_like.py`).
 """
 
 from __future__ import annotations

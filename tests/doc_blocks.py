@@ -1,9 +1,9 @@
 """Code blocks of README.md and docs/: found, compared with real names and signatures, and run in one process.
 
-The blocks of a page run in its order in one namespace. `PRELUDE` is what readers are expected to have: common imports,
-a module and a loader. `SETUP` is what one page needs beyond it. A class of a LightningModule, or functions whose first
-argument is `self`, are then fitted for a few steps, on `Shown` for what they lack. `<!-- not run: reason -->` above a
-block leaves out the running alone.
+The blocks of a page run in its order in one namespace. `PRELUDE` is what readers are expected to have:
+common imports, a module and a loader. `SETUP` is what one page needs beyond it. A class of a
+LightningModule, or functions whose first argument is `self`, are then fitted for a few steps, on `Shown` for
+what they lack. `<!-- not run: reason -->` above a block leaves out the running alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from lightning_automodel import AutomodelStrategy
 from tests.processes import ROOT
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-BLOCK = re.compile(r"(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
+BLOCK = re.compile(
+    r"(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.M | re.S
+)
 VOCABULARY = 11  # of the models of tests.trainer.hugging_face
 
 PRELUDE = f"""
@@ -96,7 +98,10 @@ documents = [{name: row for name, row in zip(batch, rows)} for batch in batches(
 """,
 }
 HUGGING_FACE: dict[str, Any] = {"label_shift": 1}
-STRATEGY: dict[str, Any] = {"docs/checkpoints.md": HUGGING_FACE, "docs/counting_ahead.md": {"count_window_ahead": True}}
+STRATEGY: dict[str, Any] = {
+    "docs/checkpoints.md": HUGGING_FACE,
+    "docs/counting_ahead.md": {"count_window_ahead": True},
+}
 ARGUMENTS = {"Causal": ("model",)}
 
 
@@ -112,7 +117,11 @@ class Block:
 def blocks(page: Path, *languages: str) -> list[Block]:
     """Those of these languages, in order. A diff counts as Python: what stands there after it was applied."""
     found = [Block(m["language"], m["text"], m["reason"]) for m in BLOCK.finditer(page.read_text())]
-    return [block if block.language != "diff" else _applied(block) for block in found if block.language in languages]
+    return [
+        block if block.language != "diff" else _applied(block)
+        for block in found
+        if block.language in languages
+    ]
 
 
 def _applied(diff: Block) -> Block:
@@ -186,7 +195,13 @@ class OneProcess(lightning.Trainer):
     __signature__ = inspect.signature(lightning.Trainer)
 
     def __init__(self, **options: Any) -> None:
-        here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "logger": False, "enable_progress_bar": False}
+        here = {
+            "accelerator": "cpu",
+            "devices": 1,
+            "num_nodes": 1,
+            "logger": False,
+            "enable_progress_bar": False,
+        }
         quiet = {"enable_model_summary": False, "enable_checkpointing": False}
         super().__init__(**{"max_epochs": 1, **options, **here, **quiet})
 
@@ -238,7 +253,9 @@ def fit_what_is_new(new: dict[str, Any], block: Block, options: dict[str, Any]) 
             chosen.text = block.text
             trainer = new.get("trainer") or OneProcess(strategy=AutomodelStrategy(**options))
             trainer.fit(
-                chosen(*ARGUMENTS.get(chosen.__name__, ())), data, data if "validation_step" in methods else None
+                chosen(*ARGUMENTS.get(chosen.__name__, ())),
+                data,
+                data if "validation_step" in methods else None,
             )
 
 
@@ -250,7 +267,17 @@ def undefined_names(page: Path, folder: Path) -> str:
     script = folder / "page.py"
     texts = [block.text for block in blocks(page, "python", "diff")]
     script.write_text("\n".join([PRELUDE, SETUP.get(str(page.relative_to(ROOT)), ""), *texts]))
-    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,E9", "--output-format", "concise"]
+    ruff = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--isolated",
+        "--select",
+        "F821,E9",
+        "--output-format",
+        "concise",
+    ]
     return subprocess.run([*ruff, str(script)], capture_output=True, text=True, check=False).stdout
 
 
@@ -265,7 +292,9 @@ def unknown_keywords(block: Block, namespace: dict[str, Any]) -> Iterator[str]:
             continue
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             names = {parameter.name for parameter in parameters}
-            yield from (f"{ast.unparse(node.func)}({k.arg}=)" for k in node.keywords if k.arg and k.arg not in names)
+            yield from (
+                f"{ast.unparse(node.func)}({k.arg}=)" for k in node.keywords if k.arg and k.arg not in names
+            )
 
 
 def _resolved(function: ast.expr, namespace: dict[str, Any]) -> Callable[..., Any] | None:

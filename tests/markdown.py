@@ -15,8 +15,8 @@ FEW_NAMES = 3
 def merged_table(titles: Sequence[str], rows: Mapping[str, Sequence[str]], noun: str) -> list[str]:
     """A Markdown table in which rows with equal cells are one row.
 
-    Its first cell has their names, separated by semicolons. The largest group comes last, as "the other 16 features",
-    if it has more than ``FEW_NAMES`` names, so the caller must list all names somewhere.
+    Its first cell has their names, separated by semicolons. The largest group comes last, as "the other 16
+    features", if it has more than ``FEW_NAMES`` names, so the caller must list all names somewhere.
 
     Args:
         titles: Heads of all columns, that of the names first.

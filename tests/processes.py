@@ -11,7 +11,15 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-NOT_FROM_OUTSIDE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK")
+NOT_FROM_OUTSIDE = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+    "GROUP_RANK",
+)
 """What a launcher tells its ranks by the environment."""
 
 IMPORTED = (

@@ -1,16 +1,17 @@
 """Gloo ranks that are started once and then serve the whole test run.
 
-Starting ranks costs seconds, a call costs milliseconds: `pool.run(fn, ...)` sends a module-level function to every
-rank over a pipe and returns what each of them returned. The parent process is not a rank.
+Starting ranks costs seconds, a call costs milliseconds: `pool.run(fn, ...)` sends a module-level function to
+every rank over a pipe and returns what each of them returned. The parent process is not a rank.
 
 What a caller may rely on:
-- every call starts with a working process group over loopback, all ranks in step, the environment that Lightning's
-  `LightningEnvironment` reads (so a Trainer joins this group and launches nothing), and fresh seeds;
-- an exception on a rank becomes a `RankError` that carries the rank's traceback. The failing rank hangs up its gloo
-  connections and leaves the process group, which frees peers that wait for it in a collective; the next call joins a
-  new group in the same processes;
-- a rank that hangs becomes a `TimeoutError` that names it and shows where it stands, a rank that dies a `RankError`;
-  both stop the whole pool, and the next call starts a new one.
+- every call starts with a working process group over loopback, all ranks in step, the environment that
+  Lightning's `LightningEnvironment` reads (so a Trainer joins this group and launches nothing), and fresh
+  seeds;
+- an exception on a rank becomes a `RankError` that carries the rank's traceback. The failing rank hangs up
+  its gloo connections and leaves the process group, which frees peers that wait for it in a collective; the
+  next call joins a new group in the same processes;
+- a rank that hangs becomes a `TimeoutError` that names it and shows where it stands, a rank that dies a
+  `RankError`; both stop the whole pool, and the next call starts a new one.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from tests.processes import forked
 START_TIMEOUT_S = 180.0
 GRACE_AFTER_FAILURE_S = 20.0
 MAX_THREADS_BY_RANKS = 16
-"""Of a rank that is used again, for each rank of its pool; fits leave 17 with two ranks, 26 with four, 45 on the second
-device. Those of a group that something refers to wake 100 times a second."""
+"""Of a rank that is used again, for each rank of its pool; fits leave 17 with two ranks, 26 with four, 45 on
+the second device. Those of a group that something refers to wake 100 times a second."""
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -77,8 +78,8 @@ class _Call:
 class _Answer:
     """What a rank sends back: the pickled return value or a traceback, and whether its process group is still whole.
 
-    A rank leaves its group before it answers, so a peer that this frees may answer first: `failed_at`, in seconds of
-    the machine's monotonic clock, tells who failed first. A death counts as first.
+    A rank leaves its group before it answers, so a peer that this frees may answer first: `failed_at`, in
+    seconds of the machine's monotonic clock, tells who failed first. A death counts as first.
     """
 
     value: bytes | None = None
@@ -101,8 +102,8 @@ class RankPool:
 
     Args:
         num_ranks: size of the process group.
-        device: "second" or "nccl" for ranks that train on the device of `tests/second_device`, with gloo's collectives
-            or with those that behave as NCCL's; "" for CUDA or a CPU.
+        device: "second" or "nccl" for ranks that train on the device of `tests/second_device`, with gloo's
+            collectives or with those that behave as NCCL's; "" for CUDA or a CPU.
     """
 
     def __init__(self, num_ranks: int, device: str = os.environ.get(devices.VARIABLE, "")) -> None:
@@ -122,10 +123,11 @@ class RankPool:
         """Call `fn(*args, **kwargs)` on every rank and return the results in the order of the ranks.
 
         Args:
-            fn: a function at the top level of an importable module; it finds its rank with `dist.get_rank()`.
+            fn: a function at the top level of an importable module; it finds its rank with
+                `dist.get_rank()`.
             args: positional arguments, picklable, the same for all ranks.
-            timeout_s: seconds until a rank that has not answered counts as hanging; RANK_TIMEOUT_S in the environment
-                replaces it, for a debugger (`tests/debugger.py`).
+            timeout_s: seconds until a rank that has not answered counts as hanging; RANK_TIMEOUT_S in the
+                environment replaces it, for a debugger (`tests/debugger.py`).
             kwargs: keyword arguments, picklable, the same for all ranks.
 
         Raises:
@@ -164,7 +166,9 @@ class RankPool:
             ours, theirs = context.Pipe()
             log = Path(self._folder.name, f"rank{rank}.log")
             # Not daemonic: a rank may start processes of its own, such as DataLoader workers.
-            process = context.Process(target=_serve, args=(rank, self.num_ranks, theirs, store_port, log, self.device))
+            process = context.Process(
+                target=_serve, args=(rank, self.num_ranks, theirs, store_port, log, self.device)
+            )
             process.start()
             theirs.close()
             self._ranks.append(_Rank(process, ours, log))
@@ -187,7 +191,9 @@ class RankPool:
             raise
         if not all(answer.in_group for answer in answers.values()):
             self._group_number += 1
-        if max(answer.num_threads for answer in answers.values()) > MAX_THREADS_BY_RANKS * max(self.num_ranks, 2):
+        if max(answer.num_threads for answer in answers.values()) > MAX_THREADS_BY_RANKS * max(
+            self.num_ranks, 2
+        ):
             self.stop()
         return [pickle.loads(answers[rank].value or b"") for rank in range(self.num_ranks)]
 
@@ -211,7 +217,9 @@ class RankPool:
         except (EOFError, ConnectionResetError):
             rank.process.join(GRACE_AFTER_FAILURE_S)
             output = rank.log.read_text(errors="replace")[-2000:] if rank.log.exists() else ""
-            return _Answer(error=f"the process died with exit code {rank.process.exitcode}\n{output}", died=True)
+            return _Answer(
+                error=f"the process died with exit code {rank.process.exitcode}\n{output}", died=True
+            )
 
     def _raise_failures(self, answers: dict[int, _Answer], name: str, timeout_s: float) -> None:
         in_time_order = sorted(answers.items(), key=lambda item: item[1].failed_at)
@@ -221,7 +229,9 @@ class RankPool:
         if not failures and not silent:
             return
         if not failures:
-            raise TimeoutError(f"{name}: ranks {silent} of {self.num_ranks} hang after {timeout_s:g} s{stacks}")
+            raise TimeoutError(
+                f"{name}: ranks {silent} of {self.num_ranks} hang after {timeout_s:g} s{stacks}"
+            )
         if silent or any(answer.died for answer in answers.values()):
             self.stop()
         self._group_number += 1
@@ -252,7 +262,8 @@ def _serve(rank: int, num_ranks: int, pipe: Connection, store_port: int, log: Pa
     _redirect_output(log)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
     os.chdir(log.parent)
-    # As in a user's program: else what a rank starts, such as DataLoader workers, would import everything anew.
+    # As in a user's program: else what a rank starts, such as DataLoader workers, would import everything
+    # anew.
     multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):  # Linux. Ranks that move between two cores take a fifth longer.
@@ -312,16 +323,19 @@ class _Membership:
     def hang_up(self) -> None:
         """Leave the group after a failure, such that a peer in a collective notices.
 
-        Destroying a group closes nothing while something refers to it, and torch's own caches refer to every mesh
-        that `fully_shard` has seen. So the connections themselves are shut down: every TCP connection of this process
-        except those to the pool's store.
+        Destroying a group closes nothing while something refers to it, and torch's own caches refer to every
+        mesh that `fully_shard` has seen. So the connections themselves are shut down: every TCP connection
+        of this process except those to the pool's store.
         """
         for descriptor in map(int, os.listdir("/dev/fd")):
             with contextlib.suppress(OSError):
                 if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                     continue
                 with socket.socket(fileno=os.dup(descriptor)) as connection:
-                    if connection.family == socket.AF_INET and connection.getpeername()[1] != self._store_port:
+                    if (
+                        connection.family == socket.AF_INET
+                        and connection.getpeername()[1] != self._store_port
+                    ):
                         connection.shutdown(socket.SHUT_RDWR)
         if devices.is_nccl_like():
             # Else leaving waits for the others.

@@ -16,7 +16,12 @@ def test_summary_is_one_line() -> None:
     """Engine, ranks, units, dtypes, denominator, and where the rest is."""
     described = {
         "data_parallel": "fsdp2",
-        "mesh": {"data_parallel_replicate": 1, "data_parallel_shard": 4, "data_parallel": 4, "tensor_parallel": 2},
+        "mesh": {
+            "data_parallel_replicate": 1,
+            "data_parallel_shard": 4,
+            "data_parallel": 4,
+            "tensor_parallel": 2,
+        },
         "units": ["model.blocks.0 (Block)", "model.blocks.1 (Block)"],
         "precision": {"trainer": "bf16-mixed"},
         "gradient_denominator": "label token",
@@ -26,8 +31,8 @@ def test_summary_is_one_line() -> None:
         ],
     }
     assert summary(described) == (
-        "AutomodelStrategy: fsdp2 over data_parallel_shard=4, tensor_parallel=2, 2 FSDP units beside the root,"
-        " precision bf16-mixed, gradients per label token, Muon steps whole parameters;"
+        "AutomodelStrategy: fsdp2 over data_parallel_shard=4, tensor_parallel=2, 2 FSDP units beside the"
+        " root, precision bf16-mixed, gradients per label token, Muon steps whole parameters;"
         " trainer.strategy.describe() has the details."
     )
     described.update(data_parallel="ddp", mesh={"data_parallel_shard": 1}, optimizer_step=[])

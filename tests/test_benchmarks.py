@@ -27,7 +27,13 @@ def test_idle_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from gpu import idle_times
 
-    events = [(0.0, 4.0, "first"), (1.0, 2.0, "inside"), (4.0, 5.0, "next"), (7.0, 8.0, "late"), (9.0, 10.0, "last")]
+    events = [
+        (0.0, 4.0, "first"),
+        (1.0, 2.0, "inside"),
+        (4.0, 5.0, "next"),
+        (7.0, 8.0, "late"),
+        (9.0, 10.0, "last"),
+    ]
     assert idle_times(events) == {"span": 10.0, "idle": 3.0, "gaps": [(2.0, "late"), (1.0, "last")]}
     assert idle_times([]) == {"span": 0.0, "idle": 0, "gaps": []}
 
@@ -108,7 +114,8 @@ def test_stages_fit(monkeypatch: pytest.MonkeyPatch, gigabytes: int, stages: lis
     import single_gpu
 
     shapes = {name: gpu.stage_case(name, "cuda", gigabytes) for name in gpu.STAGE_SHAPES}
-    one_device = replace(shapes["one-device"], rows=1, is_chunked=False, recompute=False)  # as the script is called
+    # As the script is called.
+    one_device = replace(shapes["one-device"], rows=1, is_chunked=False, recompute=False)
     cases = [("one-device", case) for case in single_gpu.ways(one_device).values()]
     cases += [("one-device", case) for case in single_gpu.switched(one_device).values()]
     cases += [("waits", replace(shapes["waits"], **feature)) for feature in gpu.FEATURES.values()]
@@ -131,7 +138,12 @@ def test_stages_fit(monkeypatch: pytest.MonkeyPatch, gigabytes: int, stages: lis
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize(
     "device",
-    ["cpu", pytest.param("hostdev", marks=pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler"))],
+    [
+        "cpu",
+        pytest.param(
+            "hostdev", marks=pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+        ),
+    ],
 )
 def test_all_that_a_gpu_is_for(tmp_path: Path, device: str) -> None:
     """Every stage at toy size; one that fails is in the report, and ends the script with 1."""
@@ -143,6 +155,8 @@ def test_all_that_a_gpu_is_for(tmp_path: Path, device: str) -> None:
     assert done.stdout.split("\n") == [f"{stage}: done" for stage in stages] + [""]
     assert f"Run on {device}, {report.partition('date: ')[2][:10]}" in report
 
-    done = subprocess.run([*command, "--stages", "trace", "--timeout", "0.1"], env=fresh_environment(), check=False)
+    done = subprocess.run(
+        [*command, "--stages", "trace", "--timeout", "0.1"], env=fresh_environment(), check=False
+    )
     assert done.returncode == 1
     assert "**failed**" in (tmp_path / "report.md").read_text()

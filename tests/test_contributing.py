@@ -26,7 +26,9 @@ def test_names_exist() -> None:
     """Functions, classes and constants in the table of changes, by their last part."""
     table = [line for line in TEXT.splitlines() if line.startswith("| ")]
     code = "\n".join(path.read_text() for folder in FOLDERS[:2] for path in folder.rglob("*.py"))
-    named = {name for line in table for name in re.findall(r"`([A-Za-z_]+(?:\.[A-Za-z_]+)?)(?:\(\))?`", line)}
+    named = {
+        name for line in table for name in re.findall(r"`([A-Za-z_]+(?:\.[A-Za-z_]+)?)(?:\(\))?`", line)
+    }
     names = {name.rpartition(".")[2] for name in named if not name.endswith((".py", ".md", ".yml"))}
     assert len(names) > 20
     assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", code)] == []
@@ -36,7 +38,9 @@ def test_rooms_are_named() -> None:
     """Each package and each module beside them."""
     package = ROOT / "lightning_automodel"
     rooms = {f"{path.name}/" for path in package.iterdir() if (path / "__init__.py").exists()}
-    assert [name for name in sorted(rooms | {path.name for path in package.glob("*.py")}) if name not in TEXT] == []
+    assert [
+        name for name in sorted(rooms | {path.name for path in package.glob("*.py")}) if name not in TEXT
+    ] == []
 
 
 def test_modules_have_tests() -> None:
@@ -51,7 +55,9 @@ def test_modules_have_tests() -> None:
     for path in package.rglob("*.py"):
         module = path.relative_to(package).as_posix()
         has_own = any(name.endswith(f"test_{path.stem}.py") for name in tests)
-        assert has_own or path.name == "__init__.py" or any(f"/{name}" in f"/{module}" for name in named), module
+        assert has_own or path.name == "__init__.py" or any(f"/{name}" in f"/{module}" for name in named), (
+            module
+        )
 
 
 def test_ten_changes() -> None:
@@ -76,7 +82,9 @@ def test_workflow_is_safe() -> None:
     """Actions are those of one commit, jobs may read the repository and nothing else, and each has a limit."""
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
-    assert [step["uses"] for step in steps if not re.search(r"@[0-9a-f]{40}$", step.get("uses", "@" + "0" * 40))] == []
+    assert [
+        step["uses"] for step in steps if not re.search(r"@[0-9a-f]{40}$", step.get("uses", "@" + "0" * 40))
+    ] == []
     assert workflow["permissions"] == {}
     assert all(job["permissions"] == {"contents": "read"} for job in workflow["jobs"].values())
     assert all(job["timeout-minutes"] <= 90 for job in workflow["jobs"].values())

@@ -66,7 +66,8 @@ def count_loops_over_each(tree: ast.Module) -> int:
     """Loops and comprehensions whose variable is no noun."""
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.comprehension)]
     return sum(
-        any(isinstance(name, ast.Name) and name.id == "each" for name in ast.walk(loop.target)) for loop in loops
+        any(isinstance(name, ast.Name) and name.id == "each" for name in ast.walk(loop.target))
+        for loop in loops
     )
 
 
@@ -88,7 +89,9 @@ def counts() -> dict[str, float]:
         * sum(len(line) >= LONG_LINE for line in lines)
         / len(lines),
         "assignments of a tuple to a tuple": sum(map(count_tuple_assignments, trees)),
-        "conditional expressions": sum(isinstance(node, ast.IfExp) for tree in trees for node in ast.walk(tree)),
+        "conditional expressions": sum(
+            isinstance(node, ast.IfExp) for tree in trees for node in ast.walk(tree)
+        ),
         "loops over `each`": sum(map(count_loops_over_each, trees)),
         "functions of more than 40 lines": sum(map(count_long_functions, trees)),
     }

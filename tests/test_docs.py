@@ -51,11 +51,16 @@ def test_python_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         namespace = run_page(page, monkeypatch)
     finally:
         destroy_global_state()
-    assert [found for block in blocks(page, "python", "diff") for found in unknown_keywords(block, namespace)] == []
+    assert [
+        found for block in blocks(page, "python", "diff") for found in unknown_keywords(block, namespace)
+    ] == []
 
 
 def test_few_blocks_do_not_run() -> None:
-    counts = {str(page.relative_to(ROOT)): sum(b.reason is not None for b in blocks(page, "python")) for page in PAGES}
+    counts = {
+        str(page.relative_to(ROOT)): sum(b.reason is not None for b in blocks(page, "python"))
+        for page in PAGES
+    }
     assert {name: count for name, count in counts.items() if count} == NOT_RUN
 
 
@@ -72,7 +77,9 @@ def test_commands() -> None:
         for line in (line for block in blocks(page, "bash") for line in block.text.splitlines()):
             words = shlex.split(line, comments=True)
             for name in (
-                word for word in words if re.fullmatch(r"(examples|benchmarks)/\S+\.py|lightning_automodel\.\S+", word)
+                word
+                for word in words
+                if re.fullmatch(r"(examples|benchmarks)/\S+\.py|lightning_automodel\.\S+", word)
             ):
                 source = sources.get(name) or (ROOT / name).read_text()
                 given = [word.split("=")[0] for word in words[words.index(name) :] if word.startswith("--")]
@@ -133,12 +140,17 @@ def first_column(page: Path, header: str) -> list[str]:
 
 def test_badges() -> None:
     """They say what the package metadata and the matrix of tested releases say."""
-    badges = dict(re.findall(r"!\[(.+?): (.+?)\]\(https://img\.shields\.io", (ROOT / "README.md").read_text()))
+    badges = dict(
+        re.findall(r"!\[(.+?): (.+?)\]\(https://img\.shields\.io", (ROOT / "README.md").read_text())
+    )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
     matrix = jobs["versions"]["strategy"]["matrix"]
     tested = {
-        name: [release.rpartition(".")[0] for release in matrix[name] + [each[name] for each in matrix["include"]]]
+        name: [
+            release.rpartition(".")[0]
+            for release in matrix[name] + [each[name] for each in matrix["include"]]
+        ]
         for name in ("torch", "lightning")
     }
     assert badges == {
@@ -201,14 +213,19 @@ def test_equal_rows_are_merged() -> None:
     """A few are listed in the first cell; the largest group of more is counted, in the last row."""
 
     def written(**rows: str) -> list[str]:
-        return merged_table(["feature", "DDP"], {name: [cell] for name, cell in rows.items()}, "features")[2:]
+        return merged_table(["feature", "DDP"], {name: [cell] for name, cell in rows.items()}, "features")[
+            2:
+        ]
 
     assert written(clip="passed", compile="refused", freeze="passed") == [
         "| clip; freeze | passed |",
         "| compile | refused |",
     ]
     many = {f"f{number}": "passed" for number in range(4)}
-    assert written(**many, compile="refused") == ["| compile | refused |", "| the other 4 features | passed |"]
+    assert written(**many, compile="refused") == [
+        "| compile | refused |",
+        "| the other 4 features | passed |",
+    ]
     assert written(**many) == ["| all 4 features | passed |"]
 
 
@@ -239,9 +256,17 @@ def test_site(site: Path) -> None:
     loaded = r'<(?:script|img|iframe)[^>]* src="?https?:|<link[^>]*rel="?(?:stylesheet|preconnect)[^>]*href="?https?:'
     assert [page.name for page in site.rglob("*.html") if re.search(loaded, page.read_text())] == []
     api = (site / "api.html").read_text()
-    assert [name for name in lightning_automodel.__all__ if f'id="lightning_automodel.{name}"' not in api] == []
+    assert [
+        name for name in lightning_automodel.__all__ if f'id="lightning_automodel.{name}"' not in api
+    ] == []
     support = (site / "support.html").read_text()
-    assert set(re.findall(r'class="?support-(\w+)', support)) == {"passed", "agrees", "refused", "differs", "not"}
+    assert set(re.findall(r'class="?support-(\w+)', support)) == {
+        "passed",
+        "agrees",
+        "refused",
+        "differs",
+        "not",
+    }
     assert re.findall(r":(?:func|class|meth|data|math):|={9}", api) == []
 
 
@@ -257,7 +282,13 @@ def test_what_fails_the_build(tmp_path: Path) -> None:
     (tmp_path / "docs" / "orphan.md").write_text(f"# Orphan\n\n{links}\n\nOptions: `nothing`\n\nEnd.\n")
     status, messages = build(tmp_path, tmp_path / "site")
     assert status == 1
-    for part in ("'nowhere.md'", "'#nowhere'", "examples/nowhere.py", "no option nothing", 'not included in the "nav"'):
+    for part in (
+        "'nowhere.md'",
+        "'#nowhere'",
+        "examples/nowhere.py",
+        "no option nothing",
+        'not included in the "nav"',
+    ):
         assert part in messages, messages
 
 
@@ -362,7 +393,14 @@ def test_first_screen() -> None:
     """What a reader asks, in the order of asking, in 120 lines."""
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120
-    order = ["```diff", "ExactnessCheck()", "| your training |", "<!-- main command -->", "**Status:**", "## Tell"]
+    order = [
+        "```diff",
+        "ExactnessCheck()",
+        "| your training |",
+        "<!-- main command -->",
+        "**Status:**",
+        "## Tell",
+    ]
     places = [text.index(part) for part in order]
     assert places == sorted(places)
 
@@ -370,7 +408,9 @@ def test_first_screen() -> None:
 def test_pictures_say_what_they_show() -> None:
     """To those who do not see them; their text is text."""
     names = ("checkpoints", "layouts", "resume", "why_it_matters", "window")
-    for picture in (xml.etree.ElementTree.parse(DOCS / "images" / f"{name}.svg").getroot() for name in names):
+    for picture in (
+        xml.etree.ElementTree.parse(DOCS / "images" / f"{name}.svg").getroot() for name in names
+    ):
         assert picture.attrib["aria-labelledby"] == "title desc"
         assert [picture[index].attrib["id"] for index in (0, 1)] == ["title", "desc"]
         assert len(picture.findall("{*}text")) > 5

@@ -49,11 +49,15 @@ def _parse_library(folder: str) -> None:
         patch.syspath_prepend(str(EXAMPLES))
         import docstrings
 
-        others = {path.name for path in Path(sysconfig.get_paths()["stdlib"]).iterdir() if path.name[0] not in "ae"}
+        others = {
+            path.name for path in Path(sysconfig.get_paths()["stdlib"]).iterdir() if path.name[0] not in "ae"
+        }
         patch.setattr(docstrings, "SKIPPED_FOLDERS", docstrings.SKIPPED_FOLDERS | others)
         if dist.get_rank() == 0:
             whole = docstrings.DocstringData(f"{folder}/outputs/corpus")
-            short = docstrings.DocstringData(f"{folder}/outputs/corpus", max_prompt_bytes=64, max_docstring_bytes=96)
+            short = docstrings.DocstringData(
+                f"{folder}/outputs/corpus", max_prompt_bytes=64, max_docstring_bytes=96
+            )
             short.corpus_file = whole.corpus_file
             short.prepare_data()
     dist.barrier()
@@ -245,7 +249,14 @@ def test_preemption(folder: Folder) -> None:
 @pytest.mark.parametrize("config", ["fsdp2", pytest.param("ddp", marks=pytest.mark.sweep)])
 def test_cli(folder: Folder, config: str) -> None:
     """The same training from a YAML file, with what the command line says instead."""
-    overridden = ["--trainer.max_steps", "2", "--data.num_val_examples", "16", "--trainer.val_check_interval", "8"]
+    overridden = [
+        "--trainer.max_steps",
+        "2",
+        "--data.num_val_examples",
+        "16",
+        "--trainer.val_check_interval",
+        "8",
+    ]
     file = str(EXAMPLES / "configs" / f"{config}.yaml")
     printed = folder.run("cli.py", "fit", "--config", file, *overridden)
     before, after = numbers(HELD_BACK, printed)
@@ -258,7 +269,9 @@ def test_cli(folder: Folder, config: str) -> None:
 def test_why_token_weighting(folder: Folder, options: tuple[str, ...]) -> None:
     """Only this strategy has the truth's gradients, in each step; Lightning's are off by more than a hundredth."""
     printed = folder.run_anew("why_token_weighting.py", "--quick", "--output", "picture.png", *options)
-    table = [[cell.strip() for cell in line.split("|")] for line in printed.splitlines() if line.startswith("|")]
+    table = [
+        [cell.strip() for cell in line.split("|")] for line in printed.splitlines() if line.startswith("|")
+    ]
     medians, largest = ({row[1]: float(row[column]) for row in table[2:]} for column in (2, 3))
     assert largest["AutomodelStrategy"] <= 1e-5
     assert medians["Lightning DDPStrategy"] > 0.01

@@ -31,12 +31,14 @@ ORDER = [
     "distributed",
     "internals",
 ]
-# Ending together is nothing that checkpoints or the mathematics know of, nor it of them: only `launch` and above do.
+# Ending together is nothing that checkpoints or the mathematics know of, nor it of them: only `launch` and
+# above do.
 APART = [
     ("failure", room)
     for room in ("checkpoint", "resume", "context_parallel", "expert_parallel", "sharding", "gradients")
 ]
-# Held by the absence of cycles alone: the engines read the options, which check themselves by functions of theirs.
+# Held by the absence of cycles alone: the engines read the options, which check themselves by functions of
+# theirs.
 ANYWHERE = {"__init__", "alias_pytorch_lightning", "options", "callbacks", "data"}
 
 

@@ -20,8 +20,8 @@ from lightning_automodel.options import StrategyOptions
 SIZE = "must be an integer of at least 1 or 'auto', got"
 RESHARD = "reshard_after_forward must be an integer of at least 2 or True or False, got"
 RECOMPUTED = (
-    "activation_checkpointing must be True, False, 'selective', 'offload', a set of nn.Module classes or a policy of"
-    " torch.utils.checkpoint, got"
+    "activation_checkpointing must be True, False, 'selective', 'offload', a set of nn.Module classes or a"
+    " policy of torch.utils.checkpoint, got"
 )
 POLICY = "auto_wrap_policy must be a set of nn.Module classes or a function of a module, got"
 
@@ -64,7 +64,8 @@ POLICY = "auto_wrap_policy must be a set of nn.Module classes or a function of a
         ),
         (
             {"heartbeat_timeout": -1},
-            "heartbeat_timeout must be positive and finite, got -1; pass a timedelta or a number of minutes, e.g. 30.",
+            "heartbeat_timeout must be positive and finite, got -1; pass a timedelta or a number of"
+            " minutes, e.g. 30.",
         ),
     ],
 )
@@ -98,7 +99,10 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
         ({"activation_checkpointing": nn.Linear}, f"{RECOMPUTED} <class 'torch.nn.modules.linear.Linear'>."),
         ({"timeout": "30"}, "timeout must be a timedelta or a number of minutes, got '30'."),
         ({"timeout": True}, "timeout must be a timedelta or a number of minutes, got True."),
-        ({"heartbeat_timeout": "2"}, "heartbeat_timeout must be a timedelta or a number of minutes, got '2'."),
+        (
+            {"heartbeat_timeout": "2"},
+            "heartbeat_timeout must be a timedelta or a number of minutes, got '2'.",
+        ),
         ({"timeout": None}, "timeout must be a timedelta or a number of minutes, got None."),
     ],
 )
@@ -200,20 +204,20 @@ def test_sizes(
         (
             4,
             2,
-            "data_parallel_size=4 times tensor_parallel_size=2 does not match the world size 4: start 8 processes, or"
-            " pass",
+            "data_parallel_size=4 times tensor_parallel_size=2 does not match the world size 4: start 8"
+            " processes, or pass",
         ),
         (
             "auto",
             3,
-            "data_parallel_size=1 times tensor_parallel_size=3 does not match the world size 4: start 3 processes, or"
-            " pass",
+            "data_parallel_size=1 times tensor_parallel_size=3 does not match the world size 4: start 3"
+            " processes, or pass",
         ),
         (
             "auto",
             8,
-            "data_parallel_size=1 times tensor_parallel_size=8 does not match the world size 4: start 8 processes, or"
-            " pass",
+            "data_parallel_size=1 times tensor_parallel_size=8 does not match the world size 4: start 8"
+            " processes, or pass",
         ),
     ],
 )
@@ -232,7 +236,8 @@ def test_replicas_that_do_not_divide(replicas: Any, num_nodes: int, shown: int) 
     with pytest.raises(ValueError, match="does not divide") as raised:
         resolve_sizes("fsdp2", "auto", replicas, 1, world_size=6, num_nodes=num_nodes)
     assert str(raised.value) == (
-        f"data_parallel_replicate_size={shown} does not divide the 6 data-parallel ranks: valid sizes are 1, 2, 3, 6."
+        f"data_parallel_replicate_size={shown} does not divide the 6 data-parallel ranks: valid sizes are 1,"
+        " 2, 3, 6."
     )
 
 
@@ -278,7 +283,11 @@ UNREPLICATED = (
         ),
         ({"data_parallel": "ddp", "activation_checkpointing": True, "auto_wrap_policy": {nn.Linear}}, []),
         (
-            {"data_parallel": "ddp", "activation_checkpointing": {nn.Linear}, "auto_wrap_policy": {nn.Linear}},
+            {
+                "data_parallel": "ddp",
+                "activation_checkpointing": {nn.Linear},
+                "auto_wrap_policy": {nn.Linear},
+            },
             ["auto_wrap_policy has no effect with data_parallel='ddp'."],
         ),
         ({"ddp_kwargs": {"bucket_cap_mb": 1}}, ["ddp_kwargs has no effect with data_parallel='fsdp2'."]),
@@ -286,7 +295,13 @@ UNREPLICATED = (
         ({"defer_fsdp_grad_sync": "all_reduce"}, [UNREPLICATED]),
         ({"defer_fsdp_grad_sync": "all_reduce", "data_parallel_replicate_size": 2}, []),
         (
-            {"per_token_loss": False, "label_key": "y", "label_shift": 1, "ignore_index": 0, "count_label_tokens": len},
+            {
+                "per_token_loss": False,
+                "label_key": "y",
+                "label_shift": 1,
+                "ignore_index": 0,
+                "count_label_tokens": len,
+            },
             [
                 f"{name} has no effect with per_token_loss=False."
                 for name in ("label_key", "ignore_index", "label_shift", "count_label_tokens")
@@ -319,7 +334,10 @@ def test_hook_that_would_see_sums_over_tokens() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"uneven_inputs": "pad", "count_window_ahead": True}, "count_window_ahead=True, uneven_inputs='pad'"),
+        (
+            {"uneven_inputs": "pad", "count_window_ahead": True},
+            "count_window_ahead=True, uneven_inputs='pad'",
+        ),
         ({"per_token_loss": False}, "per_token_loss=False (means of slices are not the mean of a batch)"),
         ({"count": "samples"}, "count='samples' (a slice is not a sample)"),
         ({"uneven_inputs": "pad"}, "uneven_inputs='pad'"),
@@ -335,7 +353,10 @@ def test_beside_context_parallelism(options: dict[str, Any], named: str) -> None
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"data_parallel": "ddp"}, "data_parallel='ddp'"), ({"device_mesh": Mock(spec=DeviceMesh)}, "device_mesh")],
+    [
+        ({"data_parallel": "ddp"}, "data_parallel='ddp'"),
+        ({"device_mesh": Mock(spec=DeviceMesh)}, "device_mesh"),
+    ],
 )
 def test_beside_expert_parallelism(options: dict[str, Any], named: str) -> None:
     """DDP copies whole parameters, and a mesh of the caller's has no dimension for experts."""

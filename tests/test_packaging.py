@@ -49,6 +49,10 @@ def test_a_release_names_its_repository(tmp_path: Path) -> None:
     assert f"git clone {repository} " in readme
     targets = re.findall(r"\]\(([^)]+)\)", readme)
     inside = re.compile(rf"{repository}/(?:blob|raw)/v{project['version']}/([^#]+)(#\S+)?")
-    assert [each for each in targets if not inside.fullmatch(each) and "https://img.shields.io/" not in each] == []
-    assert [each for each in targets if (found := inside.fullmatch(each)) and not (ROOT / found[1]).exists()] == []
+    assert [
+        each for each in targets if not inside.fullmatch(each) and "https://img.shields.io/" not in each
+    ] == []
+    assert [
+        each for each in targets if (found := inside.fullmatch(each)) and not (ROOT / found[1]).exists()
+    ] == []
     assert len(targets) > 30

@@ -109,7 +109,9 @@ def fit_packed() -> dict[str, Tensor]:
     rank = torch.distributed.get_rank()
     data = [Packer(LENGTH)(documents(seed)[: 7 - rank]) for seed in (rank, 2 + rank)]
     strategy = AutomodelStrategy(loss_reduction="sum")
-    make_trainer(strategy, accumulate_grad_batches=2).fit(module, torch.utils.data.DataLoader(data, batch_size=None))
+    make_trainer(strategy, accumulate_grad_batches=2).fit(
+        module, torch.utils.data.DataLoader(data, batch_size=None)
+    )
     return full_weights(module)
 
 

@@ -132,8 +132,8 @@ def test_deferral(defer: Any, scatters: int, all_reduces: int) -> None:
     assert sent["reduce_scatter"] == (scatters * BLOCKS, scatters * BLOCKS * BLOCK)
     assert sent["all_reduce"][0] == all_reduces * BLOCKS + 1
     assert ("undeferred" in str(plan)) == (scatters > 1)
-    # Where most is held, in the second micro-batch: all gradients, or the shards of those that wait, and one that is
-    # reduced, as a gradient and twice in gloo's buffers.
+    # Where most is held, in the second micro-batch: all gradients, or the shards of those that wait, and one
+    # that is reduced, as a gradient and twice in gloo's buffers.
     held = BLOCKS * BLOCK if scatters == 1 else (BLOCKS - 1) * BLOCK // 2 + BLOCK + BLOCK // 2
     assert plan.memory["gradients"] - 2 * BLOCK <= held <= plan.memory["gradients"]
 
@@ -148,13 +148,16 @@ def test_layouts_that_defer_or_not() -> None:
         parsed = _parser().parse_args([*options, "--context", "1", "--micro-batches", micro_batches])
         plans, _ = _plans(parsed, build, DEVICES["cpu"])
         sharded = [plan.options for plan in plans if plan.options.data_parallel == "fsdp2"]
-        assert {(each.defer_fsdp_grad_sync, each.data_parallel_replicate_size) for each in sharded} == expected
+        assert {
+            (each.defer_fsdp_grad_sync, each.data_parallel_replicate_size) for each in sharded
+        } == expected
 
 
 def test_work_of_a_micro_batch() -> None:
     """Each product runs once forward and twice backward, but for the gradient of the batch."""
     assert (
-        sum(flops * number for (flops, _), number in _run().work.items()) == (3 * BLOCKS - 1) * 2 * ROWS * WIDTH * WIDTH
+        sum(flops * number for (flops, _), number in _run().work.items())
+        == (3 * BLOCKS - 1) * 2 * ROWS * WIDTH * WIDTH
     )
 
 
@@ -165,15 +168,25 @@ def test_activations_are_those_kept() -> None:
     batch = ROWS * WIDTH * 4
     assert events[0][-1] == batch
     assert sum(net for *_, net in events[: kinds.index("loss") + 1]) == (1 + BLOCKS) * batch + 4
-    assert (
-        sum(net for *_, net in events) <= batch + 8 + BLOCK
-    )  # the loss, its gradient, and the weight's that came last
+    # The loss, its gradient, and the weight's that came last.
+    assert sum(net for *_, net in events) <= batch + 8 + BLOCK
 
 
 def test_command_gives_a_strategy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The YAML that it prints builds a strategy; what is assumed can be replaced."""
     (tmp_path / "table.toml").write_text("latency = 0.0\nnetwork_bandwidth = 1e6\n")
-    options = ["--world-size", "16", "--precision", "32-true", "--device", "cpu", "--context", "1", "--tensor", "1"]
+    options = [
+        "--world-size",
+        "16",
+        "--precision",
+        "32-true",
+        "--device",
+        "cpu",
+        "--context",
+        "1",
+        "--tensor",
+        "1",
+    ]
     assert main(["tests.test_plan:build", *options, "--assume", str(tmp_path / "table.toml")]) == 0
     printed = capsys.readouterr().out
     assert "network_bandwidth = 1000000.0" in printed
@@ -186,7 +199,9 @@ def test_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     """Of LightningCLI: its model, and a batch of its data."""
     config = tmp_path / "config.yaml"
     options = [str(config), "--world-size", "2", "--precision", "32-true", "--context", "1", "--tensor", "1"]
-    config.write_text("model: {class_path: tests.test_plan.Chain}\ndata: {class_path: tests.test_plan.Rows}\n")
+    config.write_text(
+        "model: {class_path: tests.test_plan.Chain}\ndata: {class_path: tests.test_plan.Rows}\n"
+    )
     assert main(options) == 0
     assert main(["tests.test_plan:build", *options[1:]]) == 0
     first, second = capsys.readouterr().out.split("# assumed")[1:]
@@ -208,7 +223,9 @@ def test_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
         ("tests.test_plan:build", ("--micro-batches", "7"), "pass another --micro-batches"),
     ],
 )
-def test_refusals(capsys: pytest.CaptureFixture[str], target: str, options: tuple[str, ...], said: str) -> None:
+def test_refusals(
+    capsys: pytest.CaptureFixture[str], target: str, options: tuple[str, ...], said: str
+) -> None:
     """One line, with the remedy, and status 1."""
     assert main([target, "--world-size", "4", *options]) == 1
     told = capsys.readouterr()
@@ -227,7 +244,10 @@ def test_what_would_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
 def test_ddp_without_a_plan_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     """Under bf16-mixed, the default, with what to pass; under another precision there is nothing to tell."""
     for precision in ("bf16-mixed", "bf16-true"):
-        assert main(["tests.test_plan:build", "--world-size", "2", "--precision", precision, "--tensor", "1"]) == 0
+        assert (
+            main(["tests.test_plan:build", "--world-size", "2", "--precision", precision, "--tensor", "1"])
+            == 0
+        )
         printed = capsys.readouterr().out
         assert ("left out: DDP: its autocast" in printed) == (precision == "bf16-mixed")
         assert ("ddp 2 x 1" in printed) == (precision == "bf16-true")
@@ -248,7 +268,9 @@ def test_tensor_and_context_parallel_layouts_of_transformers() -> None:
         def __init__(self) -> None:
             super().__init__()
             sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
-            self.blocks = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+            self.blocks = LlamaForCausalLM(
+                LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+            )
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             loss: Tensor = self.blocks(input_ids=batch, labels=batch).loss
@@ -274,7 +296,9 @@ def test_what_is_weighed_is_compared_with_runs(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     import plan_check
 
-    parsed = _parser().parse_args(["", "--world-size", "4", "--ranks-per-node", "2", "--precision", "32-true"])
+    parsed = _parser().parse_args(
+        ["", "--world-size", "4", "--ranks-per-node", "2", "--precision", "32-true"]
+    )
     plans, _ = _plans(parsed, build, DEVICES["cpu"])
     names = [str(plan) for plan in plans]
     assert len(names) == len(set(names)) > 10
@@ -285,10 +309,15 @@ def test_what_is_weighed_is_compared_with_runs(monkeypatch: pytest.MonkeyPatch) 
         for case in plan_check.cases()
     ]
     weighed, compared = (
-        {name: {str(value) for value in map(attrgetter(name), group)} for name in StrategyOptions.__annotations__}
+        {
+            name: {str(value) for value in map(attrgetter(name), group)}
+            for name in StrategyOptions.__annotations__
+        }
         for group in ([plan.options for plan in plans], cases)
     )
-    assert {name: values - compared[name] for name, values in weighed.items() if values - compared[name]} == {}
+    assert {
+        name: values - compared[name] for name, values in weighed.items() if values - compared[name]
+    } == {}
 
 
 @pytest.mark.sweep

@@ -186,7 +186,9 @@ def test_no_other_name_is_registered() -> None:
 
 def test_trainer_takes_the_name() -> None:
     """The Trainer finds a registered name after the import alone."""
-    trainer = Trainer(strategy="automodel_ddp", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    trainer = Trainer(
+        strategy="automodel_ddp", accelerator="cpu", devices=1, logger=False, enable_checkpointing=False
+    )
     assert isinstance(trainer.strategy, AutomodelStrategy)
     assert trainer.strategy.data_parallel == "ddp"
 
@@ -236,7 +238,9 @@ def _overridden_methods() -> list[str]:
 def test_overrides_are_discovered() -> None:
     """The comparison below looks at something."""
     assert len(_overridden_methods()) >= 20
-    assert {"backward", "block_backward_sync", "optimizer_step", "register_strategies"} <= set(_overridden_methods())
+    assert {"backward", "block_backward_sync", "optimizer_step", "register_strategies"} <= set(
+        _overridden_methods()
+    )
 
 
 @pytest.mark.parametrize("name", _overridden_methods())
@@ -246,6 +250,8 @@ def test_overrides_keep_the_parameters_of_lightning(name: str) -> None:
     ours = list(inspect.signature(getattr(AutomodelStrategy, name)).parameters.values())
     assert [parameter.name for parameter in ours[: len(theirs)]] == [parameter.name for parameter in theirs]
     assert [p for p in ours[len(theirs) :] if p.default is inspect.Parameter.empty] == []
-    positional_only = [parameter.name for parameter in ours if parameter.kind is inspect.Parameter.POSITIONAL_ONLY]
+    positional_only = [
+        parameter.name for parameter in ours if parameter.kind is inspect.Parameter.POSITIONAL_ONLY
+    ]
     # `manual_backward(loss, optimizer=...)` reaches it as a keyword that is not Lightning's `optimizer`.
     assert positional_only == (["self", "closure_loss", "optimizer"] if name == "backward" else [])

@@ -54,7 +54,9 @@ def test_its_callbacks_are_refused(name: str) -> None:
     """Before set-up: nothing tells what they are for, and a checkpoint would come before the step's end."""
     callback = getattr(pytorch_lightning.callbacks, name)(monitor="loss")
     trainer = pl.Trainer(strategy=AutomodelStrategy(per_token_loss=False), callbacks=[callback], **ALONE)
-    with pytest.raises(TypeError, match=rf"{name} comes from pytorch_lightning .* import it from lightning\.pytorch"):
+    with pytest.raises(
+        TypeError, match=rf"{name} comes from pytorch_lightning .* import it from lightning\.pytorch"
+    ):
         trainer.fit(BoringModel())
     destroy_global_state()
 
@@ -73,5 +75,7 @@ def test_aliases() -> None:
 
 def test_aliases_come_first() -> None:
     """Who has imported the package holds classes that no alias can replace."""
-    with pytest.raises(ImportError, match=r"pytorch_lightning is already imported: import lightning_automodel\.alias"):
+    with pytest.raises(
+        ImportError, match=r"pytorch_lightning is already imported: import lightning_automodel\.alias"
+    ):
         importlib.import_module("lightning_automodel.alias_pytorch_lightning")

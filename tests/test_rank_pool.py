@@ -119,7 +119,9 @@ def test_unpicklable_result_is_the_error_of_its_rank(pool2: RankPool) -> None:
 
 
 @pytest.mark.parametrize(("leave", "result"), [(destroy_group, None), (join_through_environment, 2)])
-def test_next_call_has_a_group_again(pool2: RankPool, leave: Callable[[], int | None], result: int | None) -> None:
+def test_next_call_has_a_group_again(
+    pool2: RankPool, leave: Callable[[], int | None], result: int | None
+) -> None:
     """Code under test may destroy the group, or replace it through MASTER_ADDR and MASTER_PORT."""
     assert pool2.run(leave) == [result, result]
     assert pool2.run(sum_of_ranks, 0) == [1.0, 1.0]

@@ -115,7 +115,11 @@ def boxes(rows: int, generator: torch.Generator) -> tuple[list[Tensor], list[Ten
 def graphs(rows: int, generator: torch.Generator) -> Rows:
     sizes = torch.randint(1, 6, (rows,), generator=generator)
     x = random(int(sizes.sum()), WIDTH, generator=generator)
-    return {"x": x, "batch": torch.arange(rows).repeat_interleave(sizes), "y": random(rows, generator=generator)}
+    return {
+        "x": x,
+        "batch": torch.arange(rows).repeat_interleave(sizes),
+        "y": random(rows, generator=generator),
+    }
 
 
 def molecules(rows: int, generator: torch.Generator) -> Rows:
@@ -145,7 +149,9 @@ def merged(batches: list[Any]) -> Any:
     whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
     if "batch" in whole:
         first = torch.tensor([0, *(len(batch["y"]) for batch in batches)]).cumsum(0)
-        whole["batch"] = torch.cat([batch["batch"] + start for batch, start in zip(batches, first, strict=False)])
+        whole["batch"] = torch.cat(
+            [batch["batch"] + start for batch, start in zip(batches, first, strict=False)]
+        )
     return whole
 
 
@@ -153,7 +159,10 @@ RECIPES: dict[str, tuple[Callable[[type], L.LightningModule], Callable[..., Any]
     "Preferences": (lambda module: module(language_model(), language_model()), pairs),
     "Reward": (lambda module: module(Rewards()), pairs),
     "Student": (lambda module: module(language_model(), language_model()), labelled),
-    "SoftLabels": (lambda module: module(nn.Linear(WIDTH, len(CLASS_WEIGHTS)), CLASS_WEIGHTS.clone()), mixed),
+    "SoftLabels": (
+        lambda module: module(nn.Linear(WIDTH, len(CLASS_WEIGHTS)), CLASS_WEIGHTS.clone()),
+        mixed,
+    ),
     "Segmentation": (lambda module: module(nn.Conv2d(3, 4, 1)), pictures),
     "Detector": (lambda module: module(Boxes()), boxes),
     "Graphs": (lambda module: module(WIDTH, 5), graphs),
@@ -168,7 +177,9 @@ RECIPES: dict[str, tuple[Callable[[type], L.LightningModule], Callable[..., Any]
 def recipe(name: str) -> tuple[L.LightningModule, dict[str, Any]]:
     """The module as the page has it, but for its optimizer, and the strategy's options; float64."""
     (text,) = [
-        m["text"] for m in BLOCK.finditer((ROOT / "docs/recipes.md").read_text()) if f"class {name}(" in m["text"]
+        m["text"]
+        for m in BLOCK.finditer((ROOT / "docs/recipes.md").read_text())
+        if f"class {name}(" in m["text"]
     ]
     # Adam would hide a factor; a small rate, everything.
     text = re.sub(r"AdamW\((.+), lr=.+?\)", r"SGD(\1, lr=0.5)", text)
@@ -195,9 +206,12 @@ def train(name: str, options: dict[str, Any], accumulate: int) -> dict[str, Tens
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     ("name", "engine"),
-    [(name, "fsdp2") for name in RECIPES] + [pytest.param(name, "ddp", marks=pytest.mark.sweep) for name in RECIPES],
+    [(name, "fsdp2") for name in RECIPES]
+    + [pytest.param(name, "ddp", marks=pytest.mark.sweep) for name in RECIPES],
 )
-def test_trains_like_one_process(pool2: RankPool, name: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trains_like_one_process(
+    pool2: RankPool, name: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which takes all batches of a step as one, under Lightning alone."""
     monkeypatch.setattr(L.LightningModule, "backward", lambda self, loss, **count: loss.backward())
     module, _ = recipe(name)

@@ -21,9 +21,10 @@ WORDS_OF_PROSE = 4
 """A text of so many words is a message wherever it stands: a helper or a constant may hold what is raised elsewhere."""
 VALUE = "…"
 VERBS = (
-    "add apply build call change check choose collect combine compile compute configure count create end evaluate"
-    " export freeze gather give import keep leave let load log look make pad pass pip plan put register remove rename"
-    " resume return run save say see set shard spread start step take use validate write"
+    "add apply build call change check choose collect combine compile compute configure count create end"
+    " evaluate export freeze gather give import keep leave let load log look make pad pass pip plan put"
+    " register remove rename resume return run save say see set shard spread start step take use validate"
+    " write"
 )
 NEXT_STEP = re.compile(
     rf"(?:^|[.:;,] (?:or )?|\bor )(?:{VERBS.replace(' ', '|')})\b"  # "...: pass data_parallel='fsdp2'"
@@ -157,7 +158,9 @@ def messages() -> dict[str, str]:
 def entries() -> dict[str, int]:
     """The messages that the page explains, with their lines: headings and items of lists that are nothing but code."""
     lines = enumerate(PAGE.read_text().splitlines(), start=1)
-    return {found[1]: number for number, line in lines if (found := re.fullmatch(r"(?:### |- )`([^`]+)`", line))}
+    return {
+        found[1]: number for number, line in lines if (found := re.fullmatch(r"(?:### |- )`([^`]+)`", line))
+    }
 
 
 def explains(entry: str, message: str) -> bool:
@@ -173,14 +176,16 @@ def explains(entry: str, message: str) -> bool:
 def test_each_message_has_a_remedy() -> None:
     """In its own text or on the page; the failure says what to write, and where."""
     missing = [
-        f"lightning_automodel/{place}\n\n### `{message}`\n\n<why it comes, and what to do, in a line or two>\n"
+        f"lightning_automodel/{place}\n\n### `{message}`\n\n<why it comes, and what to do, in a line or"
+        " two>\n"
         for message, place in messages().items()
         if not NEXT_STEP.search(message) and not any(explains(entry, message) for entry in entries())
     ]
     assert not missing, (
-        "These messages do not say what to do, and docs/troubleshooting.md does not either. Let the message name the"
-        " next step (NEXT_STEP), or add it to the page, below the heading that says what the user was doing, or to an"
-        " entry with the same remedy, as an item of its list. A constant part of the message is enough. A text"
+        "These messages do not say what to do, and docs/troubleshooting.md does not either. Let the message"
+        " name the next step (NEXT_STEP), or add it to the page, below the heading that says what the user"
+        " was doing, or to an entry with the same remedy, as an item of its list. A constant part of the"
+        " message is enough. A text"
         " that no user gets to see goes into NOT_MESSAGES.\n\n" + "\n".join(missing)
     )
 
@@ -219,7 +224,11 @@ def test_each_entry_is_a_message() -> None:
 def test_each_entry_has_a_remedy() -> None:
     """Below the messages stands a sentence."""
     sections = re.split(r"\n(?=##)", PAGE.read_text())
-    bare = [section for section in sections if section.startswith("### ") and not re.search(r"\n\n[^#-]", section)]
+    bare = [
+        section
+        for section in sections
+        if section.startswith("### ") and not re.search(r"\n\n[^#-]", section)
+    ]
     assert bare == []
 
 

@@ -10,7 +10,9 @@ import pytest
 def test_warnings_of_our_own_code_are_errors() -> None:
     """What a library warns of a call of ours; `filterwarnings` in pyproject.toml."""
     with pytest.raises(FutureWarning, match="renamed"):
-        warnings.warn_explicit("renamed", FutureWarning, "units.py", 1, module="lightning_automodel.sharding.units")
+        warnings.warn_explicit(
+            "renamed", FutureWarning, "units.py", 1, module="lightning_automodel.sharding.units"
+        )
 
 
 def test_other_warnings_are_not() -> None:

@@ -1,6 +1,7 @@
 """A user's program with every public name and annotations throughout: `mypy --strict` finds nothing in it, and it runs.
 
-mypy checks it beside the package (pyproject.toml), and `.ci/wheel` beside an installed wheel, as a user would.
+mypy checks it beside the package (pyproject.toml), and `.ci/wheel` beside an installed wheel, as a user
+would.
 """
 
 from __future__ import annotations
@@ -125,7 +126,9 @@ def count(batch: Batch) -> Tensor:
 
 def lightning_program(directory: Path, devices: int) -> float:
     """Trains and evaluates; the last step's loss."""
-    strategy = AutomodelStrategy(data_parallel="fsdp2", count_label_tokens=count, auto_wrap_policy={Attention})
+    strategy = AutomodelStrategy(
+        data_parallel="fsdp2", count_label_tokens=count, auto_wrap_policy={Attention}
+    )
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -194,7 +197,8 @@ def plain_program() -> float:
 if __name__ == "__main__":
     import sys
 
-    assert lightning_automodel.callbacks.StepMonitor is StepMonitor  # after `import lightning_automodel` alone
+    # After `import lightning_automodel` alone.
+    assert lightning_automodel.callbacks.StepMonitor is StepMonitor
     print(f"{lightning_automodel.__file__}: {lightning_program(Path(sys.argv[2]), int(sys.argv[1])):.3f}")
     if "plain" in sys.argv:
         print(f"plain: {plain_program():.3f}")

@@ -90,8 +90,8 @@ class EvaluationLoss(Callback):
         if strategy is None and not has_count(outputs):
             raise ValueError(
                 f"EvaluationLoss found no 'num_label_tokens' in what {step} returned, and"
-                f" {type(trainer.strategy).__name__} does not count them (AutomodelStrategy does). Return {{'loss':"
-                " mean, 'num_label_tokens': n}."
+                f" {type(trainer.strategy).__name__} does not count them (AutomodelStrategy does). Return"
+                f" {{'loss': mean, 'num_label_tokens': n}}."
             )
         counter = strategy or TokenWeighting()
         self._means[dataloader_idx].update(counter.evaluated(batch, outputs, step))

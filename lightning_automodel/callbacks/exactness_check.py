@@ -94,7 +94,9 @@ class ExactnessCheck(Callback):
             raise ValueError(f"ExactnessCheck: steps must be at least 1, got {steps}.")
         if count == "samples":
             count_label_tokens = count_samples
-        given = TokenWeighting(per_token_loss, loss_reduction, label_key, ignore_index, label_shift, count_label_tokens)
+        given = TokenWeighting(
+            per_token_loss, loss_reduction, label_key, ignore_index, label_shift, count_label_tokens
+        )
         self._given: TokenWeighting | None = None
         if count is not None or given != TokenWeighting():
             self._given = given
@@ -124,8 +126,8 @@ class ExactnessCheck(Callback):
         self._reset()
         if self._given is not None and automodel(trainer) is not None:
             raise ValueError(
-                "ExactnessCheck checks the counting options of AutomodelStrategy, and takes its own only under other"
-                " strategies: pass them to AutomodelStrategy alone."
+                "ExactnessCheck checks the counting options of AutomodelStrategy, and takes its own only"
+                " under other strategies: pass them to AutomodelStrategy alone."
             )
         self._refusal = reason_against(trainer, pl_module)
         if self._refusal is None and trainer.is_global_zero:
@@ -176,7 +178,9 @@ class ExactnessCheck(Callback):
             return
         self._is_active = True
         self._recorder = Recorder(trainer, pl_module, self._patches)
-        lightning_internals.patch_after_closure(trainer.precision_plugin, self._before_stepping, self._patches)
+        lightning_internals.patch_after_closure(
+            trainer.precision_plugin, self._before_stepping, self._patches
+        )
         optimizer_step = trainer.strategy.optimizer_step
 
         def step_and_compare(*args: Any, **kwargs: Any) -> Any:
@@ -196,8 +200,8 @@ class ExactnessCheck(Callback):
             return None, f"the copy of the module cannot be set up ({described(error)})"
         gib = sum(parameter.numel() for parameter in copied.parameters()) * _BYTES / 2**30
         rank_zero_info(
-            f"ExactnessCheck compares the first {self._num_steps} optimizer steps with one process. On rank 0 this"
-            f" needs up to {gib:.2g} GiB, and the activations of one micro-batch in float64."
+            f"ExactnessCheck compares the first {self._num_steps} optimizer steps with one process. On rank"
+            f" 0 this needs up to {gib:.2g} GiB, and the activations of one micro-batch in float64."
         )
         return Comparison(replay, trainer, self._given), None
 
@@ -225,7 +229,9 @@ class ExactnessCheck(Callback):
         graded, written, replicas = zip(*by_rank, strict=True)
         self._graded = [name for name in parameters if all(name in names for names in graded)]
         # Each of these is a collective for shards: all ranks go through all parameters in their order.
-        weights = whole({name: recorder.weights.get(name, parameters[name]) for name in parameters}, is_first)
+        weights = whole(
+            {name: recorder.weights.get(name, parameters[name]) for name in parameters}, is_first
+        )
         changed = set().union(*written)
         now = whole({name: parameters[name] for name in parameters if name in changed}, is_first)
         gradients = whole({name: parameters[name].grad for name in self._graded}, is_first)
@@ -272,7 +278,9 @@ class ExactnessCheck(Callback):
             self._finish(trainer)
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         self._stop()
 
     @override

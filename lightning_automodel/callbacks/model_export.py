@@ -50,7 +50,9 @@ class ModelExport(Callback):
         if isinstance(dtype, str):
             chosen = getattr(torch, dtype, None)
         if dtype is not None and not isinstance(chosen, torch.dtype):
-            raise ValueError(f"dtype must be a dtype of torch or its name, such as 'bfloat16', not {dtype!r}.")
+            raise ValueError(
+                f"dtype must be a dtype of torch or its name, such as 'bfloat16', not {dtype!r}."
+            )
         self._path = os.fspath(path)
         self._options: dict[str, Any] = {
             "max_shard_size": max_shard_size,

@@ -19,12 +19,13 @@ _CURVES = {
 }
 _PHASES = ("data", "forward", "backward", "optimizer", "device", "validation", "checkpoint", "logging")
 _TIME = (
-    "Seconds per step on the host of rank 0; click a phase to hide it. Communication is not shown separately: gathering"
-    " parameters is part of forward and backward, reducing gradients of backward, the norm for clipping of optimizer. A"
-    " GPU runs behind its host: “device” is the wait for it before a step is logged."
+    "Seconds per step on the host of rank 0; click a phase to hide it. Communication is not shown"
+    " separately: gathering parameters is part of forward and backward, reducing gradients of backward, the"
+    " norm for clipping of optimizer. A GPU runs behind its host: “device” is the wait for it before a step"
+    " is logged."
 )
-# Okabe and Ito's palette for the colour-blind. Grey replaces black, and a lighter blue theirs for the thin line
-# of training: both are hard to see on a dark page.
+# Okabe and Ito's palette for the colour-blind. Grey replaces black, and a lighter blue theirs for the thin
+# line of training: both are hard to see on a dark page.
 _COLOURS = ["#1F8ACB", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#F0E442"]
 _AXIS = {
     "automargin": True,

@@ -167,7 +167,9 @@ class StepMonitor(Callback):
         self._flops.stop(is_whole=False)  # of a batch that an `on_train_batch_start` has skipped
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         self._flops.stop(is_whole=False)
         self._observing.close()
 
@@ -243,7 +245,9 @@ class StepMonitor(Callback):
         if hasattr(module, "max_memory_allocated"):
             values["memory"] = module.max_memory_allocated(device) / 2**30
         dtype = wide_dtype(device)
-        packed = torch.stack([torch.as_tensor(value, dtype=dtype, device=device) for value in values.values()])
+        packed = torch.stack(
+            [torch.as_tensor(value, dtype=dtype, device=device) for value in values.values()]
+        )
         gathered = strategy.all_gather(packed).reshape(-1, len(values)).T.tolist()
         return dict(zip(values, gathered, strict=True))
 

@@ -89,7 +89,9 @@ class TrainingReport(Callback):
         self._write(trainer)
 
     @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
         if trainer.state.fn == TrainerFn.FITTING and hasattr(self, "_history"):
             self._write(trainer, {"Ended by": f"{type(exception).__name__}: {exception}"})
 

@@ -183,7 +183,8 @@ def _described(saved: Saved) -> dict[str, Any]:
         "dtypes": dict(dtypes),
         "rest": sorted(key for key in rest if isinstance(key, str)),
         "hugging_face": {
-            model["prefix"]: model["class"] + (", adapters" if "peft" in model else "") for model in rest.get(KEY, [])
+            model["prefix"]: model["class"] + (", adapters" if "peft" in model else "")
+            for model in rest.get(KEY, [])
         },
     }
 

@@ -75,7 +75,9 @@ class _MappedTensors:
         for name, entry in entries.items():
             if entry.nbytes:
                 # Each call makes a separate storage; torch.save would write a shared one whole.
-                content = torch.frombuffer(self._mapping, dtype=torch.uint8, count=entry.nbytes, offset=offsets[name])
+                content = torch.frombuffer(
+                    self._mapping, dtype=torch.uint8, count=entry.nbytes, offset=offsets[name]
+                )
                 self.tensors[name] = content.view(entry.dtype).view(entry.size())
             else:
                 self.tensors[name] = torch.empty_like(entry, device="cpu")

@@ -266,13 +266,14 @@ def _contents(
     if model is not None and adapters:
         raise CheckpointError(
             f"{prefix} is a {model['class']} with PEFT adapters, which from_pretrained would not read as one"
-            " model: export the adapters (adapter_only), and merge them with PEFT's merge_and_unload if you want"
-            " one model"
+            " model: export the adapters (adapter_only), and merge them with PEFT's merge_and_unload if you"
+            " want one model"
         )
     sources = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
     if not sources:
         raise CheckpointError(
-            f"no tensor's name begins with {prefix!r}; there are, for example, {', '.join(list(tensors)[:3])}"
+            f"no tensor's name begins with {prefix!r}; there are, for example,"
+            f" {', '.join(list(tensors)[:3])}"
         )
     if model is None:
         return sources, {}
@@ -294,9 +295,11 @@ def _chosen(
         return models[0], models[0]["prefix"]
     if models:
         known = ", ".join(f"{model['prefix']} ({model['class']})" for model in models)
-        raise CheckpointError(f"there are {len(models)} Hugging Face models: choose one by its prefix ({known})")
+        raise CheckpointError(
+            f"there are {len(models)} Hugging Face models: choose one by its prefix ({known})"
+        )
     first = sorted({f"{name.partition('.')[0]}." for name in tensors if "." in name})
     raise CheckpointError(
-        "it does not describe a Hugging Face model (AutomodelStrategy saves that with one). Give the prefix of"
-        f" what to export, such as {', '.join(first[:5]) or 'an empty one'}, and add config.json yourself"
+        "it does not describe a Hugging Face model (AutomodelStrategy saves that with one). Give the prefix"
+        f" of what to export, such as {', '.join(first[:5]) or 'an empty one'}, and add config.json yourself"
     )

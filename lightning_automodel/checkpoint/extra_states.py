@@ -54,8 +54,8 @@ def _packed_states(module: nn.Module) -> dict[str, bytes]:
             torch.save(state, stream)
         except Exception as error:  # objects can raise anything
             raise CheckpointError(
-                f"get_extra_state of {type(submodule).__name__} returned what cannot be pickled ({name}: {error}):"
-                " return plain data, such as tensors, numbers, strings, lists and dicts"
+                f"get_extra_state of {type(submodule).__name__} returned what cannot be pickled ({name}:"
+                f" {error}): return plain data, such as tensors, numbers, strings, lists and dicts"
             ) from error
         packed[name] = stream.getvalue()
     return packed

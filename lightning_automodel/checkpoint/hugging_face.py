@@ -28,9 +28,9 @@ def describe_models(module: nn.Module) -> dict[str, list[Description]]:
             descriptions.append(_described(prefix, model))
         except Exception as error:  # any library may raise here, and a save must not fail because of it
             rank_zero_warn(
-                f"Checkpoints do not describe the Hugging Face model {prefix} ({type(error).__name__}: {error}):"
-                " they are complete, but exporting from them needs the prefix of its names, and config.json from"
-                " elsewhere."
+                f"Checkpoints do not describe the Hugging Face model {prefix} ({type(error).__name__}:"
+                f" {error}): they are complete, but exporting from them needs the prefix of its names, and"
+                " config.json from elsewhere."
             )
     if not descriptions:
         return {}

@@ -89,7 +89,9 @@ def by_name(state: Any, names: list[str]) -> Any:
     if has_groups(state):
         ids = _ids(state)
         if all(isinstance(number, int) for number in ids) and len(ids) != len(names):
-            raise CheckpointError(f"the saved optimizer has {len(ids)} parameters, and this run's has {len(names)}")
+            raise CheckpointError(
+                f"the saved optimizer has {len(ids)} parameters, and this run's has {len(names)}"
+            )
     return _renamed(state, names_of, int)
 
 
@@ -113,7 +115,8 @@ def _renamed(state: Any, new_names: Callable[[list[Any]], Mapping[Any, Any]], ki
     new = new_names(ids)
     renamed["state"] = {new.get(old, old): value for old, value in state["state"].items()}
     renamed["param_groups"] = [
-        {**group, "params": [new.get(old, old) for old in group["params"]]} for group in state["param_groups"]
+        {**group, "params": [new.get(old, old) for old in group["params"]]}
+        for group in state["param_groups"]
     ]
     return renamed
 
@@ -123,7 +126,10 @@ def named_parameters(model: nn.Module, optimizers: list[Optimizer]) -> dict[str,
     known = {id(parameter) for parameter in model.parameters()}
     names = {without_wrappers(name) for name, _ in model.named_parameters()}
     trained = {
-        id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+        id(parameter)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     }
     if not trained <= known or len(names) < len(known):
         return {}
@@ -182,8 +188,8 @@ class Owners:
 def no_optimizer_state() -> CheckpointError:
     """The error for a checkpoint without states of optimizers."""
     return CheckpointError(
-        "it holds no state of optimizer 0: it was saved with save_weights_only=True, or with fewer optimizers;"
-        " validate, test and predict can load it"
+        "it holds no state of optimizer 0: it was saved with save_weights_only=True, or with fewer"
+        " optimizers; validate, test and predict can load it"
     )
 
 

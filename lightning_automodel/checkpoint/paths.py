@@ -37,7 +37,9 @@ def normalize(path: str | Path) -> str:
     if not isinstance(filesystem, LocalFileSystem):
         return str(path).rstrip("/")
     if "::" in str(path):
-        raise CheckpointError(f"{path} has '::' in it, with which fsspec chains file systems: choose another name")
+        raise CheckpointError(
+            f"{path} has '::' in it, with which fsspec chains file systems: choose another name"
+        )
     return place
 
 
@@ -65,8 +67,8 @@ def size_of_file(path: str) -> int:
     name = path.rpartition("/")[2]
     if not filesystem.exists(place):
         raise CheckpointError(
-            f"{name} is missing: this is no directory of shards that Lightning or this package has written, its"
-            " save did not end, or the file was lost"
+            f"{name} is missing: this is no directory of shards that Lightning or this package has written,"
+            " its save did not end, or the file was lost"
         )
     info = filesystem.info(place)
     if info["type"] != "file":
@@ -105,7 +107,9 @@ def prepare_place(path: str) -> str:
     if not is_local(path):
         return f"{path}/{temporary_name()}"
     for leftover in Path(path).parent.glob(f"{TEMPORARY}*"):
-        rank_zero_warn(f"{leftover} was left by a save that did not end: remove it, unless another run is writing it.")
+        rank_zero_warn(
+            f"{leftover} was left by a save that did not end: remove it, unless another run is writing it."
+        )
     _check_replaceable(Path(path))
     return f"{above}/{temporary_name()}"
 
@@ -117,8 +121,8 @@ def _check_replaceable(path: Path) -> None:
     names = sorted(member.name for member in path.iterdir())
     if names and not any(name in _OF_CHECKPOINTS or name.endswith(".distcp") for name in names):
         raise CheckpointError(
-            f"it is a directory, but not a checkpoint (it holds {names[0]}), and saving would replace it: choose"
-            f" another path, such as {path}/last.ckpt"
+            f"it is a directory, but not a checkpoint (it holds {names[0]}), and saving would replace it:"
+            f" choose another path, such as {path}/last.ckpt"
         )
 
 

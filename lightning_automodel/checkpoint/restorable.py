@@ -93,7 +93,8 @@ def _with_owned(
                 differing = [name for name in settings if settings[name] != known.get(name)]
                 raise CheckpointError(
                     f"the owners of parameters of {class_name} have different options in group {index}"
-                    f" ({some(differing)}), of which a checkpoint could bring back one: pass data_parallel='ddp'"
+                    f" ({some(differing)}), of which a checkpoint could bring back one: pass"
+                    " data_parallel='ddp'"
                 )
             # A rank that owns nothing of the group may not have counted steps.
             groups[index].update(settings)
@@ -207,9 +208,10 @@ def _check_equal(by_rank: list[dict[str, str | None]], class_name: str) -> None:
     for key in dict.fromkeys(key for digests in by_rank for key in digests):
         if len({digests.get(key, "absent") for digests in by_rank}) > 1:
             raise CheckpointError(
-                f"the optimizer {class_name} keeps another {key} on each rank, and a checkpoint would bring back"
-                " rank 0's everywhere: keep a DTensor (torch.zeros_like(parameter)) or a value that all ranks"
-                " have reduced, or pass data_parallel='ddp', under which all ranks have whole parameters"
+                f"the optimizer {class_name} keeps another {key} on each rank, and a checkpoint would bring"
+                " back rank 0's everywhere: keep a DTensor (torch.zeros_like(parameter)) or a value that all"
+                " ranks have reduced, or pass data_parallel='ddp', under which all ranks have whole"
+                " parameters"
             )
 
 

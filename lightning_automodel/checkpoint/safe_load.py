@@ -20,8 +20,8 @@ class NotPlainDataError(CheckpointError):
     def __init__(self, what: str, names: list[str], reason: str) -> None:
         super().__init__(
             f"{what} holds more than plain data, which can run code when it is loaded"
-            f" ({', '.join(names) or reason}): if you trust its source, pass weights_only=False to the Trainer's"
-            " method, or allow the class with torch.serialization.add_safe_globals"
+            f" ({', '.join(names) or reason}): if you trust its source, pass weights_only=False to the"
+            " Trainer's method, or allow the class with torch.serialization.add_safe_globals"
         )
         self.names = names
 
@@ -35,7 +35,9 @@ def load_plain_data(source: str | io.BytesIO, what: str, weights_only: bool) -> 
     if isinstance(source, io.BytesIO):
         source.seek(0)
     try:
-        return torch.load(source, map_location="cpu", weights_only=weights_only, mmap=isinstance(source, str))
+        return torch.load(
+            source, map_location="cpu", weights_only=weights_only, mmap=isinstance(source, str)
+        )
     except pickle.UnpicklingError as error:
         if not weights_only:
             raise
@@ -54,7 +56,9 @@ class MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):
             named = super().find_class(module, name)
-            is_data = isinstance(named, type) and (dataclasses.is_dataclass(named) or issubclass(named, enum.Enum))
+            is_data = isinstance(named, type) and (
+                dataclasses.is_dataclass(named) or issubclass(named, enum.Enum)
+            )
             # A name with dots could reach an object that the module only imports.
             if is_data and named.__module__ == module:
                 return named

@@ -146,11 +146,15 @@ def num_bytes_of(size: str | int) -> int:
     """Number of bytes of a size such as ``"5GB"``. Units are decimal, as in huggingface_hub."""
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGT]B|)\s*", str(size).upper())
     if match is None:
-        raise ValueError(f"{size!r} is not a size of files: give a number of bytes, or one with KB, MB, GB or TB")
+        raise ValueError(
+            f"{size!r} is not a size of files: give a number of bytes, or one with KB, MB, GB or TB"
+        )
     return int(float(match[1]) * _UNITS[match[2]])
 
 
 def _check(name: str, tensor: Tensor) -> None:
     if tensor.layout != torch.strided or tensor.dtype not in _DTYPES:
         kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
-        raise CheckpointError(f"{name} is of {kind}, which safetensors files cannot hold: leave it out of the model")
+        raise CheckpointError(
+            f"{name} is of {kind}, which safetensors files cannot hold: leave it out of the model"
+        )

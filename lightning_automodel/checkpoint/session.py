@@ -55,7 +55,9 @@ class RunCheckpoints:
         timeout: Timeout of the group that writes in the background.
     """
 
-    def __init__(self, is_sharded: bool, as_directory: bool | None, in_background: bool, timeout: timedelta) -> None:
+    def __init__(
+        self, is_sharded: bool, as_directory: bool | None, in_background: bool, timeout: timedelta
+    ) -> None:
         self.is_sharded = is_sharded
         self.in_background = in_background
         self._chosen_form = as_directory
@@ -94,15 +96,15 @@ class RunCheckpoints:
             self.as_directory = has_shares and not is_plugin
             if is_plugin and has_shares:
                 return (
-                    f"{type(io).__name__} writes the checkpoints, one file each, for which rank 0 needs host memory"
-                    " for the whole state: for directories of shards, which need no more than a rank's share, leave"
-                    " the plugin out."
+                    f"{type(io).__name__} writes the checkpoints, one file each, for which rank 0 needs host"
+                    " memory for the whole state: for directories of shards, which need no more than a"
+                    " rank's share, leave the plugin out."
                 )
         elif self._chosen_form and is_plugin:
             raise ValueError(
-                f"save_distributed_checkpoint=True writes directories of shards, on which {type(io).__name__} would"
-                " have no effect: leave the plugin out, or pass save_distributed_checkpoint=False, with which it"
-                " writes one file."
+                "save_distributed_checkpoint=True writes directories of shards, on which"
+                f" {type(io).__name__} would have no effect: leave the plugin out, or pass"
+                " save_distributed_checkpoint=False, with which it writes one file."
             )
         return None
 
@@ -134,8 +136,9 @@ class RunCheckpoints:
         target = paths.normalize(collectives.broadcast_object(path, 0))
         if storage_options is not None and (self.as_directory or type(io) is TorchCheckpointIO):
             raise TypeError(
-                f"storage_options ({storage_options!r}) would have no effect: configure fsspec (fsspec.config.conf),"
-                " or save one file with save_distributed_checkpoint=False and a CheckpointIO that takes them."
+                f"storage_options ({storage_options!r}) would have no effect: configure fsspec"
+                " (fsspec.config.conf), or save one file with save_distributed_checkpoint=False and a"
+                " CheckpointIO that takes them."
             )
         # One save at a time: two would need host memory for two copies, and could finish in the wrong order.
         self._finish()
@@ -170,7 +173,8 @@ class RunCheckpoints:
             names = {without_wrappers(name) for name, _ in parameters}
             return prepare_shards(checkpoint, target, names, copy)
         if self.is_sharded:
-            # One file holds whole tensors, and lists which were sharded so that loading can shard them again.
+            # One file holds whole tensors, and lists which were sharded so that loading can shard them
+            # again.
             rest = {key: value for key, value in checkpoint.items() if key != state_dict.MODEL}
             checkpoint[state_dict.SHARDED_STATES] = state_dict.sharded_states(rest)
             checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
@@ -183,8 +187,8 @@ class RunCheckpoints:
         """
         if self.names_parameters:
             log.error(
-                "No checkpoint was written at %s: all ranks save shards together, which they cannot after a failure."
-                " Save regularly, with ModelCheckpoint.",
+                "No checkpoint was written at %s: all ranks save shards together, which they cannot after a"
+                " failure. Save regularly, with ModelCheckpoint.",
                 path,
             )
         elif group_rank() == 0:
@@ -305,7 +309,11 @@ class RunCheckpoints:
         return self.is_sharded or self._opened is not None
 
     def fill_model(
-        self, checkpoint: dict[str, Any], module: "pl.LightningModule", optimizers: list[Optimizer], strict: bool
+        self,
+        checkpoint: dict[str, Any],
+        module: "pl.LightningModule",
+        optimizers: list[Optimizer],
+        strict: bool,
     ) -> None:
         """Fill the model from :meth:`open`'s ``checkpoint``, after the module's ``on_load_checkpoint``.
 
@@ -369,8 +377,8 @@ def _check_same_moment(loaded: Mapping[str, Any], what: str) -> None:
     if len(moments) > 1:
         raise CheckpointError(
             f"{what}: ranks have read different checkpoints there (epoch and step"
-            f" {', '.join(map(str, moments))}). If a run that saves has replaced it meanwhile, load it again;"
-            " else give all ranks the same file system"
+            f" {', '.join(map(str, moments))}). If a run that saves has replaced it meanwhile, load it"
+            " again; else give all ranks the same file system"
         )
 
 

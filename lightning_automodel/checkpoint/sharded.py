@@ -33,7 +33,12 @@ from typing_extensions import override
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.entries import DirectoryReader, PlainDataPlanner, part
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
-from lightning_automodel.checkpoint.optimizers import NOTES, OPTIMIZER_STATES, is_optimizer_key, optimizer_key
+from lightning_automodel.checkpoint.optimizers import (
+    NOTES,
+    OPTIMIZER_STATES,
+    is_optimizer_key,
+    optimizer_key,
+)
 from lightning_automodel.checkpoint.safe_load import MetadataUnpickler, load_plain_data
 from lightning_automodel.checkpoint.single_file import check_content
 from lightning_automodel.checkpoint.state_dict import (
@@ -168,8 +173,8 @@ def _check_shared(folder: str, path: str, node: str) -> None:
     """
     if not paths.is_seen(folder, REST):
         raise CheckpointError(
-            f"{socket.gethostname()} does not see what rank 0 has written at {path} on {node}, so that shards"
-            " written there would be lost: save to a file system that all ranks share"
+            f"{socket.gethostname()} does not see what rank 0 has written at {path} on {node}, so that"
+            " shards written there would be lost: save to a file system that all ranks share"
             " (ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)), or pass"
             " save_distributed_checkpoint=False, with which rank 0 writes one file"
         )
@@ -198,7 +203,9 @@ def _take_shards(checkpoint: dict[str, Any], parameters: Set[str]) -> tuple[dict
     rest, others = split_shards(checkpoint, of_model.keys())
     for place, tensors in [(MODEL, of_model), *others.items()]:
         shards[place] = {
-            name: tensor for name, tensor in tensors.items() if _is_written((place, name), tensor, parameters)
+            name: tensor
+            for name, tensor in tensors.items()
+            if _is_written((place, name), tensor, parameters)
         }
     if objects:
         rest = {**rest, EXTRA_STATES: objects}
@@ -262,7 +269,9 @@ class ShardDirectory(Saved):
                 self._check_content()
             rest = load_plain_data(io.BytesIO(content), f"{REST} of {path}", self._weights_only)
             if not isinstance(rest, dict):
-                raise CheckpointError(f"{REST} holds a {type(rest).__name__}, which is not a checkpoint's rest")
+                raise CheckpointError(
+                    f"{REST} holds a {type(rest).__name__}, which is not a checkpoint's rest"
+                )
             self._extra_state: dict[str, Any] = rest.pop(EXTRA_STATES, {})
             self._optimizers: dict[str, Any] | None = rest.pop(OPTIMIZER_STATES, None)
             self.module_versions: dict[str, dict[str, Any]] = rest.pop(MODULE_VERSIONS, {})
@@ -327,7 +336,12 @@ class ShardDirectory(Saved):
         reader = DirectoryReader(self._folder, self._metadata)
         with on_this_rank(f"Cannot load {self.path}"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(targets, storage_reader=reader, planner=PlainDataPlanner(self._weights_only), no_dist=is_alone)
+            dcp.load(
+                targets,
+                storage_reader=reader,
+                planner=PlainDataPlanner(self._weights_only),
+                no_dist=is_alone,
+            )
 
     def _raising(self) -> AbstractContextManager[None]:
         what = f"Cannot load {self.path}"
@@ -344,7 +358,9 @@ class ShardDirectory(Saved):
         for name, num_bytes in needed.items():
             size = paths.size_of_file(paths.member(self._folder, name))
             if size < num_bytes:
-                raise CheckpointError(f"{name} is cut off: it has {size} bytes, and {num_bytes} were written")
+                raise CheckpointError(
+                    f"{name} is cut off: it has {size} bytes, and {num_bytes} were written"
+                )
         return needed
 
     def _check_content(self) -> None:
@@ -402,13 +418,16 @@ def _open_table(path: str, manifest: bytes | None) -> tuple[str, Metadata]:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{MANIFEST} is damaged ({len(manifest)} bytes)") from error
         if not is_known:
-            raise CheckpointError(f"{MANIFEST} does not say {_FORMAT!r}: load it with the release that wrote it")
+            raise CheckpointError(
+                f"{MANIFEST} does not say {_FORMAT!r}: load it with the release that wrote it"
+            )
         if within:
             folder = paths.member(path, within)
     table = paths.read_file(f"{folder}/{METADATA}")
     if crc32 not in (None, _checksum(table)):
         raise CheckpointError(
-            f"{METADATA} has changed since it was written: its CRC-32 is {_checksum(table)}, in {MANIFEST} {crc32}"
+            f"{METADATA} has changed since it was written: its CRC-32 is {_checksum(table)}, in {MANIFEST}"
+            f" {crc32}"
         )
     return folder, _parsed(table)
 
@@ -421,11 +440,13 @@ def _parsed(table: bytes) -> Metadata:
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"{METADATA} is damaged ({type(error).__name__}: {error}; {len(table)} bytes)") from error
+        raise CheckpointError(
+            f"{METADATA} is damaged ({type(error).__name__}: {error}; {len(table)} bytes)"
+        ) from error
     if "model" in saved and MODEL not in saved:
         raise CheckpointError(
-            "Lightning's FSDPStrategy has written these shards: make one file of them, which this strategy reads,"
-            " with python -m lightning.pytorch.utilities.consolidate_checkpoint"
+            "Lightning's FSDPStrategy has written these shards: make one file of them, which this strategy"
+            " reads, with python -m lightning.pytorch.utilities.consolidate_checkpoint"
         )
     return metadata
 

@@ -137,7 +137,8 @@ def check_content(file: IO[bytes], name: str = "it") -> None:
         damaged = zipfile.ZipFile(file).testzip()
     except Exception as error:  # damaged content can raise anything
         raise CheckpointError(
-            f"{name} is damaged, or not what torch.save has written since release 1.6 ({type(error).__name__}: {error})"
+            f"{name} is damaged, or not what torch.save has written since release 1.6"
+            f" ({type(error).__name__}: {error})"
         ) from error
     if damaged is not None:
         raise CheckpointError(f"{name} has changed since it was written (wrong checksum of {damaged})")
@@ -152,7 +153,9 @@ class WholeCheckpoint(Saved):
 
     def __init__(self, path: str, checkpoint: dict[str, Any], parameter_names: Iterable[Names] = ()) -> None:
         self.path = path
-        self.rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, state_dict.OPTIMIZERS)}
+        self.rest = {
+            key: value for key, value in checkpoint.items() if key not in (MODEL, state_dict.OPTIMIZERS)
+        }
         self.module_versions = module_versions(checkpoint[MODEL])
         of_model = state_dict.without_wrappers_in(checkpoint[MODEL])
         values: dict[str, Any] = {f"{MODEL}.{name}": value for name, value in of_model.items()}
@@ -219,7 +222,9 @@ def fill_module(module: nn.Module, checkpoint: dict[str, Any], own: list[Optimiz
         names_by_optimizer = checkpoint.get(optimizers.PARAMETER_NAMES) or [None] * len(own)
         checkpoint[state_dict.OPTIMIZERS] = [
             _as_own(module, optimizer, state, names, index)
-            for index, (optimizer, state, names) in enumerate(zip(own, states, names_by_optimizer, strict=True))
+            for index, (optimizer, state, names) in enumerate(
+                zip(own, states, names_by_optimizer, strict=True)
+            )
         ]
     saved = checkpoint[MODEL]
     state = state_dict.under_own_names(module, saved, module_versions(saved))
@@ -227,12 +232,14 @@ def fill_module(module: nn.Module, checkpoint: dict[str, Any], own: list[Optimiz
         module.load_state_dict(state, strict=strict)
     except RuntimeError as error:
         raise CheckpointError(
-            f"it does not match the model: {error} (with LightningModule.strict_loading = False, names that only"
-            " one of the two has are skipped)"
+            f"it does not match the model: {error} (with LightningModule.strict_loading = False, names that"
+            " only one of the two has are skipped)"
         ) from error
 
 
-def _as_own(module: nn.Module, optimizer: Optimizer, state: Any, saved_names: Names | None, index: int) -> Any:
+def _as_own(
+    module: nn.Module, optimizer: Optimizer, state: Any, saved_names: Names | None, index: int
+) -> Any:
     """A saved optimizer's ``state`` in this run's order of parameters, if it or ``saved_names`` has names."""
     if not optimizers.has_groups(state):  # not torch's form: the optimizer checks it when it loads
         return state

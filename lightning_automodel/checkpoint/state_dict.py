@@ -193,7 +193,9 @@ def load_model(saved: Saved, model: nn.Module, optimizers: list[Optimizer], stri
         _load_model(model, targets[MODEL], saved.module_versions, strict)
 
 
-def load_optimizers(saved: Saved, model: nn.Module, optimizers: list[Optimizer], owned: OwnedParameters) -> None:
+def load_optimizers(
+    saved: Saved, model: nn.Module, optimizers: list[Optimizer], owned: OwnedParameters
+) -> None:
     """Fill the optimizers of a model. Every rank must call it.
 
     An optimizer that had not stepped when it was saved, or a parameter that had no gradients yet, starts
@@ -212,7 +214,9 @@ def load_optimizers(saved: Saved, model: nn.Module, optimizers: list[Optimizer],
         loading.finish()
 
 
-def _loadings(saved: Saved, model: nn.Module, optimizers: list[Optimizer], owned: OwnedParameters) -> list[Loading]:
+def _loadings(
+    saved: Saved, model: nn.Module, optimizers: list[Optimizer], owned: OwnedParameters
+) -> list[Loading]:
     if not optimizers:
         return []
     states = saved.optimizer_states()
@@ -309,7 +313,9 @@ def under_own_names(
     return with_module_versions(renamed, own_versions)
 
 
-def _load_model(model: nn.Module, state: dict[str, Any], versions: Mapping[str, dict[str, Any]], strict: bool) -> None:
+def _load_model(
+    model: nn.Module, state: dict[str, Any], versions: Mapping[str, dict[str, Any]], strict: bool
+) -> None:
     """Pass ``state`` to the modules; those of their own tensors that are in it have their values already."""
     result = model.load_state_dict(under_own_names(model, state, versions), strict=False)
     if result is None:  # from a user's load_state_dict
@@ -364,8 +370,8 @@ def shards_that_cannot_be_loaded(place: str) -> ValueError:
     """The error for shards at a ``place`` of the checkpoint from which they could not be loaded."""
     return ValueError(
         f"The checkpoint's {place} holds shards in a list or an object, or beside names that are not in the"
-        " model's state dict, so that they could not be loaded again: save shards in a dict under the names of"
-        " the parameters that they belong to, or tensor.full_tensor(), called on every rank."
+        " model's state dict, so that they could not be loaded again: save shards in a dict under the names"
+        " of the parameters that they belong to, or tensor.full_tensor(), called on every rank."
     )
 
 

@@ -67,9 +67,9 @@ def note_on_hyper_parameters(module: Any) -> str | None:
     if not held:
         return None
     return (
-        f"The hyper-parameters {', '.join(held)} are parts of the model: each checkpoint holds a whole copy of"
-        " them beside the shards, for which rank 0 needs host memory, and loads with weights_only=False alone."
-        f" Where that is not wanted: self.save_hyperparameters(ignore={held})."
+        f"The hyper-parameters {', '.join(held)} are parts of the model: each checkpoint holds a whole copy"
+        " of them beside the shards, for which rank 0 needs host memory, and loads with weights_only=False"
+        f" alone. Where that is not wanted: self.save_hyperparameters(ignore={held})."
     )
 
 

@@ -23,7 +23,9 @@ class Slices:
     chunk: int  # number of positions in a chunk
     length: int  # number of positions in the whole sequence, without padding
     is_masked: bool = False  # whether the batch has an ``attention_mask``
-    documents: Tensor | None = None  # [b, w * s] the document of each position, or None: see ``SequenceSlices``
+    documents: Tensor | None = (
+        None  # [b, w * s] the document of each position, or None: see ``SequenceSlices``
+    )
     num_calls: int = 0  # how often attention has crossed ranks
 
     @property
@@ -41,7 +43,8 @@ class Slices:
         return whole((attention_mask != 0).to(torch.uint8)[..., None], self)[..., 0] != 0
 
 
-# Slices of the running step or backward. Not a context variable: recomputation may run in an autograd thread.
+# Slices of the running step or backward. Not a context variable: recomputation may run in an autograd
+# thread.
 _current: Slices | None = None
 
 
@@ -69,18 +72,18 @@ def context_parallel_attention(
 ) -> Tensor:
     """Scaled dot-product self-attention of a sequence, also where this rank holds only a slice of it.
 
-    In a step under ``context_parallel_size`` > 1 it is a collective over the ranks that share the batch: one all-gather
-    of keys and values, and one reduce-scatter of their gradients in backward. All ranks must make the same calls in the
-    same order. If one fails, the others raise when its process leaves, or at the group's timeout. Elsewhere it is
-    ``F.scaled_dot_product_attention``.
+    In a step under ``context_parallel_size`` > 1 it is a collective over the ranks that share the batch: one
+    all-gather of keys and values, and one reduce-scatter of their gradients in backward. All ranks must make
+    the same calls in the same order. If one fails, the others raise when its process leaves, or at the
+    group's timeout. Elsewhere it is ``F.scaled_dot_product_attention``.
 
     Args:
         query: [b, h, s, d] of this rank's positions, after rotary embeddings by ``batch["position_ids"]``.
         key: [b, h_kv, s, d]; ``h_kv`` divides ``h``.
         value: [b, h_kv, s, d_v].
         is_causal: Whether a position attends only to itself and those before it.
-        attention_mask: [b, s] of this rank's positions, nonzero where they may be attended to. A position always
-            attends to itself.
+        attention_mask: [b, s] of this rank's positions, nonzero where they may be attended to. A position
+            always attends to itself.
         dropout_p: Dropout probability of the attention weights.
         scale: Factor of the query-key products. None: ``d ** -0.5``.
 
@@ -107,8 +110,9 @@ def attend_across(
 ) -> Tensor:
     """[b, h, s, d_v] attention of this rank's positions to all. A collective over the ranks that share the batch.
 
-    ``mask`` is [b, 1, s, w * s], True where a row attends; None: a row attends to all positions, or under ``is_causal``
-    to all up to its own. ``is_causal``: no row attends to a later column, with or without a mask.
+    ``mask`` is [b, 1, s, w * s], True where a row attends; None: a row attends to all positions, or under
+    ``is_causal`` to all up to its own. ``is_causal``: no row attends to a later column, with or without a
+    mask.
     """
     slices = _current
     assert slices is not None
@@ -119,7 +123,9 @@ def attend_across(
             f" {2 * slices.chunk} of this step's: it is for self-attention over batch['input_ids']."
         )
     slices.num_calls += 1
-    key, value = whole(torch.cat([key, value], dim=-1), slices).split([key.shape[-1], value.shape[-1]], dim=-1)
+    key, value = whole(torch.cat([key, value], dim=-1), slices).split(
+        [key.shape[-1], value.shape[-1]], dim=-1
+    )
     masks = (None, None) if mask is None else mask.split(slices.chunk, dim=-2)
     parts = []
     with computing_on(None):  # torch's attention is right from here on
@@ -130,7 +136,9 @@ def attend_across(
                 seen: Tensor | None = part[..., :end]
             else:
                 seen = causal_lower_right(slices.chunk, end) if is_causal else None
-            parts.append(F.scaled_dot_product_attention(rows, key[..., :end, :], value[..., :end, :], seen, **options))
+            parts.append(
+                F.scaled_dot_product_attention(rows, key[..., :end, :], value[..., :end, :], seen, **options)
+            )
     return torch.cat(parts, dim=-2)
 
 

@@ -32,8 +32,9 @@ _CHUNK = 4  # compared positions of a chunk, at most; each rank has two chunks
 class FirstStepCheck:
     """Calls the modules that a step has called once more, on the first positions of its batch: in slices and whole.
 
-    The outputs of all submodules are compared, so that one bad layer among many is found and named. The check leaves no
-    trace: no gradients are computed, and random states, modes, buffers and metrics are restored. Nothing is compiled.
+    The outputs of all submodules are compared, so that one bad layer among many is found and named. The
+    check leaves no trace: no gradients are computed, and random states, modes, buffers and metrics are
+    restored. Nothing is compiled.
     """
 
     def __init__(self, module: pl.LightningModule, plugin: Precision) -> None:
@@ -68,8 +69,8 @@ class FirstStepCheck:
     def check(self, slices: Slices, shape: torch.Size) -> str | None:
         """Compare the modules that the step has called on slices of ``shape`` [b, s]. A collective over all ranks.
 
-        Returns a warning for the user, if some attention could not be compared. RuntimeError on every rank if an output
-        differs on any of them by more than rounding.
+        Returns a warning for the user, if some attention could not be compared. RuntimeError on every rank
+        if an output differs on any of them by more than rounding.
         """
         self._slices, self._shape, chunk = slices, shape, min(_CHUNK, slices.chunk)
         self._length = 2 * slices.num_ranks * chunk
@@ -80,7 +81,9 @@ class FirstStepCheck:
         names = {each: name for name, each in self._module.named_modules()}
         calls, self._calls = self._calls, []
         # Ranks may have called different modules, or some with arguments that cannot be sliced.
-        told = gather_objects([names[each] if self._covers(arguments) else None for each, *arguments in calls])
+        told = gather_objects(
+            [names[each] if self._covers(arguments) else None for each, *arguments in calls]
+        )
         found: tuple[str, float] | None = None
         for call, called in zip(calls, zip(*told, strict=False), strict=False):
             if called[0] is not None and len({*called}) == 1:
@@ -91,27 +94,34 @@ class FirstStepCheck:
         if any(found_by_rank) and not is_random:
             name, error = next(filter(None, found_by_rank))
             raise RuntimeError(
-                f"{name} gives something else on slices of sequences than on whole ones: off by {error:.2g} of its"
-                f" size on the first {self._length} positions of the first batch. In it, or just before, positions"
-                " are mixed within this rank's slice alone, or counted from its start: attend by"
-                " lightning_automodel.context_parallel_attention(query, key, value), and take positions from"
-                " batch['position_ids']."
+                f"{name} gives something else on slices of sequences than on whole ones: off by {error:.2g}"
+                f" of its size on the first {self._length} positions of the first batch. In it, or just"
+                " before, positions are mixed within this rank's slice alone, or counted from its start:"
+                " attend by lightning_automodel.context_parallel_attention(query, key, value), and take"
+                " positions from batch['position_ids']."
             )
         if not is_random and slices.num_calls <= self._sliced.num_calls:
             return None
         return (
-            f"{class_name(self._module)}.training_step draws random numbers in evaluation mode too, or attends outside"
-            " of modules that are called with slices of the batch [b, s], or hidden states [b, s, ...], and no other"
-            " tensor of their length: its layers in slices were not compared with whole sequences. To have them"
-            " compared, call one module, as in self.model(**batch)."
+            f"{class_name(self._module)}.training_step draws random numbers in evaluation mode too, or"
+            " attends outside of modules that are called with slices of the batch [b, s], or hidden states"
+            " [b, s, ...], and no other tensor of their length: its layers in slices were not compared with"
+            " whole sequences. To have them compared, call one module, as in self.model(**batch)."
         )
 
     def _covers(self, arguments: Any) -> bool:
         """Whether a module was called with slices, and with no other tensor that has the length of a sequence."""
         tensors = list(tensors_in(arguments))
         others = [tensor for tensor in tensors if not self._is_slice(tensor)]
-        lengths = {self._shape[-1], self._shape[-1] * self._slices.num_ranks, self._slices.length, self._length}
-        return len(others) < len(tensors) and not any(lengths.intersection(tensor.shape[1:]) for tensor in others)
+        lengths = {
+            self._shape[-1],
+            self._shape[-1] * self._slices.num_ranks,
+            self._slices.length,
+            self._length,
+        }
+        return len(others) < len(tensors) and not any(
+            lengths.intersection(tensor.shape[1:]) for tensor in others
+        )
 
     def _is_slice(self, tensor: Tensor) -> bool:
         # A floating-point [b, s] may as well be [b, features].
@@ -145,7 +155,8 @@ class FirstStepCheck:
         is_wide = torch.get_float32_matmul_precision() == "highest"
         epsilon = 0.0 if is_wide else torch.finfo(torch.bfloat16).eps
         for (each, output), (_, own) in zip(whole, in_slices, strict=False):
-            epsilon = max(epsilon, torch.finfo(output.dtype).eps)  # a wide output may come from narrower ones
+            # A wide output may come from narrower ones.
+            epsilon = max(epsilon, torch.finfo(output.dtype).eps)
             expected = self._cut(output)
             if expected is not output and own.shape == expected.shape:
                 error = float(_error(own.double(), expected.double()))
@@ -167,8 +178,8 @@ class FirstStepCheck:
                 call_as_step(self._module, partial(module, *arguments[0], **arguments[1]))
             except Exception as exception:
                 exception.add_note(
-                    f"{class_name(module)} was called on the first positions of the first batch by AutomodelStrategy,"
-                    " which compares slices of sequences with whole ones."
+                    f"{class_name(module)} was called on the first positions of the first batch by"
+                    " AutomodelStrategy, which compares slices of sequences with whole ones."
                 )
                 raise
         return found
@@ -177,9 +188,17 @@ class FirstStepCheck:
     def _without_effect(self, called: nn.Module) -> Iterator[None]:
         """Context of calls that leave modes, buffers, metrics, logs and random states as they were."""
         device = self._module.device
-        generators: list[Any] = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device.type)]
+        generators: list[Any] = (
+            [torch] if device.type == "cpu" else [torch, torch.get_device_module(device.type)]
+        )
         eagerly = torch.compiler.set_stance("force_eager")
-        with PatchStack() as patches, torch.no_grad(), eagerly, self._plugin.train_step_context(), isolate_rng():
+        with (
+            PatchStack() as patches,
+            torch.no_grad(),
+            eagerly,
+            self._plugin.train_step_context(),
+            isolate_rng(),
+        ):
             for each in called.modules():
                 patches.set(each, "training", False)
             patches.callback(ModuleState(called).restore)
@@ -200,7 +219,9 @@ def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def _hooked(module: nn.Module, after: Callable[..., None], before: Callable[..., None] | None = None) -> Iterator[None]:
+def _hooked(
+    module: nn.Module, after: Callable[..., None], before: Callable[..., None] | None = None
+) -> Iterator[None]:
     """Context in which all modules at or below ``module`` have these forward hooks."""
     with ExitStack() as hooks:
         for each in dict.fromkeys(_uncompiled(module)):

@@ -35,11 +35,13 @@ def let_models_attend_across(module: nn.Module, patches: PatchStack) -> int:
         patches.callback(model.register_forward_pre_hook(_check_inputs, with_kwargs=True).remove)
         patches.callback(model.set_attn_implementation, model.config._attn_implementation)
         model.set_attn_implementation(NAME)
-        patches.set(model.config, "use_cache", False)  # the cache would hold keys and values of the slice only
+        # The cache would hold keys and values of the slice only.
+        patches.set(model.config, "use_cache", False)
         if model.config._attn_implementation != NAME:
             raise ValueError(
                 f"{type(model).__name__} computes attention in a way of its own, not by transformers'"
-                " AttentionInterface, so that it would stay within a slice: leave context_parallel_size at 1."
+                " AttentionInterface, so that it would stay within a slice: leave context_parallel_size at"
+                " 1."
             )
     return min(model.config.num_hidden_layers for model in models)
 
@@ -56,8 +58,8 @@ def _check(model: Any) -> None:
     others = sorted(set(getattr(config, "layer_types", None) or _LAYERS) - _LAYERS)
     if others:
         raise ValueError(
-            f"{name} has layers of the types {', '.join(others)}, which would mix only the positions of a slice:"
-            f" context_parallel_size > 1 supports {', '.join(sorted(_LAYERS))}."
+            f"{name} has layers of the types {', '.join(others)}, which would mix only the positions of a"
+            f" slice: context_parallel_size > 1 supports {', '.join(sorted(_LAYERS))}."
         )
     if getattr(config, "is_encoder_decoder", False) or not name.endswith(("ForCausalLM", "LMHeadModel")):
         raise ValueError(
@@ -72,7 +74,8 @@ def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         return
     if isinstance(kwargs.get("labels"), Tensor) and kwargs.get("shift_labels") is None:
         raise RuntimeError(
-            f"{type(model).__name__} would shift the labels of a slice of a sequence by itself: pass label_shift=1."
+            f"{type(model).__name__} would shift the labels of a slice of a sequence by itself: pass"
+            " label_shift=1."
         )
     if kwargs.get("position_ids") is None and len(args) <= 2:  # input_ids, attention_mask, position_ids
         raise RuntimeError(
@@ -99,12 +102,20 @@ def _attend(
 
         plain: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return plain(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **kwargs,
         )
     if found := [name for name in _CHANGES_SCORES if kwargs.get(name) is not None]:
         raise RuntimeError(
-            f"{type(module).__name__} computes attention with {', '.join(found)}, which has not been checked with"
-            " context_parallel_size > 1: leave it at 1."
+            f"{type(module).__name__} computes attention with {', '.join(found)}, which has not been checked"
+            " with context_parallel_size > 1: leave it at 1."
         )
     options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     is_causal = is_causal is not False and getattr(module, "is_causal", True)
@@ -122,8 +133,9 @@ def _make_mask(**kwargs: Any) -> Tensor | None:
     function, attention_mask, device = kwargs["mask_function"], kwargs["attention_mask"], kwargs["device"]
     if attention_mask is None or kwargs.get("use_vmap"):
         raise RuntimeError(
-            "With context_parallel_size > 1 pass the batch's attention_mask and position_ids to the model, as in"
-            " self.model(**batch), and no mask function of your own: a model makes masks for its slice otherwise."
+            "With context_parallel_size > 1 pass the batch's attention_mask and position_ids to the model,"
+            " as in self.model(**batch), and no mask function of your own: a model makes masks for its slice"
+            " otherwise."
         )
     documents = slices.documents
     if function is masking_utils.causal_mask_function and documents is None and not slices.is_masked:

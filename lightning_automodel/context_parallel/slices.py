@@ -20,17 +20,30 @@ _IDS, _POSITIONS, _MASK = "input_ids", "position_ids", "attention_mask"
 class SequenceSlices:
     """Cuts this rank's slice of each sequence from a batch that all ranks of a context-parallel group hold.
 
-    Of 2 W chunks of equal length, rank r gets chunks r and 2 W - 1 - r, so that under a causal mask all ranks have the
-    same amount to compute. Nothing is communicated. ``adds_mask``: whether to create a missing attention mask.
+    Of 2 W chunks of equal length, rank r gets chunks r and 2 W - 1 - r, so that under a causal mask all
+    ranks have the same amount to compute. Nothing is communicated. ``adds_mask``: whether to create a
+    missing attention mask.
     """
 
     def __init__(
-        self, rank: int, size: int, label_key: str, ignore_index: int, label_shift: int, adds_mask: bool = False
+        self,
+        rank: int,
+        size: int,
+        label_key: str,
+        ignore_index: int,
+        label_shift: int,
+        adds_mask: bool = False,
     ) -> None:
         self.chunks = rank, 2 * size - 1 - rank
         self._num_chunks, self._label_key, self._label_shift = 2 * size, label_key, label_shift
         self._adds_mask = adds_mask
-        self._padding = {_IDS: 0, _POSITIONS: 0, _MASK: 0, label_key: ignore_index, SHIFTED_LABELS: ignore_index}
+        self._padding = {
+            _IDS: 0,
+            _POSITIONS: 0,
+            _MASK: 0,
+            label_key: ignore_index,
+            SHIFTED_LABELS: ignore_index,
+        }
 
     def describe(self, batch: Any, group: dist.ProcessGroup) -> Slices:
         """How the sequences of a batch are sliced across the ranks of ``group``."""
@@ -43,9 +56,9 @@ class SequenceSlices:
         if not (isinstance(batch, Mapping) and isinstance(batch.get(_IDS), Tensor)):
             got = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
             raise ValueError(
-                f"context_parallel_size={self._num_chunks // 2} slices the sequences of a batch that is a mapping with"
-                f" input_ids [b, s], got {got}: return {{'input_ids': [b, s], {self._label_key!r}: [b, s]}} from the"
-                " collate function."
+                f"context_parallel_size={self._num_chunks // 2} slices the sequences of a batch that is a"
+                f" mapping with input_ids [b, s], got {got}: return {{'input_ids': [b, s],"
+                f" {self._label_key!r}: [b, s]}} from the collate function."
             )
         return batch[_IDS].shape[-1]
 
@@ -56,22 +69,26 @@ class SequenceSlices:
     def _documents(self, batch: Any) -> Tensor | None:
         """[b, w * s] the document of each position; a new one begins where ``position_ids`` do not go up by 1.
 
-        None without position ids, and if there is also a mask: Hugging Face models then ignore the position ids.
+        None without position ids, and if there is also a mask: Hugging Face models then ignore the position
+        ids.
         """
         positions = batch.get(_POSITIONS)
         if positions is None or batch.get(_MASK) is not None:
             return None
         begins = positions.diff(dim=-1, prepend=positions[..., :1] - 1) != 1
         length = positions.shape[-1]
-        return F.pad(begins.cumsum(-1), (0, self._chunk_length(length) * self._num_chunks - length), value=-1)
+        return F.pad(
+            begins.cumsum(-1), (0, self._chunk_length(length) * self._num_chunks - length), value=-1
+        )
 
     def slice(self, batch: Any, cuts: bool = True) -> MutableMapping[str, Any]:
         """A copy of a batch with this rank's slice of each sequence, or with ``cuts=False`` the whole ones.
 
-        ``input_ids``, labels, ``position_ids``, ``attention_mask`` [..., s] and all entries that have the shape of
-        ``input_ids`` are sliced; other entries are unchanged. Missing position ids are created. With a ``label_shift``
-        labels are shifted before slicing, so that the last token of a slice keeps its label, which is in the next
-        slice. They are then stored as ``shift_labels``, and reading ``labels`` raises.
+        ``input_ids``, labels, ``position_ids``, ``attention_mask`` [..., s] and all entries that have the
+        shape of ``input_ids`` are sliced; other entries are unchanged. Missing position ids are created.
+        With a ``label_shift`` labels are shifted before slicing, so that the last token of a slice keeps its
+        label, which is in the next slice. They are then stored as ``shift_labels``, and reading ``labels``
+        raises.
         """
         length = self._length(batch)
         sliced = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
@@ -96,8 +113,9 @@ class SequenceSlices:
     def _check(self, key: str, tensor: Tensor, length: int) -> None:
         if tensor.ndim == 0 or tensor.shape[-1] != length or (key == _MASK and tensor.ndim > 2):
             raise ValueError(
-                f"context_parallel_size={self._num_chunks // 2} slices the last dimension of batch[{key!r}], which has"
-                f" the shape {list(tensor.shape)}, but input_ids have {length} positions: make it [b, {length}]."
+                f"context_parallel_size={self._num_chunks // 2} slices the last dimension of batch[{key!r}],"
+                f" which has the shape {list(tensor.shape)}, but input_ids have {length} positions: make it"
+                f" [b, {length}]."
             )
 
     def _cut(self, tensor: Tensor, padding: int) -> Tensor:
@@ -110,14 +128,14 @@ class SequenceSlices:
 class ShiftedAway:
     """Placeholder for the labels of a slice that has ``shift_labels``; raises if a step reads it.
 
-    Shifting the labels of a slice would drop one label per slice. The key stays, since Hugging Face models require
-    ``labels`` beside ``shift_labels``, although they do not read them.
+    Shifting the labels of a slice would drop one label per slice. The key stays, since Hugging Face models
+    require ``labels`` beside ``shift_labels``, although they do not read them.
     """
 
     _MESSAGE = (
-        "The labels of a batch cannot be shifted in a slice of a sequence: take batch['shift_labels'], which has for"
-        " each position of batch['input_ids'] the label of its prediction. (Or shift labels in the collate function,"
-        " and pass label_shift=0.)"
+        "The labels of a batch cannot be shifted in a slice of a sequence: take batch['shift_labels'], which"
+        " has for each position of batch['input_ids'] the label of its prediction. (Or shift labels in the"
+        " collate function, and pass label_shift=0.)"
     )
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -33,7 +33,10 @@ class _Watch(TorchFunctionMode):
     """Refuses torch's own attention functions in a step: they attend only within this rank's slice."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (F.scaled_dot_product_attention, F.multi_head_attention_forward) and attention.current() is not None:
+        if (
+            func in (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+            and attention.current() is not None
+        ):
             raise RuntimeError(
                 f"{func.__name__} attends to this rank's slice of the sequence alone: call"
                 " lightning_automodel.context_parallel_attention instead."
@@ -44,7 +47,8 @@ class _Watch(TorchFunctionMode):
 class ContextParallelSteps:
     """Gives each step its slice of the batch, and lets the step's attention cross the ranks of ``mesh``.
 
-    ``tell`` is called with a warning for the user, if the check of the first step could not compare everything.
+    ``tell`` is called with a warning for the user, if the check of the first step could not compare
+    everything.
     """
 
     def __init__(
@@ -60,8 +64,8 @@ class ContextParallelSteps:
         for name in ("training_step", "validation_step", "test_step", "predict_step"):
             if lightning_internals.draws_its_batches(getattr(module, name)):
                 raise ValueError(
-                    f"context_parallel_size={mesh.size()} slices the batch that {name} gets: let it take the batch, not"
-                    " dataloader_iter."
+                    f"context_parallel_size={mesh.size()} slices the batch that {name} gets: let it take the"
+                    " batch, not dataloader_iter."
                 )
         self._module, self._group, self._device, self._tell = module, mesh.get_group(), device, tell
         num_layers = let_models_attend_across(module, patches)
@@ -97,16 +101,21 @@ class ContextParallelSteps:
         whole, self._whole = self._whole, None
         if step in self._counted or whole is None:
             return
-        told = gather_objects((float(weighting.count(batch, output, step)), weighting.num_labels(batch)), self._group)
-        of_whole = _miscounted(weighting, told, batch, self.slices.slice(whole, cuts=False), has_count(output))
+        told = gather_objects(
+            (float(weighting.count(batch, output, step)), weighting.num_labels(batch)), self._group
+        )
+        of_whole = _miscounted(
+            weighting, told, batch, self.slices.slice(whole, cuts=False), has_count(output)
+        )
         outcome = of_whole, [count for count, _ in told]
         for of_whole, counts in gather_objects(outcome, None if step == "training_step" else self._group):
             if of_whole is not None:
                 raise ValueError(
-                    f"The {len(counts)} ranks that share a batch count {', '.join(f'{each:g}' for each in counts)} for"
-                    f" {step}, and {of_whole:g} for the whole batch. Each must count its slice, since the counts are"
-                    " added: count in the batch that the step gets, where entries of the shape of batch['input_ids']"
-                    " are slices; with a label_shift, in its batch['shift_labels']."
+                    f"The {len(counts)} ranks that share a batch count"
+                    f" {', '.join(f'{each:g}' for each in counts)} for {step}, and {of_whole:g} for the"
+                    " whole batch. Each must count its slice, since the counts are added: count in the batch"
+                    " that the step gets, where entries of the shape of batch['input_ids'] are slices; with"
+                    " a label_shift, in its batch['shift_labels']."
                 )
             if any(counts):
                 self._counted.add(step)
@@ -125,14 +134,18 @@ class ContextParallelSteps:
         # Once for each kind of step, since it is called for every function of torch.
         watch = _Watch() if name in self._unwatched else nullcontext()
         self._unwatched.discard(name)
-        with attention.computing_on(slices), watch, nullcontext() if check is None else check.recording(slices):
+        with (
+            attention.computing_on(slices),
+            watch,
+            nullcontext() if check is None else check.recording(slices),
+        ):
             yield
         if slices.num_calls < self._num_layers:
             raise RuntimeError(
-                f"{class_name(self._module)}.{name} computed on slices of sequences, but attention crossed the"
-                f" {self._group.size()} context-parallel ranks {slices.num_calls} times, not at least"
-                f" {self._num_layers}: each layer must call lightning_automodel.context_parallel_attention(query, key,"
-                " value)."
+                f"{class_name(self._module)}.{name} computed on slices of sequences, but attention crossed"
+                f" the {self._group.size()} context-parallel ranks {slices.num_calls} times, not at least"
+                f" {self._num_layers}: each layer must call"
+                " lightning_automodel.context_parallel_attention(query, key, value)."
             )
         if check is not None and (advice := check.check(slices, self._shape)) is not None:
             self._tell(advice)
@@ -144,12 +157,16 @@ class ContextParallelSteps:
 
 
 def _miscounted(
-    weighting: TokenWeighting, told: list[tuple[float, float | None]], batch: Any, whole: Any, is_returned: bool
+    weighting: TokenWeighting,
+    told: list[tuple[float, float | None]],
+    batch: Any,
+    whole: Any,
+    is_returned: bool,
 ) -> float | None:
     """The whole batch's count, if the ``told`` counts (and labels) of its slices contradict it; else None.
 
-    Those of a function must add up to it, with weights as well. What a step returned is wrong if it is the same on all
-    ranks, a number of the whole batch, and not that of each slice's labels.
+    Those of a function must add up to it, with weights as well. What a step returned is wrong if it is the
+    same on all ranks, a number of the whole batch, and not that of each slice's labels.
     """
     counts, labels = zip(*told, strict=True)
     if not is_returned:
@@ -158,6 +175,8 @@ def _miscounted(
         return None if math.isclose(sum(counts), of_whole, rel_tol=tolerance) else float(of_whole)
     if counts == labels or len(set(counts)) > 1 or counts[0] == 0:
         return None
-    unsliced = [value for key, value in batch.items() if value is whole[key] and isinstance(value, Real | Tensor)]
+    unsliced = [
+        value for key, value in batch.items() if value is whole[key] and isinstance(value, Real | Tensor)
+    ]
     known = {weighting.num_labels(whole), *(torch.as_tensor(value).sum().item() for value in unsliced)}
     return counts[0] if counts[0] in known else None

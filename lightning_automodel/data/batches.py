@@ -47,14 +47,15 @@ class BatchHandle:
 class TrackedLoader(Iterator[Any]):
     """Wraps a user's ``loader``: yields its batches, and keeps a :class:`BatchHandle` for each.
 
-    If it ``pads``, drawing is a collective over the host ``group``: every rank must draw equally often. With each batch
-    a rank sends whether it still had one. As long as it has one it does not wait: the exchange runs while the batch is
-    trained on. After its own batches it yields padding batches, until all ranks have drawn their last batch. A padding
-    batch is a copy of the epoch's first batch, or of another rank's if this rank has none, as after resuming.
-    ``rank_lengths`` are those of all ranks' loaders, None if any is unknown. Without any batch, ``if_empty`` is raised.
+    If it ``pads``, drawing is a collective over the host ``group``: every rank must draw equally often. With
+    each batch a rank sends whether it still had one. As long as it has one it does not wait: the exchange
+    runs while the batch is trained on. After its own batches it yields padding batches, until all ranks have
+    drawn their last batch. A padding batch is a copy of the epoch's first batch, or of another rank's if
+    this rank has none, as after resuming. ``rank_lengths`` are those of all ranks' loaders, None if any is
+    unknown. Without any batch, ``if_empty`` is raised.
 
-    ``count`` counts the label tokens of a batch ahead, unless None. ``handed_out`` has the handles of batches that were
-    handed out but not begun; the Trainer may prefetch some.
+    ``count`` counts the label tokens of a batch ahead, unless None. ``handed_out`` has the handles of
+    batches that were handed out but not begun; the Trainer may prefetch some.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class TrackedLoader(Iterator[Any]):
     ) -> None:
         # Past __setattr__, which sets attributes of the loader.
         own = vars(self)
-        own.update(loader=loader, pads=pads, count=None, handed_out=deque(), num_handed_out=0, drawn_ahead=deque())
+        own.update(
+            loader=loader, pads=pads, count=None, handed_out=deque(), num_handed_out=0, drawn_ahead=deque()
+        )
         own.update(_group=group, rank_lengths=rank_lengths, if_empty=if_empty, _source=iter(()))
 
     def __getattr__(self, name: str) -> Any:  # what it lacks are attributes of the loader
@@ -87,7 +90,9 @@ class TrackedLoader(Iterator[Any]):
         if not self.pads:
             return len(self.loader)
         if self.rank_lengths is None:
-            raise TypeError(f"The number of batches of {type(self.loader).__name__} is not known on all ranks.")
+            raise TypeError(
+                f"The number of batches of {type(self.loader).__name__} is not known on all ranks."
+            )
         return max(self.rank_lengths)
 
     def __iter__(self) -> "TrackedLoader":
@@ -96,7 +101,11 @@ class TrackedLoader(Iterator[Any]):
         self.num_handed_out = 0
         self.drawn_ahead.clear()
         batches = iter(self.loader)
-        source = self._padded(batches) if self.pads else ((BatchHandle(batch is None), batch) for batch in batches)
+        source = (
+            self._padded(batches)
+            if self.pads
+            else ((BatchHandle(batch is None), batch) for batch in batches)
+        )
         self._source = map(self._counted, source)
         if self.if_empty is not None and not self.ahead(1):
             raise ValueError(self.if_empty)
@@ -147,9 +156,9 @@ class TrackedLoader(Iterator[Any]):
                         padding = copy.deepcopy(batch)
                 except (TypeError, pickle.PicklingError) as error:
                     raise TypeError(
-                        "uneven_inputs='pad' copies the first batch of each epoch, for ranks whose data ends. This"
-                        f" {type(batch).__name__} cannot be copied ({error}): let the loader yield tensors, in dicts,"
-                        " tuples or dataclasses."
+                        "uneven_inputs='pad' copies the first batch of each epoch, for ranks whose data"
+                        f" ends. This {type(batch).__name__} cannot be copied ({error}): let the loader"
+                        " yield tensors, in dicts, tuples or dataclasses."
                     ) from error
                 # Lightning skips a batch that is None, on all ranks alike: the next one is the first.
                 is_first = padding is None and num_real > 0

@@ -10,17 +10,21 @@ def dp_eval_sample_shard(
 ) -> tuple[int, int] | None:
     """Whether data-parallel ranks may evaluate different samples independently, and if so which. Not a collective.
 
-    With the whole model on every rank (DDP) each can score its own samples, however long that takes. A sharded model
-    all-gathers its parameters in every forward: with different samples (``generate``) ranks would hang.
+    With the whole model on every rank (DDP) each can score its own samples, however long that takes. A
+    sharded model all-gathers its parameters in every forward: with different samples (``generate``) ranks
+    would hang.
 
-    ``strategy``, in NeMo Automodel ``distributed_config``, may be an engine's name, ``"ddp"`` or ``"fsdp2"``.
-    ``dp_rank`` is this rank within the data-parallel group, of ``dp_size`` ranks; ValueError if it cannot be.
+    ``strategy``, in NeMo Automodel ``distributed_config``, may be an engine's name, ``"ddp"`` or
+    ``"fsdp2"``. ``dp_rank`` is this rank within the data-parallel group, of ``dp_size`` ranks; ValueError if
+    it cannot be.
 
-    Returns ``(dp_rank, dp_size)``: take every ``dp_size``-th sample from ``dp_rank`` on. None if each rank must go
-    through all samples, or is alone.
+    Returns ``(dp_rank, dp_size)``: take every ``dp_size``-th sample from ``dp_rank`` on. None if each rank
+    must go through all samples, or is alone.
     """
     if not 0 <= dp_rank < dp_size:
-        raise ValueError(f"dp_rank={dp_rank} is not in range(dp_size={dp_size}); pass the rank within the dp group.")
+        raise ValueError(
+            f"dp_rank={dp_rank} is not in range(dp_size={dp_size}); pass the rank within the dp group."
+        )
     strategy = distributed_config if strategy is None else strategy
     engine = strategy if isinstance(strategy, str) else getattr(strategy, "data_parallel", None)
     is_replicated = engine == "ddp" or isinstance(strategy, DDPStrategy)

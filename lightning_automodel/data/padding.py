@@ -26,7 +26,9 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._metrics = [
-            (each, lightning_internals.metric_state(each)) for each in module.modules() if isinstance(each, Metric)
+            (each, lightning_internals.metric_state(each))
+            for each in module.modules()
+            if isinstance(each, Metric)
         ]
         self._buffers = [
             (owner, name, buffer)
@@ -49,7 +51,8 @@ class ModuleState:
 def neutral(module: pl.LightningModule) -> Iterator[None]:
     """Context for ``training_step`` on a padding batch: logged values do not count, and random states are restored.
 
-    Values with ``sync_dist`` are replaced by a neutral one rather than left out, since the other ranks reduce them.
+    Values with ``sync_dist`` are replaced by a neutral one rather than left out, since the other ranks
+    reduce them.
     """
     with PatchStack() as patches, isolate_rng():
         patches.set(module, "log", _neutral_log(module.log))
@@ -63,14 +66,15 @@ def _neutral_log(log: Callable[..., None]) -> Callable[..., None]:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         value, reduction = given.arguments["value"], given.arguments["reduce_fx"]
-        reduction = str(getattr(reduction, "__name__", reduction)).lower()  # torch.sum and the like have names
+        # Torch.sum and the like have names.
+        reduction = str(getattr(reduction, "__name__", reduction)).lower()
         if isinstance(value, Metric):
             log(*args, **kwargs)
         elif given.arguments["sync_dist"]:
             if reduction not in _NEUTRAL:
                 raise ValueError(
-                    f"self.log({given.arguments['name']!r}, reduce_fx={reduction!r}, sync_dist=True) on a rank whose"
-                    " data has ended (uneven_inputs='pad') has no neutral value; valid are"
+                    f"self.log({given.arguments['name']!r}, reduce_fx={reduction!r}, sync_dist=True) on a"
+                    " rank whose data has ended (uneven_inputs='pad') has no neutral value; valid are"
                     f" {', '.join(map(repr, _NEUTRAL))}."
                 )
             tensor = torch.as_tensor(value)

@@ -19,8 +19,8 @@ def check_counted_ranks(loader: Any, rank: int, size: int) -> None:
     numbers = counted.global_rank, counted.world_size
     if numbers != (rank, size):
         raise ValueError(
-            f"The data set of a loader, litdata's {type(loader.dataset).__name__}, counts this rank as {numbers}, and"
-            f" the run as {(rank, size)} (number of the rank, ranks with data of their own): ranks would read the same"
-            " rows, or leave some out. Make the data set once the ranks have started, in train_dataloader() or in"
-            " setup() of the data module."
+            f"The data set of a loader, litdata's {type(loader.dataset).__name__}, counts this rank as"
+            f" {numbers}, and the run as {(rank, size)} (number of the rank, ranks with data of their own):"
+            " ranks would read the same rows, or leave some out. Make the data set once the ranks have"
+            " started, in train_dataloader() or in setup() of the data module."
         )

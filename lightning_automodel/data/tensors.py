@@ -10,8 +10,8 @@ from torch import Tensor
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Each tensor in nested mappings, sequences and dataclasses, in their order.
 
-    ``apply_to_collection`` would build new containers of what a function returns for each tensor, which a dataclass
-    that checks its fields refuses.
+    ``apply_to_collection`` would build new containers of what a function returns for each tensor, which a
+    dataclass that checks its fields refuses.
     """
     if isinstance(value, Tensor):
         yield value

@@ -33,16 +33,19 @@ _KEEP_THEIR_LENGTH = ("torch", "torchdata", "lightning", "pytorch_lightning", "b
 class UnevenInputs:
     """Synchronises ranks with unequal numbers of batches.
 
-    If the loaders of a stage have the same length on all ranks, nothing is communicated per batch. Otherwise each rank
-    sends with every batch whether it is its last. A loader or sampler with an ``__iter__`` of its own may end before
-    its length: then each rank sends in training what comes next, a batch, a validation, or the end of the epoch. Only a
-    rank whose data ends waits for the other ranks' answers. In training it raises, and the other ranks get its error
-    when they next wait for it; if it ``pads``, it goes on with padding batches instead. In evaluation and prediction it
-    joins the collectives of their steps, without data, until all ranks have ended. ``group`` is the host group of all
-    ranks. With ``ahead``, training loaders are counted ahead.
+    If the loaders of a stage have the same length on all ranks, nothing is communicated per batch. Otherwise
+    each rank sends with every batch whether it is its last. A loader or sampler with an ``__iter__`` of its
+    own may end before its length: then each rank sends in training what comes next, a batch, a validation,
+    or the end of the epoch. Only a rank whose data ends waits for the other ranks' answers. In training it
+    raises, and the other ranks get its error when they next wait for it; if it ``pads``, it goes on with
+    padding batches instead. In evaluation and prediction it joins the collectives of their steps, without
+    data, until all ranks have ended. ``group`` is the host group of all ranks. With ``ahead``, training
+    loaders are counted ahead.
     """
 
-    def __init__(self, trainer: "pl.Trainer", group: dist.ProcessGroup, pads: bool, ahead: WindowAhead | None) -> None:
+    def __init__(
+        self, trainer: "pl.Trainer", group: dist.ProcessGroup, pads: bool, ahead: WindowAhead | None
+    ) -> None:
         self._trainer, self._group, self._pads, self.ahead = trainer, group, pads, ahead
         self.seconds_drawing = 0.0  # spent on drawing batches ahead of their steps
         self._before_padding: ModuleState | None = None
@@ -61,15 +64,19 @@ class UnevenInputs:
         loader = users_own(loader)
         batch_sampler = getattr(loader, "batch_sampler", None)
         sampler = getattr(batch_sampler, "sampler", getattr(loader, "sampler", None))
-        if (self.is_training and not self._pads) or not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+        if (
+            (self.is_training and not self._pads)
+            or not isinstance(sampler, DistributedSampler)
+            or sampler.drop_last
+        ):
             return loader
         total = sized_len(sampler.dataset)
         if total is None:
             return loader
         if total < sampler.num_replicas and not self.is_training:
             rank_zero_warn(
-                f"The {self._stage} data holds {total} samples for {sampler.num_replicas} ranks, each of which needs"
-                " one: some count twice. Evaluate more samples, or on fewer ranks.",
+                f"The {self._stage} data holds {total} samples for {sampler.num_replicas} ranks, each of"
+                " which needs one: some count twice. Evaluate more samples, or on fewer ranks.",
                 category=PossibleUserWarning,
             )
             return loader
@@ -85,7 +92,9 @@ class UnevenInputs:
 
     def _tracked(self, loader: Any) -> Any:
         length, ends_by_itself = sized_len(loader), may_end_early(loader)
-        told = Exchange(self._group, _UNKNOWN if length is None else length, ends_by_itself).received().long()
+        told = (
+            Exchange(self._group, _UNKNOWN if length is None else length, ends_by_itself).received().long()
+        )
         lengths = told[:, 0].tolist()
         may_end = bool(told[:, 1].any()) and _UNKNOWN not in lengths and len(lengths) > 1
         if may_end and self.is_training and not self._pads:
@@ -100,9 +109,9 @@ class UnevenInputs:
             self._may_differ.add(self._stage)
             if not self.is_training:
                 empty = (
-                    f"The {self._stage} data of rank {self._group.rank()} holds no batch, while other ranks may have"
-                    " some, whose steps this rank could not join: give each rank at least one batch, or start fewer"
-                    " ranks."
+                    f"The {self._stage} data of rank {self._group.rank()} holds no batch, while other ranks"
+                    " may have some, whose steps this rank could not join: give each rank at least one"
+                    " batch, or start fewer ranks."
                 )
                 return TrackedLoader(loader, self._group, if_empty=empty)
         return loader
@@ -112,10 +121,11 @@ class UnevenInputs:
         if lightning_internals.shares_out_batches(loader) and loader.batch_size is not None:
             name = type(loader).__name__
             rank_zero_warn(
-                f"The sampler of the {self._stage} data yields whole batches, and the {name} that Lightning has made of"
-                f" it for several ranks collates batch_size={loader.batch_size} of them into one. If batches have fewer"
-                " dimensions on one device, its library brings another sampler where the strategy's name has 'ddp' in"
-                " it: pass Trainer(strategy='automodel_ddp'), or register such a name for other options."
+                f"The sampler of the {self._stage} data yields whole batches, and the {name} that Lightning"
+                f" has made of it for several ranks collates batch_size={loader.batch_size} of them into"
+                " one. If batches have fewer dimensions on one device, its library brings another sampler"
+                " where the strategy's name has 'ddp' in it: pass Trainer(strategy='automodel_ddp'), or"
+                " register such a name for other options."
             )
 
     def _check_padding(self, loader: Any) -> None:
@@ -145,8 +155,9 @@ class UnevenInputs:
         several = CombinedLoader(loader).flattened if handle is None else []
         if any(isinstance(each, TrackedLoader) and each.pads for each in several):
             raise ValueError(
-                "uneven_inputs='pad' trains on one loader, and the loaders of a CombinedLoader have unequally many"
-                " batches on the ranks: combine them in one Dataset, or give all ranks equally many batches."
+                "uneven_inputs='pad' trains on one loader, and the loaders of a CombinedLoader have"
+                " unequally many batches on the ranks: combine them in one Dataset, or give all ranks"
+                " equally many batches."
             )
         if self.ahead is not None:
             self.ahead.begin_batch(handle)
@@ -154,7 +165,12 @@ class UnevenInputs:
 
     def mean_factor(self) -> float:
         """Factor for a mean over ranks that makes padding batches not count. Waits until all ranks have drawn."""
-        if self._handle is None or self._handle.has_batch is None or not self._is_in_step or not self.is_training:
+        if (
+            self._handle is None
+            or self._handle.has_batch is None
+            or not self._is_in_step
+            or not self.is_training
+        ):
             return 1.0
         return self._group.size() / max(self._handle.num_real(), 1)
 
@@ -200,18 +216,18 @@ class UnevenInputs:
         if ended and others:
             raise RuntimeError(
                 f"The train data of {_ranks(ended)} has ended with batch {int(received[ended[0], 1])}, and"
-                f" {_ranks(others)} would go on and wait for more: a training loader yields another number of batches"
-                " than its len(), as one does that leaves batches out. Leave samples out of the dataset instead, give"
-                " all ranks equally many batches, pass Trainer(limit_train_batches=...) with as many as each rank has,"
-                " or let a rank whose data has ended take part without effect:"
-                " AutomodelStrategy(uneven_inputs='pad')."
+                f" {_ranks(others)} would go on and wait for more: a training loader yields another number"
+                " of batches than its len(), as one does that leaves batches out. Leave samples out of the"
+                " dataset instead, give all ranks equally many batches, pass"
+                " Trainer(limit_train_batches=...) with as many as each rank has, or let a rank whose data"
+                " has ended take part without effect: AutomodelStrategy(uneven_inputs='pad')."
             )
 
     def check_training_goes_on(self) -> None:
         """Raise if the batch is the last of this rank, but not of all.
 
-        A collective over the group if lengths may differ, so each rank calls it before every other collective of a
-        step. Only a rank with its last batch waits for the others.
+        A collective over the group if lengths may differ, so each rank calls it before every other
+        collective of a step. Only a rank with its last batch waits for the others.
         """
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         number = progress.current.ready
@@ -227,22 +243,28 @@ class UnevenInputs:
         if others := [rank for rank, sent in enumerate(self._answers()) if sent == _GOES_ON]:
             ended = sorted(set(range(self._group.size())) - set(others))
             raise RuntimeError(
-                f"The train data of {_ranks(ended)} ends with batch {number}, and {_ranks(others)} would go on"
-                " and wait for more: give all ranks equally many batches, for example by a DistributedSampler or"
-                f" drop_last=True, or pass Trainer(limit_train_batches={number}), or let a rank whose data has ended"
-                " take part without effect: AutomodelStrategy(uneven_inputs='pad')."
+                f"The train data of {_ranks(ended)} ends with batch {number}, and {_ranks(others)} would go"
+                " on and wait for more: give all ranks equally many batches, for example by a"
+                f" DistributedSampler or drop_last=True, or pass Trainer(limit_train_batches={number}), or"
+                " let a rank whose data has ended take part without effect:"
+                " AutomodelStrategy(uneven_inputs='pad')."
             )
 
     # --- Evaluation ---------------------------------------------------------------------------------------------------
 
     def evaluate(
-        self, step: Callable[..., Any], args: tuple[Any, ...], begin: Callable[[], bool], join: Callable[[], None]
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        begin: Callable[[], bool],
+        join: Callable[[], None],
     ) -> Any:
         """Run an evaluation step. After the last one of a loader, join the remaining steps of other ranks.
 
-        A collective over the group if lengths differ or are unknown. ``begin`` is called before each step of any rank,
-        and returns whether all ranks stop after it; ``join`` joins the collectives of a step of other ranks. Raises
-        SIGTERMException if all ranks stop and this one has no batch left, before which Lightning would raise.
+        A collective over the group if lengths differ or are unknown. ``begin`` is called before each step of
+        any rank, and returns whether all ranks stop after it; ``join`` joins the collectives of a step of
+        other ranks. Raises SIGTERMException if all ranks stop and this one has no batch left, before which
+        Lightning would raise.
         """
         stops = begin()
         self._handle, self.is_filler = None, False
@@ -273,7 +295,11 @@ class UnevenInputs:
         problem = None
         if lightning_internals.draws_its_batches(getattr(trainer.lightning_module, _STEPS[stage])):
             problem = "a step that takes a dataloader_iter: let it take the batch"
-        elif not is_sequential and lightning_internals.has_length(loop) and any(map(_has_no_certain_length, loaders)):
+        elif (
+            not is_sequential
+            and lightning_internals.has_length(loop)
+            and any(map(_has_no_certain_length, loaders))
+        ):
             problem = (
                 "a stream that may end before a limit or another loader: evaluate one loader after the other"
                 " (mode='sequential')"
@@ -301,8 +327,9 @@ class UnevenInputs:
         here = (_GOES_ON, _IS_LAST) if self._is_in_step else (_GOES_ON,)
         if ended := [rank for rank, sent in enumerate(answers) if sent not in here]:
             raise RuntimeError(
-                f"A value is reduced or gathered over all ranks within {where}, but not on {_ranks(ended)}, whose data"
-                " has ended: log it with on_step=False, on_epoch=True, or give all ranks equally many batches."
+                f"A value is reduced or gathered over all ranks within {where}, but not on {_ranks(ended)},"
+                " whose data has ended: log it with on_step=False, on_epoch=True, or give all ranks equally"
+                " many batches."
             )
 
     def check_gathering(self, tensor: Tensor) -> None:
@@ -313,9 +340,9 @@ class UnevenInputs:
         shapes = gather_objects(tuple(tensor.shape), self._group)
         if len(set(shapes)) > 1:
             raise ValueError(
-                f"self.all_gather() of tensors of the shapes {shapes}: in evaluation no sample is repeated, so that"
-                " last batches differ in size. Pad them to one size, keep them for on_validation_epoch_end, or use"
-                " TorchMetrics."
+                f"self.all_gather() of tensors of the shapes {shapes}: in evaluation no sample is repeated,"
+                " so that last batches differ in size. Pad them to one size, keep them for"
+                " on_validation_epoch_end, or use TorchMetrics."
             )
 
     def _answers(self) -> list[int]:
@@ -336,14 +363,17 @@ class UnevenInputs:
         trainer = self._trainer
         if trainer.state.fn == TrainerFn.FITTING:
             return trainer.fit_loop.epoch_loop.val_loop
-        return {"val": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}[self._stage]
+        return {"val": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}[
+            self._stage
+        ]
 
 
 def may_end_early(loader: Any) -> bool:
     """Whether ``loader`` has a length that its batches need not keep to.
 
-    Such a loader reads a stream, or it, its batch sampler or its sampler iterates by code that is not torch's: a
-    loader that leaves batches out, or a sampler that fills batches up to a number of tokens and estimates how many.
+    Such a loader reads a stream, or it, its batch sampler or its sampler iterates by code that is not
+    torch's: a loader that leaves batches out, or a sampler that fills batches up to a number of tokens and
+    estimates how many.
     """
     loader = users_own(loader)
     if sized_len(loader) is None or isinstance(loader, (list, tuple)):

@@ -13,13 +13,17 @@ from lightning_automodel.gradients.token_loss import WindowTotals
 class WindowAhead:
     """Draws the batches of a window before its first forward, counts them, and sums the counts over all ranks.
 
-    The all-gather over the host ``group`` runs during the first forward. ``copies`` is how many ranks draw the same
-    batches (tensor-parallel peers) and therefore count them again. ``count_batch`` counts label tokens on the host;
-    ``count`` are those of the newest batch.
+    The all-gather over the host ``group`` runs during the first forward. ``copies`` is how many ranks draw
+    the same batches (tensor-parallel peers) and therefore count them again. ``count_batch`` counts label
+    tokens on the host; ``count`` are those of the newest batch.
     """
 
     def __init__(
-        self, trainer: "pl.Trainer", group: dist.ProcessGroup, copies: int, count_batch: Callable[[Any], float]
+        self,
+        trainer: "pl.Trainer",
+        group: dist.ProcessGroup,
+        copies: int,
+        count_batch: Callable[[Any], float],
     ) -> None:
         self._trainer, self._group, self._copies, self._count_batch = trainer, group, copies, count_batch
         self._window: list[BatchHandle] = []
@@ -36,7 +40,8 @@ class WindowAhead:
     def begin_batch(self, handle: BatchHandle | None) -> None:
         """Note the batch that is about to be trained on. If it begins a window, draw the rest of the window.
 
-        This then starts a collective over the group, without waiting for it: windows of all ranks begin together.
+        This then starts a collective over the group, without waiting for it: windows of all ranks begin
+        together.
         """
         if handle is None:
             raise ValueError(

@@ -348,7 +348,9 @@ class Board:
         before = [*self.members[:at][::-1], *self.members[at + 1 :][::-1]]
         return next((rank for rank in before if not self.known(rank).has_ended), self.rank)
 
-    def _missing(self, store: dist.Store, at: str, ranks: Sequence[int], waited_s: float) -> RankFailure | None:
+    def _missing(
+        self, store: dist.Store, at: str, ranks: Sequence[int], waited_s: float
+    ) -> RankFailure | None:
         """Who has not come to ``at``; None if another rank looks for them, or they have just come."""
         own = str(self.rank)
         if store.compare_set(f"{at}/lease", "", own).decode() != own:

@@ -193,7 +193,9 @@ def list_ranks(ranks: Sequence[int], notes: Mapping[int, str] | None = None) -> 
 def list_seen(ranks: Sequence[int], seen: Mapping[int, Sighting]) -> str:
     """Like :func:`list_ranks`, with the host and the place of each rank that was ``seen``."""
     known = {rank: seen[rank].known for rank in ranks[:LONGEST_LIST]}
-    return list_ranks(ranks, {rank: f" ({record.host}, in {record.where})" for rank, record in known.items()})
+    return list_ranks(
+        ranks, {rank: f" ({record.host}, in {record.where})" for rank, record in known.items()}
+    )
 
 
 def did_not_arrive(
@@ -216,7 +218,9 @@ def did_not_arrive(
     return RankFailure(missing[0], first.known.host, where, error, message)
 
 
-def missed_heartbeats(rank: int, record: Record, reader: int, silent_s: float, more: str = "") -> RankFailure:
+def missed_heartbeats(
+    rank: int, record: Record, reader: int, silent_s: float, more: str = ""
+) -> RankFailure:
     """The failure to report for a rank of which ``reader`` has heard nothing for ``silent_s`` seconds."""
     message = f"rank {reader} has heard nothing of it{more} for {silent_s:.1f} s: stopped, killed or cut off"
     return RankFailure(rank, record.host, record.where, MISSED_HEARTBEATS, message)

@@ -1,9 +1,9 @@
 """First-rank blocks: the first rank of each node runs a block before the others.
 
 A failure reaches every rank. The ranks communicate through a board, that of the run or one made for the
-block, so no collective's timeout applies. Below ``first_rank/<group>/<number of the block>``, the store holds
-`node/...`, the node of each rank; `left/...`, the ranks that have left the block without an error, for which
-others wait at the entry; and how the block ended.
+block, so no collective's timeout applies. Below ``first_rank/<group>/<number of the block>``, the store
+holds `node/...`, the node of each rank; `left/...`, the ranks that have left the block without an error, for
+which others wait at the entry; and how the block ended.
 """
 
 import contextlib

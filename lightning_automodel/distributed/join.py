@@ -1,8 +1,9 @@
 """Joining: where the ranks meet, and what they learn if some do not come.
 
 They meet on a board of their own, in the store that then serves the process group. A store serves several
-rounds, one after the other. Below the round's number it holds, besides the keys of every board, `join/terms`,
-the world size and backend of the first rank, and `left/<rank>` for each rank that no longer needs the store.
+rounds, one after the other. Below the round's number it holds, besides the keys of every board,
+`join/terms`, the world size and backend of the first rank, and `left/<rank>` for each rank that no longer
+needs the store.
 """
 
 import contextlib

@@ -67,9 +67,9 @@ def resolve_sizes(
 ) -> MeshSizes:
     """Resolve ``"auto"``, once the world size is known; ValueError if the sizes do not multiply to that.
 
-    ``data_parallel_size`` includes replicas; ``"auto"`` is the world size over the tensor and context sizes. For
-    replicas ``"auto"`` is the number of nodes; under DDP all data-parallel ranks are replicas. Expert-parallel ranks
-    are some of those that parameters are sharded over.
+    ``data_parallel_size`` includes replicas; ``"auto"`` is the world size over the tensor and context sizes.
+    For replicas ``"auto"`` is the number of nodes; under DDP all data-parallel ranks are replicas.
+    Expert-parallel ranks are some of those that parameters are sharded over.
     """
     tensor, context = tensor_parallel_size, context_parallel_size
     told = {"tensor_parallel_size": tensor, "context_parallel_size": context}
@@ -77,9 +77,9 @@ def resolve_sizes(
     size = world_size // (tensor * context) or 1 if data_parallel_size == "auto" else data_parallel_size
     if size * tensor * context != world_size:
         raise ValueError(
-            f"{' times '.join([f'data_parallel_size={size}', *peers])} does not match the world size {world_size}:"
-            f" start {size * tensor * context} processes, or pass sizes that multiply to {world_size}; 'auto' finds"
-            " data_parallel_size where the others divide it."
+            f"{' times '.join([f'data_parallel_size={size}', *peers])} does not match the world size"
+            f" {world_size}: start {size * tensor * context} processes, or pass sizes that multiply to"
+            f" {world_size}; 'auto' finds data_parallel_size where the others divide it."
         )
     if data_parallel == "ddp":
         _refuse_tensor_parallel_ddp(tensor)
@@ -87,21 +87,28 @@ def resolve_sizes(
     replicate = num_nodes if data_parallel_replicate_size == "auto" else data_parallel_replicate_size
     _check_divides("data_parallel_replicate_size", replicate, size, "data-parallel ranks")
     shard = size // replicate
-    _check_divides("expert_parallel_size", expert_parallel_size, shard, "ranks that parameters are sharded over")
-    return MeshSizes(replicate=replicate, shard=shard, tensor=tensor, context=context, expert=expert_parallel_size)
+    _check_divides(
+        "expert_parallel_size", expert_parallel_size, shard, "ranks that parameters are sharded over"
+    )
+    return MeshSizes(
+        replicate=replicate, shard=shard, tensor=tensor, context=context, expert=expert_parallel_size
+    )
 
 
 def _check_divides(keyword: str, size: int, num_ranks: int, ranks: str) -> None:
     if num_ranks % size:
         valid = ", ".join(str(divisor) for divisor in range(1, num_ranks + 1) if num_ranks % divisor == 0)
-        raise ValueError(f"{keyword}={size} does not divide the {num_ranks} {ranks}: valid sizes are {valid}.")
+        raise ValueError(
+            f"{keyword}={size} does not divide the {num_ranks} {ranks}: valid sizes are {valid}."
+        )
 
 
 def _refuse_tensor_parallel_ddp(tensor_parallel_size: int) -> None:
     if tensor_parallel_size > 1:
         raise ValueError(
-            f"Tensor parallelism (size {tensor_parallel_size}) does not work with data_parallel='ddp', which copies"
-            " whole parameters: pass data_parallel='fsdp2', with data_parallel_replicate_size for copies."
+            f"Tensor parallelism (size {tensor_parallel_size}) does not work with data_parallel='ddp', which"
+            " copies whole parameters: pass data_parallel='fsdp2', with data_parallel_replicate_size for"
+            " copies."
         )
 
 
@@ -114,9 +121,14 @@ class RunMesh:
     data_parallel: DeviceMesh  # ranks that are given different batches
     tokens: DeviceMesh  # ranks that hold different tokens: data-parallel ranks times context peers
     fsdp: DeviceMesh  # for ``fully_shard``, with context peers: 2-D (replicate, shard) where there are replicas
-    tensor_parallel: DeviceMesh | None  # ranks that compute one micro-batch together; None without that dimension
-    context_parallel: DeviceMesh | None = None  # ranks that share a batch; None where each has batches of its own
-    expert_fsdp: DeviceMesh | None = None  # as ``fsdp``, of ranks with the same experts; None if none are spread
+    # Ranks that compute one micro-batch together; None without that dimension.
+    tensor_parallel: DeviceMesh | None
+    context_parallel: DeviceMesh | None = (
+        None  # ranks that share a batch; None where each has batches of its own
+    )
+    expert_fsdp: DeviceMesh | None = (
+        None  # as ``fsdp``, of ranks with the same experts; None if none are spread
+    )
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -153,7 +165,8 @@ class RunMesh:
 def num_expert_ranks(tensor: Tensor) -> int:
     """Number of ranks that ``tensor`` spreads experts over; 1 for other tensors.
 
-    Its mesh has a dimension of that name. These ranks hold different tokens, and each holds different experts.
+    Its mesh has a dimension of that name. These ranks hold different tokens, and each holds different
+    experts.
     """
     if isinstance(tensor, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()
@@ -165,10 +178,10 @@ def num_expert_ranks(tensor: Tensor) -> int:
 def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMesh:
     """Build the mesh over the default group, or return the equal one that was built before.
 
-    A collective over the world. Process groups last as long as the default group, and all dimensions of all meshes
-    that have the same ranks share one: a communicator takes memory of the device, and time to connect. Tensor-parallel
-    peers are neighbours, then context peers, then ranks with different experts, then the other shards of one replica.
-    ``timeout`` is for collectives on the mesh's groups.
+    A collective over the world. Process groups last as long as the default group, and all dimensions of all
+    meshes that have the same ranks share one: a communicator takes memory of the device, and time to
+    connect. Tensor-parallel peers are neighbours, then context peers, then ranks with different experts,
+    then the other shards of one replica. ``timeout`` is for collectives on the mesh's groups.
     """
     kept = process_group.kept_with_world()
     if (device_type, sizes) not in kept:
@@ -183,7 +196,9 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
             dimensions[CONTEXT] = sizes.context
         dimensions[TENSOR] = sizes.tensor
         with torch_internals.shared_groups(_groups_by_ranks()):
-            mesh = init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+            mesh = init_device_mesh(
+                device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions)
+            )
             kept[device_type, sizes] = view_mesh(mesh, sizes, (REPLICATE, SHARD), TENSOR)
     built: RunMesh = kept[device_type, sizes]
     for group in built.all_groups() - {dist.group.WORLD}:
@@ -213,14 +228,16 @@ def _groups_of(mesh: DeviceMesh) -> dict[tuple[int, ...], Any]:
 def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor: str | None) -> RunMesh:
     """Make the views of a mesh; ``data`` names its data-parallel dimensions and ``tensor`` its tensor-parallel one.
 
-    A collective over the world if there are two data-parallel dimensions or context peers: flattening makes groups.
+    A collective over the world if there are two data-parallel dimensions or context peers: flattening makes
+    groups.
     """
 
     def view(*names: str) -> DeviceMesh:
         if mesh.ndim == len(names):
             return mesh
         with warnings.catch_warnings():
-            # torch would rather have callers keep flattened meshes; but a mesh of two dimensions has no other way.
+            # torch would rather have callers keep flattened meshes; but a mesh of two dimensions has no
+            # other way.
             warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
             return mesh[names]
 
@@ -256,27 +273,33 @@ def adopt_mesh(
 ) -> RunMesh:
     """Check a mesh that the caller built, and find the role of each dimension by its name.
 
-    FSDP2 shards over the last data-parallel dimension; under DDP all of them replicate. The mesh's groups keep their
-    timeouts. A collective like :func:`view_mesh`. ValueError if the mesh does not fit this run, or contradicts
-    ``told``, the sizes by keyword.
+    FSDP2 shards over the last data-parallel dimension; under DDP all of them replicate. The mesh's groups
+    keep their timeouts. A collective like :func:`view_mesh`. ValueError if the mesh does not fit this run,
+    or contradicts ``told``, the sizes by keyword.
     """
     process_group.kept_with_world()
     if mesh.device_type != device_type:
         raise ValueError(
-            f"device_mesh is for devices of type {mesh.device_type!r}, but this run's are of type {device_type!r}:"
-            f" build it with init_device_mesh({device_type!r}, ...)."
+            f"device_mesh is for devices of type {mesh.device_type!r}, but this run's are of type"
+            f" {device_type!r}: build it with init_device_mesh({device_type!r}, ...)."
         )
     ranks = mesh.mesh
     ascend = all(bool((ranks.diff(dim=dimension) > 0).all()) for dimension in range(ranks.ndim))
     if not ascend or sorted(ranks.flatten().tolist()) != list(range(dist.get_world_size())):
-        # Torch sorts the ranks of each group: in another order, a rank would not have its coordinate in the mesh.
+        # Torch sorts the ranks of each group: in another order, a rank would not have its coordinate in the
+        # mesh.
         raise ValueError(
-            f"device_mesh holds the ranks {ranks.tolist()}, but must hold each of the {dist.get_world_size()} ranks of"
-            " the world once, ascending along each dimension: init_device_mesh lays them out so."
+            f"device_mesh holds the ranks {ranks.tolist()}, but must hold each of the"
+            f" {dist.get_world_size()} ranks of the world once, ascending along each dimension:"
+            " init_device_mesh lays them out so."
         )
     names = _names_by_role(mesh, data_parallel)
     size = {role: mesh.shape[(mesh.mesh_dim_names or ("",)).index(name)] for role, name in names.items()}
-    replicate, shard, tensor = size.get(REPLICATE, 1), size.get(SHARD) or size.get(DATA, 1), size.get(TENSOR, 1)
+    replicate, shard, tensor = (
+        size.get(REPLICATE, 1),
+        size.get(SHARD) or size.get(DATA, 1),
+        size.get(TENSOR, 1),
+    )
     sizes = MeshSizes(replicate, shard, tensor)
     if data_parallel == "ddp":
         _refuse_tensor_parallel_ddp(tensor)
@@ -290,7 +313,9 @@ def adopt_mesh(
     }
     for keyword, value in told.items():
         if value not in ("auto", actual[keyword]):
-            raise ValueError(f"{keyword}={value} contradicts device_mesh, where it is {actual[keyword]}: leave it out.")
+            raise ValueError(
+                f"{keyword}={value} contradicts device_mesh, where it is {actual[keyword]}: leave it out."
+            )
     data = tuple(name for role, name in names.items() if role != TENSOR)
     with torch_internals.shared_groups(_groups_of(mesh)):
         return view_mesh(mesh, sizes, data, names.get(TENSOR))
@@ -310,8 +335,9 @@ def _names_by_role(mesh: DeviceMesh, data_parallel: str) -> dict[str, str]:
         shown = ", ".join(f"{name!r} ({size})" for name, size in dimensions)
         others = ", ".join(other for known in NAMES.values() for other in known[1:])
         raise ValueError(
-            f"device_mesh has the dimensions {shown}, but needs {REPLICATE!r} and {SHARD!r}, or {SHARD!r}, or {DATA!r},"
-            f" or under data_parallel='ddp' {REPLICATE!r} alone, and after them may have {TENSOR!r} (other names are"
-            f" {others}): pass such mesh_dim_names, in this order; other dimensions must have size 1."
+            f"device_mesh has the dimensions {shown}, but needs {REPLICATE!r} and {SHARD!r}, or {SHARD!r},"
+            f" or {DATA!r}, or under data_parallel='ddp' {REPLICATE!r} alone, and after them may have"
+            f" {TENSOR!r} (other names are {others}): pass such mesh_dim_names, in this order; other"
+            " dimensions must have size 1."
         )
     return dict(found)

@@ -201,7 +201,9 @@ def _listening(own: Announcement, deadline: float) -> Iterator[Announcement]:
     with listener:
         listener.settimeout(max(deadline - time.monotonic(), 1.0))
         password = secrets.token_hex(16)
-        answering = threading.Thread(target=_answer, args=(listener, password), name="network check", daemon=True)
+        answering = threading.Thread(
+            target=_answer, args=(listener, password), name="network check", daemon=True
+        )
         answering.start()
         yield replace(own, port=listener.getsockname()[1], password=password)
 

@@ -92,7 +92,8 @@ def parse_timeout(timeout: timedelta | float, name: str = "timeout") -> timedelt
         parsed = timedelta(0)
     if parsed <= timedelta(0):
         raise ValueError(
-            f"{name} must be positive and finite, got {timeout!r}; pass a timedelta or a number of minutes, e.g. 30."
+            f"{name} must be positive and finite, got {timeout!r}; pass a timedelta or a number of minutes,"
+            " e.g. 30."
         )
     return parsed
 
@@ -142,13 +143,15 @@ def initialize_distributed(
     Args:
         backend: ``"gloo"`` for the CPU, ``"nccl"`` for CUDA, ``"xccl"`` for XPU, ``"cpu:gloo,cuda:nccl"``
             for both, or any that is registered with torch.
-        timeout_minutes: The longest time for joining, and for a collective on the group: ``timedelta`` or minutes.
-        init_method: ``env://``, ``tcp://address:port`` or ``file:///path``. None: MASTER_ADDR and MASTER_PORT.
+        timeout_minutes: The longest time for joining, and for a collective on the group: ``timedelta`` or
+            minutes.
+        init_method: ``env://``, ``tcp://address:port`` or ``file:///path``. None: MASTER_ADDR and
+            MASTER_PORT.
         store: Where the ranks meet, instead of ``init_method``. The same store can serve several joins.
         rank: Rank of this process. None: RANK.
         world_size: Number of ranks. None: WORLD_SIZE.
-        device_id: Bind the group to this rank's accelerator now, which connects NCCL at once. It has no effect
-            on other backends. Some systems hang with it, some without it.
+        device_id: Bind the group to this rank's accelerator now, which connects NCCL at once. It has no
+            effect on other backends. Some systems hang with it, some without it.
 
     Raises:
         ValueError: If an argument or environment variable is missing or out of range.
@@ -253,7 +256,8 @@ def kept_with_world() -> dict[object, Any]:
     """Meshes and groups that last as long as the default group, by purpose. Not a collective.
 
     If the default group has changed, those of the old one are dropped, and so are DTensor's caches of its
-    meshes. In these caches, a mesh over the new group equals the old one: they would return destroyed groups.
+    meshes. In these caches, a mesh over the new group equals the old one: they would return destroyed
+    groups.
     """
     global _kept_for
     if _kept_for is not dist.group.WORLD:

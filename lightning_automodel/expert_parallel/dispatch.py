@@ -36,20 +36,20 @@ def dispatch_tokens(
 ) -> Tensor:
     """Compute a mixture of experts that are spread over ranks: each token is computed where its experts are.
 
-    No token is dropped: results and gradients are those of one process. A collective over ``mesh``, in the forward and
-    in the backward: all its ranks must call it in the same order, a rank without tokens with empty tensors. It waits
-    for the device once, since the host must know how many tokens arrive. If a rank fails, the others raise when the
-    strategy tells them, or when the group's timeout ends.
+    No token is dropped: results and gradients are those of one process. A collective over ``mesh``, in the
+    forward and in the backward: all its ranks must call it in the same order, a rank without tokens with
+    empty tensors. It waits for the device once, since the host must know how many tokens arrive. If a rank
+    fails, the others raise when the strategy tells them, or when the group's timeout ends.
 
     Args:
         tokens: This rank's tokens, [n, d].
         chosen: The experts of each token, from 0 to ``num_experts - 1``, [n, k].
         weights: The weight of each of them, [n, k].
-        num_experts: Experts on all ranks together. Each rank holds the same number, in the order of the ranks, as
-            :func:`spread_experts` leaves them.
-        compute: Gets rows [r, d], sorted by the experts of this rank, and how many rows each of these gets; returns
-            [r, d]. It may get no rows: its result must depend on the rows and on the parameters even then, so that all
-            ranks communicate in the backward. ``torch.cat`` over the experts does.
+        num_experts: Experts on all ranks together. Each rank holds the same number, in the order of the
+            ranks, as :func:`spread_experts` leaves them.
+        compute: Gets rows [r, d], sorted by the experts of this rank, and how many rows each of these gets;
+            returns [r, d]. It may get no rows: its result must depend on the rows and on the parameters even
+            then, so that all ranks communicate in the backward. ``torch.cat`` over the experts does.
         mesh: ``self.device_mesh["expert_parallel"]``; None if this rank holds all experts.
 
     Returns:
@@ -60,7 +60,8 @@ def dispatch_tokens(
         RuntimeError: If ``chosen`` has an expert that does not exist.
     """
     by_expert = chosen.flatten().argsort(stable=True)
-    # Repeated before it is permuted: the backward then adds up the copies of a token in one order on every device.
+    # Repeated before it is permuted: the backward then adds up the copies of a token in one order on every
+    # device.
     copies = tokens.unsqueeze(1).expand(-1, chosen.shape[1], -1).flatten(0, 1)  # [n * k, d]
     rows = copies.index_select(0, by_expert)
     # Not bincount, which waits for the device, and accepts numbers of experts that do not exist.
@@ -100,8 +101,8 @@ def _computed(compute: Callable[[Tensor, list[int]], Tensor], rows: Tensor, coun
     computed = compute(rows, counts)
     if len(computed) != len(rows):
         raise ValueError(
-            f"dispatch_tokens: compute got {len(rows)} rows and returned {len(computed)}; return one row for each, in"
-            " their order."
+            f"dispatch_tokens: compute got {len(rows)} rows and returned {len(computed)}; return one row for"
+            " each, in their order."
         )
     # Ranks must agree on the dtype that travels, also one that has nothing to compute.
     return computed.to(rows.dtype)

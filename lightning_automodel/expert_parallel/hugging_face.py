@@ -18,14 +18,16 @@ from lightning_automodel.internals.torch import not_compiled
 from lightning_automodel.sharding.units import class_name, is_sharded, outermost
 
 _WEIGHTS = "grouped_gemm"  # a parameter whose first dimension counts the experts
-_DISPATCH = "ep_dispatch_experts"  # a module that is called with tokens, the experts of each, and their weights
+_DISPATCH = (
+    "ep_dispatch_experts"  # a module that is called with tokens, the experts of each, and their weights
+)
 
 
 def spread_by_plan(module: nn.Module, mesh: DeviceMesh) -> None:
     """Spread the experts of the Hugging Face models in ``module`` over the 1-D ``mesh``, by their ``ep_plan``.
 
-    Does nothing to experts that are spread already, or to models without a plan. A collective over the mesh, like
-    :func:`spread_experts`. Raises ValueError for a plan that cannot be carried out.
+    Does nothing to experts that are spread already, or to models without a plan. A collective over the mesh,
+    like :func:`spread_experts`. Raises ValueError for a plan that cannot be carried out.
     """
     if any(num_expert_ranks(parameter) > 1 for parameter in module.parameters()) or is_sharded(module):
         return
@@ -43,9 +45,9 @@ def _apply_plan(model: Any, mesh: DeviceMesh) -> None:
     unknown = sorted(set(plan.values()) - {_WEIGHTS, _DISPATCH})
     if unknown:
         raise ValueError(
-            f"The ep_plan of {class_name(model)} asks for {', '.join(unknown)}, which this strategy cannot carry out"
-            f" (it knows {_WEIGHTS} and {_DISPATCH}): spread the experts yourself in configure_model, by"
-            " spread_experts and dispatch_tokens, or leave expert_parallel_size at 1."
+            f"The ep_plan of {class_name(model)} asks for {', '.join(unknown)}, which this strategy cannot"
+            f" carry out (it knows {_WEIGHTS} and {_DISPATCH}): spread the experts yourself in"
+            " configure_model, by spread_experts and dispatch_tokens, or leave expert_parallel_size at 1."
         )
     for name, experts in list(model.named_modules()):
         own = [weight for weight, _ in experts.named_parameters(recurse=False)]
@@ -56,9 +58,10 @@ def _apply_plan(model: Any, mesh: DeviceMesh) -> None:
             experts.forward = MethodType(_dispatched_forward, experts)
         elif planned:
             raise ValueError(
-                f"The ep_plan of {class_name(model)} spreads {', '.join(planned)} of {name}, and does not say"
-                f" {_DISPATCH} of it, so that no token would be sent there: spread the experts yourself in"
-                " configure_model, by spread_experts and dispatch_tokens, or leave expert_parallel_size at 1."
+                f"The ep_plan of {class_name(model)} spreads {', '.join(planned)} of {name}, and does not"
+                f" say {_DISPATCH} of it, so that no token would be sent there: spread the experts yourself"
+                " in configure_model, by spread_experts and dispatch_tokens, or leave expert_parallel_size"
+                " at 1."
             )
 
 
@@ -78,8 +81,9 @@ def _check_experts(experts: Any, name: str, planned: list[str]) -> None:
         problem = "has a forward that was replaced, which would not be called"
     if problem is not None:
         raise ValueError(
-            f"{name} ({class_name(experts)}) {problem}: expert_parallel_size > 1 needs a module of transformers as it"
-            " is. Change it after the strategy has spread its experts, or leave expert_parallel_size at 1."
+            f"{name} ({class_name(experts)}) {problem}: expert_parallel_size > 1 needs a module of"
+            " transformers as it is. Change it after the strategy has spread its experts, or leave"
+            " expert_parallel_size at 1."
         )
 
 

@@ -17,13 +17,14 @@ def spread_experts(module: nn.Module, mesh: DeviceMesh, names: Iterable[str] | N
 
     Call it from ``configure_model``, with ``self.device_mesh["expert_parallel"]``, which exists if the
     strategy has ``expert_parallel_size`` > 1. The first dimension of each parameter counts the experts: of E
-    experts, rank r of n keeps those from ``r * E / n`` to ``(r + 1) * E / n``. The parameters become DTensors.
-    In the forward their ``to_local()`` has this rank's experts, and the module sends each token to the rank
-    that holds its experts, as :func:`dispatch_tokens` does.
+    experts, rank r of n keeps those from ``r * E / n`` to ``(r + 1) * E / n``. The parameters become
+    DTensors. In the forward their ``to_local()`` has this rank's experts, and the module sends each token to
+    the rank that holds its experts, as :func:`dispatch_tokens` does.
 
-    A collective over ``mesh``: every rank must call it with the same modules in the same order. If a rank does
-    not, the others raise when the group's timeout ends. All ranks get the values of the mesh's first rank.
-    Parameters that are spread already stay as they are, since Lightning calls ``configure_model`` for each run.
+    A collective over ``mesh``: every rank must call it with the same modules in the same order. If a rank
+    does not, the others raise when the group's timeout ends. All ranks get the values of the mesh's first
+    rank. Parameters that are spread already stay as they are, since Lightning calls ``configure_model`` for
+    each run.
 
     Args:
         module: Holds the parameters, itself or below it.
@@ -81,8 +82,8 @@ def _check(parameters: dict[str, nn.Parameter], module: nn.Module, num_ranks: in
     if len(set(numbers.values())) > 1:
         shown = ", ".join(f"{name} ({number})" for name, number in numbers.items())
         raise ValueError(
-            f"spread_experts: the first dimensions of {class_name(module)}'s parameters differ: {shown}. Each"
-            " must count the experts. Pass names=[...] with the parameters that do."
+            f"spread_experts: the first dimensions of {class_name(module)}'s parameters differ: {shown}."
+            " Each must count the experts. Pass names=[...] with the parameters that do."
         )
     for name, number in numbers.items():
         if number % num_ranks:

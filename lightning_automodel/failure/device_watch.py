@@ -88,7 +88,7 @@ class DeviceWatch:
         if what is None:
             return False
         log.warning(
-            f"Devices have been busy for {self.warning_s:g} s without progress: {what}\nA collective that a rank"
-            f" does not come to ends the run after the strategy's timeout, here {self._timeout_s:g} s."
+            f"Devices have been busy for {self.warning_s:g} s without progress: {what}\nA collective that a"
+            f" rank does not come to ends the run after the strategy's timeout, here {self._timeout_s:g} s."
         )
         return True

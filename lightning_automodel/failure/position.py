@@ -36,7 +36,8 @@ def main_thread_position(exception: BaseException | None = None) -> tuple[bool, 
 def _main_thread_frames() -> list[tuple[FrameType, int]]:
     """The main thread's frames and their lines, the innermost first."""
     interval = sys.getswitchinterval()
-    # If it went on meanwhile, the walk could read frames that are gone: Python 3.11 then returns other objects.
+    # If it went on meanwhile, the walk could read frames that are gone: Python 3.11 then returns other
+    # objects.
     sys.setswitchinterval(1.0)
     try:
         return list(traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0)))

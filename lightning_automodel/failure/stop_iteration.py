@@ -80,7 +80,8 @@ def _run(
 ) -> Any:
     """Call ``function``.
 
-    ``may_end``: whether the data may end in it. ``ends_by_it``: whether the training step ends them by raising.
+    ``may_end``: whether the data may end in it. ``ends_by_it``: whether the training step ends them by
+    raising.
     """
     try:
         return function(*args, **kwargs)

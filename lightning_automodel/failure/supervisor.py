@@ -158,7 +158,9 @@ class Supervisor:
                 yield
             except Exception as error:
                 line = next(iter(message_of(error).splitlines()), "")
-                log.warning("Tearing down after a failure has raised too: %s: %s", type(error).__name__, line)
+                log.warning(
+                    "Tearing down after a failure has raised too: %s: %s", type(error).__name__, line
+                )
 
     def watch(
         self,

@@ -8,7 +8,9 @@ from lightning_automodel.distributed import failures
 from lightning_automodel.distributed.failures import Device, RankFailure, Record, Sighting
 
 SILENT_S = 3.0
-SILENT_GAPS = 3  # a rank is silent after so many of the longest gaps between heartbeats that any rank has shown
+SILENT_GAPS = (
+    3  # a rank is silent after so many of the longest gaps between heartbeats that any rank has shown
+)
 BUSY_BEATS = 3
 MOST_NAMED = 8
 
@@ -22,9 +24,9 @@ def decide(
     blocked in a collective, nor waits for its device; else the ranks wait for each other, and the failure is
     ``own``, with a note of where they are.
 
-    ``seen`` is what the reader has seen of every rank, itself included, in the ``reading_s`` seconds since its
-    collective failed, and ``own`` what it would report of itself. For ``longest_s`` seconds, the verdict is
-    None as long as it cannot be told; afterwards, it follows from what is known.
+    ``seen`` is what the reader has seen of every rank, itself included, in the ``reading_s`` seconds since
+    its collective failed, and ``own`` what it would report of itself. For ``longest_s`` seconds, the verdict
+    is None as long as it cannot be told; afterwards, it follows from what is known.
     """
     running = {rank: sighting for rank, sighting in seen.items() if not sighting.known.has_ended}
     others = {rank: sighting for rank, sighting in running.items() if rank != own.rank}
@@ -43,19 +45,25 @@ def decide(
     if failure is not None:
         return failure
     # A host that reads from its device may stand anywhere, and waits nevertheless if the device does.
-    busy = [rank for rank, sighting in others.items() if sighting.busy and not awaited_by_device(rank, records)]
+    busy = [
+        rank for rank, sighting in others.items() if sighting.busy and not awaited_by_device(rank, records)
+    ]
     stuck = [rank for rank in busy if seen[rank].busy >= BUSY_BEATS]
     if stuck:
         cause = own.message.partition("\n")[0]
         return _name_stuck(stuck[0], records, f"rank {own.rank} waited for it in {own.where}: {cause}")
     if busy and not is_late:
         return None
-    listed = list_positions({rank: f"{record.where}, at {record.position}" for rank, record in records.items()})
+    listed = list_positions(
+        {rank: f"{record.where}, at {record.position}" for rank, record in records.items()}
+    )
     note = f"All ranks are alive and wait for each other. When this was raised on rank {own.rank}:\n{listed}"
     return replace(own, message=f"{own.message}\n{note}")
 
 
-def _name_silent(silent: Sequence[int], seen: Mapping[int, Sighting], reader: int, now: float) -> RankFailure:
+def _name_silent(
+    silent: Sequence[int], seen: Mapping[int, Sighting], reader: int, now: float
+) -> RankFailure:
     """The failure of the ``silent`` ranks, that of the first one."""
     first = seen[silent[0]]
     more = ""
@@ -115,7 +123,9 @@ def stuck_device(records: Mapping[int, Record], limit_s: float) -> RankFailure |
     awaited_ranks = {other for awaited in waiting.values() for other in awaited}
     if at_work := awaited_ranks - standing.keys():
         culprit = min(at_work, key=lambda rank: (_num_queued(records[rank]), rank))
-        return _name_stuck(culprit, records, _what_it_does(records[culprit], {r: records[r] for r in waiting}))
+        return _name_stuck(
+            culprit, records, _what_it_does(records[culprit], {r: records[r] for r in waiting})
+        )
     positions = Counter(record.position for record in standing.values())
     if waiting or (len(standing) == len(records) and len(positions) > 1):
         culprit = min(standing, key=lambda r: (positions[records[r].position], _num_queued(records[r]), r))
@@ -138,7 +148,9 @@ def _what_it_does(record: Record, waiting: Mapping[int, Record]) -> str:
     step = ""
     if first.device_step:
         step = f" in step {first.device_step}"
-    own = {Device.IDLE: "has nothing to do", Device.FAILED: "has failed"}.get(Device(record.device), "goes on")
+    own = {Device.IDLE: "has nothing to do", Device.FAILED: "has failed"}.get(
+        Device(record.device), "goes on"
+    )
     return (
         f"its device {own}, while that of rank {failures.list_ranks([*waiting])} has waited{step} for"
         f" {_least_s(waiting):.0f} s"
@@ -179,7 +191,8 @@ def list_positions(positions: Mapping[int, str]) -> str:
     for rank, position in sorted(positions.items()):
         ranks[position].append(rank)
     lines = [
-        f"  rank {failures.list_ranks(those)}: {position}\n" for position, those in list(ranks.items())[:MOST_NAMED]
+        f"  rank {failures.list_ranks(those)}: {position}\n"
+        for position, those in list(ranks.items())[:MOST_NAMED]
     ]
     return (
         f"{''.join(lines)}One of these lines probably communicates, and the other ranks do not come to it."

@@ -163,7 +163,8 @@ class Watchdog:
     def wait_for_all(self) -> int | None:
         """Wait until every rank has left its last hook. A collective, only through the store.
 
-        Returns a rank that received SIGTERM, the same on all ranks, if any. RankFailedError if a rank has failed.
+        Returns a rank that received SIGTERM, the same on all ranks, if any. RankFailedError if a rank has
+        failed.
         """
         board = self.board
         self._has_ended = True
@@ -312,7 +313,9 @@ class Watchdog:
         if self._own is None and self._is_past_timeout():
             message = NEITHER_ENDS.format(own.stood_s)
             self._own = RankFailure(self._rank, own.host, own.where, "TimeoutError", message)
-        if self._own is not None and holds_lease(self.board, store, LEASE, lease, self._longest_search_s / 6):
+        if self._own is not None and holds_lease(
+            self.board, store, LEASE, lease, self._longest_search_s / 6
+        ):
             self._seek(store, self._own)
         self._devices.exchange(self.board, store, RUN, devices_lease)
         self._warn_of_standstill(store)
@@ -361,8 +364,8 @@ class Watchdog:
         if positions is not None:
             self._has_warned = True
             log.warning(
-                f"All ranks have waited for {limit_s:g} s, in different places:\n{positions} The wait ends after"
-                f" the strategy's timeout, here {self.timeout_s:g} s."
+                f"All ranks have waited for {limit_s:g} s, in different places:\n{positions} The wait ends"
+                f" after the strategy's timeout, here {self.timeout_s:g} s."
             )
 
     # --- The second thread ------------------------------------------------------------------------
@@ -372,7 +375,9 @@ class Watchdog:
         board = self.board
         beats = 0
         answered_at = time.monotonic()
-        while not self._main_thread.comes_to(min(board.interval_s, 1.0), Phase.CLOSED) and self.failure is None:
+        while (
+            not self._main_thread.comes_to(min(board.interval_s, 1.0), Phase.CLOSED) and self.failure is None
+        ):
             if board.beats != beats:
                 beats = board.beats
                 answered_at = time.monotonic()

@@ -28,39 +28,41 @@ def token_loss(
 ) -> tuple[Tensor, Tensor]:
     """Sum of the cross-entropies of ``head(hidden)`` at the positions that carry a label, and their count.
 
-    The same as ``F.cross_entropy(head(hidden).flatten(0, -2), labels.flatten(), reduction="sum")`` in less memory:
-    positions go through the head in chunks. A chunk's gradients are computed right after its loss, so that its logits
-    are computed once and then freed; the head's are accumulated in float32 or wider. All chunks run within one call of
-    ``head``, so FSDP2 gathers it once. The loss can be backpropagated only once.
+    The same as ``F.cross_entropy(head(hidden).flatten(0, -2), labels.flatten(), reduction="sum")`` in less
+    memory: positions go through the head in chunks. A chunk's gradients are computed right after its loss,
+    so that its logits are computed once and then freed; the head's are accumulated in float32 or wider. All
+    chunks run within one call of ``head``, so FSDP2 gathers it once. The loss can be backpropagated only
+    once.
 
-    If FSDP2 or tensor parallelism shards the head, every rank must call this, even one without labels. Logits that
-    are sharded over the vocabulary stay sharded; the softmax needs an all-gather of a few numbers per position.
+    If FSDP2 or tensor parallelism shards the head, every rank must call this, even one without labels.
+    Logits that are sharded over the vocabulary stay sharded; the softmax needs an all-gather of a few
+    numbers per position.
 
     Args:
         hidden: [..., s, d] hidden states, the input of ``head``.
-        head: Maps [..., d] hidden states to [..., v] logits, each position independently. Hooks on its output see the
-            loss instead.
+        head: Maps [..., d] hidden states to [..., v] logits, each position independently. Hooks on its
+            output see the loss instead.
         labels: [..., s] integers.
         ignore_index: Label of positions that do not count.
-        label_shift: How many positions after the hidden state its label comes: 1 for Hugging Face causal language
-            models, 0 if labels are already shifted.
-        weight: [v] weight of each class. Multiplies the position's loss; the count is then the sum of the labels'
-            weights.
+        label_shift: How many positions after the hidden state its label comes: 1 for Hugging Face causal
+            language models, 0 if labels are already shifted.
+        weight: [v] weight of each class. Multiplies the position's loss; the count is then the sum of the
+            labels' weights.
         label_smoothing: As in ``F.cross_entropy``.
         z_loss: Coefficient of the squared log-partition function, added to each position's cross-entropy.
-        chunk_elements: Logits of one chunk on one rank. A larger number gives fewer, larger matrix products. None:
-            2**22, or a quarter of the head's weight if that is more.
-        skip_ignored: Whether positions without a label are left out, and the head computes nothing for them. How many
-            there are is then read on the host, which waits for an accelerator. If False, zeros take the place of their
-            hidden states, and the host waits for nothing. None: left out on a CPU alone.
+        chunk_elements: Logits of one chunk on one rank. A larger number gives fewer, larger matrix products.
+            None: 2**22, or a quarter of the head's weight if that is more.
+        skip_ignored: Whether positions without a label are left out, and the head computes nothing for them.
+            How many there are is then read on the host, which waits for an accelerator. If False, zeros take
+            the place of their hidden states, and the host waits for nothing. None: left out on a CPU alone.
 
     Returns:
-        [] the sum, at least float32, and [] the count: positions, or the sum of their labels' weights. Without weights,
-        ``loss / count.clamp(min=1)`` is the mean, and 0 without labels.
+        [] the sum, at least float32, and [] the count: positions, or the sum of their labels' weights.
+        Without weights, ``loss / count.clamp(min=1)`` is the mean, and 0 without labels.
 
     Raises:
-        ValueError: If shapes do not match, the head returns half precision, or one of its parameters has a gradient
-            hook, which would see the chunks.
+        ValueError: If shapes do not match, the head returns half precision, or one of its parameters has a
+            gradient hook, which would see the chunks.
     """
     if chunk_elements is not None and chunk_elements < 1:
         raise ValueError(f"chunk_elements must be at least 1, got {chunk_elements}.")
@@ -97,8 +99,10 @@ def token_loss(
                 f"hidden {list(states.shape)} must be [..., s, d] for labels {list(labels.shape)} [..., s]."
             )
         rows = states[..., :num_positions, :]
-        # Zeros, not what stands at ignored positions: it may be NaN, and so would be zero times its gradient.
-        rows = rows[places] if skip_ignored else rows.flatten(0, -2).masked_fill(~is_label[:, None], 0.0)  # [n, d]
+        # Zeros, not what stands at ignored positions: it may be NaN, and so would be zero times its
+        # gradient.
+        # [n, d]
+        rows = rows[places] if skip_ignored else rows.flatten(0, -2).masked_fill(~is_label[:, None], 0.0)
         num_ranks = 1 if mesh is None else mesh.size()
         # Not under no_grad: autocast would cache a weight without its gradient.
         num_classes = logits_of(rows[:0]).shape[-1]
@@ -106,7 +110,8 @@ def token_loss(
         # Each chunk adds a gradient of the whole weight, so its logits may take as much memory.
         num_rows = max(num_rows, states.shape[-1] // 4 if chunk_elements is None else 1)
         loss = _sum_over_chunks(loss_of, rows, max(num_rows, 1))
-        # One copy per tensor-parallel rank, since the plan may shard the output or replicate it; averaged below.
+        # One copy per tensor-parallel rank, since the plan may shard the output or replicate it; averaged
+        # below.
         return loss if mesh is None else DTensor.from_local(loss.expand(num_ranks), mesh, [Replicate()])
 
     with PatchStack() as patches:
@@ -117,7 +122,8 @@ def token_loss(
     loss = loss.mean()
     if loss.dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
-            f"The head casts its output to {loss.dtype}, too coarse for a sum of losses: leave output_dtype unset."
+            f"The head casts its output to {loss.dtype}, too coarse for a sum of losses: leave output_dtype"
+            " unset."
         )
     if weight is None:
         count = is_label.sum()
@@ -131,8 +137,8 @@ def token_loss(
 def _sum_over_chunks(loss_of: Callable[[Tensor, slice], Tensor], rows: Tensor, num_rows: int) -> Tensor:
     """[1] sum of ``loss_of`` over chunks of the [n, d] rows, and their places; one empty chunk if n is 0."""
     total = torch.zeros(1, dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
-    # Keyed by the leaf tensors that the losses depend on. Allocated once, not per chunk: small tensors between freed
-    # logits would keep that memory from being reused.
+    # Keyed by the leaf tensors that the losses depend on. Allocated once, not per chunk: small tensors
+    # between freed logits would keep that memory from being reused.
     gradients: dict[Tensor, Tensor] = {}
     for start in range(0, max(1, rows.shape[0]), num_rows):
         places = slice(start, start + num_rows)
@@ -166,10 +172,12 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("A token_loss can be backpropagated once: its gradients are not kept. Call it again.")
+            raise RuntimeError(
+                "A token_loss can be backpropagated once: its gradients are not kept. Call it again."
+            )
         gradients, ctx.gradients = ctx.gradients, None
-        # In place: the head's gradient is as large as its weight. In the dtype of the loss: half precision would round
-        # the upstream gradient, which may be a number of tokens.
+        # In place: the head's gradient is as large as its weight. In the dtype of the loss: half precision
+        # would round the upstream gradient, which may be a number of tokens.
         scaled = (each.to(upstream.dtype).mul_(upstream[0]) for each in gradients)
         return None, None, *(each.to(dtype) for each, dtype in zip(scaled, ctx.dtypes, strict=True))
 
@@ -189,9 +197,9 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
             continue
         if torch_internals.has_gradient_hook(leaf):
             raise ValueError(
-                f"A parameter {list(leaf.shape)} of the head has a gradient hook (register_hook), which would see each"
-                " chunk's gradient: use register_post_accumulate_grad_hook, or change the gradient in"
-                " on_after_backward."
+                f"A parameter {list(leaf.shape)} of the head has a gradient hook (register_hook), which"
+                " would see each chunk's gradient: use register_post_accumulate_grad_hook, or change the"
+                " gradient in on_after_backward."
             )
         yield leaf
 
@@ -214,8 +222,8 @@ def _cross_entropies(
         own = (targets >= start) & (targets < start + logits.shape[-1])
         label_logit = logits.gather(-1, torch.where(own, targets - start, 0)[:, None]).squeeze(-1)
         label_logit = label_logit.masked_fill(~own, -torch.inf)
-        # Only one rank has the label's logit, the others -inf, so log-sum-exp selects it. For a label out of range no
-        # rank has it, and the loss is infinite.
+        # Only one rank has the label's logit, the others -inf, so log-sum-exp selects it. For a label out of
+        # range no rank has it, and the loss is infinite.
         log_partition, label_logit = _from_all(torch.stack([log_partition, label_logit]), mesh).logsumexp(0)
     of_label = 1.0 if weight is None else weight[targets]
     losses = (log_partition - label_logit) * of_label

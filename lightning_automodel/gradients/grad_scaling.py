@@ -14,23 +14,25 @@ from lightning_automodel.internals.patching import PatchStack
 FIRST_WINDOW_HEADROOM = 16
 """How many times as many tokens as expected a first window may have before its float16 sums leave the range of means.
 
-It costs four of the 24 powers of two between the largest gradient and the smallest that is not rounded to zero.
+It costs four of the 24 powers of two between the largest gradient and the smallest that is not rounded to
+zero.
 """
 
 
 class LossScaling:
     """The scales that multiply a loss before backward, and how they are removed from the gradients.
 
-    A gradient scaler changes its scale whenever any optimizer steps. A window keeps the scale that it began with and is
-    divided by it when it ends, so that final gradients are unscaled. The scaler then only looks for overflow: if
-    gradients are sharded, by one all-reduce of one number over all ranks, so that all or none skip a step.
+    A gradient scaler changes its scale whenever any optimizer steps. A window keeps the scale that it began
+    with and is divided by it when it ends, so that final gradients are unscaled. The scaler then only looks
+    for overflow: if gradients are sharded, by one all-reduce of one number over all ranks, so that all or
+    none skip a step.
 
-    Gradients of a mean fit into float16, those of a sum over tokens may not. There sums are multiplied by the [] range
-    factor, which stays on the device and is the same on all ranks: one over the tokens per rank of the largest window
-    so far, rounded down to a power of two. Then what fits into float16 as a mean fits as this sum, and multiplying does
-    not round unless a value becomes subnormal. Before the first window, the tokens of its first micro-batch are all
-    that is known: how many follow is unknown under manual optimization, and so is how ragged they are. Their number is
-    multiplied by ``FIRST_WINDOW_HEADROOM``.
+    Gradients of a mean fit into float16, those of a sum over tokens may not. There sums are multiplied by
+    the [] range factor, which stays on the device and is the same on all ranks: one over the tokens per rank
+    of the largest window so far, rounded down to a power of two. Then what fits into float16 as a mean fits
+    as this sum, and multiplying does not round unless a value becomes subnormal. Before the first window,
+    the tokens of its first micro-batch are all that is known: how many follow is unknown under manual
+    optimization, and so is how ragged they are. Their number is multiplied by ``FIRST_WINDOW_HEADROOM``.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class LossScaling:
         self._is_checked: dict[Optimizer, bool] = {}
         if scaler is not None:
             scaler.scale(torch.zeros((), device=device))  # torch creates the scale with the first loss
-            torch_internals.patch_unscaling(scaler, self._is_checked, self._agree if is_sharded else None, patches)
+            torch_internals.patch_unscaling(
+                scaler, self._is_checked, self._agree if is_sharded else None, patches
+            )
 
     def restore_range(self, factor: Tensor | None) -> None:
         """Set the range factor of a saved run."""
@@ -63,7 +67,9 @@ class LossScaling:
             total = torch.as_tensor(expected).detach().to(self.range_factor, copy=True)
             if self._mesh.sizes.divisor > 1:
                 dist.all_reduce(total, group=self._mesh.group)
-            self.range_factor = torch.where(total > 0, self._range_of(total * FIRST_WINDOW_HEADROOM), self.range_factor)
+            self.range_factor = torch.where(
+                total > 0, self._range_of(total * FIRST_WINDOW_HEADROOM), self.range_factor
+            )
         scale = self.range_factor
         if self.scaler is None:
             return scale

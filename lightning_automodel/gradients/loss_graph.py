@@ -10,15 +10,17 @@ from torchmetrics import Metric
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
 
-Kind = Literal["labels", "class weights", "probabilities", "cross-entropies", "numbers", "all ranks", "metric"]
+Kind = Literal[
+    "labels", "class weights", "probabilities", "cross-entropies", "numbers", "all ranks", "metric"
+]
 
 _UNCHANGED = ("ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze")
 """Functions whose output has the elements of their first input."""
 _LINEAR = ("Add", "Sub", "Neg", "Sum", "Stack", "Cat", "DDPSink")
 """Functions of which each element of the output is the sum of some of the inputs, but for their signs."""
 _COLLECTIVES = ("AllGather", "AllReduce", "c10d_functional")
-"""In the names of the functions of ``torch.distributed.nn``, which ``all_gather(..., sync_grads=True)`` calls too, and
-of its functional collectives."""
+"""In the names of the functions of ``torch.distributed.nn``, which ``all_gather(..., sync_grads=True)``
+calls too, and of its functional collectives."""
 _MEAN = 1
 """How torch numbers ``reduction="mean"``."""
 _MAX_NODES = 1000
@@ -29,9 +31,9 @@ class LossTerm:
     """A part of a loss: a sum, and the number that it is divided by.
 
     Attributes:
-        kind: A mean cross-entropy of ``labels``, by their ``class weights`` or of ``probabilities``; a sum of
-            ``cross-entropies`` or of other ``numbers``; a loss that is taken from ``all ranks``; a ``metric`` that
-            synchronises in each step.
+        kind: A mean cross-entropy of ``labels``, by their ``class weights`` or of ``probabilities``; a sum
+            of ``cross-entropies`` or of other ``numbers``; a loss that is taken from ``all ranks``; a
+            ``metric`` that synchronises in each step.
         divisor: The product of all divisors between the loss and the sum.
         factor: The product of all numbers that it is multiplied by on the way.
     """
@@ -108,7 +110,10 @@ def _inputs(edge: _Edge) -> list[_Edge]:
         return []
     if divisor is None or factor is None:
         return []
-    return [replace(edge, node=each, divisor=edge.divisor * divisor, factor=edge.factor * factor) for each in inputs]
+    return [
+        replace(edge, node=each, divisor=edge.divisor * divisor, factor=edge.factor * factor)
+        for each in inputs
+    ]
 
 
 def _name(node: Any) -> str:
@@ -126,7 +131,9 @@ def _constant(node: Any, name: str, inputs: list[Any]) -> float | None:
     try:
         return None if value is None else float(value)
     except RuntimeError:
-        return None  # under a dispatch mode, torch cannot read the tensor that it has made of a Python number
+        return (
+            None  # under a dispatch mode, torch cannot read the tensor that it has made of a Python number
+        )
 
 
 def _term(edge: _Edge, metrics: list[Any]) -> LossTerm | None:
@@ -144,7 +151,11 @@ def _term(edge: _Edge, metrics: list[Any]) -> LossTerm | None:
         return edge.term(weight, float(torch_internals.saved(node, "total_weight")))
     if name == "Div" and (rows := _rows_of_probabilities(node)) is not None:
         return edge.term("probabilities", rows)
-    if node.name() == "SumBackward0" and _name(_without_factors(node)) not in ("NllLoss", "NllLoss2D", "LogSoftmax"):
+    if node.name() == "SumBackward0" and _name(_without_factors(node)) not in (
+        "NllLoss",
+        "NllLoss2D",
+        "LogSoftmax",
+    ):
         return edge.term("numbers")
     return None
 

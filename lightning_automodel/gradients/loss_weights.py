@@ -14,23 +14,25 @@ _ROUNDING = 1e-4
 
 _GIVE = "Give what the loss divides by as num_label_tokens"
 _SEVERAL = (
-    " If parts of the loss divide by different numbers, no single count is right: see 'Losses with two denominators' in"
-    " docs/recipes.md."
+    " If parts of the loss divide by different numbers, no single count is right: see 'Losses with two"
+    " denominators' in docs/recipes.md."
 )
 _OF_SUMS = (
-    f"{_GIVE}. If it is a number of all ranks, as the num_boxes of DETR, pass per_token_loss=False instead.{_SEVERAL}"
+    f"{_GIVE}. If it is a number of all ranks, as the num_boxes of DETR, pass per_token_loss=False"
+    f" instead.{_SEVERAL}"
 )
 _REMEDIES: dict[Kind, str] = {
     "labels": (
-        f"{_GIVE}, or say what to count by label_key=, ignore_index=, label_shift= or count_label_tokens=.{_SEVERAL}"
+        f"{_GIVE}, or say what to count by label_key=, ignore_index=, label_shift= or"
+        f" count_label_tokens=.{_SEVERAL}"
     ),
     "class weights": (
         "It divides by the class weights of its labels: give weight[labels].sum() as num_label_tokens, or by"
         " count_label_tokens=."
     ),
     "probabilities": (
-        "Its targets are probabilities, and there torch divides by the rows, with class weights as well: count rows"
-        " (count='samples' where each sample is one)."
+        "Its targets are probabilities, and there torch divides by the rows, with class weights as well:"
+        " count rows (count='samples' where each sample is one)."
     ),
     "cross-entropies": _OF_SUMS,
     "numbers": _OF_SUMS,
@@ -53,15 +55,17 @@ class FirstLooks:
     def __init__(self) -> None:
         self._left = NUM_LOOKS
         self._first: dict[tuple[Kind, ...], _Look] = {}  # of losses with these terms
-        self._over_ranks: _Comparison | None = None  # a term that is taken from all ranks, of this rank's losses
+        self._over_ranks: _Comparison | None = (
+            None  # a term that is taken from all ranks, of this rank's losses
+        )
 
     def advice(
         self, module: nn.Module, weighting: TokenWeighting, loss: Tensor, count: Count, accumulate: int
     ) -> str | None:
         """What to tell of a loss [] that does not divide by what is counted, once; None if nothing.
 
-        Of one micro-batch a constant factor might be meant. Between two it shows that one of them weighs too much.
-        ``accumulate`` is what Lightning has divided the loss by.
+        Of one micro-batch a constant factor might be meant. Between two it shows that one of them weighs too
+        much. ``accumulate`` is what Lightning has divided the loss by.
         """
         if not (self._left and weighting.per_token_loss):
             return None
@@ -135,10 +139,11 @@ class _Comparison:
         else:
             remedy = _REMEDIES[self.kind]
         return (
-            f"The loss of {self._name} holds a sum of {'numbers' if self.kind == 'numbers' else 'cross-entropies'} that"
-            f" is divided by {self.divisors[0]:g} in one micro-batch and by {self.divisors[1]:g} in another, where"
-            f" {self.counts[0]:g} and {self.counts[1]:g} {self.weighting.unit}s are counted: gradients are not those of"
-            f" one batch. {remedy}"
+            f"The loss of {self._name} holds a sum of"
+            f" {'numbers' if self.kind == 'numbers' else 'cross-entropies'} that is divided by"
+            f" {self.divisors[0]:g} in one micro-batch and by {self.divisors[1]:g} in another, where"
+            f" {self.counts[0]:g} and {self.counts[1]:g} {self.weighting.unit}s are counted: gradients are"
+            f" not those of one batch. {remedy}"
         )
 
     def _is_fair(self) -> bool:
@@ -168,17 +173,19 @@ class _Comparison:
         unit = self.weighting.unit
         if self.kind == "metric":
             return (
-                f"The loss of {self._name} holds a metric with dist_sync_on_step=True, which has averaged over all"
-                f" ranks: weighed by {unit}s on top, gradients are not those of one batch. Pass per_token_loss=False,"
-                " and multiply the metric by the number of ranks, since its gradient is that of this rank's part alone."
-                " Or leave dist_sync_on_step out, and return this rank's mean and its count."
+                f"The loss of {self._name} holds a metric with dist_sync_on_step=True, which has averaged"
+                f" over all ranks: weighed by {unit}s on top, gradients are not those of one batch. Pass"
+                " per_token_loss=False, and multiply the metric by the number of ranks, since its gradient"
+                " is that of this rank's part alone. Or leave dist_sync_on_step out, and return this rank's"
+                " mean and its count."
             )
         if self.kind == "all ranks":
             return (
-                f"The loss of {self._name} is gathered from all ranks, with gradients, and each rank's weighs the same,"
-                f" however many {unit}s it has: gradients are not those of one batch. Return this rank's loss, which"
-                f" the strategy weighs by its {unit}s (self.log(..., sync_dist=True) shows the mean over ranks). If"
-                " each rank and each micro-batch shall weigh the same, pass per_token_loss=False."
+                f"The loss of {self._name} is gathered from all ranks, with gradients, and each rank's"
+                f" weighs the same, however many {unit}s it has: gradients are not those of one batch."
+                f" Return this rank's loss, which the strategy weighs by its {unit}s (self.log(...,"
+                " sync_dist=True) shows the mean over ranks). If each rank and each micro-batch shall weigh"
+                " the same, pass per_token_loss=False."
             )
         return None
 

@@ -30,10 +30,11 @@ from lightning_automodel.internals.patching import PatchStack
 class OptimizerSteps:
     """Tells the windows of steps, ``zero_grad`` and toggling; refuses steps with gradients that are not final; clips.
 
-    Torch has hooks for an optimizer's step. It has none for ``zero_grad``, which is patched on the instances.
+    Torch has hooks for an optimizer's step. It has none for ``zero_grad``, which is patched on the
+    instances.
 
-    Every rank must clip in the same order: a norm is a collective on the groups that parameters are sharded over. If a
-    rank does not call, the others raise when the group's timeout ends.
+    Every rank must clip in the same order: a norm is a collective on the groups that parameters are sharded
+    over. If a rank does not call, the others raise when the group's timeout ends.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class OptimizerSteps:
         self._windows = windows
         self._choices = choices
         self.whole = whole
-        self._error_if_nonfinite = error_if_nonfinite and windows.scaling.scaler is None  # which looks for overflow
+        # Which looks for overflow.
+        self._error_if_nonfinite = error_if_nonfinite and windows.scaling.scaler is None
         self._measures = track_norm or self._error_if_nonfinite
         self._patches = PatchStack()  # of the optimizers, which a callback may replace in mid-run
         self._unsynchronised: set[nn.Parameter] = set()
@@ -77,7 +79,9 @@ class OptimizerSteps:
 
         return zero_and_drop
 
-    def watch_module(self, module: pl.LightningModule, patches: PatchStack, on_toggle: Callable[[], None]) -> None:
+    def watch_module(
+        self, module: pl.LightningModule, patches: PatchStack, on_toggle: Callable[[], None]
+    ) -> None:
         """Watch ``module.zero_grad`` and optimizer toggling; ``on_toggle`` is called after each toggle."""
         self._is_automatic = module.automatic_optimization
         toggle, untoggle = module.toggle_optimizer, module.untoggle_optimizer
@@ -99,8 +103,8 @@ class OptimizerSteps:
     def watch_plain_backwards(self, patches: PatchStack) -> None:
         """Note gradients of a plain ``loss.backward()``, which the engine (DDP) would not synchronise.
 
-        While a window is open, such a backward raises RuntimeError, as under FSDP2. Hooks on parameters would tell as
-        much, and would run in every backward of the strategy too.
+        While a window is open, such a backward raises RuntimeError, as under FSDP2. Hooks on parameters
+        would tell as much, and would run in every backward of the strategy too.
         """
         run_backward = torch.autograd.backward
 
@@ -132,7 +136,9 @@ class OptimizerSteps:
         """
         self._choices.choose(optimizers)
         for optimizer in optimizers:
-            whole = {index for index, choice in enumerate(self._choices.of.get(optimizer, ())) if choice.is_whole}
+            whole = {
+                index for index, choice in enumerate(self._choices.of.get(optimizer, ())) if choice.is_whole
+            }
             if whole:
                 self.whole.take(optimizer, whole)
 
@@ -157,7 +163,8 @@ class OptimizerSteps:
 
         # A closure runs its backward inside the step, so the strategy checks after it.
         def run_closure() -> Any:
-            self.whole.end(optimizer)  # of an earlier call: SAM evaluates the model at the weights that it has written
+            # Of an earlier call: SAM evaluates the model at the weights that it has written.
+            self.whole.end(optimizer)
             result = closure()
             self._begin(optimizer)
             return result
@@ -184,15 +191,16 @@ class OptimizerSteps:
             if not window.owned.isdisjoint(parameters):
                 raise RuntimeError(
                     f"{name}.step() in the middle of an accumulation window: {window.num_micro_batches}"
-                    " backward(s) have accumulated and none has synchronised. Step after a backward outside of"
-                    " `optimizer.toggle_model(sync_grad=False)`, or call optimizer.zero_grad() to give the window up."
+                    " backward(s) have accumulated and none has synchronised. Step after a backward outside"
+                    " of `optimizer.toggle_model(sync_grad=False)`, or call optimizer.zero_grad() to give"
+                    " the window up."
                 )
         unsynchronised = sum(p.grad is not None for p in self._unsynchronised.intersection(parameters))
         if unsynchronised and not self._is_automatic:
             raise RuntimeError(
                 f"{unsynchronised} parameters of {name} have gradients of a plain loss.backward(), which"
-                " DistributedDataParallel does not synchronise under manual optimization, so ranks would diverge. Call"
-                " self.manual_backward(loss) instead."
+                " DistributedDataParallel does not synchronise under manual optimization, so ranks would"
+                " diverge. Call self.manual_backward(loss) instead."
             )
 
     def close(self) -> None:
@@ -209,11 +217,18 @@ class OptimizerSteps:
 
         Lightning's own clipping calls torch's, which refuses a mixture of plain tensors and DTensors.
         """
-        # Lightning refuses to clip for fused optimizers, which unscale in the step: here gradients are unscaled before.
+        # Lightning refuses to clip for fused optimizers, which unscale in the step: here gradients are
+        # unscaled before.
         patches.set(plugin, "clip_gradients", partial(Precision.clip_gradients, plugin))
         # No bound methods, which a copy of the plugin would follow to process groups.
-        patches.set(plugin, "clip_grad_by_norm", lambda optimizer, clip_val: self._clip_by_norm(optimizer, clip_val))
-        patches.set(plugin, "clip_grad_by_value", lambda optimizer, clip_val: self._clip_by_value(optimizer, clip_val))
+        patches.set(
+            plugin, "clip_grad_by_norm", lambda optimizer, clip_val: self._clip_by_norm(optimizer, clip_val)
+        )
+        patches.set(
+            plugin,
+            "clip_grad_by_value",
+            lambda optimizer, clip_val: self._clip_by_value(optimizer, clip_val),
+        )
         lightning_internals.patch_after_closure(plugin, self._measure_if_asked, patches)
 
     def clip(self, optimizer: OneOptimizer, clip_val: float, algorithm: Literal["norm", "value"]) -> Tensor:

@@ -1,15 +1,17 @@
 """A trial of optimizers before the first batch: does it matter to them that parameters are sharded?
 
-Each group of parameters is tried by itself, with the group's own options, on small tensors that are sharded like its
-parameters. Three steps (more where a number among the options says that something comes later) are taken
+Each group of parameters is tried by itself, with the group's own options, on small tensors that are sharded
+like its parameters. Three steps (more where a number among the options says that something comes later) are
+taken
 
 - on whole tensors: the reference;
-- on this rank's shards, where no collective is allowed: right for an optimizer that treats each element alone;
+- on this rank's shards, where no collective is allowed: right for an optimizer that treats each element
+  alone;
 - on each whole tensor alone: right for one that steps each parameter by itself, which an owner can do;
 - on the shards again, with collectives, if neither was right: for one that needs one norm of all parameters.
 
-All but the last is done by each rank alone, so that nothing can hang. Copies of the optimizer step: its own state, its
-parameters and the random generators stay as they are.
+All but the last is done by each rank alone, so that nothing can hang. Copies of the optimizer step: its own
+state, its parameters and the random generators stay as they are.
 """
 
 import copy
@@ -70,7 +72,9 @@ class GroupTrial:
 # --- Copies of an optimizer -------------------------------------------------------------------------------------------
 
 
-def _copied(optimizer: Optimizer, index: int, likes: Sequence[nn.Parameter], trained: list[nn.Parameter]) -> Optimizer:
+def _copied(
+    optimizer: Optimizer, index: int, likes: Sequence[nn.Parameter], trained: list[nn.Parameter]
+) -> Optimizer:
     """A copy of ``optimizer`` without parameters but in its group ``index``: ``trained``, which stand for ``likes``."""
     filler = nn.Parameter(torch.zeros(1))
     memo: dict[int, Any] = {id(each): filler for group in optimizer.param_groups for each in group["params"]}
@@ -87,7 +91,10 @@ def _copied(optimizer: Optimizer, index: int, likes: Sequence[nn.Parameter], tra
 
 
 def _shallow(
-    optimizer: Optimizer, memo: dict[int, Any], likes: Sequence[nn.Parameter], trained: Sequence[nn.Parameter]
+    optimizer: Optimizer,
+    memo: dict[int, Any],
+    likes: Sequence[nn.Parameter],
+    trained: Sequence[nn.Parameter],
 ) -> Optimizer:
     """A copy without hooks, and without the large tensors of its state; ``memo`` is that of ``copy.deepcopy``."""
     new: Optimizer = object.__new__(type(optimizer))
@@ -101,7 +108,8 @@ def _shallow(
     for name, value in vars(optimizer).items():
         is_hook = name in of_torch and name not in ("defaults", "state", "param_groups")
         is_patch = callable(value) and hasattr(type(optimizer), name)
-        if isinstance(value, nn.Module):  # which the optimizer has asked for names: neither to be copied nor written
+        # Which the optimizer has asked for names: neither to be copied nor written.
+        if isinstance(value, nn.Module):
             memo[id(value)] = nn.Module()
         if not is_hook and not is_patch:
             vars(new)[name] = copy.deepcopy(value, memo)
@@ -159,7 +167,8 @@ def _step(
 ) -> None:
     """Take a step of a copy, whose group ``index`` has the ``parameters``, with each of the ``gradients``.
 
-    ``as_owner``: as in `whole_tensors`, where stand-ins come once the closure has run, for what has a gradient.
+    ``as_owner``: as in `whole_tensors`, where stand-ins come once the closure has run, for what has a
+    gradient.
     """
     shown = optimizer.param_groups[index]["params"]
     for of_step in gradients:
@@ -230,7 +239,9 @@ class OptimizerTrial:
     def run_with_collectives(self) -> tuple[Outcome, str]:
         """Compare steps on shards, where all ranks take part. A collective, so that what a rank raises is raised."""
         chosen = range(len(self._tensors))
-        return self._compared(chosen, *self._stepped(chosen, self._tensors.shard, allows_collectives=True), True)
+        return self._compared(
+            chosen, *self._stepped(chosen, self._tensors.shard, allows_collectives=True), True
+        )
 
     def _stepped(
         self, chosen: Sequence[int], form: Callable[[int, Tensor], Tensor], **how: bool
@@ -278,7 +289,9 @@ class OptimizerTrial:
             change = (reference - self._tensors.values[index]).abs().max().double()
             expected = self._tensors.part(index, reference) if on_shards else reference
             found = torch_internals.local_tensor(parameter)
-            allowed = 4 * torch.finfo(expected.dtype).eps * expected.abs().double() + _RELATIVE_DIFFERENCE * change
+            allowed = (
+                4 * torch.finfo(expected.dtype).eps * expected.abs().double() + _RELATIVE_DIFFERENCE * change
+            )
             difference = (found - expected).abs().double()
             if not bool((difference <= allowed).all()):
                 percent = 100 * float(difference.max() / change)

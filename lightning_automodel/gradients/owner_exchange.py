@@ -1,7 +1,7 @@
 """Sharded tensors that travel to the ranks that own them, and back: ``all_to_all`` over the ranks that hold the parts.
 
-A tensor is whole on its owner alone. Each rank sends and receives about as much as it holds, whereas gathering would
-bring every tensor to every rank.
+A tensor is whole on its owner alone. Each rank sends and receives about as much as it holds, whereas
+gathering would bring every tensor to every rank.
 """
 
 import functools
@@ -35,8 +35,8 @@ class Layout:
 
     Args:
         shape: Of the whole tensor.
-        splits: In the order in which they are applied: tensor parallelism splits before FSDP2, whatever the order of
-            the mesh's dimensions.
+        splits: In the order in which they are applied: tensor parallelism splits before FSDP2, whatever the
+            order of the mesh's dimensions.
         coordinates: One for each rank of the group that exchanges, by split.
     """
 
@@ -100,7 +100,8 @@ def holders_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Holders:
         if tensor_dim is None:
             raise NotImplementedError(f"the placement {placement}")
         index.append(slice(None))
-        # FSDP2 splits what tensor parallelism has left, though its dimensions of the mesh come first: torch notes it.
+        # FSDP2 splits what tensor parallelism has left, though its dimensions of the mesh come first: torch
+        # notes it.
         applied = inner if hasattr(placement, "split_factor") else outer
         applied.append(Split(mesh_dim, tensor_dim, mesh.size(mesh_dim)))
     splits = (*outer, *inner)
@@ -109,8 +110,8 @@ def holders_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Holders:
     at = itertools.product(*(range(split.num_parts) for split in by_mesh_dim))
     order = [by_mesh_dim.index(split) for split in splits]
     coordinates = [tuple(coordinate[place] for place in order) for coordinate in at]
-    # A group has its ranks in ascending order. Those of experts under context parallelism come in another order
-    # here: the dimension of FSDP2 contains the context-parallel one, which is the innermost of all.
+    # A group has its ranks in ascending order. Those of experts under context parallelism come in another
+    # order here: the dimension of FSDP2 contains the context-parallel one, which is the innermost of all.
     by_rank = dict(sorted(zip(ranks.flatten().tolist(), coordinates, strict=True)))
     return Holders(tuple(by_rank), splits, tuple(by_rank.values()))
 
@@ -124,8 +125,8 @@ def group_of(mesh: DeviceMesh, holders: Holders) -> dist.ProcessGroup:
     if len(holders.ranks) == world.size():
         return world
     kept = process_group.kept_with_world()
-    # All parts of an expert lie on the ranks that other parameters are sharded over, which have a group. Torch cannot
-    # slice the expert's own mesh where context parallelism lies within a dimension of it.
+    # All parts of an expert lie on the ranks that other parameters are sharded over, which have a group.
+    # Torch cannot slice the expert's own mesh where context parallelism lies within a dimension of it.
     known: dist.ProcessGroup | None = kept.get("groups", {}).get(holders.ranks)
     if known is not None:
         return known
@@ -149,8 +150,8 @@ class Owned:
 class OwnerExchange:
     """Sends tensors between their holders and their owners.
 
-    Every rank of ``group`` must call the same method, with the same tensors in the same order: each call is one
-    ``all_to_all`` for each dtype. If a rank fails, the others raise as in any collective.
+    Every rank of ``group`` must call the same method, with the same tensors in the same order: each call is
+    one ``all_to_all`` for each dtype. If a rank fails, the others raise as in any collective.
 
     Args:
         group: The holders.
@@ -197,7 +198,9 @@ class OwnerExchange:
                 for place, value in zip(places, values, strict=True):
                     place.copy_(value)
 
-    def _all_to_all(self, sent: list[list[Tensor]], shapes: list[list[torch.Size]], like: Tensor) -> list[list[Tensor]]:
+    def _all_to_all(
+        self, sent: list[list[Tensor]], shapes: list[list[torch.Size]], like: Tensor
+    ) -> list[list[Tensor]]:
         """Send tensors to each rank; returns those of the ``shapes`` that each rank sends. A collective."""
         flat = [part.reshape(-1) for parts in sent for part in parts]
         outgoing = torch.cat(flat).to(self._device) if flat else like.new_empty(0, device=self._device)

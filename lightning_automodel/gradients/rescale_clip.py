@@ -28,23 +28,25 @@ def rescale_gradients(
 ) -> None:
     """Turn gradients that the engine averaged over ranks into the gradient of the mean over all label tokens.
 
-    The objective is ``L = (1 / N) * sum of S[r, m]``: the sums S of token losses of the micro-batches m of a window and
-    the data-parallel ranks r, divided by all its label tokens N. Each micro-batch is backpropagated as the sum
-    ``S[r, m]`` (a mean loss times its count), and FSDP2 and DDP average over the D ranks, so gradients arrive as
-    ``(1 / D) * sum of S``. Hence the one factor, applied once per window, before clipping: ``D / N``.
+    The objective is ``L = (1 / N) * sum of S[r, m]``: the sums S of token losses of the micro-batches m of a
+    window and the data-parallel ranks r, divided by all its label tokens N. Each micro-batch is
+    backpropagated as the sum ``S[r, m]`` (a mean loss times its count), and FSDP2 and DDP average over the D
+    ranks, so gradients arrive as ``(1 / D) * sum of S``. Hence the one factor, applied once per window,
+    before clipping: ``D / N``.
 
-    Experts that are spread over ``e`` ranks (``spread_experts``) have one factor more. Those e ranks send each
-    other their tokens, so an expert's gradient on one of them holds the sums of all e, and the engine averages
-    it over the ``D / e`` ranks that hold this expert: it arrives as ``(e / D) * sum of S``. It is multiplied by
-    ``1 / e``.
+    Experts that are spread over ``e`` ranks (``spread_experts``) have one factor more. Those e ranks send
+    each other their tokens, so an expert's gradient on one of them holds the sums of all e, and the engine
+    averages it over the ``D / e`` ranks that hold this expert: it arrives as ``(e / D) * sum of S``. It is
+    multiplied by ``1 / e``.
 
-    A collective on ``dp_group``: every rank of it must call, once per window; it is one all-reduce of one number. If a
-    rank does not call it, the others raise when the group's timeout ends. Nothing is read on the host.
+    A collective on ``dp_group``: every rank of it must call, once per window; it is one all-reduce of one
+    number. If a rank does not call it, the others raise when the group's timeout ends. Nothing is read on
+    the host.
 
     Args:
         model: Module or parameters whose ``.grad`` is scaled in place.
-        num_tokens_for_grad_scaling: Label tokens of this rank in the window; summed over the group inside. If the sum
-            is 0, the gradients become 0.
+        num_tokens_for_grad_scaling: Label tokens of this rank in the window; summed over the group inside.
+            If the sum is 0, the gradients become 0.
         dp_group: Ranks that hold different data. None: no communication, D = 1.
     """
     parameters = list_parameters(model)
@@ -79,7 +81,9 @@ def gradient_factor(denominator: Tensor, divisor: int) -> Tensor:
     return factor.masked_fill_(~is_sum, math.nan)
 
 
-def divide_(parameters: list[nn.Parameter], denominator: Tensor | None, divisor: int, scale: Tensor | None) -> None:
+def divide_(
+    parameters: list[nn.Parameter], denominator: Tensor | None, divisor: int, scale: Tensor | None
+) -> None:
     """Multiply the gradients of a window by D / N, and divide them by the ``scale`` [] of their losses, if any.
 
     ``denominator`` is N; None if the losses were divided by it. Not a collective, no host read.
@@ -95,9 +99,10 @@ def divide_(parameters: list[nn.Parameter], denominator: Tensor | None, divisor:
 def clip_gradients(model: Parameters, clip_norm: float, foreach: bool = True) -> Tensor:
     """Scale all gradients down together so that their global 2-norm is at most ``clip_norm``.
 
-    A collective wherever a parameter is sharded, with a gradient or without: every rank of its mesh must call. It costs
-    one all-reduce of a few numbers for each group of ranks that some parameter is sharded over, whatever the mixture of
-    meshes, replicas, plain tensors and empty shards. Nothing is read on the host.
+    A collective wherever a parameter is sharded, with a gradient or without: every rank of its mesh must
+    call. It costs one all-reduce of a few numbers for each group of ranks that some parameter is sharded
+    over, whatever the mixture of meshes, replicas, plain tensors and empty shards. Nothing is read on the
+    host.
 
     Args:
         model: Module or parameters whose ``.grad`` is scaled in place.
@@ -105,8 +110,8 @@ def clip_gradients(model: Parameters, clip_norm: float, foreach: bool = True) ->
         foreach: Use multi-tensor kernels.
 
     Returns:
-        [] the norm before clipping, the same on every rank, in float32, or float64 if some parameter is. Gradients of a
-        norm beyond float32 are clipped as well.
+        [] the norm before clipping, the same on every rank, in float32, or float64 if some parameter is.
+        Gradients of a norm beyond float32 are clipped as well.
     """
     check_clip_value(clip_norm)
     parameters = list_parameters(model)
@@ -116,7 +121,9 @@ def clip_gradients(model: Parameters, clip_norm: float, foreach: bool = True) ->
     return norm.to(torch.float64 if is_double else torch.float32)
 
 
-def scale_to_norm_(parameters: list[nn.Parameter], norm: Tensor, clip_norm: float, foreach: bool = True) -> None:
+def scale_to_norm_(
+    parameters: list[nn.Parameter], norm: Tensor, clip_norm: float, foreach: bool = True
+) -> None:
     """Scale gradients of known norm to at most ``clip_norm``, with the constant that torch uses. Not a collective."""
     if not math.isinf(clip_norm):
         scale_gradients_(parameters, torch.clamp(clip_norm / (norm + 1e-6), max=1.0), foreach)
@@ -131,7 +138,9 @@ def clip_gradient_values(model: Parameters, clip_value: float) -> None:
             _complete_partial_gradient(parameter)
         for grads in _local_gradients(parameters):
             if grads[0].is_complex():
-                raise ValueError("Complex gradients cannot be clipped by value, since they have no order: by norm.")
+                raise ValueError(
+                    "Complex gradients cannot be clipped by value, since they have no order: by norm."
+                )
             torch._foreach_clamp_min_(grads, -clip_value)
             torch._foreach_clamp_max_(grads, clip_value)
 
@@ -149,8 +158,9 @@ def check_finite(norm: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> None
         dist.all_reduce(norm, group=group)
     if not torch.isfinite(norm):
         raise RuntimeError(
-            f"The gradient norm of this window is {float(norm)}; no parameter has been changed by it. Look at the"
-            " losses of the window or lower the learning rate; with error_if_nonfinite=False training goes on."
+            f"The gradient norm of this window is {float(norm)}; no parameter has been changed by it. Look"
+            " at the losses of the window or lower the learning rate; with error_if_nonfinite=False training"
+            " goes on."
         )
 
 
@@ -158,8 +168,8 @@ def check_finite(norm: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> None
 def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
     """Global 2-norm of the gradients, wide enough not to overflow. A collective like :func:`clip_gradients`.
 
-    Parameters that are sharded over the same groups share a partial sum. One all-reduce per group then sums all partial
-    sums that are sharded over it.
+    Parameters that are sharded over the same groups share a partial sum. One all-reduce per group then sums
+    all partial sums that are sharded over it.
     """
     sharded_alike: dict[tuple[tuple[int, ...], ...], list[nn.Parameter]] = defaultdict(list)
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -171,21 +181,27 @@ def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
     device = _reduction_device(parameters)
     squares = {ranks: _sum_of_squares(same, device, foreach) for ranks, same in sharded_alike.items()}
     for ranks, group in groups.items():
-        # Sums that are not sharded over this group should be equal on its ranks: they are averaged, so that all ranks
-        # get the same norm even if one differs.
-        stacked = torch.stack([part if ranks in key else part / group.size() for key, part in squares.items()])
+        # Sums that are not sharded over this group should be equal on its ranks: they are averaged, so that
+        # all ranks get the same norm even if one differs.
+        stacked = torch.stack(
+            [part if ranks in key else part / group.size() for key, part in squares.items()]
+        )
         dist.all_reduce(stacked, group=group)
         squares = dict(zip(squares, stacked.unbind(), strict=True))
-    return torch.stack([*squares.values(), torch.zeros((), dtype=wide_dtype(device), device=device)]).sum().sqrt()
+    return (
+        torch.stack([*squares.values(), torch.zeros((), dtype=wide_dtype(device), device=device)])
+        .sum()
+        .sqrt()
+    )
 
 
 @torch.no_grad()
 def scale_gradients_(parameters: list[nn.Parameter], factor: Tensor, foreach: bool = True) -> None:
     """Multiply every gradient by ``factor`` [] in place, shard by shard. Not a collective, no host read.
 
-    The factor is rounded to the dtype of the gradients, or to float32 for half precision, and then each product to the
-    dtype of the gradients. Torch rounds the same way if it is given a wider factor, but launches a kernel for each
-    gradient.
+    The factor is rounded to the dtype of the gradients, or to float32 for half precision, and then each
+    product to the dtype of the gradients. Torch rounds the same way if it is given a wider factor, but
+    launches a kernel for each gradient.
     """
     for grads in _local_gradients(parameters):
         dtype = grads[0].dtype
@@ -206,8 +222,8 @@ def scale_gradients_(parameters: list[nn.Parameter], factor: Tensor, foreach: bo
 def _scale_half_(grads: list[Tensor], factor: Tensor) -> None:
     """Multiply half-precision gradients by a float32 ``factor`` [] in place, rounding once: by way of float32.
 
-    A kernel that multiplies half-precision tensors by a tensor [] rounds the factor too. Those of gradient scalers do
-    not, but know no bfloat16 on CUDA.
+    A kernel that multiplies half-precision tensors by a tensor [] rounds the factor too. Those of gradient
+    scalers do not, but know no bfloat16 on CUDA.
     """
     for chunk in _chunks(grads):
         wide = [torch.empty_like(grad, dtype=torch.float32) for grad in chunk]
@@ -234,8 +250,9 @@ def _chunks(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
 def average_gradients_(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Average the gradients of replicated parameters over ``group`` in place.
 
-    A collective: every rank must call with the same parameters; one all-reduce for each dtype, at least in float32.
-    A parameter without a gradient counts as zero, and has one afterwards, even if no rank has used it.
+    A collective: every rank must call with the same parameters; one all-reduce for each dtype, at least in
+    float32. A parameter without a gradient counts as zero, and has one afterwards, even if no rank has used
+    it.
     """
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -243,7 +260,9 @@ def average_gradients_(parameters: list[nn.Parameter], group: dist.ProcessGroup)
     for dtype, same_dtype in by_dtype.items():
         sizes = [parameter.numel() for parameter in same_dtype]
         flat = torch.zeros(sum(sizes), dtype=dtype, device=same_dtype[0].device)
-        parts = [part.view_as(parameter) for part, parameter in zip(flat.split(sizes), same_dtype, strict=True)]
+        parts = [
+            part.view_as(parameter) for part, parameter in zip(flat.split(sizes), same_dtype, strict=True)
+        ]
         grads = [parameter.grad for parameter in same_dtype]
         used = [(part, grad) for part, grad in zip(parts, grads, strict=True) if grad is not None]
         _copy_each_([part for part, _ in used], [grad for _, grad in used])
@@ -277,7 +296,9 @@ def _complete_partial_gradient(parameter: nn.Parameter) -> None:
     grad = parameter.grad
     if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
         parameter.grad = grad.redistribute(
-            placements=[Replicate() if placement.is_partial() else placement for placement in grad.placements]
+            placements=[
+                Replicate() if placement.is_partial() else placement for placement in grad.placements
+            ]
         )
 
 
@@ -317,7 +338,8 @@ def _sum_of_squares(parameters: list[nn.Parameter], device: torch.device, foreac
             grads = [grad.coalesce().values() for grad in grads]
         if grads[0].is_complex():
             grads = [torch.view_as_real(grad) for grad in grads]
-        # The square of a float32 above 1.8e19 overflows, and an infinite norm would clip all gradients to zero.
+        # The square of a float32 above 1.8e19 overflows, and an infinite norm would clip all gradients to
+        # zero.
         dtype = wide_dtype(grads[0].device)
         if foreach:
             own = list(torch._foreach_norm(grads, 2, dtype=dtype))

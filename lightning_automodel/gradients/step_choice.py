@@ -51,7 +51,11 @@ class StepChoices:
     """
 
     def __init__(
-        self, option: str, device: torch.device, host_group: dist.ProcessGroup, say_once: Callable[[str], None]
+        self,
+        option: str,
+        device: torch.device,
+        host_group: dist.ProcessGroup,
+        say_once: Callable[[str], None],
     ) -> None:
         self._option = option
         self._device = device
@@ -88,7 +92,10 @@ class StepChoices:
             return None
         options = sorted((name, repr(value)) for name, value in group.items() if name not in _IGNORED)
         shapes = sorted(
-            {(scaled_down(like)[0], str(like.dtype), str(sharding_of(like)[1])) for like in distinct(sharded)}
+            {
+                (scaled_down(like)[0], str(like.dtype), str(sharding_of(like)[1]))
+                for like in distinct(sharded)
+            }
         )
         return id(optimizer), str(options), str(sorted(shapes))
 
@@ -108,7 +115,9 @@ class StepChoices:
         worst = self._worst(numbers)
         found: list[GroupChoice] = []
         for each, (on_shards, alone, is_untried) in zip(tried, worst, strict=True):
-            needs_collectives = on_shards == Outcome.COMMUNICATES and alone != Outcome.RIGHT and not is_untried
+            needs_collectives = (
+                on_shards == Outcome.COMMUNICATES and alone != Outcome.RIGHT and not is_untried
+            )
             if needs_collectives and each.requested == "auto":
                 found.append(self._with_collectives(each))
             else:
@@ -127,23 +136,25 @@ class StepChoices:
         notes = each.found.notes
         if is_untried:
             self._say_once(
-                f"{name} could not be tried on small tensors ({notes.get('untried', 'on another rank')}), so that"
-                " nobody knows whether it computes on shards of parameters what it computes on whole ones. It is left"
-                f" on shards: compare with {OPTION}='whole', or with data_parallel='ddp'."
+                f"{name} could not be tried on small tensors ({notes.get('untried', 'on another rank')}), so"
+                " that nobody knows whether it computes on shards of parameters what it computes on whole"
+                f" ones. It is left on shards: compare with {OPTION}='whole', or with data_parallel='ddp'."
             )
             return GroupChoice(each.requested == "whole", "it could not be tried")
         difference = notes.get("on shards", "found on another rank")
         if each.requested == "shards":
             if on_shards != Outcome.RIGHT:
                 self._say_once(
-                    f"{name} computes something else on shards of parameters than on whole ones ({difference}), and"
-                    f" {OPTION}='shards' leaves it there: leave the option out."
+                    f"{name} computes something else on shards of parameters than on whole ones"
+                    f" ({difference}), and {OPTION}='shards' leaves it there: leave the option out."
                 )
             return GroupChoice(False, f"{OPTION}='shards'")
         if on_shards == Outcome.RIGHT and each.requested == "auto":
             return GroupChoice(False, "it treats each element alone")
         if alone == Outcome.RIGHT:
-            return GroupChoice(True, f"{OPTION}='whole'" if each.requested == "whole" else f"on shards: {difference}")
+            return GroupChoice(
+                True, f"{OPTION}='whole'" if each.requested == "whole" else f"on shards: {difference}"
+            )
         raise self._refusal(each)
 
     def _with_collectives(self, each: _Tried) -> GroupChoice:
@@ -163,9 +174,11 @@ class StepChoices:
     def _refusal(self, each: _Tried) -> ValueError:
         notes = each.found.notes
         return ValueError(
-            f"{type(each.optimizer).__name__} (group {each.group}) cannot train sharded parameters. Before the first"
-            " batch, its steps on small tensors that are sharded like its parameters were compared with the same steps"
-            f" on whole tensors. On shards: {notes.get('on shards', 'found on another rank')}. With an owner that steps"
-            f" each parameter alone: {notes.get('alone', 'found on another rank')}. Pass data_parallel='ddp', under"
-            " which every rank steps whole parameters, or choose an optimizer that treats each parameter by itself."
+            f"{type(each.optimizer).__name__} (group {each.group}) cannot train sharded parameters. Before"
+            " the first batch, its steps on small tensors that are sharded like its parameters were compared"
+            " with the same steps on whole tensors. On shards:"
+            f" {notes.get('on shards', 'found on another rank')}. With an owner that steps each parameter"
+            f" alone: {notes.get('alone', 'found on another rank')}. Pass data_parallel='ddp', under which"
+            " every rank steps whole parameters, or choose an optimizer that treats each parameter by"
+            " itself."
         )

@@ -20,17 +20,17 @@ Count = int | float | Tensor
 class StepReport:
     """What one optimizer step trains on, summed over the data-parallel group and the windows since the previous step.
 
-    All fields are 0-dimensional tensors on the training device. The report itself does not synchronise with the host;
-    reading a field (``float(report.loss)``) does.
+    All fields are 0-dimensional tensors on the training device. The report itself does not synchronise with
+    the host; reading a field (``float(report.loss)``) does.
 
     Attributes:
-        loss: Mean loss per label token, in the unit of the loss (nats for cross-entropy); per micro-batch where
-            ``per_token_loss=False``. NaN for a window without any label token.
+        loss: Mean loss per label token, in the unit of the loss (nats for cross-entropy); per micro-batch
+            where ``per_token_loss=False``. NaN for a window without any label token.
         num_label_tokens: Label tokens, float64 since a count may be a sum of class weights; 0 where
             ``per_token_loss=False``, which does not count them.
         num_micro_batches: Micro-batches (training steps).
-        grad_norm: Global 2-norm of the gradients before clipping; None until the optimizer steps, and if no option
-            needs it.
+        grad_norm: Global 2-norm of the gradients before clipping; None until the optimizer steps, and if no
+            option needs it.
     """
 
     loss: Tensor
@@ -62,8 +62,8 @@ class TokenWeighting:
     def count(self, batch: Any, output: Any = None, step: str = "training_step") -> Count:
         """Label tokens of one micro-batch on this rank, from the first source that has them; 1 if they are not counted.
 
-        ``batch`` is what the ``step`` received, ``output`` what it returned. Raises ValueError without a count or for a
-        negative one, and TypeError if it is neither a number nor a tensor of one element.
+        ``batch`` is what the ``step`` received, ``output`` what it returned. Raises ValueError without a
+        count or for a negative one, and TypeError if it is neither a number nor a tensor of one element.
         """
         if not self.per_token_loss:
             return 1
@@ -74,23 +74,23 @@ class TokenWeighting:
         if self._has_labels(batch):
             return self.count_labels(batch[self.label_key])
         raise ValueError(
-            "AutomodelStrategy weighs each micro-batch by its number of label tokens and found no count"
-            f" (the batch is {_described(batch)}). If each row is one sample, as for a classifier or a GAN, pass"
-            " AutomodelStrategy(count='samples'); with class weights return the sum of those of the labels as"
-            " num_label_tokens instead. Give it in one of three ways: return {'loss': loss, 'num_label_tokens': n}"
-            f" from {step} (manual optimization: self.manual_backward(loss, num_label_tokens=n)); pass"
-            f" count_label_tokens=<function of the batch>; or put labels under batch[{self.label_key!r}] with"
-            f" {self.ignore_index} where the loss ignores them (label_key=, ignore_index=). If every micro-batch"
-            " should weigh the same instead, pass per_token_loss=False."
+            "AutomodelStrategy weighs each micro-batch by its number of label tokens and found no count (the"
+            f" batch is {_described(batch)}). If each row is one sample, as for a classifier or a GAN, pass"
+            " AutomodelStrategy(count='samples'); with class weights return the sum of those of the labels"
+            " as num_label_tokens instead. Give it in one of three ways: return {'loss': loss,"
+            f" 'num_label_tokens': n}} from {step} (manual optimization: self.manual_backward(loss,"
+            " num_label_tokens=n)); pass count_label_tokens=<function of the batch>; or put labels under"
+            f" batch[{self.label_key!r}] with {self.ignore_index} where the loss ignores them (label_key=,"
+            " ignore_index=). If every micro-batch should weigh the same instead, pass per_token_loss=False."
         )
 
     def count_on_host(self, batch: Any) -> float:
         """Label tokens of a batch that no step has seen; 1 where ``per_token_loss=False``."""
         if self.per_token_loss and self.count_label_tokens is None and not self._has_labels(batch):
             raise ValueError(
-                "count_window_ahead=True counts a batch before training_step sees it, and found no count in it. Pass"
-                " count_label_tokens=<function of the batch> or count='samples', or put labels under"
-                f" batch[{self.label_key!r}] (label_key=, ignore_index=)."
+                "count_window_ahead=True counts a batch before training_step sees it, and found no count in"
+                " it. Pass count_label_tokens=<function of the batch> or count='samples', or put labels"
+                f" under batch[{self.label_key!r}] (label_key=, ignore_index=)."
             )
         count = self.count(batch)
         number = count.item() if isinstance(count, Tensor) else count
@@ -101,14 +101,16 @@ class TokenWeighting:
         """Raise ValueError if a step returned another count than was ``counted``, on a device if ``reads_device``."""
         if not (self.per_token_loss and has_count(output)):
             return
-        returned = check_count(output["num_label_tokens"], "the num_label_tokens that training_step returned")
+        returned = check_count(
+            output["num_label_tokens"], "the num_label_tokens that training_step returned"
+        )
         if isinstance(returned, Tensor) and returned.device.type != "cpu" and not reads_device:
             return
         if not math.isclose(float(returned), counted, rel_tol=1e-6):
             raise ValueError(
-                f"training_step returned num_label_tokens={float(returned):g}, and count_window_ahead=True has counted"
-                f" {counted:g} in its batch before: pass label_shift=, ignore_index= or count_label_tokens= so that"
-                " both are equal."
+                f"training_step returned num_label_tokens={float(returned):g}, and count_window_ahead=True"
+                f" has counted {counted:g} in its batch before: pass label_shift=, ignore_index= or"
+                " count_label_tokens= so that both are equal."
             )
 
     def check_unchanged(self, batch: Any, counted: float) -> None:
@@ -116,9 +118,9 @@ class TokenWeighting:
         count = self.count_on_host(batch)
         if not math.isclose(count, counted, rel_tol=1e-6):
             raise ValueError(
-                f"count_window_ahead=True has counted {counted:g} label tokens in a batch as the loader yielded it, and"
-                f" training_step receives it with {count:g}: change labels in the Dataset or in collate_fn, not in"
-                " on_before_batch_transfer or on_after_batch_transfer."
+                f"count_window_ahead=True has counted {counted:g} label tokens in a batch as the loader"
+                f" yielded it, and training_step receives it with {count:g}: change labels in the Dataset or"
+                " in collate_fn, not in on_before_batch_transfer or on_after_batch_transfer."
             )
 
     def aux_loss(self, output: Any, is_counted_ahead: bool) -> Tensor | None:
@@ -128,15 +130,16 @@ class TokenWeighting:
         aux = output["aux_loss"]
         if any(cls.__name__ == "ModelOutput" for cls in type(output).__mro__):
             raise ValueError(
-                "training_step returned a Hugging Face output, whose 'aux_loss' is not multiplied by its coefficient"
-                " yet: return {'loss': out.loss, 'aux_loss': model.config.router_aux_loss_coef * out.aux_loss, ...}."
+                "training_step returned a Hugging Face output, whose 'aux_loss' is not multiplied by its"
+                " coefficient yet: return {'loss': out.loss, 'aux_loss': model.config.router_aux_loss_coef *"
+                " out.aux_loss, ...}."
             )
         if not is_counted_ahead:
             raise ValueError(
-                "training_step returned 'aux_loss', whose weight beside a token loss depends on the label tokens of the"
-                " whole window, which are not known at its first backward. Pass count_window_ahead=True, or"
-                " per_token_loss=False, or leave 'aux_loss' out of the returned dict to have it weighed by label tokens"
-                " like the rest of the loss."
+                "training_step returned 'aux_loss', whose weight beside a token loss depends on the label"
+                " tokens of the whole window, which are not known at its first backward. Pass"
+                " count_window_ahead=True, or per_token_loss=False, or leave 'aux_loss' out of the returned"
+                " dict to have it weighed by label tokens like the rest of the loss."
             )
         if not isinstance(aux, Tensor) or aux.numel() != 1:
             raise TypeError(f"'aux_loss' must be a tensor of one element, a part of 'loss', got {aux!r}.")
@@ -154,23 +157,27 @@ class TokenWeighting:
         """Positions of ``labels`` [..., s] that the loss uses: not ignored, and not among the first ``label_shift``."""
         if not isinstance(labels, Tensor):
             raise TypeError(
-                f"batch[{self.label_key!r}] must be a tensor to count label tokens, got {type(labels).__name__};"
-                " return num_label_tokens from training_step or pass count_label_tokens instead."
+                f"batch[{self.label_key!r}] must be a tensor to count label tokens, got"
+                f" {type(labels).__name__}; return num_label_tokens from training_step or pass"
+                " count_label_tokens instead."
             )
         if self.label_shift and labels.ndim < 2:
             raise ValueError(
                 f"label_shift={self.label_shift} drops the first label positions of each row [..., s], but"
-                f" batch[{self.label_key!r}] has the shape {list(labels.shape)} without rows: leave label_shift at 0"
-                " where each sample has one label, add a dimension to single sequences (labels[None]), or return"
-                " num_label_tokens from training_step."
+                f" batch[{self.label_key!r}] has the shape {list(labels.shape)} without rows: leave"
+                " label_shift at 0 where each sample has one label, add a dimension to single sequences"
+                " (labels[None]), or return num_label_tokens from training_step."
             )
         used = labels[..., self.label_shift :] if self.label_shift else labels
         return (used != self.ignore_index).sum()
 
-    def objective(self, loss: Tensor, count: Count, divided_by: int = 1, aux_loss: Tensor | None = None) -> Tensor:
+    def objective(
+        self, loss: Tensor, count: Count, divided_by: int = 1, aux_loss: Tensor | None = None
+    ) -> Tensor:
         """[] the sum of token losses behind the loss of a micro-batch, at least float32: half would round the count.
 
-        ``divided_by`` is what Lightning has divided the loss by, before which ``aux_loss`` [] was added to it.
+        ``divided_by`` is what Lightning has divided the loss by, before which ``aux_loss`` [] was added to
+        it.
         """
         if aux_loss is not None:
             loss = loss - aux_loss / divided_by
@@ -185,8 +192,9 @@ class TokenWeighting:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(
                 f"The mean loss of the evaluation needs the loss of each batch, and {step} returned"
-                f" {'None' if output is None else _described(output)}: return {{'loss': loss, 'num_label_tokens': n}},"
-                " or the loss [] alone where AutomodelStrategy counts label tokens."
+                f" {'None' if output is None else _described(output)}: return {{'loss': loss,"
+                f" 'num_label_tokens': n}}, or the loss [] alone where AutomodelStrategy counts label"
+                " tokens."
             )
         count = self.count(batch, output, step)
         sums = sums_of(self.objective(loss.detach(), count), count)
@@ -230,13 +238,21 @@ def check_count(count: Any, source: str) -> Count:
 
     See :func:`sums_of` for what becomes of a wrong one there.
     """
-    if isinstance(count, Tensor) and count.numel() == 1 and not (count.dtype == torch.bool or count.is_complex()):
+    if (
+        isinstance(count, Tensor)
+        and count.numel() == 1
+        and not (count.dtype == torch.bool or count.is_complex())
+    ):
         count = count.detach().reshape(())
         if count.device.type == "cpu":
             check_range(count.item(), source)
         return count
     if isinstance(count, bool) or not isinstance(count, Real):
-        shown = f"a tensor of shape {tuple(count.shape)}, {count.dtype}" if isinstance(count, Tensor) else repr(count)
+        shown = (
+            f"a tensor of shape {tuple(count.shape)}, {count.dtype}"
+            if isinstance(count, Tensor)
+            else repr(count)
+        )
         raise TypeError(f"{source} must be a number or a tensor of one element, got {shown}.")
     number = int(count) if isinstance(count, Integral) else float(count)
     check_range(number, source)
@@ -252,16 +268,21 @@ def check_range(count: float, source: str = "the number of label tokens") -> Non
 def count_samples(batch: Any) -> int:
     """Rows of a batch: the first dimension of its tensors, which must agree in it.
 
-    Scalars, and tensors [1, ...] of two or more dimensions, may stand beside the rest. 1 if there is nothing else.
+    Scalars, and tensors [1, ...] of two or more dimensions, may stand beside the rest. 1 if there is nothing
+    else.
     """
     tensors = list(tensors_in(batch))
-    sizes = [tensor.size(0) for tensor in tensors if tensor.ndim and (tensor.ndim == 1 or tensor.size(0) != 1)]
+    sizes = [
+        tensor.size(0) for tensor in tensors if tensor.ndim and (tensor.ndim == 1 or tensor.size(0) != 1)
+    ]
     if len(set(sizes)) > 1 or not tensors:
-        found = f"first dimensions of {', '.join(map(str, dict.fromkeys(sizes)))}" if tensors else "no tensors"
+        found = (
+            f"first dimensions of {', '.join(map(str, dict.fromkeys(sizes)))}" if tensors else "no tensors"
+        )
         raise ValueError(
             "count='samples' counts the rows that all tensors of a batch have in common, and this one"
-            f" ({_described(batch)}) has {found}: pass count_label_tokens=<function of the batch> instead, or return"
-            " {'loss': loss, 'num_label_tokens': n} from the step."
+            f" ({_described(batch)}) has {found}: pass count_label_tokens=<function of the batch> instead,"
+            " or return {'loss': loss, 'num_label_tokens': n} from the step."
         )
     return sizes[0] if sizes else 1
 
@@ -274,8 +295,9 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 def sums_of(objective: Tensor, count: Count) -> Tensor:
     """[3] label tokens, sum of losses and 1: what a micro-batch adds to its window, in float64 (exact up to 2**53).
 
-    ``objective`` is the [] sum of its token losses, ignored if ``count`` is 0: a mean over nothing is NaN. A negative
-    count on an accelerator, which nobody has read, becomes NaN, and so do the gradients of its window.
+    ``objective`` is the [] sum of its token losses, ignored if ``count`` is 0: a mean over nothing is NaN. A
+    negative count on an accelerator, which nobody has read, becomes NaN, and so do the gradients of its
+    window.
     """
     loss = objective.detach().reshape(()).to(wide_dtype(objective.device))
     if isinstance(count, Tensor):
@@ -283,7 +305,9 @@ def sums_of(objective: Tensor, count: Count) -> Tensor:
         tokens = tokens.masked_fill(tokens < 0, math.nan)
     else:
         tokens = torch.full_like(loss, count)
-    return torch.stack([tokens, torch.where(tokens > 0, loss, torch.zeros_like(loss)), torch.ones_like(loss)])
+    return torch.stack(
+        [tokens, torch.where(tokens > 0, loss, torch.zeros_like(loss)), torch.ones_like(loss)]
+    )
 
 
 def reduce_loss(
@@ -294,19 +318,19 @@ def reduce_loss(
 ) -> tuple[Tensor, Tensor]:
     """Sum losses and their denominator over the data-parallel ranks. Nothing is divided.
 
-    A collective on ``dp_group``: every rank of it must call, and it is one all-reduce of two numbers. If a rank does
-    not call it, the others raise when the group's timeout ends.
+    A collective on ``dp_group``: every rank of it must call, and it is one all-reduce of two numbers. If a
+    rank does not call it, the others raise when the group's timeout ends.
 
     Args:
-        loss_store: Losses of this rank's micro-batches, each [] : sums of token losses where ``per_token_loss``, else
-            one mean per micro-batch. May be empty.
+        loss_store: Losses of this rank's micro-batches, each [] : sums of token losses where
+            ``per_token_loss``, else one mean per micro-batch. May be empty.
         total_num_tokens: Label tokens of this rank.
         per_token_loss: Whether the denominator is label tokens, else micro-batches.
         dp_group: Ranks that hold different data. None: no communication.
 
     Returns:
-        [] the sum of the losses, at least float32 (float64 if there are none), and [] the denominator, int64. Both are
-        on the device of the losses, or of the count if there are no losses.
+        [] the sum of the losses, at least float32 (float64 if there are none), and [] the denominator,
+        int64. Both are on the device of the losses, or of the count if there are no losses.
 
     Examples:
         >>> loss, denominator = reduce_loss([torch.tensor(6.0), torch.tensor(2.0)], torch.tensor(4))

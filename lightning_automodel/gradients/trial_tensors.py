@@ -24,7 +24,9 @@ class TrialTensors:
         dtype: That of parameters in half precision is tried in float32 too, where more can be seen.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], num_steps: int, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], num_steps: int, dtype: torch.dtype | None
+    ) -> None:
         self.likes: list[nn.Parameter] = []
         self.layouts: list[Layout | None] = []
         shapes: list[tuple[int, ...]] = []
@@ -46,12 +48,17 @@ class TrialTensors:
         pairs = list(zip(shapes, self.likes, strict=True))
         self.values = [self._random(shape, generator, 0.1, dtype, like) for shape, like in pairs]
         self.gradients = [
-            [self._random(shape, generator, 1.0, dtype, like) for shape, like in pairs] for _ in range(num_steps)
+            [self._random(shape, generator, 1.0, dtype, like) for shape, like in pairs]
+            for _ in range(num_steps)
         ]
 
     @staticmethod
     def _random(
-        shape: tuple[int, ...], generator: torch.Generator, scale: float, dtype: torch.dtype | None, like: Tensor
+        shape: tuple[int, ...],
+        generator: torch.Generator,
+        scale: float,
+        dtype: torch.dtype | None,
+        like: Tensor,
     ) -> Tensor:
         wide = torch.complex64 if like.is_complex() else torch.float32
         values = torch.randn(shape, generator=generator, dtype=wide) * scale

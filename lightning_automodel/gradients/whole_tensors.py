@@ -1,14 +1,14 @@
 """Optimizer steps on whole tensors: each sharded parameter has an owner, which steps the whole of it.
 
-Between steps an optimizer has the sharded parameters. During its arithmetic those that are stepped whole are replaced
-by stand-ins, each on its owner alone:
+Between steps an optimizer has the sharded parameters. During its arithmetic those that are stepped whole are
+replaced by stand-ins, each on its owner alone:
 
     to the owners    gradients, which are final, and weights
     step             the optimizer sees whole tensors, and its state is the owner's
     to the holders   the new weights
 
-The step is the same function of the same gradients as in one process, for an optimizer that steps each parameter by
-itself. :mod:`.optimizer_trial` finds out which do.
+The step is the same function of the same gradients as in one process, for an optimizer that steps each
+parameter by itself. :mod:`.optimizer_trial` finds out which do.
 """
 
 from collections import defaultdict
@@ -23,7 +23,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.distributed.collectives import full
-from lightning_automodel.gradients.owner_exchange import Holders, Layout, Owned, OwnerExchange, group_of, holders_of
+from lightning_automodel.gradients.owner_exchange import (
+    Holders,
+    Layout,
+    Owned,
+    OwnerExchange,
+    group_of,
+    holders_of,
+)
 from lightning_automodel.internals import torch as torch_internals
 
 
@@ -32,7 +39,8 @@ class WholeParameter(Owned):
 
     Attributes:
         exchange: Between its holders.
-        stand_in: What the optimizer steps in its place; None on all ranks but the owner. It has memory during steps.
+        stand_in: What the optimizer steps in its place; None on all ranks but the owner. It has memory
+            during steps.
     """
 
     def __init__(self, parameter: nn.Parameter, layout: Layout, exchange: OwnerExchange, owner: int) -> None:
@@ -68,16 +76,18 @@ def sharding_of(parameter: Tensor) -> tuple[Any, Any]:
 
 def is_split(parameter: Tensor) -> bool:
     """Whether a parameter is sharded, be it over one rank: optimizers that make plain tensors refuse that too."""
-    is_replicated = not isinstance(parameter, DTensor) or all(each.is_replicate() for each in parameter.placements)
+    is_replicated = not isinstance(parameter, DTensor) or all(
+        each.is_replicate() for each in parameter.placements
+    )
     return not is_replicated
 
 
 class WholeSteps:
     """The optimizers of a run some of whose parameters are stepped whole.
 
-    Owners are chosen when a parameter is first stepped, the largest first, each on the rank that owns the fewest
-    elements so far: alike on all ranks, and in every run of the same model and world. Among replicas each has its
-    owners, so that nothing travels between them.
+    Owners are chosen when a parameter is first stepped, the largest first, each on the rank that owns the
+    fewest elements so far: alike on all ranks, and in every run of the same model and world. Among replicas
+    each has its owners, so that nothing travels between them.
 
     Args:
         device: On which process groups communicate.
@@ -87,7 +97,8 @@ class WholeSteps:
         self._device = device
         self._groups: dict[Optimizer, set[int]] = {}
         self._parameters: dict[nn.Parameter, WholeParameter] = {}
-        self._holders: dict[tuple[Any, Any], Holders] = {}  # by mesh and placements: as many entries as ranks each
+        # By mesh and placements: as many entries as ranks each.
+        self._holders: dict[tuple[Any, Any], Holders] = {}
         self._exchanges: dict[dist.ProcessGroup, OwnerExchange] = {}
         self._num_owned: dict[OwnerExchange, list[int]] = {}
         self._stepping: dict[Optimizer, _Swapped] = {}
@@ -99,7 +110,9 @@ class WholeSteps:
 
     def _assign_owners(self, optimizer: Optimizer) -> None:
         """Give an owner to each parameter that has none. A collective over the world where a group must be made."""
-        new = [parameter for parameter in self._stepped_whole(optimizer) if parameter not in self._parameters]
+        new = [
+            parameter for parameter in self._stepped_whole(optimizer) if parameter not in self._parameters
+        ]
         for parameter in sorted(new, key=lambda each: -each.numel()):
             sharding = sharding_of(parameter)
             if sharding not in self._holders:
@@ -110,7 +123,9 @@ class WholeSteps:
             num_owned = self._num_owned.setdefault(exchange, [0] * group.size())
             owner = num_owned.index(min(num_owned))
             num_owned[owner] += parameter.numel()
-            self._parameters[parameter] = WholeParameter(parameter, holders.layout(parameter.shape), exchange, owner)
+            self._parameters[parameter] = WholeParameter(
+                parameter, holders.layout(parameter.shape), exchange, owner
+            )
 
     def _stepped_whole(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
         groups = self._groups.get(optimizer, ())
@@ -120,7 +135,8 @@ class WholeSteps:
     def of(self, optimizer: Optimizer) -> dict[nn.Parameter, bool]:
         """The parameters of an optimizer that are stepped whole, and whether this rank owns them."""
         return {
-            parameter: self._parameters[parameter].stand_in is not None for parameter in self._stepped_whole(optimizer)
+            parameter: self._parameters[parameter].stand_in is not None
+            for parameter in self._stepped_whole(optimizer)
         }
 
     def elements_by_owner(self, optimizer: Optimizer) -> list[int]:
@@ -138,14 +154,16 @@ class WholeSteps:
     def begin(self, optimizer: Optimizer) -> None:
         """Bring gradients and weights to their owners, and give ``optimizer`` the stand-ins.
 
-        A collective over the holders of its parameters. Gradients must be final, and on all ranks for the same
-        parameters. Called again, after an exception, it starts over.
+        A collective over the holders of its parameters. Gradients must be final, and on all ranks for the
+        same parameters. Called again, after an exception, it starts over.
         """
         self.abandon(optimizer)
         if optimizer not in self._groups:
             return
         self._assign_owners(optimizer)
-        parameters_of_groups = [self._parameters[each] for each in dict.fromkeys(self._stepped_whole(optimizer))]
+        parameters_of_groups = [
+            self._parameters[each] for each in dict.fromkeys(self._stepped_whole(optimizer))
+        ]
         optimizers = nested_optimizers(optimizer)
         for whole in parameters_of_groups:
             self._take_states(optimizers, whole)
@@ -190,7 +208,8 @@ class WholeSteps:
     def _take_states(self, optimizers: list[Optimizer], whole: WholeParameter) -> None:
         """Make new states of a parameter whole on its owner, and drop them elsewhere.
 
-        A state that was made before the first step, or loaded by the user's code, may be sharded: then a collective.
+        A state that was made before the first step, or loaded by the user's code, may be sharded: then a
+        collective.
         """
         for each in optimizers:
             state = each.state.get(whole.parameter)
@@ -207,8 +226,8 @@ class WholeSteps:
 class _Swapped:
     """An optimizer that has stand-ins in place of the parameters that are stepped whole.
 
-    Lists of parameters are changed in place, since optimizers within an optimizer share them. A parameter without a
-    gradient is left out, as optimizers leave it out.
+    Lists of parameters are changed in place, since optimizers within an optimizer share them. A parameter
+    without a gradient is left out, as optimizers leave it out.
     """
 
     def __init__(
@@ -250,7 +269,9 @@ class _Swapped:
         for whole in self.stepped:
             if whole.stand_in is None:
                 continue
-            old, new = (whole.parameter, whole.stand_in) if to_stand_ins else (whole.stand_in, whole.parameter)
+            old, new = (
+                (whole.parameter, whole.stand_in) if to_stand_ins else (whole.stand_in, whole.parameter)
+            )
             for optimizer in self._optimizers:
                 if old in optimizer.state:
                     optimizer.state[new] = optimizer.state.pop(old)
@@ -263,7 +284,9 @@ def nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """``optimizer``, and those that it wraps."""
     found = [optimizer]
     for each in found:
-        found += [inner for inner in vars(each).values() if isinstance(inner, Optimizer) and inner not in found]
+        found += [
+            inner for inner in vars(each).values() if isinstance(inner, Optimizer) and inner not in found
+        ]
     return found
 
 

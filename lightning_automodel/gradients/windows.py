@@ -16,7 +16,13 @@ from torch.optim import Optimizer
 
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients.grad_scaling import LossScaling
-from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting, WindowTotals, wide_dtype
+from lightning_automodel.gradients.token_loss import (
+    Count,
+    StepReport,
+    TokenWeighting,
+    WindowTotals,
+    wide_dtype,
+)
 
 if TYPE_CHECKING:  # it is built above this room
     from lightning_automodel.sharding.grad_sync import GradSync
@@ -24,18 +30,19 @@ if TYPE_CHECKING:  # it is built above this room
 OneOptimizer = Optimizer | LightningOptimizer
 
 PLAIN_BACKWARD = (
-    "A plain loss.backward() in the middle of an accumulation window, whose gradients it would join. For the gradient"
-    " of inputs or activations, call torch.autograd.grad(loss, inputs), which leaves nothing behind. For a loss that"
-    " trains, call self.manual_backward(loss), or end the window first, by a manual_backward outside of"
-    " `optimizer.toggle_model(sync_grad=False)`; under automatic optimization, return the sum of the losses."
+    "A plain loss.backward() in the middle of an accumulation window, whose gradients it would join. For the"
+    " gradient of inputs or activations, call torch.autograd.grad(loss, inputs), which leaves nothing"
+    " behind. For a loss that trains, call self.manual_backward(loss), or end the window first, by a"
+    " manual_backward outside of `optimizer.toggle_model(sync_grad=False)`; under automatic optimization,"
+    " return the sum of the losses."
 )
 """Why a backward that is not the strategy's is refused while a window is open."""
 
 DIFFERENT_UNITS = (
-    "so one rank gets the parameters or gradients of another layer than it asks for. Layers that are dropped at random,"
-    " or experts that only some ranks need, must not be FSDP units of their own: pass auto_wrap_policy=set(), which"
-    " makes one unit of the model, or the classes of modules that contain them. Or pass data_parallel='ddp' with"
-    " ddp_kwargs={'find_unused_parameters': True}."
+    "so one rank gets the parameters or gradients of another layer than it asks for. Layers that are dropped"
+    " at random, or experts that only some ranks need, must not be FSDP units of their own: pass"
+    " auto_wrap_policy=set(), which makes one unit of the model, or the classes of modules that contain"
+    " them. Or pass data_parallel='ddp' with ddp_kwargs={'find_unused_parameters': True}."
 )
 """What ranks must do that use different units in one forward."""
 
@@ -53,7 +60,8 @@ def optimizer_parameters(optimizer: OneOptimizer) -> list[nn.Parameter]:
 def mixing_shards(optimizer: Optimizer) -> AbstractContextManager[None]:
     """Context for an optimizer's arithmetic where some of its parameters are shards and others are whole.
 
-    The steps of torch that take all parameters at once (``foreach``, the default on accelerators) refuse such mixtures.
+    The steps of torch that take all parameters at once (``foreach``, the default on accelerators) refuse
+    such mixtures.
     """
     is_mixed = len({isinstance(parameter, DTensor) for parameter in optimizer_parameters(optimizer)}) == 2
     return implicit_replication() if is_mixed else nullcontext()
@@ -63,7 +71,8 @@ class Uses(NamedTuple):
     """What a rank has used in the forwards and backwards of a window."""
 
     order: int  # of its FSDP units: a number below 2**20, the same on all ranks if their units and order are
-    # Whether it has used them, of the parameters that get a zero gradient if no rank has; the same keys on all ranks.
+    # Whether it has used them, of the parameters that get a zero gradient if no rank has; the same keys on
+    # all ranks.
     by_parameter: dict[nn.Parameter, bool]
 
 
@@ -94,13 +103,14 @@ class Window:
 class GradientWindows:
     """The open windows of a fit, and the totals of those that have ended since the last step.
 
-    Between the backwards of a window, ``.grad`` is what it was before the window, usually None. The window's gradients
-    are kept here (and inside FSDP2 while a reduction is deferred), so that nobody takes a sum over tokens for a
-    gradient. When the window's last backward returns, they are rescaled and added to ``.grad``.
+    Between the backwards of a window, ``.grad`` is what it was before the window, usually None. The window's
+    gradients are kept here (and inside FSDP2 while a reduction is deferred), so that nobody takes a sum over
+    tokens for a gradient. When the window's last backward returns, they are rescaled and added to ``.grad``.
 
-    Each toggled optimizer has its own window, so that those of a GAN can accumulate side by side. Without toggling
-    there is one window. ``parameters`` are those of the sharded model: between a forward and its backward
-    ``module.parameters()`` are the gathered ones. ``host_group`` has all ranks, and none of their devices.
+    Each toggled optimizer has its own window, so that those of a GAN can accumulate side by side. Without
+    toggling there is one window. ``parameters`` are those of the sharded model: between a forward and its
+    backward ``module.parameters()`` are the gathered ones. ``host_group`` has all ranks, and none of their
+    devices.
     """
 
     def __init__(
@@ -114,7 +124,8 @@ class GradientWindows:
         host_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.last_step: StepReport | None = None
-        self.since_step: dict[Optimizer, Tensor] = {}  # the [3] totals of the windows since its previous step
+        # The [3] totals of the windows since its previous step.
+        self.since_step: dict[Optimizer, Tensor] = {}
         self.measured: set[Optimizer] = set()  # since their previous step
         self.weighting, self.scaling, self.divisor = weighting, scaling, mesh.sizes.divisor
         self.parameters = parameters
@@ -138,7 +149,9 @@ class GradientWindows:
         if all(window.owned.isdisjoint(dropped) for window in self.unfinished.values()):
             return
         # If all of a window's parameters are dropped, so is the window, with its count.
-        self.unfinished = {key: window for key, window in self.unfinished.items() if not window.owned <= dropped}
+        self.unfinished = {
+            key: window for key, window in self.unfinished.items() if not window.owned <= dropped
+        }
         if not self.unfinished:
             self._pending.clear()
             self._sync.discard()
@@ -169,9 +182,9 @@ class GradientWindows:
     def open(self, expected: Count, ahead: WindowTotals | None) -> Window:
         """Return the window that the next backward adds to: the toggled optimizer's, else the open or a new one of all.
 
-        ``expected`` are about as many label tokens as the window will have, ``ahead`` its totals if it is counted
-        ahead. A collective once in a run in float16. Raises RuntimeError if several are open and none is toggled, or if
-        two windows would hold the same parameter.
+        ``expected`` are about as many label tokens as the window will have, ``ahead`` its totals if it is
+        counted ahead. A collective once in a run in float16. Raises RuntimeError if several are open and
+        none is toggled, or if two windows would hold the same parameter.
         """
         key = self.toggled
         window = self.unfinished.get(key)
@@ -179,8 +192,9 @@ class GradientWindows:
             if len(self.unfinished) > 1:
                 raise RuntimeError(
                     f"{len(self.unfinished)} accumulation windows are open"
-                    f" ({', '.join(type(key).__name__ for key in self.unfinished)}), and this backward belongs to none"
-                    " of them: run it inside `with optimizer.toggle_model():` of the optimizer whose window it ends."
+                    f" ({', '.join(type(key).__name__ for key in self.unfinished)}), and this backward"
+                    " belongs to none of them: run it inside `with optimizer.toggle_model():` of the"
+                    " optimizer whose window it ends."
                 )
             window = next(iter(self.unfinished.values()))
             window.optimizers = self.optimizers
@@ -203,9 +217,10 @@ class GradientWindows:
         for other in self.unfinished.values():
             if shared := window.owned & other.owned:
                 raise RuntimeError(
-                    f"{len(shared)} parameters of {type(window.key).__name__} belong to the open accumulation"
-                    f" window of {', '.join(type(o).__name__ for o in other.optimizers)}. End that window first, by a"
-                    " backward outside of toggle_model(sync_grad=False), or zero its gradients."
+                    f"{len(shared)} parameters of {type(window.key).__name__} belong to the open"
+                    f" accumulation window of {', '.join(type(o).__name__ for o in other.optimizers)}. End"
+                    " that window first, by a backward outside of toggle_model(sync_grad=False), or zero its"
+                    " gradients."
                 )
 
     def weigh(self, window: Window, token_losses: Tensor, aux_loss: Tensor | None) -> Tensor:
@@ -216,7 +231,9 @@ class GradientWindows:
         ahead = window.ahead
         objective = token_losses
         if ahead is not None:
-            denominator = ahead.num_label_tokens if self.weighting.per_token_loss else ahead.num_micro_batches
+            denominator = (
+                ahead.num_label_tokens if self.weighting.per_token_loss else ahead.num_micro_batches
+            )
             objective = token_losses * (self.divisor / denominator if denominator else 0.0)
             if aux_loss is not None:
                 objective = objective + aux_loss * (self.divisor / ahead.num_micro_batches)
@@ -235,8 +252,9 @@ class GradientWindows:
     def set_aside(self, window: Window) -> set[nn.Parameter]:
         """Take away what ``.grad`` holds, and put the gradients of all open windows there: a backward comes next.
 
-        A reduction for one window also reduces what another has accumulated, which is harmless since reductions are
-        linear. Returns the parameters that open windows have trained and that are frozen by now.
+        A reduction for one window also reduces what another has accumulated, which is harmless since
+        reductions are linear. Returns the parameters that open windows have trained and that are frozen by
+        now.
         """
         self.in_backward = True
         self._older = {}
@@ -244,20 +262,25 @@ class GradientWindows:
             if parameter.requires_grad:
                 window.trained.add(parameter)
             if parameter.grad is not None:
-                self._older[parameter] = parameter.grad.clone() if self._sync.reuses_gradients else parameter.grad
+                self._older[parameter] = (
+                    parameter.grad.clone() if self._sync.reuses_gradients else parameter.grad
+                )
                 parameter.grad = None
         for parameter, part in self._pending.items():
             parameter.grad = part
         self._pending = {}
-        trained = {parameter for open_window in self.unfinished.values() for parameter in open_window.trained}
+        trained = {
+            parameter for open_window in self.unfinished.values() for parameter in open_window.trained
+        }
         return {parameter for parameter in trained if not parameter.requires_grad}
 
     def sum_over_ranks(self, window: Window, uses: Uses) -> Tensor:
         """[3] the window's sums over all ranks; drops the gradients of parameters that no rank has used in it.
 
-        One all-reduce of three numbers, two for the order of units, and one for each sharded parameter. A rank that has
-        not used some parameter must know on the host whether another rank has: where this occurs in a run's first
-        window, later ones sum these numbers on the host, which no device keeps waiting. Else that rank reads them.
+        One all-reduce of three numbers, two for the order of units, and one for each sharded parameter. A
+        rank that has not used some parameter must know on the host whether another rank has: where this
+        occurs in a run's first window, later ones sum these numbers on the host, which no device keeps
+        waiting. Else that rank reads them.
         """
         own = [uses.order, uses.order**2, *uses.by_parameter.values()]
         reads = not all(uses.by_parameter.values()) or self._device.type == "cpu"
@@ -293,7 +316,8 @@ class GradientWindows:
         order, square, *users = sums
         if order * order != square * num_ranks:
             raise RuntimeError(
-                f"Ranks have used different FSDP units in the forwards of one accumulation window, {DIFFERENT_UNITS}"
+                "Ranks have used different FSDP units in the forwards of one accumulation window,"
+                f" {DIFFERENT_UNITS}"
             )
         for parameter, num_users in zip(uses.by_parameter, users, strict=True):
             if num_users == 0:
@@ -309,10 +333,11 @@ class GradientWindows:
             return totals[self._denominator_index]
         if window.num_micro_batches != ahead.own_micro_batches:
             raise RuntimeError(
-                f"A window was counted ahead as {ahead.own_micro_batches} micro-batches of this rank, and ends"
-                f" after {window.num_micro_batches} backward(s), so that its gradients are divided by another number of"
-                " label tokens than they hold. With count_window_ahead=True, training_step must return a loss for each"
-                " batch, and neither accumulate_grad_batches nor gradients may change in mid-window."
+                f"A window was counted ahead as {ahead.own_micro_batches} micro-batches of this rank, and"
+                f" ends after {window.num_micro_batches} backward(s), so that its gradients are divided by"
+                " another number of label tokens than they hold. With count_window_ahead=True, training_step"
+                " must return a loss for each batch, and neither accumulate_grad_batches nor gradients may"
+                " change in mid-window."
             )
         return None
 
@@ -351,7 +376,8 @@ class GradientWindows:
 
     def close(self, window: Window, totals: Tensor) -> StepReport:
         """End a window with these [3] ``totals`` over all ranks. Returns the report on the next step, so far."""
-        if self.unfinished.get(window.key) is window:  # a hook may have zeroed its gradients within the backward
+        # A hook may have zeroed its gradients within the backward.
+        if self.unfinished.get(window.key) is window:
             del self.unfinished[window.key]
         if window.scale is not None:
             self.scaling.window_ended(window.optimizers, totals[self._denominator_index])

@@ -18,7 +18,9 @@ from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.multiprocessing import (
+    _MultiProcessingLauncher as MultiProcessingLauncher,
+)
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
@@ -41,7 +43,10 @@ def failing_hook(exception: BaseException) -> str | None:
     name, traceback = None, exception.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
-        if frame.f_globals.get("__name__") == "lightning.pytorch.trainer.call" and "hook_name" in frame.f_locals:
+        if (
+            frame.f_globals.get("__name__") == "lightning.pytorch.trainer.call"
+            and "hook_name" in frame.f_locals
+        ):
             name = str(frame.f_locals["hook_name"])
         traceback = traceback.tb_next
     return name
@@ -73,8 +78,8 @@ def current_hook(module: LightningModule) -> str | None:
 def patch_signals(trainer: Trainer, ask_to_requeue: Callable[[], None], patches: PatchStack) -> None:
     """Stop ``trainer`` from broadcasting SIGTERM in each micro-batch, and from communicating in a signal handler.
 
-    On SLURM's signal to requeue Lightning saves at once, which is a collective under FSDP2. No two ranks receive a
-    signal at the same point of a step: ``ask_to_requeue`` is called instead.
+    On SLURM's signal to requeue Lightning saves at once, which is a collective under FSDP2. No two ranks
+    receive a signal at the same point of a step: ``ask_to_requeue`` is called instead.
     """
     patches.set(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda *_: None)
     patches.set(trainer._signal_connector, "_sigterm_notifier_fn", lambda *_: None)
@@ -116,8 +121,9 @@ def save_and_requeue(trainer: Trainer) -> None:
 def keep_signal_handlers(trainer: Trainer) -> None:
     """Stop ``trainer`` from restoring signal handlers that it has not replaced, and that of SIGTERM.
 
-    The supervisor removes its own handler of SIGTERM. Of those that ``faulthandler`` has set Python knows nothing, so
-    that Lightning would restore the default action: the next crash of the process would leave no stack.
+    The supervisor removes its own handler of SIGTERM. Of those that ``faulthandler`` has set Python knows
+    nothing, so that Lightning would restore the default action: the next crash of the process would leave no
+    stack.
     """
     found = trainer._signal_connector._original_handlers
     for signum, handler in list(found.items()):
@@ -126,18 +132,23 @@ def keep_signal_handlers(trainer: Trainer) -> None:
 
 
 def patch_model_checkpoints(
-    patches: PatchStack, trainer: Trainer, link: Callable[[str, str], None], is_pending: Callable[[str], bool]
+    patches: PatchStack,
+    trainer: Trainer,
+    link: Callable[[str, str], None],
+    is_pending: Callable[[str], bool],
 ) -> None:
     """Make each ``ModelCheckpoint`` see checkpoints that are still being written, and replace links without a gap.
 
-    Lightning 2.6.6 looks for existing files, so that no two callbacks choose the same name, and removes the old link or
-    directory before it makes the new one.
+    Lightning 2.6.6 looks for existing files, so that no two callbacks choose the same name, and removes the
+    old link or directory before it makes the new one.
     """
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
             patches.set(callback, "_link_checkpoint", lambda _, path, name: link(path, name))
             exists = callback.file_exists
-            patches.set(callback, "file_exists", lambda path, of, exists=exists: is_pending(path) or exists(path, of))
+            patches.set(
+                callback, "file_exists", lambda path, of, exists=exists: is_pending(path) or exists(path, of)
+            )
 
 
 def tell_sigterm(trainer: Trainer) -> None:
@@ -177,7 +188,8 @@ def patch_validation_clock(trainer: Trainer, agree: Callable[[bool], bool], patc
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     is_due = epoch_loop._should_check_val_fx
-    if getattr(trainer, "_val_check_time_interval", None) is not None:  # Trainer(val_check_interval=timedelta(...))
+    # Trainer(val_check_interval=timedelta(...)).
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
         patches.set(epoch_loop, "_should_check_val_fx", lambda *args: agree(is_due(*args)))
 
 
@@ -214,11 +226,19 @@ def probe(trainer: Trainer) -> None:
     check = partial(release_probe.check, "lightning")
     fit_loop: Any = trainer.fit_loop
     check(trainer, "_signal_connector")
-    check(trainer._signal_connector, "_original_handlers", "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn")
+    check(
+        trainer._signal_connector, "_original_handlers", "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
+    )
     check(trainer._signal_connector, "received_sigterm", writable=True)
     check(fit_loop, "_data_fetcher")
     check(fit_loop, "_restarting", writable=True)
-    check(fit_loop.epoch_loop, "_batches_that_stepped", "_broadcast_sigterm_tensor", "_results", "_should_check_val_fx")
+    check(
+        fit_loop.epoch_loop,
+        "_batches_that_stepped",
+        "_broadcast_sigterm_tensor",
+        "_results",
+        "_should_check_val_fx",
+    )
     check(fit_loop.epoch_loop.val_loop, "_combined_loader", "_data_fetcher", "_results")
     check(fit_loop.epoch_loop.val_loop, "_has_run", writable=True)
     check(LightningModule, "_current_fx_name")
@@ -230,7 +250,9 @@ def probe(trainer: Trainer) -> None:
             check(callback, "_link_checkpoint", "file_exists")
 
 
-def told_weights_only(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
+def told_weights_only(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool | None:
     """What the user gave ``fit`` as ``weights_only``: Lightning drops it if a strategy loads after its set-up."""
     return inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
 

@@ -9,15 +9,27 @@ from typing import Any
 class Left(Enum):
     """What a run replaces and does not restore, with the reason. The engines' modules stay sharded after a run."""
 
-    STEPS = "forward and steps of an FSDP2 root, and its hooks: they gather its parameters, which stay sharded"
-    NAMES = "__name__ of the class that FSDP2 makes for a root: messages after a run name the user's class too"
-    CASTS = "forward of what a LightningModule calls: it casts inputs and outputs, as the units go on to compute"
+    STEPS = (
+        "forward and steps of an FSDP2 root, and its hooks: they gather its parameters, which stay sharded"
+    )
+    NAMES = (
+        "__name__ of the class that FSDP2 makes for a root: messages after a run name the user's class too"
+    )
+    CASTS = (
+        "forward of what a LightningModule calls: it casts inputs and outputs, as the units go on to compute"
+    )
     LOADING = "load_state_dict hooks of sharded modules: they take this rank's part of a whole tensor"
     PICKLING = "__reduce_ex__ of FSDP2's classes: pickle cannot find these classes, and this says what to do instead"
-    DEVICE_MESH = "LightningModule.device_mesh: what is sharded stays on this mesh, as under ModelParallelStrategy"
+    DEVICE_MESH = (
+        "LightningModule.device_mesh: what is sharded stays on this mesh, as under ModelParallelStrategy"
+    )
     CHECKPOINTED = "forward of a recomputed block, which was wrapped again since: it now passes calls on"
-    ATTENTION = "'context_parallel' in transformers' AttentionInterface: a copy of the model may still name it"
-    LOAD_FROM_CHECKPOINT = "lightning.pytorch.core.saving.pl_load: it reads directories of shards too, without any run"
+    ATTENTION = (
+        "'context_parallel' in transformers' AttentionInterface: a copy of the model may still name it"
+    )
+    LOAD_FROM_CHECKPOINT = (
+        "lightning.pytorch.core.saving.pl_load: it reads directories of shards too, without any run"
+    )
     FAULTHANDLER = "faulthandler: a crash after the run shows its stack too"
 
 
@@ -37,21 +49,22 @@ def what_is_left() -> list[str]:
 class PatchStack(ExitStack):
     """Replaces attributes of instances, modules or classes, and restores them, last first; also other undoing.
 
-    Lightning and torch lack hooks for some of what the strategy must do. It then patches the instance in use, or a
-    class or module where it must see what user code does to any tensor. Everything is restored when the run is closed,
-    but for what ``Left`` lists.
+    Lightning and torch lack hooks for some of what the strategy must do. It then patches the instance in
+    use, or a class or module where it must see what user code does to any tensor. Everything is restored
+    when the run is closed, but for what ``Left`` lists.
     """
 
     def set(self, target: Any, name: str, value: Any, is_new: bool = False) -> None:
         """Set ``target.name``, and remember the value that the target itself had, if any.
 
         Raises:
-            AttributeError: If there is no such attribute, so that nobody would call ``value``, unless it ``is_new``.
+            AttributeError: If there is no such attribute, so that nobody would call ``value``, unless it
+                ``is_new``.
         """
         if not is_new and not hasattr(target, name):
             raise AttributeError(
-                f"{type(target).__name__} has no attribute {name!r} for lightning_automodel to replace: this release of"
-                f" {type(target).__module__.partition('.')[0]} is not supported."
+                f"{type(target).__name__} has no attribute {name!r} for lightning_automodel to replace: this"
+                f" release of {type(target).__module__.partition('.')[0]} is not supported."
             )
         own = vars(target)
         if name in own:

@@ -1,7 +1,7 @@
 """Checks, before any training, that torch and Lightning have the private names that the package uses.
 
-A write to an attribute that a release no longer reads would silently give wrong results. So a property without a setter
-counts as missing if the package writes it.
+A write to an attribute that a release no longer reads would silently give wrong results. So a property
+without a setter counts as missing if the package writes it.
 """
 
 import importlib.metadata
@@ -21,8 +21,9 @@ class UnsupportedReleaseError(ImportError):
 
     def __init__(self, library: str, name: str) -> None:
         super().__init__(
-            f"lightning_automodel needs {name}, which {library} {importlib.metadata.version(library)} does not have."
-            f" Install {library} {TESTED_RELEASES[library]}, which were tested, or a newer lightning_automodel."
+            f"lightning_automodel needs {name}, which {library} {importlib.metadata.version(library)} does"
+            f" not have. Install {library} {TESTED_RELEASES[library]}, which were tested, or a newer"
+            " lightning_automodel."
         )
 
 
@@ -47,7 +48,8 @@ def check(library: str, owner: Any, *names: str, writable: bool = False) -> None
 
     Args:
         library: "torch" or "lightning".
-        owner: A module, an object or a class. For a class, names that it annotates or ``__init__`` assigns count too.
+        owner: A module, an object or a class. For a class, names that it annotates or ``__init__`` assigns
+            count too.
         *names: Names of attributes.
         writable: Whether the package assigns to them.
 
@@ -57,7 +59,9 @@ def check(library: str, owner: Any, *names: str, writable: bool = False) -> None
     for name in names:
         found = inspect.getattr_static(owner, name, _MISSING)
         if found is _MISSING and isinstance(owner, type):
-            declared = (name in _assigned(base) or name in inspect.get_annotations(base) for base in owner.__mro__)
+            declared = (
+                name in _assigned(base) or name in inspect.get_annotations(base) for base in owner.__mro__
+            )
             found = None if any(declared) else _MISSING
         if found is _MISSING or (writable and isinstance(found, property) and found.fset is None):
             described = getattr(owner, "__name__", type(owner).__name__)

@@ -59,11 +59,12 @@ def not_compiled(function: F) -> F:
 def forget_meshes() -> None:
     """Clear DTensor's caches of sharding decisions, which keep every mesh alive that was ever used.
 
-    A mesh holds its groups, and a group that is held keeps its threads and connections, destroyed or not. A later mesh
-    over a new default group may equal an old one, and would get the old groups from the caches.
+    A mesh holds its groups, and a group that is held keeps its threads and connections, destroyed or not. A
+    later mesh over a new default group may equal an old one, and would get the old groups from the caches.
     """
     of_modules = _caches(_module_and_class_attributes("torch.distributed"))
-    # Before the first computation with a DTensor, these are empty: there is no mesh to search the whole process for.
+    # Before the first computation with a DTensor, these are empty: there is no mesh to search the whole
+    # process for.
     if any(cache.cache_info().currsize for cache in of_modules):
         # The garbage collector lists caches that instances hold, but none from before a gc.freeze().
         for cache in (*of_modules, *_caches(gc.get_objects())):
@@ -75,7 +76,9 @@ def forget_meshes() -> None:
 def _caches(objects: Iterable[Any]) -> list[Any]:
     cache_type = type(functools.lru_cache(_caches))
     # Not isinstance: it reads __class__ of proxies, some of which then warn that they are deprecated.
-    return [o for o in objects if type(o) is cache_type and str(o.__module__).startswith("torch.distributed")]
+    return [
+        o for o in objects if type(o) is cache_type and str(o.__module__).startswith("torch.distributed")
+    ]
 
 
 def _module_and_class_attributes(package: str) -> Iterator[Any]:
@@ -112,8 +115,9 @@ def fsdp_param_groups(model: nn.Module) -> Iterator[FSDPParamGroup]:
 def sharded_over(mesh: DeviceMesh) -> Any:
     """What ``shard_placement_fn`` of ``fully_shard`` returns for parameters sharded over ``mesh``.
 
-    ``mesh`` is 1-D, or 2-D (replicate, shard). All these parameters of a unit must get the same object: FSDP2
-    groups them by it. Raises UnsupportedReleaseError where FSDP2 has one mesh for all parameters of a unit.
+    ``mesh`` is 1-D, or 2-D (replicate, shard). All these parameters of a unit must get the same object:
+    FSDP2 groups them by it. Raises UnsupportedReleaseError where FSDP2 has one mesh for all parameters of a
+    unit.
     """
     # The class is named in the documentation of `fully_shard`, but not exported. Nor is what it takes: FSDP2
     # itself makes that of a module that nobody uses.
@@ -136,7 +140,8 @@ def initialise_fsdp_root(root: FSDPModule) -> None:
     state = root._get_fsdp_state()
     state._lazy_init()
     for group in state._fsdp_param_groups[:1]:
-        release_probe.check("torch", group.comm_ctx, "post_forward_order")  # what the lazy initialisation makes
+        # What the lazy initialisation makes.
+        release_probe.check("torch", group.comm_ctx, "post_forward_order")
 
 
 def detach_forward_hooks(root: FSDPModule) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -171,7 +176,8 @@ def keeping_nothing(units: Iterable[FSDPModule]) -> Iterator[None]:
     kept = []
     for unit in units:
         if any(
-            group.post_forward_mesh_info is None or not group.reshard_after_backward for group in param_groups(unit)
+            group.post_forward_mesh_info is None or not group.reshard_after_backward
+            for group in param_groups(unit)
         ):
             kept.append(unit)
     with flags_restored(kept, RESHARDING):
@@ -204,7 +210,9 @@ def show_trainable(unit: FSDPModule) -> None:
 
 def gathering(units: Iterable[FSDPModule]) -> list[FSDPModule]:
     """Those of ``units`` of which an all-gather was started, and not waited for yet."""
-    return [unit for unit in units if any(group._all_gather_result is not None for group in param_groups(unit))]
+    return [
+        unit for unit in units if any(group._all_gather_result is not None for group in param_groups(unit))
+    ]
 
 
 def forget_background_gather(unit: FSDPModule) -> None:
@@ -242,12 +250,12 @@ def watch_gathers(
 ) -> None:
     """Call back around each all-gather of a ``group`` of ``unit``, for which FSDP2 has no hooks.
 
-    ``starting`` before it starts. ``finished`` once parameters are unsharded: False repeats it, which is a collective.
-    ``freeing`` before unsharded parameters are freed, or hidden behind the sharded ones, with whether the unit's root
-    runs at the moment.
+    ``starting`` before it starts. ``finished`` once parameters are unsharded: False repeats it, which is a
+    collective. ``freeing`` before unsharded parameters are freed, or hidden behind the sharded ones, with
+    whether the unit's root runs at the moment.
 
-    While the unit's root runs, state dicts have what modules show, unless ``is_saving``: FSDP2 would reshard what the
-    step still needs.
+    While the unit's root runs, state dicts have what modules show, unless ``is_saving``: FSDP2 would reshard
+    what the step still needs.
     """
     state = unit._get_fsdp_state()
     unshard, wait, reshard = group.unshard, group.wait_for_unshard, group.reshard
@@ -294,7 +302,9 @@ def watch_gathers(
     patches.set(group, "_to_sharded", watched_to_sharded)
     patches.set(group.fsdp_params[0], "to_sharded_post_forward", watched_to_smaller_mesh)
     for param in group.fsdp_params:
-        patches.set(param, "reset_sharded_param", partial(_reset_if_sharded, group, param.reset_sharded_param))
+        patches.set(
+            param, "reset_sharded_param", partial(_reset_if_sharded, group, param.reset_sharded_param)
+        )
 
 
 def _reset_if_sharded(group: FSDPParamGroup, reset: Callable[[], None]) -> None:
@@ -351,8 +361,8 @@ def _unreduced_gradient(param: FSDPParam) -> Tensor | None:
 def reduce_deferred_gradients(root: FSDPModule, groups: Iterable[FSDPParamGroup]) -> None:
     """Reduce the deferred gradients of ``groups``, if any, by their current flags, outside of any backward.
 
-    These are the groups at or below ``root``. A collective if there are any such gradients: the last backward, in which
-    FSDP2 reduces, did not pass through ``root``.
+    These are the groups at or below ``root``. A collective if there are any such gradients: the last
+    backward, in which FSDP2 reduces, did not pass through ``root``.
     """
     module: Any = root
     pending = []
@@ -366,7 +376,8 @@ def reduce_deferred_gradients(root: FSDPModule, groups: Iterable[FSDPParamGroup]
         module._get_fsdp_state()._root_post_backward_final_callback()
         return
     for group in pending:
-        # What finalize_backward refuses, and what it leaves out: gradients that came after the group's own reduction.
+        # What finalize_backward refuses, and what it leaves out: gradients that came after the group's own
+        # reduction.
         group.post_backward()
     module.set_manual_backward_finalization(True)
     try:
@@ -388,8 +399,8 @@ def was_unsharded(group: FSDPParamGroup) -> bool:
 def differentiate_by_both(other_of: Callable[[Any], Tensor | None], patches: PatchStack) -> None:
     """Let backwards that name their inputs also differentiate by ``other_of(input)``, where that is not None.
 
-    ``torch.autograd.grad`` returns the gradient of the one that the graph has. User code may have imported it before,
-    so that what it calls is replaced.
+    ``torch.autograd.grad`` returns the gradient of the one that the graph has. User code may have imported
+    it before, so that what it calls is replaced.
     """
     run_backward = torch.autograd._engine_run_backward
 
@@ -403,7 +414,9 @@ def differentiate_by_both(other_of: Callable[[Any], Tensor | None], patches: Pat
         allow_unreachable: bool,
         accumulate_grad: bool,
     ) -> Any:
-        run = partial(run_backward, tensors, grad_tensors, retain_graph, create_graph, accumulate_grad=accumulate_grad)
+        run = partial(
+            run_backward, tensors, grad_tensors, retain_graph, create_graph, accumulate_grad=accumulate_grad
+        )
         others = {index: other for index, each in enumerate(inputs) if (other := other_of(each)) is not None}
         if not others:
             return run(inputs, allow_unreachable)
@@ -415,7 +428,9 @@ def differentiate_by_both(other_of: Callable[[Any], Tensor | None], patches: Pat
             if chosen[index] is None:
                 chosen[index] = gradient
         if not allow_unreachable and any(each is None for each in chosen):
-            raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph.")
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph."
+            )
         return tuple(chosen)
 
     patches.set(torch.autograd, BACKWARD, run_with_others)
@@ -440,15 +455,18 @@ def reduction_dtypes(model: nn.Module) -> set[torch.dtype]:
 
 def has_two_gradient_dtypes(group: FSDPParamGroup) -> bool:
     """Whether gradients of the group are computed in another dtype than they are accumulated in."""
-    dtypes = [(param.param_dtype or param.orig_dtype, unsharded_gradient_dtype(param)) for param in group.fsdp_params]
+    dtypes = [
+        (param.param_dtype or param.orig_dtype, unsharded_gradient_dtype(param))
+        for param in group.fsdp_params
+    ]
     return any(computed is not accumulated for computed, accumulated in dtypes)
 
 
 def accumulate_in_one_dtype(group: FSDPParamGroup) -> None:
     """Give zero gradients to parameters that no micro-batch has used so far, beside others with accumulated ones.
 
-    Before torch 2.15, FSDP2 reduces only gradients of one dtype. That of a parameter that is first used in the last
-    micro-batch would be in the compute dtype, while the others' are in the reduction dtype.
+    Before torch 2.15, FSDP2 reduces only gradients of one dtype. That of a parameter that is first used in
+    the last micro-batch would be in the compute dtype, while the others' are in the reduction dtype.
     """
     trainable = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
     if not ACCUMULATES_IN_LEAF and any(param.unsharded_accumulated_grad is not None for param in trainable):
@@ -500,7 +518,9 @@ def loads_by_itself(module: nn.Module) -> bool:
     loader = next(cls for cls in type(module).__mro__ if _LOAD in vars(cls))
     hooks = load_state_dict_hooks(module)
     known = ("torch", __name__.partition(".")[0])
-    return loader.__module__.partition(".")[0] != "torch" or not all(defined_in(hook, *known) for hook in hooks)
+    return loader.__module__.partition(".")[0] != "torch" or not all(
+        defined_in(hook, *known) for hook in hooks
+    )
 
 
 def defined_in(hook: Any, *packages: str) -> bool:
@@ -621,7 +641,9 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
     tensors = list(tensors)
     try:
         return [tensor._version for tensor in tensors]
-    except RuntimeError:  # those of inference mode have none, and asking each first takes longer than all the rest
+    except (
+        RuntimeError
+    ):  # those of inference mode have none, and asking each first takes longer than all the rest
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
@@ -633,9 +655,10 @@ def patch_unscaling(
 ) -> None:
     """Make ``scaler.unscale_`` work on shards, and only look for overflow if gradients are already unscaled.
 
-    DTensor's own check for overflow takes neither plain tensors beside DTensors nor a rank without gradients.
-    ``is_checked``, updated here, has the optimizers whose gradients are unscaled, with whether overflow was looked for
-    since. ``agree`` combines what ranks with sharded gradients have found, by device: a collective.
+    DTensor's own check for overflow takes neither plain tensors beside DTensors nor a rank without
+    gradients. ``is_checked``, updated here, has the optimizers whose gradients are unscaled, with whether
+    overflow was looked for since. ``agree`` combines what ranks with sharded gradients have found, by
+    device: a collective.
     """
 
     def unscale_gradients(
@@ -643,8 +666,12 @@ def patch_unscaling(
     ) -> dict[torch.device, Tensor]:
         gradients = optimizer
         if agree is not None:
-            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            gradients = SimpleNamespace(param_groups=[{"params": [_with_local_gradient(p) for p in parameters]}])  # type: ignore[assignment]
+            parameters = [
+                p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+            ]
+            gradients = SimpleNamespace(
+                param_groups=[{"params": [_with_local_gradient(p) for p in parameters]}]
+            )  # type: ignore[assignment]
         divide_by = torch.ones_like(inv_scale) if optimizer in is_checked else inv_scale
         found = type(scaler)._unscale_grads_(scaler, gradients, divide_by, found_inf, allow_fp16)
         return found if agree is None else agree(found)
@@ -692,13 +719,16 @@ def shared_groups(groups: dict[tuple[int, ...], Any]) -> Iterator[None]:
     """Context in which meshes use ``groups``, by their ranks, before they make others, which are added.
 
     Meshes make a group for each dimension, also where another dimension has the same ranks, which costs a
-    communicator, and where a rank is alone. Every rank must hold entries for the same ranks, and build the same meshes.
+    communicator, and where a rank is alone. Every rank must hold entries for the same ranks, and build the
+    same meshes.
     """
 
     def new_group(ranks: list[int], **kwargs: Any) -> Any:
         key = tuple(ranks)
         if key not in groups:
-            groups[key] = _group_of_one(key[0], **kwargs) if len(key) == 1 else dist.new_group(ranks, **kwargs)
+            groups[key] = (
+                _group_of_one(key[0], **kwargs) if len(key) == 1 else dist.new_group(ranks, **kwargs)
+            )
         return groups[key]
 
     def split_group(split_ranks: list[list[int]], **kwargs: Any) -> Any:
@@ -742,8 +772,8 @@ def unbound() -> Iterator[None]:
 def accelerator_backends() -> dict[str, Any]:
     """Backends of accelerators in all groups of this process, by a name that each rank of the group has for it.
 
-    Nothing public lists the groups, or returns the backend of a device. Those of gloo are left out: its collectives
-    block and raise, whatever the device.
+    Nothing public lists the groups, or returns the backend of a device. Those of gloo are left out: its
+    collectives block and raise, whatever the device.
     """
     found = {}
     for group in list(dist.distributed_c10d._world.pg_names) if dist.is_initialized() else []:
@@ -769,8 +799,8 @@ def num_queued(backend: Any) -> int:
 def abort_backends(backends: Iterable[Any]) -> None:
     """Free this rank's device and host from collectives that others will not join. May wait for the group's timeout.
 
-    As in torch's own function for all groups, which would also drop those of the host, NCCL's are aborted as one: each
-    by itself, they could wait for each other.
+    As in torch's own function for all groups, which would also drop those of the host, NCCL's are aborted as
+    one: each by itself, they could wait for each other.
     """
     backends = list(backends)
     first = next((each for each in backends if hasattr(each, "_group_start")), None)
@@ -828,7 +858,8 @@ def _probe_fsdp2(state: Any) -> None:
             check(param, "mp_policy", "free_unsharded_param")
             check(param, "fsdp_placement", "padded_sharded_param_size")
             check(param, "reset_sharded_param", "to_sharded_post_forward", writable=True)
-            check(type(param), "orig_dtype", "param_dtype", "reduce_dtype")  # assigned by the lazy initialisation
+            # Assigned by the lazy initialisation.
+            check(type(param), "orig_dtype", "param_dtype", "reduce_dtype")
             if ACCUMULATES_IN_LEAF:
                 check(param, "unsharded_grad_dtype")
             else:
@@ -851,7 +882,14 @@ def _probe() -> None:
     check(GradScaler, "_per_optimizer_states", "_unscale_grads_")
     check(DistributedDataParallel, "_check_reducer_finalized")
     check(nn.Module, "_compiled_call_impl")
-    check(nn.Module(), "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_load_state_dict_pre_hooks", _LOAD)
+    check(
+        nn.Module(),
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_forward_hooks",
+        "_load_state_dict_pre_hooks",
+        _LOAD,
+    )
     check(nn.MultiheadAttention, RESET_PARAMETERS)
     check(torch.autograd.graph, BACKWARD)
     check(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_is_view")

@@ -37,7 +37,9 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
     doing. Here the supervisor asks how processes ended, and every rank leaves with the cause.
     """
 
-    def __init__(self, strategy: ParallelStrategy, supervisor: Supervisor, num_processes: int, num_nodes: int) -> None:
+    def __init__(
+        self, strategy: ParallelStrategy, supervisor: Supervisor, num_processes: int, num_nodes: int
+    ) -> None:
         assert strategy.cluster_environment is not None
         super().__init__(strategy.cluster_environment, num_processes, num_nodes)
         self._strategy = strategy
@@ -47,7 +49,9 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
     @override
     def is_interactive_compatible(self) -> bool:
         """Whether no further process is needed, or something else has started them."""
-        return self.num_processes * self.num_nodes == 1 or self.cluster_environment.creates_processes_externally
+        return (
+            self.num_processes * self.num_nodes == 1 or self.cluster_environment.creates_processes_externally
+        )
 
     @override
     def launch(
@@ -145,7 +149,8 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         try:
             self._supervisor.run(run_and_collect, *args, **kwargs)
         except BaseException as exception:
-            # At once: this process may not live to the end of `on_exception` hooks, or of leaving its groups.
+            # At once: this process may not live to the end of `on_exception` hooks, or of leaving its
+            # groups.
             write_failure(folder, exception, trainer)
             raise
 
@@ -177,7 +182,9 @@ class WorkerLauncher(lightning_internals.MultiProcessingLauncher):
         )
 
 
-def _run_worker(local_rank: int, folder: Path, variables: Mapping[str, str], run: tuple[Any, ...] | None) -> None:
+def _run_worker(
+    local_rank: int, folder: Path, variables: Mapping[str, str], run: tuple[Any, ...] | None
+) -> None:
     """Run the Trainer's function as a rank. On Linux, torch interrupts it if the launching process ends."""
     launcher, trainer, function, global_state = run or torch.load(folder / _RUN, weights_only=False)
     launcher.folder = folder
@@ -185,7 +192,8 @@ def _run_worker(local_rank: int, folder: Path, variables: Mapping[str, str], run
     # The signal handler that a fork inherits is that of the launching process.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if global_state is None:
-        # OpenMP's threads do not survive a fork: this process would wait forever for those that its parent used.
+        # OpenMP's threads do not survive a fork: this process would wait forever for those that its parent
+        # used.
         torch.set_num_threads(1)
     else:
         deterministic, torch.backends.cudnn.benchmark, random_states = global_state
@@ -193,7 +201,9 @@ def _run_worker(local_rank: int, folder: Path, variables: Mapping[str, str], run
         rng.set_global_states(random_states, torch.device("cpu"))
         share_cores(trainer.strategy.num_processes)
     # Calls the launcher, which runs the function and reports, and then `on_exception` hooks.
-    lightning_internals.call_and_handle_interrupt(trainer, function.func, *function.args, **function.keywords)
+    lightning_internals.call_and_handle_interrupt(
+        trainer, function.func, *function.args, **function.keywords
+    )
 
 
 def _backend(strategy: ParallelStrategy) -> str:

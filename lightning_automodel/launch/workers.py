@@ -42,7 +42,8 @@ def _why_aborted(backend: str) -> str:
         return "as gloo does where ranks call different collectives."
     name = backend.rpartition(":")[2].upper()
     return (
-        f"as the watchdog of {name} does after an error in a kernel (its log then has the device's error), or where a"
+        f"as the watchdog of {name} does after an error in a kernel (its log then has the device's error),"
+        " or where a"
         ' collective has waited for the strategy\'s timeout ("Watchdog caught collective operation timeout"), since a'
         " rank did not come to it."
     )
@@ -80,7 +81,8 @@ def wait_for_workers(context: ProcessContext, folder: Path, first_rank: int, bac
     they then get SIGTERM, and another minute. SIGTERM to this process is passed on to them. They also get it
     if this process leaves earlier.
 
-    RankFailedError, chained to the traceback of the rank that failed; SIGTERMException if SIGTERM stopped all.
+    RankFailedError, chained to the traceback of the rank that failed; SIGTERMException if SIGTERM stopped
+    all.
     """
     processes = context.processes
     is_asked_to_stop = False

@@ -42,11 +42,16 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     if parsed.precision == "bf16-mixed":
-        left_out["DDP"] = "its autocast does not reach the meta device: pass --precision bf16-true or 32-true"
+        left_out["DDP"] = (
+            "its autocast does not reach the meta device: pass --precision bf16-true or 32-true"
+        )
     print(f"# assumed ({parsed.device}); to change it, save these lines and pass --assume FILE.toml")
     print(*(f"{name} = {str(value).lower()}" for name, value in asdict(assumed).items()), "", sep="\n")
     fitting = [plan for plan in plans if plan.high_water <= assumed.memory]
-    print(f"{len(fitting)} of {len(plans)} layouts of {parsed.world_size} ranks fit; GiB and seconds of one step")
+    print(
+        f"{len(fitting)} of {len(plans)} layouts of {parsed.world_size} ranks fit; GiB and seconds of one"
+        " step"
+    )
     print(*_table((fitting or plans)[: parsed.top]), "", sep="\n")
     print(*(f"left out: {name}: {reason}\n" for name, reason in left_out.items()), sep="")
     if fitting:
@@ -62,7 +67,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m lightning_automodel.plan", description=__doc__)
     add = parser.add_argument
-    add("build", metavar="module:function", help="returns (LightningModule, batch of one micro-batch); or config.yaml")
+    add(
+        "build",
+        metavar="module:function",
+        help="returns (LightningModule, batch of one micro-batch); or config.yaml",
+    )
     add("--world-size", type=int, required=True, help="ranks of the run")
     add("--ranks-per-node", type=int, default=8, help="devices of a node (%(default)s)")
     add("--micro-batches", type=int, help="of one optimizer step, all ranks together (the world size)")
@@ -84,7 +93,8 @@ def _import(target: str) -> Build:
         build: Build = pkgutil.resolve_name(target)
     except Exception as error:  # the user's modules can raise anything
         raise CannotPlanError(
-            f"{target} cannot be imported ({type(error).__name__}: {error}): run it where `import` finds its modules."
+            f"{target} cannot be imported ({type(error).__name__}: {error}): run it where `import` finds its"
+            " modules."
         ) from error
     return build
 
@@ -108,7 +118,9 @@ def _configured(path: str) -> Build:
     return lambda: (parser.instantiate_classes(chosen).model, batch)
 
 
-def _plans(parsed: argparse.Namespace, build: Build, assumed: Assumptions) -> tuple[list[Plan], dict[str, str]]:
+def _plans(
+    parsed: argparse.Namespace, build: Build, assumed: Assumptions
+) -> tuple[list[Plan], dict[str, str]]:
     """Plans of all layouts, the fastest first, and reasons for leaving out the others."""
     plans: list[Plan] = []
     left_out: dict[str, str] = {}

@@ -84,8 +84,8 @@ class Plan:
 
     def _groups(self, ranks_per_node: int) -> dict[str, tuple[int, int]]:
         tensor = self.options.tensor_parallel_size
-        # Ranks of each group, and the distance between them: tensor peers are the closest, then context peers,
-        # then shards.
+        # Ranks of each group, and the distance between them: tensor peers are the closest, then context
+        # peers, then shards.
         ranks = {
             "tensor": (tensor, 1),
             "context": (self.options.context_parallel_size, tensor),
@@ -119,10 +119,16 @@ class Plan:
     def __str__(self) -> str:
         sizes = self.sizes
         options = self.options
-        text = f"{options.data_parallel} {sizes.replicate} x {sizes.shard} TP {sizes.tensor} CP {sizes.context}"
+        text = (
+            f"{options.data_parallel} {sizes.replicate} x {sizes.shard} TP {sizes.tensor} CP {sizes.context}"
+        )
         text += " kept" * (not self._frees)
         text += " undeferred" * (options.defer_fsdp_grad_sync in (False, "all_reduce"))
-        return text + " recomputed" * bool(options.activation_checkpointing) + " offloaded" * options.cpu_offload
+        return (
+            text
+            + " recomputed" * bool(options.activation_checkpointing)
+            + " offloaded" * options.cpu_offload
+        )
 
     def _follow(self) -> None:
         """Follow the memory of an optimizer step. Its micro-batches after the second are like the second."""
@@ -203,15 +209,19 @@ class Plan:
         whole = [p for p in self._parameters if p.is_trained and p.unit is None]
         sizes = [sum((p.numel + 1) * p.stored for p in whole)]
         if not self._is_sharded:
-            ready = [self._parameters[index] for kind, index, _, _ in self.micro.events if kind == "gradient"]
+            ready = [
+                self._parameters[index] for kind, index, _, _ in self.micro.events if kind == "gradient"
+            ]
             sizes = _ddp_buckets(ready)
         for size in sizes:
             sent["tokens", "all_reduce", size] += 1
         sent["tokens", "broadcast", self.micro.buffers[self._is_sharded]] += 1
-        # For a window: its count, loss and number of micro-batches, the order of its units as two numbers, and
-        # for each sharded parameter whether it was used.
+        # For a window: its count, loss and number of micro-batches, the order of its units as two numbers,
+        # and for each sharded parameter whether it was used.
         sent["tokens", "all_reduce", 8 * (5 + sum(p.is_trained for p in self._parameters) - len(whole))] += 1
-        return Counter({key: number for key, number in sent.items() if key[2] and self.groups[key[0]][0] > 1})
+        return Counter(
+            {key: number for key, number in sent.items() if key[2] and self.groups[key[0]][0] > 1}
+        )
 
     def bytes_by_link(self) -> tuple[int, int]:
         """Bytes that an optimizer step sends in groups within a node, and in groups that span nodes."""
@@ -225,7 +235,8 @@ class Plan:
         is_half = min(p.computed for p in micro.parameters) == 2
         speed = assumed.flops if is_half else assumed.flops_32
         compute = sum(
-            max(flops / speed, size / assumed.memory_bandwidth) * number for (flops, size), number in micro.work.items()
+            max(flops / speed, size / assumed.memory_bandwidth) * number
+            for (flops, size), number in micro.work.items()
         )
         waits = 0.0
         beside = 0.0

@@ -62,9 +62,9 @@ class MicroBatch(torch_internals.TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # Events: the kind, which is "gather" or "free" (a unit's forward begins or ends), "loss", or "gradient"
-        # (a parameter has its gradient); the unit or parameter; and the memory without gradients, its peak since
-        # the event before and its size now, in bytes above the size at the event before.
+        # Events: the kind, which is "gather" or "free" (a unit's forward begins or ends), "loss", or
+        # "gradient" (a parameter has its gradient); the unit or parameter; and the memory without gradients,
+        # its peak since the event before and its size now, in bytes above the size at the event before.
         self.events: list[tuple[str, int, int, int]] = []
         self.parameters: list[Parameter] = []
         self.num_units = 0  # without the root
@@ -82,10 +82,12 @@ class MicroBatch(torch_internals.TorchDispatchMode):
         names = {kind.__name__ for kind in types}
         if names & {"DTensor", "AsyncCollectiveTensor"}:
             return NotImplemented  # its operations on local parts come here again
-        if func is torch.ops.aten.nonzero.default and args[0].is_meta:  # assume that every position has a label
+        # Assume that every position has a label.
+        if func is torch.ops.aten.nonzero.default and args[0].is_meta:
             return torch.empty(args[0].numel(), args[0].ndim, dtype=torch.int64, device="meta")
         output = func(*args, **kwargs)
-        if func.is_view or "FakeTensor" in names:  # with FakeTensors, DTensor only asks for the output's shape
+        # With FakeTensors, DTensor only asks for the output's shape.
+        if func.is_view or "FakeTensor" in names:
             return output
         self.follow(output)
         sizes = [tensor.nbytes for tensor in _leaves((args, kwargs, output))]
@@ -131,7 +133,9 @@ class _FusedAttention(torch.autograd.Function):
     """Memory and operations of fused attention, which keeps inputs, outputs and a number for each row."""
 
     @staticmethod
-    def forward(ctx: Any, micro: MicroBatch, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, micro: MicroBatch, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
         row_values = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, mask, output, row_values)
@@ -186,7 +190,9 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBat
             del output
             loss.backward()
     if sliced is not None and sliced.num_calls == 0:
-        raise CannotPlanError("attention stays within a slice: call lightning_automodel.context_parallel_attention.")
+        raise CannotPlanError(
+            "attention stays within a slice: call lightning_automodel.context_parallel_attention."
+        )
     return micro
 
 
@@ -195,9 +201,9 @@ def _check_planned(module: pl.LightningModule, options: StrategyOptions) -> None
         raise CannotPlanError("manual optimization is not planned: let build() return a module without it.")
     if options.expert_parallel_size > 1:
         raise CannotPlanError(
-            f"expert_parallel_size={options.expert_parallel_size} is not planned: how many tokens reach the experts"
-            " of a rank depends on values, which the meta device lacks. Plan with expert_parallel_size=1, and try"
-            " sizes on the machines."
+            f"expert_parallel_size={options.expert_parallel_size} is not planned: how many tokens reach the"
+            " experts of a rank depends on values, which the meta device lacks. Plan with"
+            " expert_parallel_size=1, and try sizes on the machines."
         )
 
 
@@ -282,7 +288,9 @@ def _slice(
 def _stand_in(micro: MicroBatch, stack: PatchStack) -> None:
     """Replace operations that do not run on the meta device."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **__: Any) -> Tensor:
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **__: Any
+    ) -> Tensor:
         return _FusedAttention.apply(micro, query, key, value, attn_mask)
 
     stack.set(nn.functional, "scaled_dot_product_attention", attend)

@@ -58,7 +58,11 @@ def load_early(trainer: "pl.Trainer", states: dict[str, Any]) -> None:
         if isinstance(callback, (BaseFinetuning, Timer)) and state is not None:
             callback.load_state_dict(state)
             callback.on_fit_start(trainer, trainer.lightning_module)
-        if isinstance(callback, StochasticWeightAveraging) and state and state["scheduler_state"] is not None:
+        if (
+            isinstance(callback, StochasticWeightAveraging)
+            and state
+            and state["scheduler_state"] is not None
+        ):
             raise ValueError(
                 "StochasticWeightAveraging had begun to average when the checkpoint was written, and cannot"
                 " go on: resume from a checkpoint of an earlier epoch, or average with WeightAveraging,"

@@ -23,12 +23,19 @@ from lightning_automodel.data.batches import TrackedLoader, is_stateful, users_o
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.resume import loops, rng
-from lightning_automodel.resume.recording import DroppingLoader, Iteration, RecordingSampler, Target, is_plain
+from lightning_automodel.resume.recording import (
+    DroppingLoader,
+    Iteration,
+    RecordingSampler,
+    Target,
+    is_plain,
+)
 
 _KEEPS_ITERATOR = (
-    "A run is not resumed within an epoch of its {}, whose batches come from an iterator that was made before the fit"
-    " or before this epoch, or not from its sampler; from the end of an epoch it starts over with another order. To"
-    " keep workers from epoch to epoch, use torch's DataLoader(persistent_workers=True)."
+    "A run is not resumed within an epoch of its {}, whose batches come from an iterator that was made"
+    " before the fit or before this epoch, or not from its sampler; from the end of an epoch it starts over"
+    " with another order. To keep workers from epoch to epoch, use torch's"
+    " DataLoader(persistent_workers=True)."
 )
 
 # Streaming libraries order an epoch by a count of their own: litdata's loaders, and data sets of MosaicML's
@@ -114,7 +121,9 @@ class TrainingLoaders:
             found |= self._position_of_indices(loader, recorder, at)
         return found
 
-    def _position_of_indices(self, loader: Any, recorder: RecordingSampler, at: loops.Position) -> dict[str, Any]:
+    def _position_of_indices(
+        self, loader: Any, recorder: RecordingSampler, at: loops.Position
+    ) -> dict[str, Any]:
         """Where a map-style loader is within the epoch; empty if it has not begun."""
         newest = recorder.iteration
         if newest is None or newest.epoch < at.epochs:
@@ -164,7 +173,8 @@ class TrainingLoaders:
             _start_persistent_workers(loaders)
         self._states = {at.batches: [position.get("state") for position in positions]}
         for loader, position in pairs:
-            # A recorder that has drawn nothing yet sets its samplers when it draws, perhaps not in this epoch.
+            # A recorder that has drawn nothing yet sets its samplers when it draws, perhaps not in this
+            # epoch.
             own = _recorder(loader)
             has_drawn = "iteration" in position and own is not None and own.has_drawn
             samplers = position["samplers"]
@@ -205,7 +215,8 @@ class TrainingLoaders:
                     set_epoch(at.epochs)
         if position.get("state") is not None:
             if _is_litdatas(loader):
-                # Until it is iterated, litdata writes its data set's epoch into the state that it has loaded.
+                # Until it is iterated, litdata writes its data set's epoch into the state that it has
+                # loaded.
                 loader.dataset.set_epoch(position["state"]["current_epoch"])
             loader.load_state_dict(position["state"])
         for owner, name in _EPOCH_COUNTERS:

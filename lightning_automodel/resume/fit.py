@@ -259,7 +259,8 @@ class Resume:
             if held.at.stage == loops.BATCH and not is_between_steps:
                 state = held.state
                 if held.at.batches == at.batches and not is_within_epoch and not at.is_epoch_ending:
-                    # The fit ended between two windows of an epoch. A hook may have put averages into the module.
+                    # The fit ended between two windows of an epoch. A hook may have put averages into the
+                    # module.
                     state = {**state, "buffers": snapshot.buffers(self._module)}
                 ends = replace(held.at, is_epoch_ending=at.is_epoch_ending)
                 self._snapshot = replace(held, at=ends, state=state)
@@ -316,7 +317,8 @@ class Resume:
             "metrics": self._without_reset(taken),
             # A resumed run may set the others differently.
             "flags": {name: flag for name, flag in state["flags"].items() if flag != first.get(name, flag)},
-            # A DTensor's mesh does not outlive the run. torch's clip_grad_norm_ returns one, which may be logged.
+            # A DTensor's mesh does not outlive the run. torch's clip_grad_norm_ returns one, which may be
+            # logged.
             "seen": {name: value for name, value in seen.items() if not isinstance(value, DTensor)},
         }
         return apply_to_collection(own, Tensor, lambda tensor: tensor.detach().to("cpu", copy=True))
@@ -333,7 +335,9 @@ class Resume:
         names = {name for name, module in self._module.named_modules() if id(module) in reset}
         return {name: state for name, state in taken.state["metrics"].items() if name not in names}
 
-    def load(self, state: dict[str, Any] | None, checkpoint: dict[str, Any], sizes: dict[str, int], rank: int) -> None:
+    def load(
+        self, state: dict[str, Any] | None, checkpoint: dict[str, Any], sizes: dict[str, int], rank: int
+    ) -> None:
         """Prepare to resume from a checkpoint; :meth:`on_train_start` does the rest. Not a collective.
 
         ``state`` is what :meth:`add_to` added; None for a checkpoint of another strategy. Lightning loads
@@ -364,9 +368,13 @@ class Resume:
         fit_loop: Any = self._trainer.fit_loop
         self._patches.set(fit_loop, "run", partial(self._run_to_its_end, fit_loop.run))
         # Before optimizers are loaded, as these have no state for frozen parameters.
-        unfrozen = {name: True for name, flag in own["flags"].items() if flag and name.endswith(".requires_grad")}
+        unfrozen = {
+            name: True for name, flag in own["flags"].items() if flag and name.endswith(".requires_grad")
+        }
         snapshot.restore_flags(self._module, unfrozen)
-        counters = loops.counters_at(checkpoint["loops"]["fit_loop"], world_size.position(own), own["logged"])
+        counters = loops.counters_at(
+            checkpoint["loops"]["fit_loop"], world_size.position(own), own["logged"]
+        )
         checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": counters}
         # Lightning warns of every loader without a state, and does not know that these resume.
         self._patches.ignore_warnings("You're resuming from a checkpoint that ended before the epoch ended")

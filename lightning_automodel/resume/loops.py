@@ -34,7 +34,9 @@ class Position:
     stage: str  # one of those above
     batches: int  # of the epoch that the loop has used
     epochs: int  # that are complete
-    is_epoch_ending: bool = False  # the hooks that end an epoch are running: what follows them is not done yet
+    is_epoch_ending: bool = (
+        False  # the hooks that end an epoch are running: what follows them is not done yet
+    )
 
     @property
     def is_iterated(self) -> bool:
@@ -101,7 +103,9 @@ def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, A
         },
         "epoch_loop.state_dict": {**steps, lightning_internals.STEPS: counted},
         # Each rank's loaders have their own states, and Lightning would load those of rank 0 on every rank.
-        "state_dict": {name: value for name, value in saved["state_dict"].items() if name != "combined_loader"},
+        "state_dict": {
+            name: value for name, value in saved["state_dict"].items() if name != "combined_loader"
+        },
     }
     counters |= {name: _all_completed(saved[name]) for name in _TRACKERS}
     return {**saved, **counters}

@@ -48,11 +48,13 @@ class Target:
 class RecordingSampler(Sampler[Any]):
     """Replaces the (batch) sampler of a DataLoader until :meth:`close`: it can skip what was used.
 
-    ``iteration`` is the newest one, None before its first index. ``position`` returns how many batches of the
-    epoch the loop has used, and the epoch.
+    ``iteration`` is the newest one, None before its first index. ``position`` returns how many batches of
+    the epoch the loop has used, and the epoch.
     """
 
-    def __init__(self, loader: DataLoader[Any], device: torch.device, position: Callable[[], tuple[int, int]]) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], device: torch.device, position: Callable[[], tuple[int, int]]
+    ) -> None:
         self._loader = loader
         self._device = device
         self._position = position

@@ -31,7 +31,9 @@ def _plain_buffers(module: "pl.LightningModule") -> dict[str, Tensor]:
     for prefix, root in _roots(module):
         held.update(root.named_buffers(prefix))
     return {
-        name: buffer.detach() for name, buffer in held.items() if not isinstance(buffer, DTensor) and not buffer.is_meta
+        name: buffer.detach()
+        for name, buffer in held.items()
+        if not isinstance(buffer, DTensor) and not buffer.is_meta
     }
 
 
@@ -43,7 +45,9 @@ def _roots(module: "pl.LightningModule") -> Iterator[tuple[str, nn.Module]]:
 
 
 def _modules(module: "pl.LightningModule") -> dict[str, nn.Module]:
-    return {name: child for prefix, root in _roots(module) for name, child in root.named_modules(prefix=prefix)}
+    return {
+        name: child for prefix, root in _roots(module) for name, child in root.named_modules(prefix=prefix)
+    }
 
 
 def unsaved_buffers(
@@ -90,7 +94,9 @@ def flags(module: "pl.LightningModule") -> dict[str, Any]:
     """What hooks may switch: modes of modules, which parameters train, the length of windows."""
     return {
         **{f"{name}.training": child.training for name, child in module.named_modules()},
-        **{f"{name}.requires_grad": parameter.requires_grad for name, parameter in module.named_parameters()},
+        **{
+            f"{name}.requires_grad": parameter.requires_grad for name, parameter in module.named_parameters()
+        },
         "accumulate_grad_batches": module.trainer.accumulate_grad_batches,
     }
 
@@ -186,7 +192,9 @@ def restore(module: "pl.LightningModule", loaded: dict[str, Any], device: torch.
     return unknown
 
 
-def _restore_buffers(module: "pl.LightningModule", saved: dict[str, Tensor | None], device: torch.device) -> list[str]:
+def _restore_buffers(
+    module: "pl.LightningModule", saved: dict[str, Tensor | None], device: torch.device
+) -> list[str]:
     own = _plain_buffers(module)
     modules = _modules(module)
     unknown: list[str] = []

@@ -1,8 +1,8 @@
 """Activation checkpointing: blocks drop their activations after the forward and recompute them in the backward.
 
-What a recomputation starts from may wait in pinned host memory. ``torch.autograd.graph.save_on_cpu`` copies on the
-stream that computes, and waits for each copy on devices other than CUDA. Here copies have a stream of their own, and a
-tensor is on its way back while the block behind it computes.
+What a recomputation starts from may wait in pinned host memory. ``torch.autograd.graph.save_on_cpu`` copies
+on the stream that computes, and waits for each copy on devices other than CUDA. Here copies have a stream of
+their own, and a tensor is on its way back while the block behind it computes.
 """
 
 import functools
@@ -38,7 +38,9 @@ def _selective() -> Any:
         if op in _MATMULS:
             matmuls[context.is_recompute] += 1
         # Which operator computes attention depends on the device and the inputs.
-        is_kept = "scaled_dot_product" in str(op) or (op in _MATMULS and matmuls[context.is_recompute] % 2 == 1)
+        is_kept = "scaled_dot_product" in str(op) or (
+            op in _MATMULS and matmuls[context.is_recompute] % 2 == 1
+        )
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
@@ -47,8 +49,8 @@ def _selective() -> Any:
 class _Checkpoint:
     """Calls a function under activation checkpointing; its recomputation sees the buffers that the forward saw.
 
-    Otherwise running statistics would be updated twice, and a power iteration would give other weights the second time.
-    Positional tensor arguments wait in ``offloaded`` for the backward, if it is given.
+    Otherwise running statistics would be updated twice, and a power iteration would give other weights the
+    second time. Positional tensor arguments wait in ``offloaded`` for the backward, if it is given.
     """
 
     def __init__(
@@ -83,7 +85,8 @@ class _Checkpoint:
             return run(first_or_again, *args, use_reentrant=False, **self._kwargs, **kwargs)
 
 
-# A graph of both forwards would recompute from buffers that the first one has written. The forward itself is compiled.
+# A graph of both forwards would recompute from buffers that the first one has written. The forward itself is
+# compiled.
 _checkpoint_eagerly = torch.compiler.disable(checkpoint, recursive=False)
 
 
@@ -114,7 +117,11 @@ class _CheckpointedForward:
 
 
 def checkpoint_blocks(
-    model: nn.Module, choice: ActivationCheckpointing, policy: WrapPolicy, root_is_model: bool, patches: PatchStack
+    model: nn.Module,
+    choice: ActivationCheckpointing,
+    policy: WrapPolicy,
+    root_is_model: bool,
+    patches: PatchStack,
 ) -> list[str]:
     """Let the blocks that the option ``activation_checkpointing``, which is ``choice``, means recompute; return names.
 
@@ -133,8 +140,8 @@ def checkpoint_blocks(
         blocks = units_of(model, policy, root_is_model)
     if not blocks:
         raise ValueError(
-            f"activation_checkpointing={choice!r} finds no blocks in {class_name(model)}: pass a set of classes of"
-            " modules that it has."
+            f"activation_checkpointing={choice!r} finds no blocks in {class_name(model)}: pass a set of"
+            " classes of modules that it has."
         )
     paths = {id(module): name for name, module in model.named_modules()}
     names = [f"{paths[id(block)]} ({class_name(block)})" for block in blocks]
@@ -172,13 +179,14 @@ def _check(block: nn.Module, name: str, choice: ActivationCheckpointing) -> None
     layer = uncompiled(block)
     if _has_switch(layer) and not layer.training:
         raise ValueError(
-            f"activation_checkpointing has no effect on {name}: layers of transformers recompute in training mode only,"
-            " and from_pretrained() leaves them in evaluation mode. Call .train() on the model before trainer.fit."
+            f"activation_checkpointing has no effect on {name}: layers of transformers recompute in training"
+            " mode only, and from_pretrained() leaves them in evaluation mode. Call .train() on the model"
+            " before trainer.fit."
         )
     if choice == "offload" and is_compiled(block):
         raise ValueError(
-            f"activation_checkpointing='offload' does not work with {name}, which is compiled: torch would not compile"
-            " it. Compile other modules, or pass activation_checkpointing=True."
+            f"activation_checkpointing='offload' does not work with {name}, which is compiled: torch would"
+            " not compile it. Compile other modules, or pass activation_checkpointing=True."
         )
 
 
@@ -195,8 +203,9 @@ def _copy_stream(device: torch.device) -> torch.Stream:
 class _Saved:
     """A tensor that a backward will need: on the host, and on the device as long as it leaves, or is on its way back.
 
-    Device memory is allocated and freed in the order of the computing stream, which waits for copies: the allocator
-    needs to know of no other stream. The backward will need ``before``, which was saved before it, after it.
+    Device memory is allocated and freed in the order of the computing stream, which waits for copies: the
+    allocator needs to know of no other stream. The backward will need ``before``, which was saved before it,
+    after it.
     """
 
     def __init__(self, tensor: Tensor, before: "weakref.ref[_Saved] | None") -> None:
@@ -262,7 +271,11 @@ class OffloadedActivations:
 
 
 def compile_blocks(
-    module: nn.Module, asked: bool | dict[str, Any], policy: WrapPolicy, is_automatic: bool, patches: PatchStack
+    module: nn.Module,
+    asked: bool | dict[str, Any],
+    policy: WrapPolicy,
+    is_automatic: bool,
+    patches: PatchStack,
 ) -> list[str]:
     """Compile the blocks that ``compile``, which is ``asked``, means; return their names."""
     if asked is False:
@@ -270,8 +283,8 @@ def compile_blocks(
     blocks = units_of(module, policy, is_automatic)
     if not blocks:
         raise ValueError(
-            f"compile={asked!r} finds no repeated blocks in {class_name(module)}: pass auto_wrap_policy with the"
-            " classes to compile, or compile parts of the model yourself."
+            f"compile={asked!r} finds no repeated blocks in {class_name(module)}: pass auto_wrap_policy with"
+            " the classes to compile, or compile parts of the model yourself."
         )
     names = {submodule: name for name, submodule in module.named_modules()}
     chosen = [block for block in blocks if not is_compiled(block)]

@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_automodel.distributed.mesh import EXPERT, EXPERT_SHARD, REPLICATE, SHARD, RunMesh, num_expert_ranks
+from lightning_automodel.distributed.mesh import (
+    EXPERT,
+    EXPERT_SHARD,
+    REPLICATE,
+    SHARD,
+    RunMesh,
+    num_expert_ranks,
+)
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import Left, leave
 from lightning_automodel.options import StrategyOptions
@@ -38,12 +45,16 @@ _BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024  # large enough for the network, sma
 
 
 def apply_fsdp2(
-    model: nn.Module, plan: ShardingPlan, run_mesh: RunMesh, options: StrategyOptions, policy: MixedPrecisionPolicy
+    model: nn.Module,
+    plan: ShardingPlan,
+    run_mesh: RunMesh,
+    options: StrategyOptions,
+    policy: MixedPrecisionPolicy,
 ) -> None:
     """Shard ``model``, on its device, in place by the plan: over ``fsdp`` of the mesh, experts over ``expert_fsdp``.
 
-    A collective over the mesh: every rank must call it with the same model, weights and plan. The model, where
-    it is a root, stays gathered through a step. Inputs and outputs are cast at the modules that the
+    A collective over the mesh: every rank must call it with the same model, weights and plan. The model,
+    where it is a root, stays gathered through a step. Inputs and outputs are cast at the modules that the
     LightningModule calls.
     """
     by_name = dict(model.named_parameters())
@@ -54,10 +65,15 @@ def apply_fsdp2(
     kwargs = _sharding_options(run_mesh, options.cpu_offload)
     kwargs["ignored_params"] = {by_name[name] for name in plan.replicated}
     for unit in plan.units:
-        fully_shard(unit, reshard_after_forward=options.reshard_after_forward, mp_policy=unit_policy(policy), **kwargs)
+        fully_shard(
+            unit,
+            reshard_after_forward=options.reshard_after_forward,
+            mp_policy=unit_policy(policy),
+            **kwargs,
+        )
     for root in plan.roots:
-        # The model's own parameters are needed again at once in the backward. For roots below it that is not known,
-        # and parameters that stayed gathered would be stale after the next optimizer step.
+        # The model's own parameters are needed again at once in the backward. For roots below it that is not
+        # known, and parameters that stayed gathered would be stale after the next optimizer step.
         if root is not model:
             fully_shard(root, reshard_after_forward=True, mp_policy=unit_policy(policy), **kwargs)
             continue
@@ -106,10 +122,10 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module], head: nn.Module | None) -> None:
     """Gather the root's parameters for each Lightning step, and for submodules that are called outside of a step.
 
-    Those of the ``head`` are gathered with them: code of others computes losses from its weight, without calling it.
-    They stay gathered until the step returns: it may run backwards of its own, and go on with the root's parameters.
-    ``register_fsdp_forward_method`` would leave the root's own hooks in place, which run again for the ``forward``
-    inside a step: one more all-gather in each micro-batch.
+    Those of the ``head`` are gathered with them: code of others computes losses from its weight, without
+    calling it. They stay gathered until the step returns: it may run backwards of its own, and go on with
+    the root's parameters. ``register_fsdp_forward_method`` would leave the root's own hooks in place, which
+    run again for the ``forward`` inside a step: one more all-gather in each micro-batch.
     """
     root = cast(FSDPModule, model)
     units = torch_internals.fsdp_units(model)
@@ -128,7 +144,8 @@ def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module], head: nn
                 reshard(unit)  # prefetched, and not used
             return after(root, args, output)
         finally:
-            # No backward will free the gathered parameters, and they would be stale after the next optimizer step.
+            # No backward will free the gathered parameters, and they would be stale after the next optimizer
+            # step.
             if not torch.is_grad_enabled():
                 for unit in whole_step:
                     unit.reshard()
@@ -158,8 +175,8 @@ def call_as_step(model: nn.Module, function: Callable[[], T]) -> T:
 def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
     """Run FSDP2's lazy initialisation at set-up, so that its errors come now (tied parameters, mixed dtypes).
 
-    Raises ValueError if gradients would be averaged over other ranks than the ``divisor`` that hold different tokens,
-    or by another factor.
+    Raises ValueError if gradients would be averaged over other ranks than the ``divisor`` that hold
+    different tokens, or by another factor.
     """
     for root in fsdp_roots(model):
         torch_internals.initialise_fsdp_root(root)
@@ -174,9 +191,9 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
     for name, parameter in model.named_parameters():
         if num_expert_ranks(parameter) > 1 and parameter not in managed:
             raise ValueError(
-                f"{name} is spread over expert-parallel ranks, but FSDP2 does not manage it, so that nobody would"
-                " average its gradients over the ranks that hold the same experts: let it be a parameter of a"
-                " module with a forward, below the LightningModule, and real."
+                f"{name} is spread over expert-parallel ranks, but FSDP2 does not manage it, so that nobody"
+                " would average its gradients over the ranks that hold the same experts: let it be a"
+                " parameter of a module with a forward, below the LightningModule, and real."
             )
 
 
@@ -185,25 +202,25 @@ def _check_averaging(unit: str, group: Any, num_ranks: int, divisor: int, is_exp
     averaged_over = group.mesh_info.mesh.size()
     if averaged_over != num_ranks and is_expert:
         raise ValueError(
-            f"FSDP unit {unit!r} averages the gradients of experts over {averaged_over} ranks, but {num_ranks}"
-            " hold the same experts: shard units of experts alone over"
+            f"FSDP unit {unit!r} averages the gradients of experts over {averaged_over} ranks, but"
+            f" {num_ranks} hold the same experts: shard units of experts alone over"
             f" self.device_mesh[{EXPERT_SHARD!r}], or where there are replicas over"
             f" self.device_mesh[{REPLICATE!r}, {EXPERT_SHARD!r}], and other units over"
             f" self.device_mesh[{SHARD!r}]; under context_parallel_size leave it to the strategy."
         )
     if averaged_over != num_ranks:
         raise ValueError(
-            f"FSDP unit {unit!r} averages its gradients over {averaged_over} ranks, but {divisor} hold different"
-            f" data: shard it over self.device_mesh[{SHARD!r}], or where there are replicas over"
-            f" self.device_mesh[{REPLICATE!r}, {SHARD!r}]; under context_parallel_size leave it to the strategy."
-            " Experts that differ by rank need expert_parallel_size and spread_experts: as plain parameters they"
-            " would be overwritten by those of the first rank."
+            f"FSDP unit {unit!r} averages its gradients over {averaged_over} ranks, but {divisor} hold"
+            f" different data: shard it over self.device_mesh[{SHARD!r}], or where there are replicas over"
+            f" self.device_mesh[{REPLICATE!r}, {SHARD!r}]; under context_parallel_size leave it to the"
+            " strategy. Experts that differ by rank need expert_parallel_size and spread_experts: as plain"
+            " parameters they would be overwritten by those of the first rank."
         )
     if group.gradient_divide_factor not in (None, num_ranks):
         raise ValueError(
             f"FSDP unit {unit!r} divides gradients by {group.gradient_divide_factor}"
-            f" (set_gradient_divide_factor), but the strategy rescales averages over {num_ranks} ranks; leave the"
-            " factor unset."
+            f" (set_gradient_divide_factor), but the strategy rescales averages over {num_ranks} ranks;"
+            " leave the factor unset."
         )
 
 
@@ -218,9 +235,9 @@ def shard_like(tensor: Tensor, whole: Tensor) -> Tensor:
 def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:
     """Make plain tensors equal on all ranks, and shards on all replicas, by copying those of the first.
 
-    A collective over the world for plain tensors. A DTensor is broadcast along the axes of its mesh on which it is
-    replicated, and over the data-parallel group if only tensor parallelism has sharded it, or over the ranks
-    that hold the same experts if it spreads experts. Tensors on the meta device are skipped.
+    A collective over the world for plain tensors. A DTensor is broadcast along the axes of its mesh on which
+    it is replicated, and over the data-parallel group if only tensor parallelism has sharded it, or over the
+    ranks that hold the same experts if it spreads experts. Tensors on the meta device are skipped.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -262,7 +279,9 @@ def _plain_parts(tensor: Any) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+def broadcast_tensors(
+    tensors: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device | None = None
+) -> None:
     """Overwrite ``tensors`` with those of the group's first rank, in buckets, on their own device or the given one.
 
     A collective over the group.
@@ -282,5 +301,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, devic
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).to(device)
             # As bytes: no backend knows every dtype.
             dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
-            for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            for tensor, values in zip(
+                bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True
+            ):
                 tensor.copy_(values.view(tensor.shape))

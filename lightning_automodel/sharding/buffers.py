@@ -21,14 +21,20 @@ class SharedBuffers:
     """
 
     def __init__(
-        self, module: pl.LightningModule, group: dist.ProcessGroup, device: torch.device, left_out: Container[str] = ()
+        self,
+        module: pl.LightningModule,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        left_out: Container[str] = (),
     ) -> None:
         self._module, self._group, self._device, self._left_out = module, group, device, left_out
         self._names = self._list()
 
     def _list(self) -> list[str]:
         saved = self._module.state_dict(keep_vars=True).keys()
-        return [name for name, _ in self._module.named_buffers() if name in saved and name not in self._left_out]
+        return [
+            name for name, _ in self._module.named_buffers() if name in saved and name not in self._left_out
+        ]
 
     def broadcast(self) -> None:
         """Overwrite those of all ranks with the first rank's, where a window begins. A collective over the group."""
@@ -46,8 +52,8 @@ class SharedBuffers:
     def synchronized(self) -> Iterator[None]:
         """The same for as long as it lasts, for a save: after it, each rank has its own values again.
 
-        A save may come between a forward and its backward, which needs the values that the forward has seen, or within
-        a window, whose next forward goes on with each rank's own.
+        A save may come between a forward and its backward, which needs the values that the forward has seen,
+        or within a window, whose next forward goes on with each rank's own.
         """
         if self._group.size() == 1:
             yield
@@ -82,7 +88,8 @@ class SharedBuffers:
 
     def _averaged(self) -> Iterator[tuple[str, Tensor]]:
         for index, average in enumerate(weight_averaging.averaged_models(self._module)):
-            # Within a validation, the others are each rank's own: the callback holds what the module is trained with.
+            # Within a validation, the others are each rank's own: the callback holds what the module is
+            # trained with.
             saved = average.module.state_dict(keep_vars=True).keys()
             for name, buffer in average.module.named_buffers():
                 if name in saved and not isinstance(buffer, DTensor):
@@ -100,8 +107,8 @@ class SharedBuffers:
             found = [shapes.get(name, "absent") for shapes in by_rank]
             if len(set(found)) > 1:
                 raise ValueError(
-                    f"The buffer {name!r} of {type(self._module).__name__} is {', '.join(found)} on the ranks that hold"
-                    " different data, and all ranks must evaluate and save one model: gather what each rank has"
-                    " collected (torch.distributed.all_gather_object), or keep it out of the state dict"
-                    " (register_buffer(..., persistent=False))."
+                    f"The buffer {name!r} of {type(self._module).__name__} is {', '.join(found)} on the"
+                    " ranks that hold different data, and all ranks must evaluate and save one model: gather"
+                    " what each rank has collected (torch.distributed.all_gather_object), or keep it out of"
+                    " the state dict (register_buffer(..., persistent=False))."
                 )

@@ -19,8 +19,8 @@ _NUM_NAMED = 3
 class ChangedParameters:
     """Notices parameters that ``module``, which is distributed, gets from now on; torch tells when it registers some.
 
-    The module is walked over only after that. Frozen ones, and those of no optimizer, are nobody's business: copies
-    that a callback averages into.
+    The module is walked over only after that. Frozen ones, and those of no optimizer, are nobody's business:
+    copies that a callback averages into.
     """
 
     def __init__(self, module: nn.Module, patches: PatchStack) -> None:
@@ -41,13 +41,19 @@ class ChangedParameters:
         if self._is_changed:
             self._look()
         if self._added:
-            trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+            trained = {
+                id(p)
+                for optimizer in optimizers
+                for group in optimizer.param_groups
+                for p in group["params"]
+            }
             added = [name for name, p in self._added.items() if p.requires_grad and id(p) in trained]
             if added:
                 raise RuntimeError(
-                    f"{_listed(added)}: {len(added)} parameters that the module got after it was distributed, so that"
-                    " ranks would train them differently. Make them in __init__ or in configure_model(): what joins"
-                    " later can be frozen until then, by requires_grad_(False)."
+                    f"{_listed(added)}: {len(added)} parameters that the module got after it was"
+                    " distributed, so that ranks would train them differently. Make them in __init__ or in"
+                    " configure_model(): what joins later can be frozen until then, by"
+                    " requires_grad_(False)."
                 )
 
     def _look(self) -> None:
@@ -57,14 +63,19 @@ class ChangedParameters:
         known = {id(p) for p in (*self._parameters.values(), *gathered)}
         named = dict(self._module.named_parameters(remove_duplicate=False))
         unknown = {name: parameter for name, parameter in named.items() if id(parameter) not in known}
-        replaced = [name for name, new in unknown.items() if name in self._parameters and self._trains(name, new)]
+        replaced = [
+            name for name, new in unknown.items() if name in self._parameters and self._trains(name, new)
+        ]
         if replaced:
             raise RuntimeError(
-                f"{_listed(replaced)}: {len(replaced)} parameters that were replaced after the module was distributed:"
-                " the optimizer and the other ranks do not know the new ones. Write the new values into the old ones"
-                " (self.layer.weight.data = values), or replace them in configure_model()."
+                f"{_listed(replaced)}: {len(replaced)} parameters that were replaced after the module was"
+                " distributed: the optimizer and the other ranks do not know the new ones. Write the new"
+                " values into the old ones (self.layer.weight.data = values), or replace them in"
+                " configure_model()."
             )
-        self._added = {name: parameter for name, parameter in unknown.items() if name not in self._parameters}
+        self._added = {
+            name: parameter for name, parameter in unknown.items() if name not in self._parameters
+        }
 
     def _trains(self, name: str, new: nn.Parameter) -> bool:
         """Whether replacing a parameter matters: FSDP2 puts its own back, and a trained one is reduced."""

@@ -18,41 +18,44 @@ from lightning_automodel.sharding.grad_sync import PENALTY_ON_WEIGHTS
 from lightning_automodel.sharding.units import class_name
 
 _FREED = (
-    "A backward needed parameters that FSDP2 had freed. It gathers those of a unit again when a gradient reaches what"
-    " the unit has returned. A second derivative (torch.autograd.grad(..., create_graph=True)) comes another way, as"
-    " does a loss on tensors that a unit has stored instead of returning them. Pass reshard_during_accumulation=False,"
-    " which keeps parameters gathered until the backward has ended, or data_parallel='ddp'."
+    "A backward needed parameters that FSDP2 had freed. It gathers those of a unit again when a gradient"
+    " reaches what the unit has returned. A second derivative (torch.autograd.grad(..., create_graph=True))"
+    " comes another way, as does a loss on tensors that a unit has stored instead of returning them. Pass"
+    " reshard_during_accumulation=False, which keeps parameters gathered until the backward has ended, or"
+    " data_parallel='ddp'."
 )
 _MEETS_SHARDS = (
-    "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit when the unit is called, so code"
-    " that uses them outside of that, or calls only modules in the unit, sees shards. Call the unit itself"
-    " (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of what is called. Under"
-    " activation_checkpointing, pass reshard_during_accumulation=False where the loss uses what hooks have kept. An"
-    " average of weights (a momentum teacher): update it in on_train_batch_start or on_train_batch_end, where all are"
-    " shards, or pass auto_wrap_policy=set(), which gathers the whole model for each step; into a plain tensor average"
-    " p.full_tensor(). A mask of a gradient: assign"
-    " p.grad[mask] = 0, or shard it, distribute_tensor(mask, p.device_mesh, p.placements, src_data_rank=None). For a"
-    f" penalty on weights, use weight_decay. {PENALTY_ON_WEIGHTS}"
+    "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit when the unit is called,"
+    " so code that uses them outside of that, or calls only modules in the unit, sees shards. Call the unit"
+    " itself (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of what"
+    " is called. Under activation_checkpointing, pass reshard_during_accumulation=False where the loss uses"
+    " what hooks have kept. An average of weights (a momentum teacher): update it in on_train_batch_start or"
+    " on_train_batch_end, where all are shards, or pass auto_wrap_policy=set(), which gathers the whole"
+    " model for each step; into a plain tensor average p.full_tensor(). A mask of a gradient: assign"
+    " p.grad[mask] = 0, or shard it, distribute_tensor(mask, p.device_mesh, p.placements,"
+    f" src_data_rank=None). For a penalty on weights, use weight_decay. {PENALTY_ON_WEIGHTS}"
 )
 _CHANGES_INPUT = (
-    "An FSDP unit changes its input in place (`x += ...`, or ReLU(inplace=True) as its first layer). FSDP2 marks inputs"
-    " to know when the unit's backward ends, and torch does not allow to change these. Write it out of place (`x = x +"
-    " ...`, inplace=False), pass auto_wrap_policy=set(), which makes one unit of the model, or data_parallel='ddp'."
+    "An FSDP unit changes its input in place (`x += ...`, or ReLU(inplace=True) as its first layer). FSDP2"
+    " marks inputs to know when the unit's backward ends, and torch does not allow to change these. Write it"
+    " out of place (`x = x + ...`, inplace=False), pass auto_wrap_policy=set(), which makes one unit of the"
+    " model, or data_parallel='ddp'."
 )
 _RECOMPUTED_TWICE = (
-    "Selective activation checkpointing recomputes a block for one backward alone, and a second one came: second"
-    " derivatives (torch.autograd.grad(..., create_graph=True)), or retain_graph=True. Pass"
+    "Selective activation checkpointing recomputes a block for one backward alone, and a second one came:"
+    " second derivatives (torch.autograd.grad(..., create_graph=True)), or retain_graph=True. Pass"
     " activation_checkpointing=True, which recomputes for each of them."
 )
 _ZEROED_WITHIN_WINDOW = (
-    "Gradients were zeroed in the middle of an accumulation window, and DistributedDataParallel would reduce those of"
-    " parameters that took no part in its last micro-batch: call zero_grad() where a window ends, and override"
-    " on_validation_model_zero_grad if a validation falls into a window. Or pass data_parallel='fsdp2'."
+    "Gradients were zeroed in the middle of an accumulation window, and DistributedDataParallel would reduce"
+    " those of parameters that took no part in its last micro-batch: call zero_grad() where a window ends,"
+    " and override on_validation_model_zero_grad if a validation falls into a window. Or pass"
+    " data_parallel='fsdp2'."
 )
 _TWO_MESHES = (
-    "Sharded tensors of two meshes met: those of spread experts (expert_parallel_size > 1) or of a tensor-parallel"
-    " plan, and others. torch.nn.utils.clip_grad_norm_ does that, and torch refuses it. To clip, pass"
-    " Trainer(gradient_clip_val=...), or call self.clip_gradients(...) or, by hand,"
+    "Sharded tensors of two meshes met: those of spread experts (expert_parallel_size > 1) or of a"
+    " tensor-parallel plan, and others. torch.nn.utils.clip_grad_norm_ does that, and torch refuses it. To"
+    " clip, pass Trainer(gradient_clip_val=...), or call self.clip_gradients(...) or, by hand,"
     " self.trainer.strategy.clip_gradients(optimizer, clip_val): these take any mixture."
 )
 _EXPLANATIONS = {
@@ -93,8 +96,9 @@ def check_ahead(module: pl.LightningModule) -> None:
     """Raise ValueError for a fit whose windows cannot be counted ahead."""
     if not module.automatic_optimization or lightning_internals.draws_its_batches(module.training_step):
         raise ValueError(
-            "count_window_ahead=True needs automatic optimization, and a training_step that takes the batch instead of"
-            " a dataloader_iter: otherwise the batches of a window are not known ahead. Leave it out."
+            "count_window_ahead=True needs automatic optimization, and a training_step that takes the batch"
+            " instead of a dataloader_iter: otherwise the batches of a window are not known ahead. Leave it"
+            " out."
         )
 
 
@@ -112,36 +116,38 @@ def check_equal_models(module: nn.Module, host_group: dist.ProcessGroup) -> None
     dist.broadcast_object_list(received, group=host_group, group_src=0)
     first = received[0]
     name = next((name for name in {**first, **held} if first.get(name) != held.get(name)), None)
-    # Only what differs is gathered: all names of all ranks would be hundreds of megabytes at a thousand ranks.
+    # Only what differs is gathered: all names of all ranks would be hundreds of megabytes at a thousand
+    # ranks.
     own = None if name is None else (name, first.get(name, "missing"), held.get(name, "missing"))
     found = enumerate(collectives.gather_objects(own, host_group))
     if differing := {rank: difference for rank, difference in found if difference is not None}:
         rank, (name, on_first, on_other) = next(iter(differing.items()))
         raise ValueError(
-            f"Ranks hold different models: {name} is {on_first} on rank 0 and {on_other} on rank {rank} (of ranks"
-            f" {list(differing)}). Build and freeze the same model on every rank."
+            f"Ranks hold different models: {name} is {on_first} on rank 0 and {on_other} on rank {rank} (of"
+            f" ranks {list(differing)}). Build and freeze the same model on every rank."
         )
 
 
 def check_callbacks(callbacks: Iterable[pl.Callback], shards: bool = False) -> None:
     """Refuse callbacks of the package ``pytorch_lightning``, and pruning if the model will be sharded.
 
-    Callbacks that save, average weights or prune are found by their classes: those of the other package would silently
-    be overlooked, except classes derived only from ``Callback``.
+    Callbacks that save, average weights or prune are found by their classes: those of the other package
+    would silently be overlooked, except classes derived only from ``Callback``.
     """
     for callback in callbacks:
         if shards and isinstance(callback, ModelPruning):
             raise ValueError(
-                "ModelPruning masks a parameter by comparing all its elements, but each rank holds only a part of a"
-                " sharded one: pass AutomodelStrategy(data_parallel='ddp'), or prune the trained model afterwards with"
-                " torch.nn.utils.prune."
+                "ModelPruning masks a parameter by comparing all its elements, but each rank holds only a"
+                " part of a sharded one: pass AutomodelStrategy(data_parallel='ddp'), or prune the trained"
+                " model afterwards with torch.nn.utils.prune."
             )
         for base in type(callback).__mro__:
             if base.__module__.startswith("pytorch_lightning.") and base.__name__ != "Callback":
                 raise TypeError(
-                    f"The callback {type(callback).__name__} comes from pytorch_lightning ({base.__module__}), whose"
-                    " classes lightning's Trainer does not recognise: import it from lightning.pytorch.callbacks, or"
-                    " first of all lightning_automodel.alias_pytorch_lightning if a library imports it."
+                    f"The callback {type(callback).__name__} comes from pytorch_lightning"
+                    f" ({base.__module__}), whose classes lightning's Trainer does not recognise: import it"
+                    " from lightning.pytorch.callbacks, or first of all"
+                    " lightning_automodel.alias_pytorch_lightning if a library imports it."
                 )
 
 
@@ -153,23 +159,26 @@ def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: in
     for optimizer in optimizers:
         name = type(optimizer).__name__
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # Without optimizers, Lightning uses a dummy that holds one tensor of its own, which is not trainable.
+        # Without optimizers, Lightning uses a dummy that holds one tensor of its own, which is not
+        # trainable.
         unknown = sum(parameter.requires_grad and id(parameter) not in known for parameter in parameters)
         if unknown:
             why = (
-                "sharding replaces parameters, so collect them in configure_optimizers, from self.parameters()"
+                "sharding replaces parameters, so collect them in configure_optimizers, from"
+                " self.parameters()"
                 if is_sharded
                 else "with data_parallel='ddp' nothing replaces parameters"
             )
             raise ValueError(
-                f"{unknown} of {len(parameters)} parameters of {name} are not parameters of {class_name(module)}, so"
-                " that ranks would train them differently. Register in __init__ what the module does not know:"
-                f" self.x = nn.Parameter(...), an nn.ParameterDict or an nn.ParameterList; {why}."
+                f"{unknown} of {len(parameters)} parameters of {name} are not parameters of"
+                f" {class_name(module)}, so that ranks would train them differently. Register in __init__"
+                " what the module does not know: self.x = nn.Parameter(...), an nn.ParameterDict or an"
+                f" nn.ParameterList; {why}."
             )
         if isinstance(optimizer, LBFGS) and divisor > 1:
             raise ValueError(
-                f"{name} chooses its step from the loss of each rank alone, so {divisor} ranks would diverge: choose a"
-                " first-order optimizer or one rank."
+                f"{name} chooses its step from the loss of each rank alone, so {divisor} ranks would"
+                " diverge: choose a first-order optimizer or one rank."
             )
 
 
@@ -179,9 +188,9 @@ def check_embeddings(module: nn.Module) -> None:
     found = [name for name, m in module.named_modules() if isinstance(m, classes) and m.max_norm is not None]
     if found:
         raise ValueError(
-            f"{', '.join(found[:3])}: {len(found)} embeddings with max_norm, whose forward shortens the rows that its"
-            " batch uses, so that weights would differ by rank. Leave max_norm out, and shorten all rows in"
-            " on_train_batch_start, under torch.no_grad(): w = embedding.weight, then"
+            f"{', '.join(found[:3])}: {len(found)} embeddings with max_norm, whose forward shortens the rows"
+            " that its batch uses, so that weights would differ by rank. Leave max_norm out, and shorten all"
+            " rows in on_train_batch_start, under torch.no_grad(): w = embedding.weight, then"
             " w.mul_((max_norm / w.norm(dim=1, keepdim=True)).clamp(max=1))."
         )
 
@@ -191,11 +200,14 @@ def check_hooks(module: nn.Module, counts_ahead: bool) -> None:
     parameters = dict(module.named_parameters())
     check_shardable({name: p for name, p in parameters.items() if isinstance(p, DTensor)})
     hooked = {name: p for name, p in parameters.items() if torch_internals.has_post_accumulate_hook(p)}
-    named = f"{len(hooked)} parameters have post-accumulate-gradient hooks ({', '.join(list(hooked)[:3])}, ...)"
+    named = (
+        f"{len(hooked)} parameters have post-accumulate-gradient hooks ({', '.join(list(hooked)[:3])}, ...)"
+    )
     if hooked and not counts_ahead:
         raise ValueError(
-            f"{named}, as an optimizer that steps inside backward has. They would see sums over tokens whose number"
-            " is known only at the end of the window: pass count_window_ahead=True, or step after backward."
+            f"{named}, as an optimizer that steps inside backward has. They would see sums over tokens whose"
+            " number is known only at the end of the window: pass count_window_ahead=True, or step after"
+            " backward."
         )
     if any(num_expert_ranks(parameter) > 1 for parameter in hooked.values()):
         raise ValueError(
@@ -205,15 +217,19 @@ def check_hooks(module: nn.Module, counts_ahead: bool) -> None:
         )
     if not all(isinstance(parameter, DTensor) for parameter in hooked.values()):
         raise ValueError(
-            f"{named}, which see the gradients of replicated parameters before they are averaged over ranks. Shard them"
-            " (data_parallel='fsdp2') and register hooks in configure_optimizers, after that; or step after backward."
+            f"{named}, which see the gradients of replicated parameters before they are averaged over ranks."
+            " Shard them (data_parallel='fsdp2') and register hooks in configure_optimizers, after that; or"
+            " step after backward."
         )
 
 
 def check_shardable(sharded: Mapping[str, nn.Parameter]) -> None:
     """Refuse gradient hooks of ``sharded`` parameters, which FSDP2 never calls."""
-    if hooked := [name for name, parameter in sharded.items() if torch_internals.has_gradient_hook(parameter)]:
+    if hooked := [
+        name for name, parameter in sharded.items() if torch_internals.has_gradient_hook(parameter)
+    ]:
         raise ValueError(
-            f"{len(hooked)} parameters that FSDP2 shards have gradient hooks ({', '.join(hooked[:3])}), which it never"
-            " calls: change gradients in on_before_optimizer_step, or pass data_parallel='ddp'."
+            f"{len(hooked)} parameters that FSDP2 shards have gradient hooks ({', '.join(hooked[:3])}),"
+            " which it never calls: change gradients in on_before_optimizer_step, or pass"
+            " data_parallel='ddp'."
         )

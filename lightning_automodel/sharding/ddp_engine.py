@@ -23,7 +23,8 @@ from lightning_automodel.sharding.grad_sync import NO_USES, GradSync
 class DDPGradSync(GradSync):
     """Lets DDP average gradients, and averages what it leaves out. ``pads``: whether there are padding batches.
 
-    ``starts_window`` says whether the newest backward has ended a window, so that the next forward begins one.
+    ``starts_window`` says whether the newest backward has ended a window, so that the next forward begins
+    one.
     """
 
     def __init__(self, ddp: DistributedDataParallel, mesh: RunMesh, pads: bool) -> None:
@@ -41,14 +42,16 @@ class DDPGradSync(GradSync):
     def micro_batch(self, is_last: bool) -> Iterator[None]:
         if self._ddp.static_graph and not is_last:
             raise ValueError(
-                "ddp_kwargs: static_graph=True works without accumulation alone, since DDP learns the graph from a"
-                " backward that synchronises: leave it out, or pass accumulate_grad_batches=1."
+                "ddp_kwargs: static_graph=True works without accumulation alone, since DDP learns the graph"
+                " from a backward that synchronises: leave it out, or pass accumulate_grad_batches=1."
             )
         with nullcontext() if is_last else self._ddp.no_sync():
             yield
 
     @override
-    def begin(self, loss: Tensor, ends: bool, frozen: Set[nn.Parameter] = frozenset(), counts: bool = True) -> None:
+    def begin(
+        self, loss: Tensor, ends: bool, frozen: Set[nn.Parameter] = frozenset(), counts: bool = True
+    ) -> None:
         ddp = self._ddp
         self._counts = counts
         if self._tracks:
@@ -78,11 +81,15 @@ class DDPGradSync(GradSync):
         except RuntimeError as error:
             names = list(self._reduced.values())
             listed = re.search(r"did not receive grad for rank \d+: (\d[\d ]*)", str(error))
-            unused = [names[int(index)] for index in listed[1].split()] if listed else ["(DDP does not say which)"]
+            unused = (
+                [names[int(index)] for index in listed[1].split()]
+                if listed
+                else ["(DDP does not say which)"]
+            )
             raise RuntimeError(
                 "DistributedDataParallel did not reduce all gradients of this window: parameters"
-                f" {', '.join(unused)} took no part in its last micro-batch (unused, frozen since set-up, or not"
-                " toggled), so ranks would step with different gradients. Pass"
+                f" {', '.join(unused)} took no part in its last micro-batch (unused, frozen since set-up, or"
+                " not toggled), so ranks would step with different gradients. Pass"
                 " AutomodelStrategy(data_parallel='ddp', ddp_kwargs={'find_unused_parameters': True})."
             ) from error
 
@@ -119,8 +126,9 @@ class DDPEngine(Engine):
         kwargs = self.options.ddp_kwargs or {}
         if kwargs.get("static_graph") and not module.automatic_optimization:
             raise ValueError(
-                "ddp_kwargs: static_graph=True works under automatic optimization alone: DDP learns the graph from one"
-                " backward for each training_step, and manual optimization may run any number."
+                "ddp_kwargs: static_graph=True works under automatic optimization alone: DDP learns the"
+                " graph from one backward for each training_step, and manual optimization may run any"
+                " number."
             )
         give_values()
         if not fitting:
@@ -146,8 +154,9 @@ class DDPEngine(Engine):
     def start_forward(self, batch: Any) -> None:
         """See the base class. Under manual optimization, broadcasts buffers where a window begins, as DDP does.
 
-        DDP itself would forget that a window has ended: the backward runs inside of its forward. And it forgets it in
-        each forward without gradients, so that a run would depend on whether an evaluation came before this window.
+        DDP itself would forget that a window has ended: the backward runs inside of its forward. And it
+        forgets it in each forward without gradients, so that a run would depend on whether an evaluation
+        came before this window.
         """
         ddp = self._ddp
         if ddp is None:

@@ -25,8 +25,8 @@ class Engine(ABC):
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
         """Distribute the user's module, whose precision and device are set, and return what to call its steps on.
 
-        A collective over the world. ``fitting``: whether gradients will be needed. ``give_values`` initialises tensors
-        without values, and is called once, after sharding.
+        A collective over the world. ``fitting``: whether gradients will be needed. ``give_values``
+        initialises tensors without values, and is called once, after sharding.
         """
 
     def start_forward(self, batch: Any) -> None:

@@ -34,7 +34,8 @@ from lightning_automodel.sharding.joined_forwards import JoinedForwards
 class FSDP2Engine(Engine):
     """Parameters, gradients and optimizer state sharded by FSDP2, over one group or over each replica (HSDP).
 
-    ``policy`` has the dtypes that units compute and reduce in; ``local_ranks`` share the memory of this node.
+    ``policy`` has the dtypes that units compute and reduce in; ``local_ranks`` share the memory of this
+    node.
     """
 
     sync: FSDPGradSync
@@ -73,7 +74,9 @@ class FSDP2Engine(Engine):
         self._start_gathers_ahead(module)
         units_of_run = self.sync.units
         spreads_experts = self.mesh.sizes.expert > 1
-        self._gathers = JoinedForwards(module, units_of_run) if spreads_experts else JoinedGathers(units_of_run)
+        self._gathers = (
+            JoinedForwards(module, units_of_run) if spreads_experts else JoinedGathers(units_of_run)
+        )
         tensor_parallel.share_random_state(self.mesh, self.device)
         self._module: pl.LightningModule = module
         self._buffers = SharedBuffers(module, self.mesh.group, self.device)
@@ -88,7 +91,9 @@ class FSDP2Engine(Engine):
             }
         else:
             checks.check_shardable({n: p for n, p in module.named_parameters() if n not in plan.replicated})
-            names = {id(submodule): name or units.class_name(module) for name, submodule in module.named_modules()}
+            names = {
+                id(submodule): name or units.class_name(module) for name, submodule in module.named_modules()
+            }
             self._report = {
                 "roots": [names[id(root)] for root in plan.roots],
                 "units": [f"{names[id(unit)]} ({units.class_name(unit)})" for unit in plan.units],
@@ -164,11 +169,13 @@ class FSDP2Engine(Engine):
             self._is_first_batch = False
             self.sync.compare_gathers(self.device)
             if not self._module.automatic_optimization or self.mesh.sizes.expert > 1:
-                # Before backwards in the step that are not the strategy's, which are refused within a window, and
-                # wherever they reach spread experts.
+                # Before backwards in the step that are not the strategy's, which are refused within a
+                # window, and wherever they reach spread experts.
                 self.sync.watch()
             if self.mesh.tensor_group is not None:
-                tensor_parallel.check_same_batch(batch, self.mesh.tensor_group, self.device, "tensor-parallel")
+                tensor_parallel.check_same_batch(
+                    batch, self.mesh.tensor_group, self.device, "tensor-parallel"
+                )
         # Once a window, as DDP does it.
         if self._starts_window:
             self._buffers.broadcast()
@@ -179,8 +186,8 @@ class FSDP2Engine(Engine):
     @override
     def start_evaluation_loop(self) -> None:
         if torch.is_inference_mode_enabled():
-            # A unit's first gather makes tensors that later ones write to, which training could not if they were
-            # inference tensors. With gloo alone Lightning takes torch.no_grad() instead.
+            # A unit's first gather makes tensors that later ones write to, which training could not if they
+            # were inference tensors. With gloo alone Lightning takes torch.no_grad() instead.
             with torch.inference_mode(False):
                 self.sync.gather_once()
         self._gathers.start_loop()

@@ -21,8 +21,8 @@ from lightning_automodel.sharding.units import fsdp_roots, is_head
 DIFFERENT_FORWARDS = (
     "so the tokens of one forward would reach the experts of another, or hang. Experts that are spread over"
     " ranks (expert_parallel_size > 1) exchange tokens in each forward: every rank must run every forward of"
-    " training_step, one for logs included, in the same order. Compute what only one rank needs from the outputs"
-    " of those."
+    " training_step, one for logs included, in the same order. Compute what only one rank needs from the"
+    " outputs of those."
 )
 """What ranks must do that run different forwards through spread experts."""
 
@@ -30,8 +30,9 @@ DIFFERENT_FORWARDS = (
 def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
     """Let each FSDP unit start the all-gathers of the next ``num_ahead`` units, in forward and backward.
 
-    0 is FSDP2's own behaviour: one unit ahead in the backward. Not a collective, but ranks must agree on the arguments.
-    If units run in another order than they are registered in, memory is wasted, but no rank hangs.
+    0 is FSDP2's own behaviour: one unit ahead in the backward. Not a collective, but ranks must agree on the
+    arguments. If units run in another order than they are registered in, memory is wasted, but no rank
+    hangs.
     """
     for root in fsdp_roots(model):
         below = [unit for unit in torch_internals.fsdp_units(cast(nn.Module, root)) if unit is not root]
@@ -58,11 +59,12 @@ def reshard(unit: FSDPModule) -> None:
 class GatheredForBackward:
     """Keeps what a unit has gathered for a forward, where FSDP2 cannot see that a backward will need it.
 
-    FSDP2 gathers a unit again when a gradient reaches what its forward returned. It does not find tensors inside of
-    objects (a ``torch.distributions`` policy), loses views that are changed in place, and does not know of what a
-    forward hook has kept from inside of the unit (the features of a perceptual loss). The memory of such a unit is
-    kept until the strategy's next backward ends, or weights are written. The unit is resharded all the same, and
-    gathered again where FSDP2 sees the need, since other ranks may not keep it: a hook may be there on rank 0 alone.
+    FSDP2 gathers a unit again when a gradient reaches what its forward returned. It does not find tensors
+    inside of objects (a ``torch.distributions`` policy), loses views that are changed in place, and does not
+    know of what a forward hook has kept from inside of the unit (the features of a perceptual loss). The
+    memory of such a unit is kept until the strategy's next backward ends, or weights are written. The unit
+    is resharded all the same, and gathered again where FSDP2 sees the need, since other ranks may not keep
+    it: a hook may be there on rank 0 alone.
 
     ``always``: every unit stays gathered, for second derivatives.
     """
@@ -83,7 +85,13 @@ class GatheredForBackward:
 
     @torch_internals.not_compiled
     def _before_freeing(
-        self, unit: FSDPModule, inner: list[nn.Module], kept: ExitStack, module: nn.Module, args: Any, output: Any
+        self,
+        unit: FSDPModule,
+        inner: list[nn.Module],
+        kept: ExitStack,
+        module: nn.Module,
+        args: Any,
+        output: Any,
     ) -> None:
         if torch.is_grad_enabled() and (
             self._always or _hides_tensors(output) or torch_internals.has_forward_hooks(inner)
@@ -150,7 +158,10 @@ class AgreedGathers:
         names = {module: name for name, module in model.named_modules()}
         self._doing = [f"uses {names[cast(nn.Module, unit)] or 'the model'}" for unit in units]
         heads = [names[cast(nn.Module, unit)] for unit in units if is_head(unit)]
-        self._doing += ["begins the backward", *(f"begins the backward without having called {name}" for name in heads)]
+        self._doing += [
+            "begins the backward",
+            *(f"begins the backward without having called {name}" for name in heads),
+        ]
         self._num_units = len(units)
         self._group = group
         self._device = device
@@ -181,8 +192,8 @@ class AgreedGathers:
         other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
         if other is not None:
             raise RuntimeError(
-                f"Ranks use different FSDP units in the same forward: rank 0 {self._doing[found[0]]} while rank"
-                f" {other} {self._doing[found[other]]}, {self._advice}"
+                f"Ranks use different FSDP units in the same forward: rank 0 {self._doing[found[0]]} while"
+                f" rank {other} {self._doing[found[other]]}, {self._advice}"
             )
 
 
@@ -228,7 +239,7 @@ class JoinedGathers:
         """Raise RuntimeError if this rank's last two steps gathered different parameters: which would be next?"""
         if self._before is not None and self._before != self._newest:
             raise RuntimeError(
-                "This rank has evaluated all its data, and other ranks have not. It cannot take part in what they"
-                " gather, since its own last two steps gathered different parameters: give all ranks equally many"
-                " batches, for example by a sampler that repeats samples."
+                "This rank has evaluated all its data, and other ranks have not. It cannot take part in what"
+                " they gather, since its own last two steps gathered different parameters: give all ranks"
+                " equally many batches, for example by a sampler that repeats samples."
             )

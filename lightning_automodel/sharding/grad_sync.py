@@ -38,8 +38,8 @@ PENALTY_ON_WEIGHTS = (
 GRADIENTS_OF_EXPERTS = (
     "Gradients of experts that are spread over ranks (expert_parallel_size > 1) were computed beside the"
     " strategy's own backward. They hold the tokens of all ranks that exchange them, whereas those of other"
-    " parameters hold this rank's. For a loss that trains, call self.manual_backward(loss). For the gradient of"
-    " inputs or activations, call torch.autograd.grad(loss, inputs)."
+    " parameters hold this rank's. For a loss that trains, call self.manual_backward(loss). For the gradient"
+    " of inputs or activations, call torch.autograd.grad(loss, inputs)."
 )
 """Why a backward that is not the strategy's must not reach spread experts."""
 
@@ -49,23 +49,26 @@ def get_sync_ctx(
 ) -> AbstractContextManager[None]:
     """Context for the forward and backward of one micro-batch, which decides whether its gradients are reduced.
 
-    It covers every FSDP2 module and every ``DistributedDataParallel`` at or below ``model``, and on exit restores their
-    settings, also after an exception. Ranks must agree on the arguments: a rank that reduces while another does not
-    hangs until the group's timeout. If some FSDP2 roots below ``model`` took no part in the last micro-batch, leaving
-    its context is a collective: it reduces the gradients that these roots have deferred.
+    It covers every FSDP2 module and every ``DistributedDataParallel`` at or below ``model``, and on exit
+    restores their settings, also after an exception. Ranks must agree on the arguments: a rank that reduces
+    while another does not hangs until the group's timeout. If some FSDP2 roots below ``model`` took no part
+    in the last micro-batch, leaving its context is a collective: it reduces the gradients that these roots
+    have deferred.
 
     Args:
         model: Model to be trained; if nothing in it is distributed, the context does nothing.
         is_optim_step: Whether this is the last micro-batch before the optimizer step.
-        defer_fsdp_grad_sync: For FSDP2 and HSDP, what the other micro-batches do. True: nothing, gradients stay
-            unsharded until the last one. False: reduce every time. ``"all_reduce"`` (HSDP): reduce-scatter every time
-            and all-reduce across replicas at the last one. DDP always defers.
+        defer_fsdp_grad_sync: For FSDP2 and HSDP, what the other micro-batches do. True: nothing, gradients
+            stay unsharded until the last one. False: reduce every time. ``"all_reduce"`` (HSDP):
+            reduce-scatter every time and all-reduce across replicas at the last one. DDP always defers.
 
     Raises:
         ValueError: If ``defer_fsdp_grad_sync`` is none of these.
     """
     if not (isinstance(defer_fsdp_grad_sync, bool) or defer_fsdp_grad_sync == "all_reduce"):
-        raise ValueError(f"defer_fsdp_grad_sync must be True, False or 'all_reduce', got {defer_fsdp_grad_sync!r}.")
+        raise ValueError(
+            f"defer_fsdp_grad_sync must be True, False or 'all_reduce', got {defer_fsdp_grad_sync!r}."
+        )
     return _sync_ctx(model, is_optim_step, defer_fsdp_grad_sync)
 
 
@@ -80,8 +83,8 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
         for unit in units:
             unit.set_requires_gradient_sync(is_optim_step or defer is not True, recurse=False)
             unit.set_requires_all_reduce(is_optim_step or defer is False, recurse=False)
-            # The partial sums of a window live in one flat buffer: every micro-batch must fill the same places of it,
-            # and the last one must take part even where the unit was not used in it.
+            # The partial sums of a window live in one flat buffer: every micro-batch must fill the same
+            # places of it, and the last one must take part even where the unit was not used in it.
             has_replicas = any(map(torch_internals.has_replicas, torch_internals.param_groups(unit)))
             if defer == "all_reduce" and has_replicas:
                 unit.set_reduce_scatter_unused_params(True, recurse=False)
@@ -103,8 +106,8 @@ def _accumulate_in_one_dtype(units: Iterable[FSDPModule]) -> None:
 class Reductions(Enum):
     """What FSDP2 does with the gradients that a backward computes: three flags of each unit.
 
-    They are whether it reduce-scatters them, whether it all-reduces them across replicas (HSDP), and whether zeros
-    stand for parameters that this rank has not used, so that ranks send the same shapes.
+    They are whether it reduce-scatters them, whether it all-reduces them across replicas (HSDP), and whether
+    zeros stand for parameters that this rank has not used, so that ranks send the same shapes.
     """
 
     BY_FSDP2 = (True, True, False)  # no window is open: every backward is averaged over ranks
@@ -116,8 +119,9 @@ class Reductions(Enum):
 class GradSync:
     """What each micro-batch communicates, and gradients outside of ``.grad``. As it is, it communicates nothing.
 
-    FSDP2 and DDP give a zero gradient to some parameters that no rank has used, where one process has none. So what a
-    window has really used is tracked. ``reuses_gradients``: whether a backward may overwrite a tensor in ``.grad``.
+    FSDP2 and DDP give a zero gradient to some parameters that no rank has used, where one process has none.
+    So what a window has really used is tracked. ``reuses_gradients``: whether a backward may overwrite a
+    tensor in ``.grad``.
     """
 
     reuses_gradients = False
@@ -147,27 +151,30 @@ class GradSync:
 
     # --- The steps of one backward, in the order of `MicroBatches.backward` -------------------------------------------
 
-    def begin(self, loss: Tensor, ends: bool, frozen: Set[nn.Parameter] = frozenset(), counts: bool = True) -> None:
+    def begin(
+        self, loss: Tensor, ends: bool, frozen: Set[nn.Parameter] = frozenset(), counts: bool = True
+    ) -> None:
         """The backward of ``loss`` comes next, which ``ends`` its window, or not; the same on all ranks.
 
-        ``frozen`` has the parameters that earlier backwards of the open windows have trained and this one does not, the
-        same on all ranks. ``counts``: whether the parameters in it count as used (not with padding batches). May be a
-        collective over the data-parallel group.
+        ``frozen`` has the parameters that earlier backwards of the open windows have trained and this one
+        does not, the same on all ranks. ``counts``: whether the parameters in it count as used (not with
+        padding batches). May be a collective over the data-parallel group.
         """
 
     def reduce(self, final: list[nn.Parameter], trained: Container[nn.Parameter]) -> Uses:
         """Reduce what the backward has left. If it ends its window, the gradients of ``final`` are then complete.
 
-        A collective over the data-parallel group. ``trained`` has what any backward of the window has trained. Returns
-        what this rank has used of it; nothing if the window goes on.
+        A collective over the data-parallel group. ``trained`` has what any backward of the window has
+        trained. Returns what this rank has used of it; nothing if the window goes on.
         """
         return NO_USES
 
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Once a window: average what the engine has left of parameters that the window has trained.
 
-        Called by :meth:`reduce`, when the engine's own reductions have ended; gradients are then sums of token losses
-        over all ranks, divided by D, as long as nothing is divided by label tokens. May be a collective.
+        Called by :meth:`reduce`, when the engine's own reductions have ended; gradients are then sums of
+        token losses over all ranks, divided by D, as long as nothing is divided by label tokens. May be a
+        collective.
         """
 
     def _take_uses(self, final: list[nn.Parameter], trained: Container[nn.Parameter]) -> Uses:
@@ -196,7 +203,8 @@ class GradSync:
     def showing_shards(self) -> AbstractContextManager[Any]:
         """Context of the user's hooks, where a forward leaves no parameters gathered.
 
-        The hook would find gathered parameters in the module, which have no gradients, or those of an open window.
+        The hook would find gathered parameters in the module, which have no gradients, or those of an open
+        window.
         """
         return nullcontext()
 
@@ -235,13 +243,14 @@ class GradSync:
 class FSDPGradSync(GradSync):
     """Controls the communication of an FSDP2 model in each accumulation window.
 
-    Reductions happen inside the strategy's own backwards. Any other backward, such as ``torch.autograd.grad`` in a
-    training step or a callback, would reduce what an open window has deferred, and leave it in ``.grad``.
+    Reductions happen inside the strategy's own backwards. Any other backward, such as
+    ``torch.autograd.grad`` in a training step or a callback, would reduce what an open window has deferred,
+    and leave it in ``.grad``.
 
     With ``retain_unsharded`` parameters are all-gathered in the first forward of a window only. Between two
-    micro-batches the module shows its sharded parameters, while the memory of the unsharded ones is retained: others
-    find an ordinary sharded module. Plain parameters are averaged over ``group``; None for one rank. ``is_last`` says
-    whether the window ends with the running micro-batch; None outside.
+    micro-batches the module shows its sharded parameters, while the memory of the unsharded ones is
+    retained: others find an ordinary sharded module. Plain parameters are averaged over ``group``; None for
+    one rank. ``is_last`` says whether the window ends with the running micro-batch; None outside.
     """
 
     def __init__(
@@ -259,7 +268,8 @@ class FSDPGradSync(GradSync):
         self.units = torch_internals.fsdp_units(model)
         # With the parameter groups at or below each.
         self._roots = {
-            root: list(torch_internals.fsdp_param_groups(cast(nn.Module, root))) for root in fsdp_roots(model)
+            root: list(torch_internals.fsdp_param_groups(cast(nn.Module, root)))
+            for root in fsdp_roots(model)
         }
         self._heads = {unit for unit in self.units if is_head(unit)}
         self._groups = [group for unit in self.units for group in torch_internals.param_groups(unit)]
@@ -275,7 +285,9 @@ class FSDPGradSync(GradSync):
         self._reductions = Reductions.BY_FSDP2
         if is_manual and retain_unsharded:
             # Lightning does not say when the forwards of a window begin: they keep what they gather.
-            self._restored.enter_context(torch_internals.flags_restored(self.units, torch_internals.RESHARDING))
+            self._restored.enter_context(
+                torch_internals.flags_restored(self.units, torch_internals.RESHARDING)
+            )
             for unit in self.units:
                 unit.set_reshard_after_backward(False, recurse=False)
         self._gathered = GatheredForBackward(self.units, always=is_manual and retain_unsharded)
@@ -287,16 +299,21 @@ class FSDPGradSync(GradSync):
         self._has_gathered = False
         self._has_two_dtypes = True  # until units are gathered
         shards = {param.sharded_param for param_group in self._groups for param in param_group.fsdp_params}
-        self._param_of = {param.sharded_param: param for group in self._groups for param in group.fsdp_params}
+        self._param_of = {
+            param.sharded_param: param for group in self._groups for param in group.fsdp_params
+        }
         self._experts = {shard for shard in shards if num_expert_ranks(shard) > 1}
-        torch_internals.differentiate_by_both(self._gathered_parameter, self._restored.enter_context(PatchStack()))
+        torch_internals.differentiate_by_both(
+            self._gathered_parameter, self._restored.enter_context(PatchStack())
+        )
         self._unwatched = {p: name for name, p in model.named_parameters() if p in shards}
         self._bypassed: list[str] = []
 
     def _reshard_unless_training(self, units: Sequence[FSDPModule], root: nn.Module, *_: object) -> None:
         """Forward hook of a root: frees parameters that no backward will free, and that would become stale.
 
-        These are prefetched units that the forward did not use, and, if no gradients are computed, those of the root.
+        These are prefetched units that the forward did not use, and, if no gradients are computed, those of
+        the root.
         """
         for prefetched in torch_internals.gathering(units):
             reshard(prefetched)
@@ -307,8 +324,8 @@ class FSDPGradSync(GradSync):
     def gather_once(self) -> None:
         """Gather the units that have never been. A collective, if there are any; only the first call looks for them.
 
-        A unit that is first used in the last micro-batch of a window would lack the unsharded parameter that FSDP2
-        accumulates into.
+        A unit that is first used in the last micro-batch of a window would lack the unsharded parameter that
+        FSDP2 accumulates into.
         """
         if not self._has_gathered:
             self._has_two_dtypes = any(map(torch_internals.has_two_gradient_dtypes, self._groups))
@@ -321,8 +338,8 @@ class FSDPGradSync(GradSync):
     def watch(self) -> None:
         """Note from now on which parameters backwards use, and which shards autograd reaches, past FSDP2.
 
-        Called before each backward, since parameters may be unfrozen. The first call is a collective if some units have
-        not been gathered.
+        Called before each backward, since parameters may be unfrozen. The first call is a collective if some
+        units have not been gathered.
         """
         self.gather_once()
         if not any(parameter.requires_grad for parameter in self._unwatched):
@@ -357,7 +374,8 @@ class FSDPGradSync(GradSync):
         if self._in_backward:
             super()._mark_used(parameter, _)
         elif self._reductions is Reductions.NONE or self.is_last is False:
-            # FSDP2 would add this gradient to the deferred ones of the window, and it would be rescaled with them.
+            # FSDP2 would add this gradient to the deferred ones of the window, and it would be rescaled with
+            # them.
             raise RuntimeError(PLAIN_BACKWARD)
 
     @override
@@ -372,7 +390,8 @@ class FSDPGradSync(GradSync):
         with torch_internals.flags_restored(retained, torch_internals.RESHARDING):
             for unit in retained:
                 unit.set_reshard_after_forward(False, recurse=False)
-                # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).
+                # Freed when all of the backward has run: it may read them after the unit's own part (a
+                # penalty).
                 unit.set_reshard_after_backward(False, recurse=False)
             self.is_last = is_last
             try:
@@ -405,7 +424,8 @@ class FSDPGradSync(GradSync):
     def release(self, retains: bool = False) -> None:
         """Reshard what is unsharded, so that nothing stale is used once weights are written.
 
-        ``retains``, as a micro-batch starts: use retained parameters again unless the sharded ones were written since.
+        ``retains``, as a micro-batch starts: use retained parameters again unless the sharded ones were
+        written since.
         """
         retained, self._retained = self._retained, []
         taken_back = []
@@ -453,14 +473,17 @@ class FSDPGradSync(GradSync):
             self.release()
 
     @override
-    def begin(self, loss: Tensor, ends: bool, frozen: Set[nn.Parameter] = frozenset(), counts: bool = True) -> None:
+    def begin(
+        self, loss: Tensor, ends: bool, frozen: Set[nn.Parameter] = frozenset(), counts: bool = True
+    ) -> None:
         self._between_steps.close()  # a hook may run a backward
         if self._unwatched or not self._has_gathered:
             self.watch()
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self._reduce(Reductions.ALL if ends else deferred[self._defer])
         ran = torch_internals.forward_order(self._groups)
-        if self._order == 0 or not self._retain_unsharded:  # later forwards of a window use what the first has gathered
+        # Later forwards of a window use what the first has gathered.
+        if self._order == 0 or not self._retain_unsharded:
             for group in ran:
                 self._order = (self._order * 31 + self._number_of[group]) % _ORDERS
         if self._first_gathers is not None:
@@ -481,11 +504,12 @@ class FSDPGradSync(GradSync):
         self._in_backward = False
         if self._bypassed:
             raise RuntimeError(
-                f"{', '.join(self._bypassed[:3])}: {len(self._bypassed)} parameters that FSDP2 shards got a gradient"
-                " that it does not reduce, since training_step uses them outside of their unit's forward, as a penalty"
-                f" on weights does (`p.full_tensor()`). {PENALTY_ON_WEIGHTS} For a method that differentiates by"
-                " module.parameters(), as adjoint methods do, pass auto_wrap_policy=set(): the model is then one unit,"
-                " which under automatic optimization is gathered during all of training_step."
+                f"{', '.join(self._bypassed[:3])}: {len(self._bypassed)} parameters that FSDP2 shards got a"
+                " gradient that it does not reduce, since training_step uses them outside of their unit's"
+                f" forward, as a penalty on weights does (`p.full_tensor()`). {PENALTY_ON_WEIGHTS} For a"
+                " method that differentiates by module.parameters(), as adjoint methods do, pass"
+                " auto_wrap_policy=set(): the model is then one unit, which under automatic optimization is"
+                " gathered during all of training_step."
             )
         if not self._ends_window:
             return NO_USES
@@ -548,9 +572,9 @@ class FSDPGradSync(GradSync):
             others = [p for p in group.fsdp_params if p not in owned and p.sharded_param in self._tracked]
             if others and torch_internals.holds_partial_reduction(group):
                 raise RuntimeError(
-                    "Gradients of one FSDP unit belong to several optimizers, and one of them is zeroed in the middle"
-                    " of a window whose replicas have not been added up: defer_fsdp_grad_sync='all_reduce' cannot drop"
-                    " a part. Pass True or False."
+                    "Gradients of one FSDP unit belong to several optimizers, and one of them is zeroed in"
+                    " the middle of a window whose replicas have not been added up:"
+                    " defer_fsdp_grad_sync='all_reduce' cannot drop a part. Pass True or False."
                 )
             torch_internals.clear_unreduced_gradients(group, owned)
         if wanted is None:
@@ -582,7 +606,9 @@ class FSDPGradSync(GradSync):
         self._order = 0
         self._stop_comparing()
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
-        gradients = [(param.sharded_param, param.sharded_param.grad) for g in self._groups for param in g.fsdp_params]
+        gradients = [
+            (param.sharded_param, param.sharded_param.grad) for g in self._groups for param in g.fsdp_params
+        ]
         with self._written.recovering():
             for unit in self.units:
                 torch_internals.forget_background_gather(unit)

@@ -26,9 +26,9 @@ class _Call(NamedTuple):
 class JoinedForwards(JoinedGathers):
     """Records what an evaluation step calls, so that a rank without data can call it again, for the other ranks.
 
-    These are the calls of ``model``'s submodules that communicate: they gather parameters or exchange tokens. The steps
-    of a LightningModule, and what they log and count, run for this rank's own data alone. The inputs of the last step's
-    calls are kept until the next step.
+    These are the calls of ``model``'s submodules that communicate: they gather parameters or exchange
+    tokens. The steps of a LightningModule, and what they log and count, run for this rank's own data alone.
+    The inputs of the last step's calls are kept until the next step.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[FSDPModule]) -> None:

@@ -39,8 +39,8 @@ def choose(
     """Decide what is ``"auto"``: whether gradients are deferred, and parameters kept gathered, during a window.
 
     Both come out of one estimate. Gradients come first: parameters are kept if they fit as well. ``needed``
-    (:func:`estimate`) and ``free`` must be the same on all ranks (:func:`agree`), so that these decide alike. A reason
-    is that of what the caller has decided; without one, the option is.
+    (:func:`estimate`) and ``free`` must be the same on all ranks (:func:`agree`), so that these decide
+    alike. A reason is that of what the caller has decided; without one, the option is.
     """
     defer_reason = defer_reason or f"defer_fsdp_grad_sync={defer!r}"
     keep_reason = keep_reason or f"reshard_during_accumulation={not keep}"
@@ -57,12 +57,16 @@ def _compare(needed: int, free: int | None) -> tuple[bool, str]:
     """Whether so many bytes fit on every rank, and why."""
     mebibyte = 2**20
     if free is None:
-        return False, f"auto: an estimated {needed / mebibyte:,.0f} MiB, and unknown free memory on some rank"
+        return (
+            False,
+            f"auto: an estimated {needed / mebibyte:,.0f} MiB, and unknown free memory on some rank",
+        )
     budget = int(free * FREE_MEMORY_SHARE)
     fits = needed <= budget
     return fits, (
-        f"auto: an estimated {needed / mebibyte:,.0f} MiB {'fits into' if fits else 'exceeds'} {FREE_MEMORY_SHARE:.0%}"
-        f" of the free memory of {'every' if fits else 'some'} rank ({budget / mebibyte:,.0f} MiB)"
+        f"auto: an estimated {needed / mebibyte:,.0f} MiB {'fits into' if fits else 'exceeds'}"
+        f" {FREE_MEMORY_SHARE:.0%} of the free memory of {'every' if fits else 'some'} rank"
+        f" ({budget / mebibyte:,.0f} MiB)"
     )
 
 
@@ -84,9 +88,10 @@ def agree(
 def estimate(model: nn.Module, device: torch.device) -> dict[str, int]:
     """Bytes of ``device`` that a window may need on one rank in addition to its shards. Not a collective.
 
-    ``unsharded_parameters``: all units at once, instead of one at a time. ``deferred_gradients``: the same of what is
-    trained, in the dtype that gradients are reduced in. ``sharded_state``: gradient shards and two optimizer moments,
-    which are not allocated yet at set-up; under CPU offload they are not on the device.
+    ``unsharded_parameters``: all units at once, instead of one at a time. ``deferred_gradients``: the same
+    of what is trained, in the dtype that gradients are reduced in. ``sharded_state``: gradient shards and
+    two optimizer moments, which are not allocated yet at set-up; under CPU offload they are not on the
+    device.
     """
     unsharded = gradients = state = 0
     for group in torch_internals.fsdp_param_groups(model):
@@ -108,7 +113,9 @@ def free_bytes(device: torch.device, local_ranks: int) -> int | None:
     if device.type != "cpu":
         try:
             free, _ = torch.accelerator.get_memory_info(device)
-            return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+            return (
+                free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+            )
         except (RuntimeError, ValueError):  # a backend that keeps no such figures, or is not the current one
             return None
     meminfo = Path("/proc/meminfo")

@@ -1,8 +1,8 @@
 """Initialises a model that was created on the meta device: allocates the shards, then runs each module's initialiser.
 
-Only shards are allocated. An initialiser runs on whole tensors in host memory, all of those below its module, from rank
-0's random state, and each rank keeps its shards of the result: so one seed gives one model, whatever the layout. On
-shards, writes to a row of a sharded matrix (``padding_idx``) would be lost.
+Only shards are allocated. An initialiser runs on whole tensors in host memory, all of those below its
+module, from rank 0's random state, and each rank keeps its shards of the result: so one seed gives one
+model, whatever the layout. On shards, writes to a row of a sharded matrix (``padding_idx``) would be lost.
 """
 
 import inspect
@@ -21,8 +21,8 @@ from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.sharding.apply import shard_like
 from lightning_automodel.sharding.units import class_name
 
-# Fills memory that is not initialised. A checkpoint or the user may still write values, so the tensors without any are
-# found only when the run starts: they hold nothing but this byte.
+# Fills memory that is not initialised. A checkpoint or the user may still write values, so the tensors
+# without any are found only when the run starts: they hold nothing but this byte.
 _FILL_BYTE = 0xA5
 
 _UNINITIALIZED = "lightning_automodel_uninitialized"
@@ -37,8 +37,8 @@ def names_without_values(model: nn.Module) -> list[str]:
 def materialize(model: nn.Module, device: torch.device, offload: bool) -> None:
     """Allocate the tensors that are on the meta device (with ``offload`` shards on the host), and initialise them.
 
-    A collective over the default group: every rank must call it, with the same model. Random states do not change.
-    :func:`check_initialized` finds the tensors that no initialiser has filled.
+    A collective over the default group: every rank must call it, with the same model. Random states do not
+    change. :func:`check_initialized` finds the tensors that no initialiser has filled.
     """
     allocated: dict[Tensor, Tensor] = {}
     # The first of the modules that share a tensor: of their own initialisers, only the first one's counts.
@@ -68,7 +68,8 @@ def materialize(model: nn.Module, device: torch.device, offload: bool) -> None:
 def _initializers(model: nn.Module) -> Iterator[tuple[nn.Module, Iterable[nn.Module], Callable[[], Any]]]:
     """Every initialiser in the order of construction, with its module and the modules whose tensors it may write.
 
-    Models of Hugging Face, timm and many others have ``_init_weights(module)``, which is called for each submodule.
+    Models of Hugging Face, timm and many others have ``_init_weights(module)``, which is called for each
+    submodule.
     """
     for _, module in _children_first(model):
         for name in ("reset_parameters", torch_internals.RESET_PARAMETERS):
@@ -81,8 +82,9 @@ def _initializers(model: nn.Module) -> Iterator[tuple[nn.Module, Iterable[nn.Mod
             elsewhere = {id(below) for m in has_its_own for below in m.modules()}
             for _, submodule in _children_first(module):
                 if id(submodule) not in elsewhere:
-                    # It is called for each module, so those in FSDP units below this one are initialised already.
-                    # Gathering them again for each module around them would hold the whole model at once.
+                    # It is called for each module, so those in FSDP units below this one are initialised
+                    # already. Gathering them again for each module around them would hold the whole model at
+                    # once.
                     yield submodule, _up_to_units(submodule), partial(initialize, submodule)
         elif _takes(module, "init_weights", 0):
             yield module, module.modules(), module.init_weights  # type: ignore[misc]
@@ -118,7 +120,9 @@ def _run(
         # A layer must not overwrite a shared tensor that another layer has initialised; a parent module may.
         may_write = tensor in owners and (owners[tensor] is module or holder is not module)
         if may_write and not (tensor in pending and _has_no_values(result)):
-            torch_internals.local_tensor(tensor).copy_(torch_internals.local_tensor(shard_like(tensor, result)))
+            torch_internals.local_tensor(tensor).copy_(
+                torch_internals.local_tensor(shard_like(tensor, result))
+            )
             pending.pop(tensor, None)
 
 
@@ -135,8 +139,8 @@ def move_what_has_values(module: nn.Module, device: torch.device) -> None:
 def check_initialized(model: nn.Module, device: torch.device) -> None:
     """Raise ValueError on every rank, with the names of tensors that still have no values once checkpoints are loaded.
 
-    A collective over the default group where :func:`materialize` left any; ``device`` is where that can reduce. It then
-    reads tensors on the host.
+    A collective over the default group where :func:`materialize` left any; ``device`` is where that can
+    reduce. It then reads tensors on the host.
     """
     names = vars(model).get(_UNINITIALIZED, [])
     if not names:
@@ -151,9 +155,9 @@ def check_initialized(model: nn.Module, device: torch.device) -> None:
         return
     listed = ", ".join(f"{n} ({class_name(model.get_submodule(n.rpartition('.')[0]))})" for n in missing[:5])
     raise ValueError(
-        f"{len(missing)} parameters or buffers of {class_name(model)} were created on the meta device and never"
-        f" initialized: {listed}. Give their classes a reset_parameters() that fills them, as torch's layers"
-        " have, load a checkpoint that holds them, or create them on a real device."
+        f"{len(missing)} parameters or buffers of {class_name(model)} were created on the meta device and"
+        f" never initialized: {listed}. Give their classes a reset_parameters() that fills them, as torch's"
+        " layers have, load a checkpoint that holds them, or create them on a real device."
     )
 
 

@@ -46,8 +46,8 @@ def check_precision(plugin: Precision, data_parallel: str) -> None:
         return
     way_out = "." if foreign else ", or data_parallel='ddp'."
     raise ValueError(
-        f"data_parallel={data_parallel!r} does not work with {type(plugin).__name__}: choose Trainer(precision=...)"
-        f" from {', '.join(FSDP2_PRECISIONS)}{way_out}"
+        f"data_parallel={data_parallel!r} does not work with {type(plugin).__name__}: choose"
+        f" Trainer(precision=...) from {', '.join(FSDP2_PRECISIONS)}{way_out}"
     )
 
 
@@ -69,15 +69,17 @@ def resolve_policy(
 ) -> MixedPrecisionPolicy:
     """The policy of FSDP2 units for a Trainer precision: the user's ``mp_policy`` if it agrees, or the default.
 
-    Units return float32 under mixed precisions: losses are not rounded, and a sum over tokens does not overflow. True
-    precisions cast nothing. Gradients are reduced in float32 at least.
+    Units return float32 under mixed precisions: losses are not rounded, and a sum over tokens does not
+    overflow. True precisions cast nothing. Gradients are reduced in float32 at least.
     """
     if mp_policy is not None:
         _check_agreement(plugin, mp_policy)
         return mp_policy
     if isinstance(plugin, MixedPrecision):
         computes_in = FSDP2_PRECISIONS[plugin.precision]
-        return MixedPrecisionPolicy(param_dtype=computes_in, reduce_dtype=torch.float32, output_dtype=torch.float32)
+        return MixedPrecisionPolicy(
+            param_dtype=computes_in, reduce_dtype=torch.float32, output_dtype=torch.float32
+        )
     trainable = {parameter.dtype for parameter in parameters if parameter.requires_grad}
     reduce_dtype = torch.float32 if trainable.intersection(HALF) and torch.float64 not in trainable else None
     return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -92,9 +94,9 @@ def _check_agreement(plugin: Precision, policy: MixedPrecisionPolicy) -> None:
         valid = (computes_in,)
     if policy.param_dtype not in valid:
         raise ValueError(
-            f"precision={precision!r} beside mp_policy with param_dtype={policy.param_dtype}: pass param_dtype="
-            f"{' or '.join(map(str, valid))}, or a precision that computes in it (torch.float16 needs the gradient"
-            " scaler of '16-mixed'; under '32-true' mp_policy alone decides)."
+            f"precision={precision!r} beside mp_policy with param_dtype={policy.param_dtype}: pass"
+            f" param_dtype={' or '.join(map(str, valid))}, or a precision that computes in it (torch.float16"
+            " needs the gradient scaler of '16-mixed'; under '32-true' mp_policy alone decides)."
         )
 
 
@@ -178,11 +180,13 @@ def check_conversion(plugin: Precision, model: nn.Module) -> None:
     if plugin.precision == "32-true" or isinstance(plugin, MixedPrecision):
         return
     found = {p.dtype for p in model.parameters() if p.is_floating_point()} - {wanted}
-    if found and any(torch_internals.was_unsharded(group) for group in torch_internals.fsdp_param_groups(model)):
+    if found and any(
+        torch_internals.was_unsharded(group) for group in torch_internals.fsdp_param_groups(model)
+    ):
         raise ValueError(
             f"precision={str(plugin.precision)!r} would convert the module to {wanted}, but an earlier run"
-            f" has sharded it in {_names(found)}, which stays: pass the precision of that run, or a module that was not"
-            " sharded before."
+            f" has sharded it in {_names(found)}, which stays: pass the precision of that run, or a module"
+            " that was not sharded before."
         )
 
 
@@ -217,7 +221,9 @@ def is_applied(policy: MixedPrecisionPolicy, model: nn.Module) -> bool:
     return any(applied in forms for applied in torch_internals.mixed_precision_policies(model))
 
 
-def describe_dtypes(plugin: Precision, model: nn.Module, policy: MixedPrecisionPolicy | None) -> dict[str, str]:
+def describe_dtypes(
+    plugin: Precision, model: nn.Module, policy: MixedPrecisionPolicy | None
+) -> dict[str, str]:
     """The Trainer's precision, and the dtypes that result; ``policy`` is None if this strategy made no units."""
     own = list(model.parameters())
     parameters = {p.dtype for p in own if p.is_floating_point()}

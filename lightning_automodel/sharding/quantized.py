@@ -8,8 +8,9 @@ from torch.distributed.tensor import DTensor
 def kept_whole(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]:
     """Frozen parameters that FSDP2 cannot shard, or whose codes ``policy`` would cast, by name with the reason.
 
-    FSDP2 shards plain tensors, and classes with ``fsdp_pre_all_gather``, such as torchao's for training. Raises
-    ValueError for a trainable parameter of another class, and for one whose sharded model could not be saved.
+    FSDP2 shards plain tensors, and classes with ``fsdp_pre_all_gather``, such as torchao's for training.
+    Raises ValueError for a trainable parameter of another class, and for one whose sharded model could not
+    be saved.
     """
     reasons = {}
     for name, parameter in model.named_parameters():
@@ -25,13 +26,14 @@ def kept_whole(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[str, str]
         if parameter.requires_grad:
             raise ValueError(
                 f"{name} is to be trained and is a {kind}, which FSDP2 cannot shard: its class has no"
-                " fsdp_pre_all_gather. Freeze it and train an adapter beside it (LoRA), quantise after training, or"
-                " choose a class that has one, such as those of torchao for float8 training."
+                " fsdp_pre_all_gather. Freeze it and train an adapter beside it (LoRA), quantise after"
+                " training, or choose a class that has one, such as those of torchao for float8 training."
             )
         if hasattr(parameter, "SCB"):
             raise ValueError(
-                f"{name} is a {kind}: its layer adds to the state dict what belongs to no parameter or buffer, so a"
-                " sharded model could not be saved. Load the model in 4 bit (Linear4bit), or pass data_parallel='ddp'."
+                f"{name} is a {kind}: its layer adds to the state dict what belongs to no parameter or"
+                " buffer, so a sharded model could not be saved. Load the model in 4 bit (Linear4bit), or"
+                " pass data_parallel='ddp'."
             )
         reasons[name] = f"quantised ({kind})"
     return reasons

@@ -48,7 +48,9 @@ class ReplacedParameters:
 
     def give_shards(self, optimizer: Optimizer) -> None:
         """Give an optimizer that was made before the module was sharded, as LightningCLI makes it, the shards."""
-        shards = {id(old): shard for _, reference, shard in self._replaced if (old := reference()) is not None}
+        shards = {
+            id(old): shard for _, reference, shard in self._replaced if (old := reference()) is not None
+        }
         for group in optimizer.param_groups if not optimizer.state else ():
             group["params"] = [shards.get(id(parameter), parameter) for parameter in group["params"]]
 
@@ -70,9 +72,9 @@ def _refuse_gradient(name: str, reference: "weakref.ref[nn.Parameter]", gradient
 def _text(old: nn.Parameter) -> str:
     holders = ", ".join(holder for holder, _ in zip(_holders(old), range(_NUM_NAMED), strict=False))
     return (
-        f"sharding has replaced this parameter, and {holders or 'something'} still holds the tensor that it was before."
-        " Take it from the module each time (self.weight, a property, or a module that is called), or pass"
-        " data_parallel='ddp', which replaces nothing."
+        f"sharding has replaced this parameter, and {holders or 'something'} still holds the tensor that it"
+        " was before. Take it from the module each time (self.weight, a property, or a module that is"
+        " called), or pass data_parallel='ddp', which replaces nothing."
     )
 
 
@@ -85,7 +87,8 @@ def _holders(held: Any) -> Iterator[str]:
         elif isinstance(referrer, (list, tuple, set)):
             yield f"a {type(referrer).__name__} of {len(referrer)}{_owner(referrer)}"
         elif isinstance(referrer, CellType):
-            for function in _functions(referrer)[:1]:  # none if it is that of a running function, as of this one
+            # None if it is that of a running function, as of this one.
+            for function in _functions(referrer)[:1]:
                 yield f"the closure of {function.__qualname__}()"
 
 
@@ -98,7 +101,9 @@ def _place(holder: dict[Any, Any], key: Any) -> str:
 
 def _owner(container: Any) -> str:
     """The attribute that holds a container, if any."""
-    namespaces: list[dict[str, Any]] = [each for each in gc.get_referrers(container) if isinstance(each, dict)]
+    namespaces: list[dict[str, Any]] = [
+        each for each in gc.get_referrers(container) if isinstance(each, dict)
+    ]
     for namespace in namespaces:
         for owner in gc.get_referrers(namespace):
             if getattr(owner, "__dict__", None) is namespace:

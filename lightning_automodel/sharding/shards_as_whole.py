@@ -1,7 +1,7 @@
 """Shards that user code takes for whole tensors: ``p.grad[rows] = 0`` in ``on_before_optimizer_step``.
 
-Torch gives a copy for a slice across shards, so that what ``p.grad[2:4].zero_()`` writes is lost. For the number of a
-norm, ``float(p.grad.norm())``, it gives each rank its own part.
+Torch gives a copy for a slice across shards, so that what ``p.grad[2:4].zero_()`` writes is lost. For the
+number of a norm, ``float(p.grad.norm())``, it gives each rank its own part.
 """
 
 import functools
@@ -28,7 +28,8 @@ _READING = ("item", "tolist", "__float__", "__int__", "__bool__", "__len__")
 class ShardsAsWhole:
     """Makes ``shard[index]`` right, and refuses what would be wrong, as long as ``patches`` last.
 
-    Code that indexes runs on all ranks: if a tensor must be gathered for it, that is a collective on its mesh.
+    Code that indexes runs on all ranks: if a tensor must be gathered for it, that is a collective on its
+    mesh.
     """
 
     def __init__(self, module: nn.Module, patches: PatchStack) -> None:
@@ -77,18 +78,23 @@ class ShardsAsWhole:
             with torch.no_grad():
                 whole = tensor.full_tensor()
                 whole[_whole(index)] = _whole(value)
-                replicated = DTensor.from_local(whole, tensor.device_mesh, [Replicate()] * len(tensor.placements))
+                replicated = DTensor.from_local(
+                    whole, tensor.device_mesh, [Replicate()] * len(tensor.placements)
+                )
                 tensor.copy_(replicated.redistribute(placements=tensor.placements))
 
         return set_item
 
     def _check(self, *_: Any) -> None:
         copies, self._copies = self._copies, deque(maxlen=_NUM_KEPT)
-        if any(version != before for version, (_, before) in zip(versions(p for p, _ in copies), copies, strict=True)):
+        if any(
+            version != before
+            for version, (_, before) in zip(versions(p for p, _ in copies), copies, strict=True)
+        ):
             raise RuntimeError(
-                "A slice of a sharded parameter or gradient was written in place, and the write was lost, since the"
-                " slice is a copy. Assign it, as p.grad[rows] = 0 or p.grad[rows] *= 0.5, which writes into the shards"
-                " and gathers the tensor for it. Or pass data_parallel='ddp'."
+                "A slice of a sharded parameter or gradient was written in place, and the write was lost,"
+                " since the slice is a copy. Assign it, as p.grad[rows] = 0 or p.grad[rows] *= 0.5, which"
+                " writes into the shards and gathers the tensor for it. Or pass data_parallel='ddp'."
             )
 
 
@@ -116,8 +122,9 @@ def _refusing_parts(read: Callable[..., Any]) -> Callable[..., Any]:
         # torch.tensor([norm]) asks a number for its length, as Lightning's grad_norm() does.
         if is_part and (tensor.ndim == 0 or read.__name__ != "__len__"):
             raise RuntimeError(
-                "The number of a sharded parameter or gradient was read, such as float(p.grad.norm()), and each rank"
-                " would get that of its own part. Gather it first, on all ranks: p.grad.norm().full_tensor()."
+                "The number of a sharded parameter or gradient was read, such as float(p.grad.norm()), and"
+                " each rank would get that of its own part. Gather it first, on all ranks:"
+                " p.grad.norm().full_tensor()."
             )
         return read(tensor)
 

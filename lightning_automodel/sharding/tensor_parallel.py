@@ -34,7 +34,8 @@ STYLES: dict[str, ParallelStyle] = {
     "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
     "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
     "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
-    # A norm over each head's width runs on the rank's own heads: its weight is whole, its gradient a partial sum.
+    # A norm over each head's width runs on the rank's own heads: its weight is whole, its gradient a partial
+    # sum.
     "replicated_with_grad_allreduce": SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True),
 }
 """torch's style for each name of a style in the plans of transformers."""
@@ -43,8 +44,8 @@ STYLES: dict[str, ParallelStyle] = {
 def distribute(module: nn.Module, mesh: RunMesh) -> None:
     """Distribute the Hugging Face models in ``module`` by their ``tp_plan``, unless the module is distributed already.
 
-    A collective over the tensor-parallel group: all ranks get its first rank's weights. Raises ValueError where that
-    cannot be.
+    A collective over the tensor-parallel group: all ranks get its first rank's weights. Raises ValueError
+    where that cannot be.
     """
     if mesh.tensor_parallel is None or mesh.sizes.tensor == 1:
         return
@@ -52,10 +53,10 @@ def distribute(module: nn.Module, mesh: RunMesh) -> None:
         planned = [] if is_sharded(module) else list(outermost(module, _has_plan))
         if not planned:
             raise ValueError(
-                f"tensor_parallel_size={mesh.sizes.tensor}, but no parameter of {class_name(module)} is distributed for"
-                " it, and it holds no Hugging Face model with a tp_plan that is not sharded yet: call"
-                f" parallelize_module(..., self.device_mesh[{_dimension(mesh.tensor_parallel)!r}], plan) in"
-                " configure_model, before any fully_shard, or leave tensor_parallel_size at 1."
+                f"tensor_parallel_size={mesh.sizes.tensor}, but no parameter of {class_name(module)} is"
+                " distributed for it, and it holds no Hugging Face model with a tp_plan that is not sharded"
+                f" yet: call parallelize_module(..., self.device_mesh[{_dimension(mesh.tensor_parallel)!r}],"
+                " plan) in configure_model, before any fully_shard, or leave tensor_parallel_size at 1."
             )
         for model in planned:
             _apply_plan(model, mesh.tensor_parallel)
@@ -63,8 +64,8 @@ def distribute(module: nn.Module, mesh: RunMesh) -> None:
         if torch_internals.is_compiled(submodule) and _takes_part(submodule, mesh.tensor_parallel):
             raise ValueError(
                 f"{name or class_name(module)} is compiled and holds tensor-parallel parameters, for which"
-                " torch.compile computes wrong gradients (torch 2.13) or fails (2.14, 2.15): compile modules outside of"
-                " the plan alone, or leave tensor_parallel_size at 1."
+                " torch.compile computes wrong gradients (torch 2.13) or fails (2.14, 2.15): compile modules"
+                " outside of the plan alone, or leave tensor_parallel_size at 1."
             )
 
 
@@ -75,7 +76,9 @@ def _dimension(mesh: DeviceMesh) -> str:
 def _takes_part(module: nn.Module, mesh: DeviceMesh) -> bool:
     """Whether any parameter of ``module`` is a DTensor on the tensor-parallel dimension."""
     name = _dimension(mesh)
-    return any(isinstance(p, DTensor) and name in (p.device_mesh.mesh_dim_names or ()) for p in module.parameters())
+    return any(
+        isinstance(p, DTensor) and name in (p.device_mesh.mesh_dim_names or ()) for p in module.parameters()
+    )
 
 
 def _has_plan(module: nn.Module) -> bool:
@@ -88,15 +91,16 @@ def _apply_plan(model: Any, mesh: DeviceMesh) -> None:
     unknown = sorted({style for style in plan.values() if style not in STYLES})
     if unknown:
         raise ValueError(
-            f"The tp_plan of {type(model).__name__} asks for {', '.join(unknown)}, which this strategy cannot carry out"
-            f" (it knows {', '.join(STYLES)}): apply a plan of your own with parallelize_module in configure_model."
+            f"The tp_plan of {type(model).__name__} asks for {', '.join(unknown)}, which this strategy"
+            f" cannot carry out (it knows {', '.join(STYLES)}): apply a plan of your own with"
+            " parallelize_module in configure_model."
         )
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(model.config.get_text_config(), name, None)
         if isinstance(heads, int) and heads % mesh.size():
             raise ValueError(
-                f"tensor_parallel_size={mesh.size()} does not divide {name}={heads} of {type(model).__name__}: choose a"
-                " size that does."
+                f"tensor_parallel_size={mesh.size()} does not divide {name}={heads} of"
+                f" {type(model).__name__}: choose a size that does."
             )
     parallelize_module(model, mesh, {name: STYLES[style] for name, style in plan.items()})
     model.tie_weights()  # modules that share a parameter were distributed each by itself
@@ -117,8 +121,8 @@ def share_random_state(mesh: RunMesh, device: torch.device) -> None:
 def synchronize_metrics(module: nn.Module, mesh: RunMesh, patches: PatchStack) -> None:
     """Let TorchMetrics of ``module`` synchronise over the ranks that hold different data.
 
-    By default they synchronise over the world, which has each sample once for each tensor-parallel peer: sums would be
-    too large. A metric with a process group or a ``dist_sync_fn`` of its own keeps it.
+    By default they synchronise over the world, which has each sample once for each tensor-parallel peer:
+    sums would be too large. A metric with a process group or a ``dist_sync_fn`` of its own keeps it.
     """
 
     # A function, not the group itself: users copy metrics in mid-run, and groups cannot be copied.
@@ -133,14 +137,15 @@ def synchronize_metrics(module: nn.Module, mesh: RunMesh, patches: PatchStack) -
 def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device, kind: str) -> None:
     """Raise ValueError on all peers if their batches differ: they would silently compute a mixture of both.
 
-    A collective over the group: two all-reduces of one number. Copies all tensors to the host, except sparse and nested
-    ones, which are not compared.
+    A collective over the group: two all-reduces of one number. Copies all tensors to the host, except sparse
+    and nested ones, which are not compared.
     """
     checksum = 0
     for tensor in tensors_in(batch):
         if tensor.layout == torch.strided and not tensor.is_nested:
             plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-            # A copy: a tensor of one element is contiguous with any stride, and could not be viewed as bytes.
+            # A copy: a tensor of one element is contiguous with any stride, and could not be viewed as
+            # bytes.
             data = plain.new_empty(plain.shape).copy_(plain).reshape(-1).view(torch.uint8).numpy()
             checksum = zlib.crc32(data.tobytes(), zlib.crc32(str(tuple(tensor.shape)).encode(), checksum))
     smallest, largest = (torch.tensor(checksum, device=device) for _ in range(2))

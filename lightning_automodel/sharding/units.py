@@ -25,7 +25,8 @@ _IS_HEAD = "lightning_automodel_head"
 class ShardingPlan:
     """What FSDP2 shards: roots, and outermost units below them; and parameters that stay whole, with the reason.
 
-    ``head``, if any, is gathered with its root, and stays gathered as long. Only its gradient is reduced by itself.
+    ``head``, if any, is gathered with its root, and stays gathered as long. Only its gradient is reduced by
+    itself.
     """
 
     roots: list[nn.Module]
@@ -48,10 +49,10 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
     """Decide which modules become FSDP units; the model is unchanged.
 
     By default a unit is an outermost repeated block: a child with parameters of an ``nn.ModuleList`` or
-    ``nn.Sequential``, or, below a module with a ``_no_split_modules`` list (Hugging Face), an instance of a class named
-    there. A block that shares a parameter with anything outside of it is left to the root, so that tied parameters stay
-    in one unit. A ``policy`` overrides the default: classes whose outermost instances become units, or a predicate.
-    Without one, a large head is a group of its own within the root.
+    ``nn.Sequential``, or, below a module with a ``_no_split_modules`` list (Hugging Face), an instance of a
+    class named there. A block that shares a parameter with anything outside of it is left to the root, so
+    that tied parameters stay in one unit. A ``policy`` overrides the default: classes whose outermost
+    instances become units, or a predicate. Without one, a large head is a group of its own within the root.
 
     With ``root_is_model`` the whole model is one root, and its steps run as its forward. Else, for manual
     optimization, each child is a root, since gradients are needed while the step still runs.
@@ -62,11 +63,14 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
     in_roots = Counter(module for root in roots for module in root.modules())
     users = Counter(parameter for unit in found for parameter in unit.parameters())
     users.update(_parameters_around(model, found))
-    # Tied parameters must be in one unit: FSDP2 gathers each unit by itself, and torch raises where two hold one.
+    # Tied parameters must be in one unit: FSDP2 gathers each unit by itself, and torch raises where two hold
+    # one.
     units = [
         unit
         for unit in found
-        if in_roots[unit] == 1 and unit not in roots and all(users[parameter] == 1 for parameter in unit.parameters())
+        if in_roots[unit] == 1
+        and unit not in roots
+        and all(users[parameter] == 1 for parameter in unit.parameters())
     ]
     replicated = _find_replicated(model, roots)
     head = find_head(model, units, replicated) if root_is_model and policy is None else None
@@ -76,8 +80,8 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
 def find_head(model: nn.Module, units: list[nn.Module], replicated: Container[str]) -> nn.Module | None:
     """The one large linear layer outside of all units, such as the head of a language model; None if it is tied.
 
-    In the root's group its gradient, which is the first that a backward computes, would be reduced with the last, that
-    of the embedding: after the whole backward, which then hides neither of them.
+    In the root's group its gradient, which is the first that a backward computes, would be reduced with the
+    last, that of the embedding: after the whole backward, which then hides neither of them.
     """
     inside = {module for unit in units for module in unit.modules()}
     large = [
@@ -91,7 +95,9 @@ def find_head(model: nn.Module, units: list[nn.Module], replicated: Container[st
     if len(large) != 1:
         return None
     own = set(large[0].parameters())
-    users = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
+    users = Counter(
+        parameter for module in model.modules() for parameter in module.parameters(recurse=False)
+    )
     stays_whole = any(parameter in own for name, parameter in model.named_parameters() if name in replicated)
     return None if stays_whole or any(users[parameter] > 1 for parameter in own) else large[0]
 
@@ -122,18 +128,22 @@ def units_of(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> list[
 def _find_units(module: nn.Module, policy: WrapPolicy, is_entry: bool = False) -> Iterator[nn.Module]:
     """Yield the outermost units at or below ``module``, which may be below an entry of an ``nn.ModuleDict``.
 
-    Ranks that choose different entries (experts) must not gather different units: Sequentials there are no units, and
-    neither are the tails of an adaptive softmax, each of which some rank may not need.
+    Ranks that choose different entries (experts) must not gather different units: Sequentials there are no
+    units, and neither are the tails of an adaptive softmax, each of which some rank may not need.
     """
     if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss) and policy is None:
         return
     if policy is not None:
-        yield from outermost(module, lambda candidate: can_be_unit(candidate) and _matches(candidate, policy))
+        yield from outermost(
+            module, lambda candidate: can_be_unit(candidate) and _matches(candidate, policy)
+        )
         return
     # Hugging Face's own word for what must stay on one device; None and missing both occur.
     names = getattr(module, "_no_split_modules", None) or ()
     if names:
-        named = list(outermost(module, lambda candidate: class_name(candidate) in names and can_be_unit(candidate)))
+        named = list(
+            outermost(module, lambda candidate: class_name(candidate) in names and can_be_unit(candidate))
+        )
         yield from named
         if named:
             return
@@ -158,7 +168,9 @@ def outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> Iterat
 def instances_below(model: nn.Module, classes: set[type[nn.Module]]) -> list[nn.Module]:
     """Outermost modules below ``model`` of these classes that can be called, with parameters or not."""
     starts = model.children()
-    return distinct(m for start in starts for m in outermost(start, lambda m: has_forward(m) and _matches(m, classes)))
+    return distinct(
+        m for start in starts for m in outermost(start, lambda m: has_forward(m) and _matches(m, classes))
+    )
 
 
 def _matches(module: nn.Module, policy: set[type[nn.Module]] | Callable[[nn.Module], bool]) -> bool:

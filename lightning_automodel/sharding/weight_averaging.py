@@ -1,8 +1,8 @@
 """Lightning's callbacks that average weights (EMA, SWA), with sharded weights.
 
-They deep-copy the module in their ``setup`` hook, where it is not sharded yet, or has no values, or FSDP2 refuses the
-copy. So their hook runs once the module is distributed, with a copy that is distributed like it. Each rank averages its
-own shards, without communication.
+They deep-copy the module in their ``setup`` hook, where it is not sharded yet, or has no values, or FSDP2
+refuses the copy. So their hook runs once the module is distributed, with a copy that is distributed like it.
+Each rank averages its own shards, without communication.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,8 @@ class LateAverages:
         plugin = module.trainer.precision_plugin
         if isinstance(plugin, DoublePrecision):
             for averaged in averaged_models(module):
-                # Copied before the module was converted: each validation, which swaps the two, would round the weights.
+                # Copied before the module was converted: each validation, which swaps the two, would round
+                # the weights.
                 plugin.convert_module(averaged.module)
         with PatchStack() as while_copying:
             # Only within these calls: other callbacks that copy the module want it whole.
@@ -82,7 +83,9 @@ def _save_unswapped(callback: WeightAveraging, patches: PatchStack) -> None:
         end(*args)
         is_swapped = False
 
-    def save_then_swap(trainer: "pl.Trainer", module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    def save_then_swap(
+        trainer: "pl.Trainer", module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         save(trainer, module, checkpoint)
         current = checkpoint.get("current_model_state")
         if is_swapped and current is not None:
@@ -102,8 +105,8 @@ def _copy_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for path, original in module.named_modules(remove_duplicate=False):
         if type(original).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(
-                f"{class_name(original)} has an extra state (get_extra_state), which an average of sharded weights"
-                " would lose: keep it in buffers, or pass data_parallel='ddp'."
+                f"{class_name(original)} has an extra state (get_extra_state), which an average of sharded"
+                " weights would lose: keep it in buffers, or pass data_parallel='ddp'."
             )
         into = copied
         for name in filter(None, without_wrappers(f"{path}.").split(".")):
@@ -113,7 +116,9 @@ def _copy_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         into.training = original.training
         for name, parameter in original.named_parameters(recurse=False, remove_duplicate=False):
             if parameter not in copies:
-                copies[parameter] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                copies[parameter] = nn.Parameter(
+                    parameter.detach().clone(), requires_grad=parameter.requires_grad
+                )
             into.register_parameter(name, cast(nn.Parameter, copies[parameter]))
         for name, buffer in original.named_buffers(recurse=False, remove_duplicate=False):
             is_persistent = without_wrappers(f"{path}.{name}".removeprefix(".")) in persistent
@@ -128,7 +133,9 @@ def _callbacks(module: pl.LightningModule) -> list[Callback]:
 def averaged_models(module: pl.LightningModule) -> list[AveragedModel]:
     """The averages that callbacks keep of the weights of ``module``."""
     averaging = [callback for callback in _callbacks(module) if isinstance(callback, WeightAveraging)]
-    return [held for callback in averaging for held in vars(callback).values() if isinstance(held, AveragedModel)]
+    return [
+        held for callback in averaging for held in vars(callback).values() if isinstance(held, AveragedModel)
+    ]
 
 
 def _update_locally(averaged: AveragedModel, model: nn.Module) -> None:
@@ -145,7 +152,9 @@ def _local_tensors(model: nn.Module) -> nn.Module:
     """This rank's parts of the parameters and buffers of ``model``, sharing their memory, in their order."""
     local = nn.Module()
     for index, parameter in enumerate(model.parameters()):
-        local.register_parameter(str(index), nn.Parameter(local_tensor(parameter.detach()), requires_grad=False))
+        local.register_parameter(
+            str(index), nn.Parameter(local_tensor(parameter.detach()), requires_grad=False)
+        )
     for index, buffer in enumerate(model.buffers()):
         local.register_buffer(f"buffer_{index}", local_tensor(buffer))
     return local

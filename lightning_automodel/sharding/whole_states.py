@@ -16,11 +16,11 @@ from lightning_automodel.sharding.units import class_name
 def accept_whole_states(model: nn.Module) -> None:
     """Let ``load_state_dict`` of a sharded ``model`` take whole tensors, of which each rank keeps its part.
 
-    Without it, torch refuses plain tensors for DTensors ("got mixed torch.Tensor and DTensor"). Missing and unexpected
-    keys, other shapes, ``strict`` and ``assign`` are torch's as ever; only an ``assign`` of another dtype is an error,
-    since FSDP2 could not gather it. Loading so is not a collective: each rank that
-    calls it changes its own shards, so all should call it, with the same tensors. The hooks stay as long as the model
-    is sharded, which it still is after a fit.
+    Without it, torch refuses plain tensors for DTensors ("got mixed torch.Tensor and DTensor"). Missing and
+    unexpected keys, other shapes, ``strict`` and ``assign`` are torch's as ever; only an ``assign`` of
+    another dtype is an error, since FSDP2 could not gather it. Loading so is not a collective: each rank
+    that calls it changes its own shards, so all should call it, with the same tensors. The hooks stay as
+    long as the model is sharded, which it still is after a fit.
     """
     for module in model.modules():
         if _sharded_tensors(module) and _take_own_parts not in torch_internals.load_state_dict_hooks(module):
@@ -31,7 +31,8 @@ def accept_whole_states(model: nn.Module) -> None:
 def refuse_pickling(model: nn.Module) -> None:
     """Let pickling a sharded ``model``, or a unit of it, say what to do instead: each rank holds a part of it.
 
-    FSDP2 makes these classes, which pickle cannot find: "Can't pickle <class ...FSDPLinear>: attribute lookup failed".
+    FSDP2 makes these classes, which pickle cannot find: "Can't pickle <class ...FSDPLinear>: attribute
+    lookup failed".
     """
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
@@ -41,9 +42,10 @@ def refuse_pickling(model: nn.Module) -> None:
 
 def _refuse(unit: nn.Module, protocol: object) -> Any:
     raise pickle.PicklingError(
-        f"{class_name(unit)} is sharded, so that this rank holds a part of it and cannot pickle it. Save a checkpoint"
-        " on every rank (trainer.save_checkpoint), and make a whole module of that (load_from_checkpoint); or pass"
-        " AutomodelStrategy(data_parallel='ddp'), under which each rank holds a whole module."
+        f"{class_name(unit)} is sharded, so that this rank holds a part of it and cannot pickle it. Save a"
+        " checkpoint on every rank (trainer.save_checkpoint), and make a whole module of that"
+        " (load_from_checkpoint); or pass AutomodelStrategy(data_parallel='ddp'), under which each rank"
+        " holds a whole module."
     )
 
 
@@ -73,8 +75,8 @@ def _take_own_parts(
             continue
         if assigns and value.dtype != own.dtype:
             errors.append(
-                f"{key} has dtype {value.dtype}, and assign=True would change that of a sharded parameter, which is"
-                f" {own.dtype}: leave out assign=True, so that values are converted"
+                f"{key} has dtype {value.dtype}, and assign=True would change that of a sharded parameter,"
+                f" which is {own.dtype}: leave out assign=True, so that values are converted"
             )
             state_dict[key] = own  # torch goes on, and would replace it
         elif not isinstance(value, DTensor):

@@ -24,9 +24,9 @@ DATA: Any = torch.Tensor.data
 class WriteCounts:
     """Counts writes to tensors, as long as ``patches`` of torch's attributes last.
 
-    Writes to shards count by their version counters, also through ``.data``, alike on all ranks. Of whole tensors that
-    a backward may need, which ``.data`` is used to hide from autograd, reading ``.data`` counts as a write. ``move``
-    gives a DTensor other memory, with its values.
+    Writes to shards count by their version counters, also through ``.data``, alike on all ranks. Of whole
+    tensors that a backward may need, which ``.data`` is used to hide from autograd, reading ``.data`` counts
+    as a write. ``move`` gives a DTensor other memory, with its values.
     """
 
     def __init__(self, move: Callable[[DTensor, Tensor], None], patches: PatchStack) -> None:
@@ -50,7 +50,8 @@ class WriteCounts:
         if key in self._handed_out:
             self._handed_out[key] += 1
         elif isinstance(tensor, DTensor):
-            # Unlike `.data` it shares the version counter. No backward needs a shard, so that none will complain.
+            # Unlike `.data` it shares the version counter. No backward needs a shard, so that none will
+            # complain.
             return tensor.detach()
         return DATA.__get__(tensor)
 
@@ -73,7 +74,8 @@ class WriteCounts:
 def _counting(foreach: Callable[..., None]) -> Callable[..., None]:
     """A ``torch._foreach_*_`` whose writes to DTensors raise their version counters, as those to tensors do.
 
-    Torch refuses lists of DTensors and tensors, which a module has while only its root is gathered: they are split.
+    Torch refuses lists of DTensors and tensors, which a module has while only its root is gathered: they are
+    split.
     """
 
     @functools.wraps(foreach)

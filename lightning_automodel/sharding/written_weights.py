@@ -1,7 +1,8 @@
 """Weights that user code writes while FSDP2 has gathered them.
 
-A module's parameters are then copies, which FSDP2 frees. What was written to them is copied back into the shards before
-that: each rank holds its own slice of every copy, so nothing is communicated. Ranks must write alike, as under DDP.
+A module's parameters are then copies, which FSDP2 frees. What was written to them is copied back into the
+shards before that: each rank holds its own slice of every copy, so nothing is communicated. Ranks must write
+alike, as under DDP.
 """
 
 from collections.abc import Iterator
@@ -33,7 +34,9 @@ class WrittenWeights:
         self._group_of: dict[int, _WatchedGroup] = {}  # by the id of the shard
         for unit in torch_internals.fsdp_units(model):
             groups = torch_internals.param_groups(unit)
-            self._groups[id(unit)] = [_WatchedGroup(unit, group, self, self.counts, self._patches) for group in groups]
+            self._groups[id(unit)] = [
+                _WatchedGroup(unit, group, self, self.counts, self._patches) for group in groups
+            ]
             for watched, group in zip(self._groups[id(unit)], groups, strict=True):
                 self._group_of.update({id(param.sharded_param): watched for param in group.fsdp_params})
 
@@ -111,8 +114,8 @@ class _WatchedGroup:
             return False
         if self._awaits_backward and shard.requires_grad:
             raise RuntimeError(
-                f"{self._weights.name(shard)} got other values (p.data = values) between a forward and its backward,"
-                f" which would compute with the new ones. Write them {IN_HOOKS}."
+                f"{self._weights.name(shard)} got other values (p.data = values) between a forward and its"
+                f" backward, which would compute with the new ones. Write them {IN_HOOKS}."
             )
         if self._group.is_unsharded:
             torch_internals.local_tensor(shard).copy_(local)
@@ -193,24 +196,27 @@ def _set_memory(copied: Tensor, memory: Tensor) -> None:
 def _write_back(param: FSDPParam, name: str, shard_is_written: bool) -> None:
     """Copy this rank's slice of a gathered copy into the shard, both written since the last look. Not a collective.
 
-    Raises RuntimeError if the copy has another dtype, in which small changes are rounded away, or if both differ.
+    Raises RuntimeError if the copy has another dtype, in which small changes are rounded away, or if both
+    differ.
     """
     shard, copied = torch_internals.local_tensor(param.sharded_param), torch_internals.own_slice(param)
     if copied.dtype == shard.dtype and not shard_is_written:
         shard.copy_(copied)
         torch.autograd.graph.increment_version([param.sharded_param])
-    elif not torch.equal(copied.to(shard.device), shard.to(copied.dtype)):  # if `.data` was only read, they are equal
+    # If `.data` was only read, they are equal.
+    elif not torch.equal(copied.to(shard.device), shard.to(copied.dtype)):
         raise RuntimeError(_refusal(name, shard, copied))
 
 
 def _refusal(name: str, shard: Tensor, copied: Tensor) -> str:
     if copied.dtype == shard.dtype:
         return (
-            f"{name} was written twice while it was gathered: as module.parameters() has it within a step, and as a"
-            " list or an optimizer holds its shard. Take parameters from the module, or write them"
+            f"{name} was written twice while it was gathered: as module.parameters() has it within a step,"
+            " and as a list or an optimizer holds its shard. Take parameters from the module, or write them"
             f" {IN_HOOKS}."
         )
     return (
-        f"{name} was written within a step or a forward, where FSDP2 has gathered it in {copied.dtype}, which rounds"
-        f" what is written: its own dtype is {shard.dtype}. Write it {IN_HOOKS}. Or pass data_parallel='ddp'."
+        f"{name} was written within a step or a forward, where FSDP2 has gathered it in {copied.dtype},"
+        f" which rounds what is written: its own dtype is {shard.dtype}. Write it {IN_HOOKS}. Or pass"
+        " data_parallel='ddp'."
     )

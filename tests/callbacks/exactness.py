@@ -25,10 +25,14 @@ Batches = list[Any]
 
 
 class Net(nn.Module):
-    def __init__(self, depth: int = 2, width: int = WIDTH, dropout: float = 0.0, max_norm: float | None = None) -> None:
+    def __init__(
+        self, depth: int = 2, width: int = WIDTH, dropout: float = 0.0, max_norm: float | None = None
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, width, max_norm=max_norm)
-        blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(dropout)) for _ in range(depth)]
+        blocks = [
+            nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Dropout(dropout)) for _ in range(depth)
+        ]
         self.layers = nn.ModuleList(blocks)
         self.head = nn.Linear(width, WORDS)
 
@@ -93,13 +97,15 @@ def images(rank: int, num_batches: int = 6) -> Batches:
     generator = torch.Generator().manual_seed(rank)
     sizes = [2 + (index + rank) % 4 for index in range(num_batches)]
     return [
-        (torch.randn(n, WIDTH, generator=generator), torch.randint(0, WORDS, (n,), generator=generator)) for n in sizes
+        (torch.randn(n, WIDTH, generator=generator), torch.randint(0, WORDS, (n,), generator=generator))
+        for n in sizes
     ]
 
 
 def graphs(rank: int) -> Batches:
     return [
-        {"nodes": x.argmax(dim=1), "kinds": kinds, "edges": torch.zeros(2, 3 * len(x))} for x, kinds in images(rank)
+        {"nodes": x.argmax(dim=1), "kinds": kinds, "edges": torch.zeros(2, 3 * len(x))}
+        for x, kinds in images(rank)
     ]
 
 
@@ -157,9 +163,13 @@ class Dropping(Writer):
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         self.calls += 1
-        moved = batch["input_ids"] + torch.randint(0, WORDS, batch["input_ids"].shape, generator=self.generator)
+        moved = batch["input_ids"] + torch.randint(
+            0, WORDS, batch["input_ids"].shape, generator=self.generator
+        )
         moved = moved + random.randrange(WORDS)
-        return super().loss({**batch, "input_ids": moved % WORDS}) * (1 + 0.1 * self.calls + self.trainer.global_step)
+        return super().loss({**batch, "input_ids": moved % WORDS}) * (
+            1 + 0.1 * self.calls + self.trainer.global_step
+        )
 
 
 class Unrepeatable(Writer):
@@ -450,7 +460,9 @@ TRAININGS: dict[str, Training] = {
     "random numbers": Training(Dropping, says="draws random numbers"),
     "half precision": Training(trainer={"precision": "bf16-mixed"}),
     "clipping": Training(trainer={"gradient_clip_val": 0.05}),
-    "uneven": Training(data=lambda rank: sentences(rank, 5 if rank else 3), options={"uneven_inputs": "pad"}),
+    "uneven": Training(
+        data=lambda rank: sentences(rank, 5 if rank else 3), options={"uneven_inputs": "pad"}
+    ),
     "attributes": Training(Uncopyable),
     "hooks": Training(Hooked, strategy="ddp"),
     "samples": of_images,
@@ -459,21 +471,31 @@ TRAININGS: dict[str, Training] = {
     "contrastive": replace(of_images, module=Contrastive, says="EXACT for the count given"),
     "clamped under DDP": Training(Clamping, strategy="ddp"),
     "slices": Training(Attending, data=lambda _: sentences(0), options=SLICED, says="agrees with the loss."),
-    "slices, shifted": Training(Attending, data=lambda _: sentences(0), options={**SLICED, "label_shift": 1}),
+    "slices, shifted": Training(
+        Attending, data=lambda _: sentences(0), options={**SLICED, "label_shift": 1}
+    ),
     "an early cache": Training(Caching),
     "a private state": Training(Averaging, verdict="not checked", says="no single count is right"),
     "a wrapped forward": Training(Wrapped),
     # What is wrong, and why.
     "lightning": Training(strategy="lightning", verdict="wrong", says=WEIGH),
-    "lightning, half": Training(strategy="lightning", trainer={"precision": "bf16-mixed"}, verdict="wrong", says=WEIGH),
+    "lightning, half": Training(
+        strategy="lightning", trainer={"precision": "bf16-mixed"}, verdict="wrong", says=WEIGH
+    ),
     "lightning, samples": of_images.under("lightning", "wrong", WEIGH, options={}),
     "lightning, equal": Training(strategy="lightning", data=lambda rank: sentences(rank, equal=True)),
-    "one process, unequal": Training(strategy="one", verdict="wrong", says="Every micro-batch weighs 50 %, though"),
+    "one process, unequal": Training(
+        strategy="one", verdict="wrong", says="Every micro-batch weighs 50 %, though"
+    ),
     "a wrong shift": Training(options={"label_shift": 1}, verdict="wrong", says="Right is label_shift=0."),
     "class weights": replace(of_images, module=Weighted, verdict="wrong", says="Right is num_label_tokens"),
-    "a sum, not told": replace(of_images, module=Summed, verdict="wrong", says="Right is loss_reduction='sum'"),
+    "a sum, not told": replace(
+        of_images, module=Summed, verdict="wrong", says="Right is loss_reduction='sum'"
+    ),
     "rows, counted by labels": Training(
-        lambda: RowMeans(), verdict="wrong", says="Right is count='samples', as the loss is a mean over rows."
+        lambda: RowMeans(),
+        verdict="wrong",
+        says="Right is count='samples', as the loss is a mean over rows.",
     ),
     "max_norm": Training(
         lambda: Writer(max_norm=0.5),
@@ -482,8 +504,12 @@ TRAININGS: dict[str, Training] = {
         says="Ranks hold different weights",
         check={"steps": 2},
     ),
-    "a hook that clips": Training(ClippingHook, strategy="ddp", verdict="wrong", says="off: net.head.weight"),
-    "rows of a shard": Training(ZeroingRows, verdict="wrong", says="on_before_optimizer_step and clipping make"),
+    "a hook that clips": Training(
+        ClippingHook, strategy="ddp", verdict="wrong", says="off: net.head.weight"
+    ),
+    "rows of a shard": Training(
+        ZeroingRows, verdict="wrong", says="on_before_optimizer_step and clipping make"
+    ),
     "rows of a gradient": Training(ZeroingRows, strategy="ddp", trainer={"gradient_clip_val": 0.1}),
     "an optimizer of parts": Training(ByPart, verdict="wrong", says="The optimizer's step is"),
     "slices, a hook": Training(
@@ -506,29 +532,48 @@ TRAININGS: dict[str, Training] = {
         "ddp", "not checked", "the metric error takes values of all ranks", module=OfAllRanks
     ),
     "no count": Training(
-        Graphs, graphs, strategy="lightning", verdict="not checked", says="By this count, gradients are 0.0000"
+        Graphs,
+        graphs,
+        strategy="lightning",
+        verdict="not checked",
+        says="By this count, gradients are 0.0000",
     ),
     "no count, and a hook": Training(
         GraphsWithAHook, graphs, strategy="lightning", verdict="wrong", says="off: net.head.weight"
     ),
-    "manual": Training(Manual, trainer={"accumulate_grad_batches": 1}, verdict="not checked", says="Manual optim"),
-    "gathering": replace(of_images, module=Gathering, verdict="not checked", says="communicates with other ranks"),
-    "waiting": replace(of_images, module=Waiting, verdict="not checked", says="process group has not been initialized"),
+    "manual": Training(
+        Manual, trainer={"accumulate_grad_batches": 1}, verdict="not checked", says="Manual optim"
+    ),
+    "gathering": replace(
+        of_images, module=Gathering, verdict="not checked", says="communicates with other ranks"
+    ),
+    "waiting": replace(
+        of_images, module=Waiting, verdict="not checked", says="process group has not been initialized"
+    ),
     "unrepeatable": Training(Unrepeatable, verdict="not checked", says="is not repeatable"),
-    "a hidden state": Training(Stateful, verdict="not checked", says="keeps a state that is no attribute of a module"),
+    "a hidden state": Training(
+        Stateful, verdict="not checked", says="keeps a state that is no attribute of a module"
+    ),
     "by rank": Training(ByRank, verdict="not checked", says="training_step depends on the rank"),
     "a stream": Training(UsesStream, verdict="not checked", says="self.stream, which cannot be copied"),
     "two denominators": Training(TwoDenominators, verdict="not checked", says="no single count is right"),
-    "a callback": Training(callbacks=lambda: [Changing()], verdict="not checked", says="the callback Changing may"),
+    "a callback": Training(
+        callbacks=lambda: [Changing()], verdict="not checked", says="the callback Changing may"
+    ),
     "a write between": Training(
-        strategy="ddp", callbacks=lambda: [ClampingBetween()], verdict="not checked", says="a hook changes weights"
+        strategy="ddp",
+        callbacks=lambda: [ClampingBetween()],
+        verdict="not checked",
+        says="a hook changes weights",
     ),
 }
 
 
 class RowMeans(Writer):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        losses = F.cross_entropy(self.net(batch["input_ids"]).transpose(1, 2), batch["labels"], reduction="none")
+        losses = F.cross_entropy(
+            self.net(batch["input_ids"]).transpose(1, 2), batch["labels"], reduction="none"
+        )
         used = batch["labels"] != -100
         return (losses.sum(1) / used.sum(1).clamp(min=1)).mean()
 
@@ -579,7 +624,8 @@ class RandomNet(LightningModule):
         scores = self.query(states) @ self.key(states).mT / self.width**0.5
         logits = self.head(torch.softmax(scores, dim=-1) @ states + states)
         return F.cross_entropy(
-            logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)), batch["labels"].flatten()
+            logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)),
+            batch["labels"].flatten(),
         )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

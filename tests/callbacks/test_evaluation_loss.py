@@ -1,6 +1,7 @@
 """EvaluationLoss gives the value of one process over the whole set, and so do the right ways to log; the wrong one not.
 
-The reference knows neither ranks nor batches: the sum of the token losses of the whole set over its label tokens.
+The reference knows neither ranks nor batches: the sum of the token losses of the whole set over its label
+tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def count_labels(batch: Any) -> int:
 
 def in_rows(batches: list[Batch]) -> list[Batch]:
     """The same data, one row a batch."""
-    return [{k: v[i : i + 1] for k, v in batch.items()} for batch in batches for i in range(len(batch["labels"]))]
+    return [
+        {k: v[i : i + 1] for k, v in batch.items()} for batch in batches for i in range(len(batch["labels"]))
+    ]
 
 
 def without_labels(batches: list[Batch]) -> list[Batch]:
@@ -115,7 +118,8 @@ def _evaluate_ways(engine: str) -> dict[str, list[float]]:
         found[way] = []
         for stage, batches in (("validate", own), ("test", in_rows(own))):
             trainer = make_trainer(
-                AutomodelStrategy(data_parallel=engine, **options), callbacks=[EvaluationLoss("{stage}/loss")]
+                AutomodelStrategy(data_parallel=engine, **options),
+                callbacks=[EvaluationLoss("{stage}/loss")],
             )
             loader = DataLoader(hidden(batches) if way == "tuple" else batches, batch_size=None)
             (values,) = getattr(trainer, stage)(Evaluated(way), loader, verbose=False)
@@ -182,7 +186,9 @@ def test_several_loaders(pool4: RankPool, layout: str) -> None:
     """Each has its own value under the name that Lightning gives it. Tensor-parallel peers count once."""
     case = CASE if layout == "tensor_parallel" else replace(CASE, num_ranks=4)
     batches = micro_batches(case)
-    first = expected([batch for share, count in zip(batches, COUNTS4, strict=False) for batch in share[:count]])
+    first = expected(
+        [batch for share, count in zip(batches, COUNTS4, strict=False) for batch in share[:count]]
+    )
     second = expected([batch for share in batches for batch in share[:2]])
     for found in pool4.run(_evaluate_loaders, layout):
         for index, (values, wanted) in enumerate(zip(found, (first, second), strict=True)):
@@ -240,7 +246,10 @@ def test_under_lightnings_own_strategy(pool2: RankPool, counts: tuple[int, int])
 
 def test_in_one_process_without_a_group() -> None:
     """The module runs as it is under the strategy."""
-    (own, _), trainer = shares(), Trainer(accelerator="cpu", devices=1, callbacks=[EvaluationLoss()], **SILENT)
+    (own, _), trainer = (
+        shares(),
+        Trainer(accelerator="cpu", devices=1, callbacks=[EvaluationLoss()], **SILENT),
+    )
     (values,) = trainer.validate(Evaluated("returned"), DataLoader(own, batch_size=None), verbose=False)
     assert is_near(values["val_loss"], expected(own))
 

@@ -49,7 +49,9 @@ def test_verdicts(name: str, pool2: RankPool, pool1: RankPool) -> None:
         assert training.says in report
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "random numbers", "half precision", "hooks", "lightning", "contrastive"])
+@pytest.mark.parametrize(
+    "name", ["fsdp2", "random numbers", "half precision", "hooks", "lightning", "contrastive"]
+)
 def test_training_has_the_same_bits(name: str, pool2: RankPool) -> None:
     """Weights and random states, with the callback and without it."""
     assert pool2.run(bits_of, name, True) == pool2.run(bits_of, name, False)
@@ -62,7 +64,11 @@ class Gradients(Callback):
         self.first: dict[str, Tensor] = {}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        whole = {n: collectives.full(p.grad).clone() for n, p in pl_module.named_parameters() if p.grad is not None}
+        whole = {
+            n: collectives.full(p.grad).clone()
+            for n, p in pl_module.named_parameters()
+            if p.grad is not None
+        }
         self.first = self.first or whole
 
 
@@ -143,7 +149,11 @@ def test_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = Trainer(accelerator="cpu", devices=1, max_steps=4, **options)
     trainer.fit(Writer(), DataLoader(sentences(0), batch_size=None))
     with open(f"{logger.log_dir}/metrics.csv") as file:
-        errors = [float(row["exactness/gradient_error"]) for row in csv.DictReader(file) if row["exactness/rounding"]]
+        errors = [
+            float(row["exactness/gradient_error"])
+            for row in csv.DictReader(file)
+            if row["exactness/rounding"]
+        ]
     assert errors == [step.gradient_error for step in check.results]
     assert len(errors) == 2
     assert all(step.optimizer_error is not None and step.optimizer_error < 1e-6 for step in check.results)
@@ -156,15 +166,22 @@ def test_options() -> None:
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         ExactnessCheck(steps=0)
     check = ExactnessCheck(label_shift=1)
-    trainer = Trainer(accelerator="cpu", devices=1, strategy=AutomodelStrategy(), callbacks=[check], **SILENT)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, strategy=AutomodelStrategy(), callbacks=[check], **SILENT
+    )
     with pytest.raises(ValueError, match="pass them to AutomodelStrategy alone"):
         check.setup(trainer, Writer(), "fit")
 
 
 def test_on_a_command_line() -> None:
     """By its name, as any callback."""
-    arguments = ["--trainer.callbacks+=lightning_automodel.ExactnessCheck", "--trainer.callbacks.count=samples"]
-    cli = LightningCLI(Writer, args=[*arguments, "--trainer.logger=false"], run=False, save_config_callback=None)
+    arguments = [
+        "--trainer.callbacks+=lightning_automodel.ExactnessCheck",
+        "--trainer.callbacks.count=samples",
+    ]
+    cli = LightningCLI(
+        Writer, args=[*arguments, "--trainer.logger=false"], run=False, save_config_callback=None
+    )
     assert any(isinstance(callback, ExactnessCheck) for callback in cli.trainer.callbacks)
 
 
@@ -180,7 +197,9 @@ def test_no_false_alarm(strategy: str, precision: str, pool2: RankPool) -> None:
     number = 70 if precision == "32-true" else 35
     for first in range(0, number, BLOCK):
         numbers = list(range(first, min(number, first + BLOCK)))
-        found = pool2.run(random_verdicts, numbers, strategy, precision, strategy == "lightning", timeout_s=600)[0]
+        found = pool2.run(
+            random_verdicts, numbers, strategy, precision, strategy == "lightning", timeout_s=600
+        )[0]
         assert [each for each in found if each[1] == "wrong"] == []
         if precision == "32-true":
             assert [each for each in found if each[1] != "exact"] == []

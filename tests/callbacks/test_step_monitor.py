@@ -38,7 +38,10 @@ def masked(batch: Batch) -> Batch:
 
 
 def shares() -> list[list[Batch]]:
-    return [list(map(masked, batches[:count])) for batches, count in zip(micro_batches(CASE), COUNTS, strict=True)]
+    return [
+        list(map(masked, batches[:count]))
+        for batches, count in zip(micro_batches(CASE), COUNTS, strict=True)
+    ]
 
 
 class Halves(LabelledModule):
@@ -92,7 +95,10 @@ def test_each_step(pool2: RankPool, engine: str) -> None:
         assert "train/peak_memory_gib" not in history[0]  # a CPU
         for step, (entry, window) in enumerate(zip(history, WINDOWS, strict=True)):
             batches = [batch for own in shares() for batch in own[window.start : window.stop]]
-            label_tokens, tokens = sum(map(count_labels, batches)), sum(b["input_ids"].numel() for b in batches)
+            label_tokens, tokens = (
+                sum(map(count_labels, batches)),
+                sum(b["input_ids"].numel() for b in batches),
+            )
             rows = sum(len(batch["input_ids"]) for batch in batches)
             assert entry["train/label_tokens"] == label_tokens
             assert entry["train/tokens"] == tokens
@@ -190,7 +196,9 @@ def _monitor_tensor_parallel() -> list[dict[str, Any]]:
 def test_tensor_parallel_peers_count_once(pool2: RankPool) -> None:
     """Each holds all tokens, and carries out its own part of the operations."""
     for history in pool2.run(_monitor_tensor_parallel):
-        assert [entry["train/tokens"] for entry in history] == [b["input_ids"].numel() for b in shares()[0][:2]]
+        assert [entry["train/tokens"] for entry in history] == [
+            b["input_ids"].numel() for b in shares()[0][:2]
+        ]
         assert [entry["train/label_tokens"] for entry in history] == list(map(count_labels, shares()[0][:2]))
         assert all(entry["train/tflops_per_device"] > 0 for entry in history)
 

@@ -78,7 +78,11 @@ def test_two_ranks(pool2: RankPool, tmp_path: Path, engine: str) -> None:
     assert not (tmp_path / "1" / "report.html").exists()
     page = (tmp_path / "0" / "report.html").read_text()
     drawn = figures(page)
-    for heading, name in (("Loss", "loss"), ("Gradient norm", "grad_norm"), ("Throughput", "tokens_per_second")):
+    for heading, name in (
+        ("Loss", "loss"),
+        ("Gradient norm", "grad_norm"),
+        ("Throughput", "tokens_per_second"),
+    ):
         trace = drawn[heading]["traces"]["training"]
         assert trace["x"] == [entry["step"] for entry in history] == [1, 2, 3, 4]
         assert trace["y"] == pytest.approx([entry[f"train/{name}"] for entry in history], rel=1e-5)
@@ -110,7 +114,11 @@ def test_another_strategy(tmp_path: Path) -> None:
     assert "<h2>Configuration" not in page
     trainer.fit_loop.max_epochs = 2
     trainer.fit(Validated(), batches)
-    assert figures((tmp_path / "report.html").read_text())["Learning rate"]["traces"]["training"]["x"] == [4, 5, 6]
+    assert figures((tmp_path / "report.html").read_text())["Learning rate"]["traces"]["training"]["x"] == [
+        4,
+        5,
+        6,
+    ]
 
 
 class Fails(LabelledModule):
@@ -139,7 +147,9 @@ def test_not_written(tmp_path: Path) -> None:
     """A run does not fail for its report, and nothing of it is left."""
     (tmp_path / "report.html").mkdir()
     with pytest.warns(UserWarning, match=r"TrainingReport could not write report\.html: IsADirectoryError"):
-        single_process(tmp_path).fit(LabelledModule(), DataLoader(micro_batches(CASE)[0][:1], batch_size=None))
+        single_process(tmp_path).fit(
+            LabelledModule(), DataLoader(micro_batches(CASE)[0][:1], batch_size=None)
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
@@ -153,7 +163,9 @@ def test_remote(tmp_path: Path) -> None:
 
 def test_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """StepMonitor as the fit starts, plotly already before."""
-    with pytest.raises(ValueError, match=r"the Trainer has none: pass callbacks=\[StepMonitor\(\), TrainingReport\(\)"):
+    with pytest.raises(
+        ValueError, match=r"the Trainer has none: pass callbacks=\[StepMonitor\(\), TrainingReport\(\)"
+    ):
         single_process(tmp_path, callbacks=[TrainingReport()]).fit(LabelledModule(), DataLoader([0]))
     monkeypatch.setattr(training_report, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'lightning-automodel\[report\]'"):
@@ -218,7 +230,9 @@ def test_in_a_browser(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     told = {HOSTILE: HOSTILE}
     validated = {f"{HOSTILE} loss": {0: 1.0, 30: 0.5}, HOSTILE: {30: 1.0}}
-    path.write_text(render(history, title=HOSTILE, head=told, validated=validated, configuration={"nested": told}))
+    path.write_text(
+        render(history, title=HOSTILE, head=told, validated=validated, configuration={"nested": told})
+    )
     with opened_browser() as page:
         for name, size, looks in (
             ("screen", (1200, 900), {}),
@@ -228,7 +242,9 @@ def test_in_a_browser(tmp_path: Path) -> None:
             page.open(path, *size, **looks)
             assert page.evaluate("document.querySelector('h1').textContent") == HOSTILE
             assert page.evaluate("document.querySelectorAll('.scatterlayer .trace').length") == 4 + 3
-            assert page.evaluate("[...document.querySelectorAll('.legendtext')].map(text => text.textContent)")[:2] == [
+            assert page.evaluate(
+                "[...document.querySelectorAll('.legendtext')].map(text => text.textContent)"
+            )[:2] == [
                 "training",
                 f"{HOSTILE} loss",
             ]

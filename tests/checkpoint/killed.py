@@ -67,7 +67,9 @@ def _train(rank: int, kill: Kill, folder: str) -> None:
 def run_and_kill(kill: Kill, folder: Path) -> None:
     """Train on two ranks until a checkpoint is complete and the time has come; then kill, and wait for the end."""
     (folder / "saved").mkdir()
-    ranks = [forked().Process(target=_train, args=(rank, kill, str(folder)), daemon=True) for rank in range(2)]
+    ranks = [
+        forked().Process(target=_train, args=(rank, kill, str(folder)), daemon=True) for rank in range(2)
+    ]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + 120

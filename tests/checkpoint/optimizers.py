@@ -124,7 +124,10 @@ class InGroups(Keeping):
 
     def before(self, group: dict[str, Any]) -> None:
         if "sums" not in group:
-            group["sums"] = {"of": [torch.zeros_like(parameter) for parameter in group["params"]], "empty": []}
+            group["sums"] = {
+                "of": [torch.zeros_like(parameter) for parameter in group["params"]],
+                "empty": [],
+            }
             group["ordered"] = OrderedDict(b=1, a=torch.zeros(3))
             group["counts"] = {"steps": 0}
         group["counts"]["steps"] += 1
@@ -146,7 +149,9 @@ class WholeMomentum(Keeping):
         direction = state["momentum"]
         if isinstance(grad, DTensor):
             mesh = grad.device_mesh
-            return torch.distributed.tensor.distribute_tensor(direction, mesh, grad.placements, src_data_rank=None)
+            return torch.distributed.tensor.distribute_tensor(
+                direction, mesh, grad.placements, src_data_rank=None
+            )
         return direction
 
 
@@ -238,7 +243,16 @@ KINDS: dict[str, type[torch.optim.Optimizer]] = {
 class Everything(OwnEntries):
     """Each parameter is updated by one of the others in turn."""
 
-    PARTS = (NamesWithDots, Nested, Lists, InGroups, KeysWithoutTensors, WholeMomentum, LocalMomentum, OwnEntries)
+    PARTS = (
+        NamesWithDots,
+        Nested,
+        Lists,
+        InGroups,
+        KeysWithoutTensors,
+        WholeMomentum,
+        LocalMomentum,
+        OwnEntries,
+    )
 
     def before(self, group: dict[str, Any]) -> None:
         for part in (KeysWithoutTensors, InGroups, OwnEntries):

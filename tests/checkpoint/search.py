@@ -1,8 +1,8 @@
 """`python -m tests.checkpoint.search --cases 300 --seed 7`: search for a state that plain Lightning brings back alone.
 
-Draws a module with buffers and extra states, and an optimizer with trees of tensors and values in the places where
-optimizers keep them; saves it in one form and resumes in another, and compares all state with what plain Lightning, one
-process, has after it has saved and resumed the same.
+Draws a module with buffers and extra states, and an optimizer with trees of tensors and values in the places
+where optimizers keep them; saves it in one form and resumes in another, and compares all state with what
+plain Lightning, one process, has after it has saved and resumed the same.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ SHAPES = ((), (1,), (3,), (2, 2), (0, 3), (7, 7), (11, 7), (7,))
 
 def draw_tree(rng: random.Random, depth: int, leaves: tuple[str, ...]) -> Spec:
     """A tree as nested tuples, which print and pickle."""
-    kind = rng.choice(["dict", "list", "tuple", "ordered"]) if depth and rng.random() < 0.6 else rng.choice(leaves)
+    kind = (
+        rng.choice(["dict", "list", "tuple", "ordered"])
+        if depth and rng.random() < 0.6
+        else rng.choice(leaves)
+    )
     if kind in ("dict", "ordered"):
         keys = rng.sample(KEYS, rng.randint(0, 3))
         return kind, tuple((key, draw_tree(rng, depth - 1, leaves)) for key in keys)
@@ -54,7 +58,8 @@ def draw_case(seed: int, number: int) -> Case:
     """The case of this number."""
     rng = random.Random(f"{seed} {number}")
     in_state = ("tensor", "like", "like", "number")
-    spreads = random.Random(f"{seed} {number} spread")  # apart, so that a number has the same other draws without it
+    # Apart, so that a number has the same other draws without it.
+    spreads = random.Random(f"{seed} {number} spread")
     return {
         "spread": [spreads.random() < 0.3, spreads.random() < 0.3],  # as it saves, as it resumes
         "saving": rng.choice(list(FORMS)),
@@ -62,8 +67,12 @@ def draw_case(seed: int, number: int) -> Case:
         "groups": rng.randint(1, 2),
         "parameters": [(f"k.{i}", draw_tree(rng, 2, in_state)) for i in range(rng.randint(0, 3))],
         "keys": [(("other", i), draw_tree(rng, 2, ("tensor", "value"))) for i in range(rng.randint(0, 2))],
-        "made": [(f"made.{i}", draw_tree(rng, 3, ("tensor", "like", "value"))) for i in range(rng.randint(0, 2))],
-        "own": [(f"own.{i}", draw_tree(rng, 3, ("tensor", "like", "value"))) for i in range(rng.randint(0, 2))],
+        "made": [
+            (f"made.{i}", draw_tree(rng, 3, ("tensor", "like", "value"))) for i in range(rng.randint(0, 2))
+        ],
+        "own": [
+            (f"own.{i}", draw_tree(rng, 3, ("tensor", "like", "value"))) for i in range(rng.randint(0, 2))
+        ],
         "buffers": [("tensor", rng.choice(DTYPES), rng.choice(SHAPES), i) for i in range(rng.randint(0, 4))],
         "extra": [draw_tree(rng, 3, ("tensor", "value")) for _ in range(rng.randint(0, 2))],
     }
@@ -182,7 +191,10 @@ def described(value: Any, with_kind: bool) -> Any:
         whole = value.full_tensor() if is_sharded else value
         return ["tensor", is_sharded and with_kind, str(whole.dtype), list(whole.shape), str(whole.tolist())]
     if isinstance(value, Mapping):
-        return [type(value).__name__, [[repr(key), described(each, with_kind)] for key, each in value.items()]]
+        return [
+            type(value).__name__,
+            [[repr(key), described(each, with_kind)] for key, each in value.items()],
+        ]
     if isinstance(value, (list, tuple)):
         return [type(value).__name__, [described(each, with_kind) for each in value]]
     return repr(value)
@@ -193,7 +205,9 @@ def state_of(trainer: Trainer, module: DrawnModule, with_kind: bool) -> dict[str
     state = trainer.optimizers[0].state_dict()
     optimizer: Any = trainer.optimizers[0]
     found: dict[str, Any] = {"own": optimizer.own, "state": state["state"]}
-    found["groups"] = [{key: group[key] for key, _ in module.case["made"]} for group in state["param_groups"]]
+    found["groups"] = [
+        {key: group[key] for key, _ in module.case["made"]} for group in state["param_groups"]
+    ]
     found["buffers"] = dict(module.named_buffers())
     found["extra"] = [each.value for each in module.extra]
     return {key: described(value, with_kind) for key, value in found.items()}
@@ -231,7 +245,8 @@ def save_and_resume(case: Case, path: str) -> tuple[dict[str, Any], dict[str, An
 def plainly(case: Case, path: str) -> dict[str, Any]:
     """State after one process of plain Lightning has saved and resumed."""
     trainers = [
-        Trainer(accelerator="cpu", devices=1, max_epochs=1, use_distributed_sampler=False, **SILENT) for _ in range(2)
+        Trainer(accelerator="cpu", devices=1, max_epochs=1, use_distributed_sampler=False, **SILENT)
+        for _ in range(2)
     ]
     saved, resumed = DrawnModule(case, is_fresh=False), DrawnModule(case, is_fresh=True)
     _fit(trainers[0], saved, None)

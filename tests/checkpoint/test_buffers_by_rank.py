@@ -137,7 +137,9 @@ def _save_twice(options: dict[str, Any], path: str) -> None:
         trainer.save_checkpoint(path)
 
 
-@pytest.mark.parametrize("name", ["n" * 250 + ".ckpt", pytest.param("\u00e9" * 125 + ".ckpt", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "name", ["n" * 250 + ".ckpt", pytest.param("\u00e9" * 125 + ".ckpt", marks=pytest.mark.sweep)]
+)
 def test_long_names(pool2: RankPool, tmp_path: Path, name: str) -> None:
     """Of as many bytes as file systems allow."""
     pool2.run(_save_twice, FORMS["shards"], str(tmp_path / name))

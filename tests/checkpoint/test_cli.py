@@ -56,7 +56,10 @@ def checkpoint(**rest: Any) -> dict[str, Any]:
             {"state": moments, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": list(MODEL)}]},
             {"state": {}, "param_groups": [{"lr": 0.3, "params": []}]},
         ],
-        "callbacks": {"Averages": {"of/model": dict(AVERAGES), "seen": torch.arange(4)}, "Other": {"best": 0.25}},
+        "callbacks": {
+            "Averages": {"of/model": dict(AVERAGES), "seen": torch.arange(4)},
+            "Other": {"best": 0.25},
+        },
         "random": torch.arange(9, dtype=torch.uint8),
         "lightning_automodel": {"format": 1, "sizes": SIZES, "ranks": []},
         **rest,
@@ -83,16 +86,24 @@ def inspected(capsys: pytest.CaptureFixture[str], *arguments: str, status: int =
 
 @pytest.mark.parametrize(("save", "form"), [(save_shards, "directory of shards"), (save_whole, "one file")])
 @pytest.mark.parametrize("verify", [False, True])
-def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any, form: str, verify: bool) -> None:
+def test_inspect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any, form: str, verify: bool
+) -> None:
     """Both forms tell the same."""
     path = save(tmp_path / "a.ckpt")
     (report,) = inspected(capsys, str(path), *(["--verify"] if verify else []))["checkpoints"]
     assert report["form"] == form
-    assert (report["written_by"], report["damage"], report["verified"]) == ("lightning_automodel", None, verify)
+    assert (report["written_by"], report["damage"], report["verified"]) == (
+        "lightning_automodel",
+        None,
+        verify,
+    )
     assert report.get("world_size") == (1 if form != "one file" else None)
     assert (report["epoch"], report["global_step"], report["num_elements"]) == (2, 7, 15)
     assert report["dtypes"] == {"float32": 12, "bfloat16": 3}
-    assert report["num_bytes"] == sum(each.stat().st_size for each in ([path] if path.is_file() else path.iterdir()))
+    assert report["num_bytes"] == sum(
+        each.stat().st_size for each in ([path] if path.is_file() else path.iterdir())
+    )
     assert report["mesh"] == SIZES
     assert report["rest"] == [
         "callbacks",
@@ -186,7 +197,10 @@ def test_consolidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_consolidate_weights_alone(tmp_path: Path) -> None:
     """No optimizer's state is not the state of no optimizers, with which a run would go on from fresh moments."""
     weights = {"epoch": 2, "state_dict": dict(MODEL)}
-    for name, saved in {"weights": weights, "none": {**weights, "optimizer_states": [], "lr_schedulers": []}}.items():
+    for name, saved in {
+        "weights": weights,
+        "none": {**weights, "optimizer_states": [], "lr_schedulers": []},
+    }.items():
         path = tmp_path / f"{name}.ckpt"
         prepare_shards(dict(saved), str(path))(None)
         assert main(["consolidate", str(path), str(tmp_path / name)]) == 0
@@ -230,7 +244,11 @@ def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("consolidate", str(shards), str(whole)): "exists: remove it, or choose another path",
         ("consolidate", str(shards), "memory://out"): "is not local: write to a local path, and upload that",
         ("consolidate", str(empty), out): ".metadata is missing: this is no directory of shards",
-        ("export", str(shards), out): "Give the prefix of what to export, such as model., and add config.json",
+        (
+            "export",
+            str(shards),
+            out,
+        ): "Give the prefix of what to export, such as model., and add config.json",
         ("export", str(shards), str(whole), "--key", "model"): "exists: remove it, or choose another path",
         (
             "export",
@@ -302,7 +320,9 @@ def test_any_damage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         {"state_dict": MODEL, "lightning_automodel": {"sizes": 3}},
     ],
 )
-def test_inspect_other_content(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: dict[str, Any]) -> None:
+def test_inspect_other_content(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: dict[str, Any]
+) -> None:
     """A file of another program that uses the same names."""
     torch.save(content, tmp_path / "a.ckpt")
     (report,) = inspected(capsys, str(tmp_path / "a.ckpt"), status=1)["checkpoints"]

@@ -71,7 +71,8 @@ def _load_extra_state(options: dict[str, Any], path: str, with_average: bool) ->
 def test_extra_state(pool2: RankPool, tmp_path: Path, form: str, with_average: bool) -> None:
     """Of any kind, also what `torch.distributed.checkpoint` would take apart or lose.
 
-    A callback that averages puts both the weights and their average into the checkpoint; of shards that is refused.
+    A callback that averages puts both the weights and their average into the checkpoint; of shards that is
+    refused.
     """
     path = tmp_path / "last.ckpt"
     if with_average and FORMS[form].get("data_parallel") != "ddp":
@@ -119,7 +120,10 @@ def _keep(options: dict[str, Any], path: str) -> list[dict[str, Any]]:
     loaded.on_train_end = lambda *_: None
     fit(options, callbacks=[loaded], ckpt_path=path, max_epochs=1)
     return [
-        {kind: {name: _described(value) for name, value in kept.items()} for kind, kept in each.state.items()}
+        {
+            kind: {name: _described(value) for name, value in kept.items()}
+            for kind, kept in each.state.items()
+        }
         for each in (saved, loaded)
     ]
 
@@ -193,7 +197,10 @@ def _save_tensors(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor]
         ("shards", True),
         ("one_file_of_shards", False),
         ("replicated", True),
-        *(pytest.param(*case, marks=pytest.mark.sweep) for case in (("shards", False), ("replicated", False))),
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in (("shards", False), ("replicated", False))
+        ),
         *(pytest.param("replicated_directory", case, marks=pytest.mark.sweep) for case in (False, True)),
     ],
 )

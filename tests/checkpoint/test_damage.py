@@ -48,7 +48,9 @@ def _place_that_matters(path: Path, generator: random.Random) -> int:
     offset, length = 0, len(content)
     if path.suffix == ".distcp":
         places = pickle.loads((path.parent / ".metadata").read_bytes()).storage_data.values()
-        offset, length = generator.choice([(p.offset, p.length) for p in places if p.relative_path == path.name])
+        offset, length = generator.choice(
+            [(p.offset, p.length) for p in places if p.relative_path == path.name]
+        )
     reader = torch.PyTorchFileReader(io.BytesIO(content[offset : offset + length]))
     record = generator.choice([name for name in reader.get_all_records() if len(reader.get_record(name))])
     return offset + reader.get_record_offset(record) + generator.randrange(len(reader.get_record(record)))
@@ -73,7 +75,9 @@ def opened(options: dict[str, Any], path: str) -> str:
     return str(raised.value)
 
 
-def _damage_one_after_the_other(options: dict[str, Any], folder: str, hows: list[str]) -> list[tuple[str, str]]:
+def _damage_one_after_the_other(
+    options: dict[str, Any], folder: str, hows: list[str]
+) -> list[tuple[str, str]]:
     """For each file and each way: its name and the message."""
     original, copy = Path(folder) / "original.ckpt", Path(folder) / "copy.ckpt"
     save(options, str(original))
@@ -143,7 +147,9 @@ def _save_with_code(options: dict[str, Any], folder: str, name: str) -> None:
             torch.save(checkpoint, path)
         else:
             with open(path / name, "wb") as file:
-                pickle.dump(RunsCode(proof), file) if name == ".metadata" else torch.save(RunsCode(proof), file)
+                pickle.dump(RunsCode(proof), file) if name == ".metadata" else torch.save(
+                    RunsCode(proof), file
+                )
             (path / MANIFEST).unlink()
     dist.barrier()
 
@@ -154,7 +160,8 @@ def _load_code(options: dict[str, Any], folder: str, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("form", "name"), [("shards", ".metadata"), ("shards", "meta.pt"), ("replicated", ""), ("one_file_of_shards", "")]
+    ("form", "name"),
+    [("shards", ".metadata"), ("shards", "meta.pt"), ("replicated", ""), ("one_file_of_shards", "")],
 )
 def test_code_is_not_run(pool2: RankPool, tmp_path: Path, form: str, name: str) -> None:
     """Unless the user asks for it: the message says how."""
@@ -283,7 +290,11 @@ def test_checkpoint_of_another_optimizer(pool2: RankPool, tmp_path: Path, form: 
 @pytest.mark.parametrize("form", ["shards", "replicated"])
 def test_directory_that_is_no_checkpoint(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """Says so, and names it."""
-    for kind, content in {"empty": {}, "other": {"notes.txt": "hello"}, "half": {"__0_0.distcp": "half"}}.items():
+    for kind, content in {
+        "empty": {},
+        "other": {"notes.txt": "hello"},
+        "half": {"__0_0.distcp": "half"},
+    }.items():
         path = tmp_path / kind
         path.mkdir()
         for name, text in content.items():

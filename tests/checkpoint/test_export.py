@@ -32,7 +32,16 @@ from tests.sharding.test_hf_tensor_parallel import CASE as TENSOR_PARALLEL
 from tests.sharding.test_hf_tensor_parallel import make_model as make_logits_model
 from tests.sharding.test_tensor_parallel import data_rank
 from tests.trainer.exactness import TinyDecoder, full_weights, micro_batches
-from tests.trainer.hugging_face import CAUSAL, OwnLoss, lora_llama, mixtral, t5, tied_llama, untied_gpt2, vera_llama
+from tests.trainer.hugging_face import (
+    CAUSAL,
+    OwnLoss,
+    lora_llama,
+    mixtral,
+    t5,
+    tied_llama,
+    untied_gpt2,
+    vera_llama,
+)
 from tests.trainer.plain import ModelModule
 from tests.trainer.runs import CASE, LabelledModule, loader, make_trainer
 
@@ -40,7 +49,9 @@ ENGINES: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp
 SMALL, TINY = "2KB", 700
 
 
-def _train(options: dict[str, Any], make_model: Any, folder: str, **export_options: Any) -> dict[str, Tensor]:
+def _train(
+    options: dict[str, Any], make_model: Any, folder: str, **export_options: Any
+) -> dict[str, Tensor]:
     """Train a step, export `live` as the fit ends, and save `run.ckpt`; whole weights."""
     module = OwnLoss(make_model())
     trainer = make_trainer(
@@ -58,12 +69,16 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
-def test_from_pretrained_reads_what_was_trained(pool2: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_from_pretrained_reads_what_was_trained(
+    pool2: RankPool, tmp_path: Path, options: dict[str, Any]
+) -> None:
     """Several files with an index, the tie restored; from memory and from a checkpoint byte for byte the same."""
     from transformers import AutoModelForCausalLM
 
     weights, same = pool2.run(_train, options, tied_llama, str(tmp_path), max_shard_size=SMALL)
-    assert main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "out"), "--max-shard-size", SMALL]) == 0
+    assert (
+        main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "out"), "--max-shard-size", SMALL]) == 0
+    )
     assert _contents(tmp_path / "live") == _contents(tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
@@ -189,15 +204,21 @@ def test_refusals(tmp_path: Path) -> None:
     decoder = ModelModule(TinyDecoder(seed=1))
     with pytest.raises(CheckpointError, match=r"Give the prefix of what to export, such as model\.,"):
         export_hugging_face(decoder, tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"no tensor's name begins with 'other\.'; there are, for example, model"):
+    with pytest.raises(
+        CheckpointError, match=r"no tensor's name begins with 'other\.'; there are, for example, model"
+    ):
         export_hugging_face(decoder, tmp_path / "out", prefix="other")
-    with pytest.raises(CheckpointError, match=r"LlamaForCausalLM with PEFT adapters.*adapter_only.*merge_and_unload"):
+    with pytest.raises(
+        CheckpointError, match=r"LlamaForCausalLM with PEFT adapters.*adapter_only.*merge_and_unload"
+    ):
         export_hugging_face(OwnLoss(lora_llama()), tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"model\. has no PEFT adapters"):
         export_hugging_face(OwnLoss(tied_llama()), tmp_path / "out", adapter_only=True)
     teacher = OwnLoss(tied_llama())
     teacher.teacher = untied_gpt2()
-    with pytest.raises(CheckpointError, match=r"model\. \(LlamaForCausalLM\), teacher\. \(GPT2LMHeadModel\)"):
+    with pytest.raises(
+        CheckpointError, match=r"model\. \(LlamaForCausalLM\), teacher\. \(GPT2LMHeadModel\)"
+    ):
         export_hugging_face(teacher, tmp_path / "out")
     with pytest.raises(CheckpointError, match="is not local"):
         export_hugging_face(decoder, "memory://out", prefix="model")
@@ -206,7 +227,9 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists: remove it, or choose another path"):
         export_hugging_face(decoder, tmp_path / "out", prefix="model")
     export_hugging_face(teacher, tmp_path / "teacher", prefix="teacher.")
-    assert json.loads((tmp_path / "teacher" / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
+    assert json.loads((tmp_path / "teacher" / "config.json").read_text())["architectures"] == [
+        "GPT2LMHeadModel"
+    ]
 
 
 class Watched(LabelledModule):
@@ -232,7 +255,9 @@ def _share_out(options: dict[str, Any], folder: str, sees_folder: bool = True) -
         append(file, *args)
 
     module = Watched()
-    averages = WeightAveraging(use_buffers=False, avg_fn=lambda averaged, current, _: averaged * 0.5 + current * 0.5)
+    averages = WeightAveraging(
+        use_buffers=False, avg_fn=lambda averaged, current, _: averaged * 0.5 + current * 0.5
+    )
     # The callback stands first, and the weights' averages come into their place after its other hooks.
     callbacks = [ModelExport(f"{folder}/out", prefix="", max_shard_size=TINY), averages]
     trainer = make_trainer(AutomodelStrategy(**options), max_steps=2, callbacks=callbacks)

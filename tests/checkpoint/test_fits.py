@@ -54,7 +54,10 @@ def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def _fit(
-    options: dict[str, Any], make_module: type[ModelModule] = ModelModule, seed: int = CASE.seed, **kwargs: Any
+    options: dict[str, Any],
+    make_module: type[ModelModule] = ModelModule,
+    seed: int = CASE.seed,
+    **kwargs: Any,
 ) -> tuple[Trainer, ModelModule]:
     module = make_module(decoder(seed))
     ckpt_path = kwargs.pop("ckpt_path", None)
@@ -80,7 +83,9 @@ def test_resumes_where_it_stopped(
     pool2: RankPool, tmp_path: Path, make_module: type[ModelModule], options: dict[str, Any]
 ) -> None:
     """Weights, optimizer state, schedule and counters come back; a sharded model writes a directory, DDP one file."""
-    for resumed, uninterrupted, is_directory, is_file in pool2.run(_resume, options, make_module, str(tmp_path)):
+    for resumed, uninterrupted, is_directory, is_file in pool2.run(
+        _resume, options, make_module, str(tmp_path)
+    ):
         assert deviation(resumed, uninterrupted) <= TOLERANCE
         if make_module is ModelModule:
             assert deviation(uninterrupted, plain_weights(decoder(), ACCUMULATE, epochs=2)) <= TOLERANCE
@@ -103,7 +108,9 @@ class PlainAdamModule(ModelModule):
         return adamw(self)
 
 
-def _save_before_the_first_step(options: dict[str, Any], folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _save_before_the_first_step(
+    options: dict[str, Any], folder: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     path = Path(folder) / "early.ckpt"
     _, saving = _fit(options, PlainAdamModule, callbacks=[SavesBeforeTheFirstStep(path)])
     module = PlainAdamModule(decoder(CASE.seed + 2))
@@ -113,7 +120,9 @@ def _save_before_the_first_step(options: dict[str, Any], folder: str) -> tuple[d
 
 
 @pytest.mark.parametrize("options", SOME_ENGINES)
-def test_saving_before_the_first_step_changes_nothing(pool2: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_saving_before_the_first_step_changes_nothing(
+    pool2: RankPool, tmp_path: Path, options: dict[str, Any]
+) -> None:
     """No step of Adam is counted that nobody made, no gradient of the open window is lost, and the file can be read."""
     expected = plain_weights(decoder(), ACCUMULATE, make_optimizer=adamw)
     for weights, validated in pool2.run(_save_before_the_first_step, options, str(tmp_path)):
@@ -138,7 +147,9 @@ def _resume_from_the_start(
     return full_weights(saving.model), full_weights(resumed.model)
 
 
-@pytest.mark.parametrize("make_module", [pytest.param(ModelModule, marks=pytest.mark.sweep), PlainAdamModule])
+@pytest.mark.parametrize(
+    "make_module", [pytest.param(ModelModule, marks=pytest.mark.sweep), PlainAdamModule]
+)
 @pytest.mark.parametrize("options", [ENGINES["kept"], ENGINES["ddp"]], ids=["fsdp2", "ddp"])
 def test_resumes_from_before_the_first_step(
     pool2: RankPool, tmp_path: Path, make_module: type[ModelModule], options: dict[str, Any]
@@ -148,7 +159,9 @@ def test_resumes_from_before_the_first_step(
         assert deviation(resumed, saving) <= TOLERANCE
 
 
-def _fit_with_default_checkpointing(options: dict[str, Any], folder: str) -> tuple[str, dict[str, Tensor], Any]:
+def _fit_with_default_checkpointing(
+    options: dict[str, Any], folder: str
+) -> tuple[str, dict[str, Tensor], Any]:
     checkpointing = ModelCheckpoint(dirpath=folder, save_last=True)
     module = ModelModule(decoder())
     trainer = make_trainer(
@@ -202,7 +215,9 @@ def _error_of_missing_checkpoint(options: dict[str, Any], folder: str) -> str:
 @pytest.mark.parametrize(
     "options", [ENGINES["kept"], pytest.param(ENGINES["ddp"], marks=pytest.mark.sweep)], ids=["fsdp2", "ddp"]
 )
-def test_a_missing_checkpoint_raises_on_every_rank(pool2: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_missing_checkpoint_raises_on_every_rank(
+    pool2: RankPool, tmp_path: Path, options: dict[str, Any]
+) -> None:
     """Naming the path."""
     for message in pool2.run(_error_of_missing_checkpoint, options, str(tmp_path)):
         assert "missing.ckpt" in message
@@ -226,9 +241,15 @@ def _go_on_without_optimizer(options: dict[str, Any], other: dict[str, Any], fol
 
 @pytest.mark.parametrize(
     ("options", "other"),
-    [(ENGINES["kept"], ENGINES["kept"]), (ENGINES["ddp"], ENGINES["kept"]), (ENGINES["kept"], ENGINES["ddp"])],
+    [
+        (ENGINES["kept"], ENGINES["kept"]),
+        (ENGINES["ddp"], ENGINES["kept"]),
+        (ENGINES["kept"], ENGINES["ddp"]),
+    ],
     ids=["fsdp2", "ddp to fsdp2", "fsdp2 to ddp"],
 )
-def test_no_optimizer(pool2: RankPool, tmp_path: Path, options: dict[str, Any], other: dict[str, Any]) -> None:
+def test_no_optimizer(
+    pool2: RankPool, tmp_path: Path, options: dict[str, Any], other: dict[str, Any]
+) -> None:
     """`configure_optimizers` that returns None: saved, and resumed from."""
     assert pool2.run(_go_on_without_optimizer, options, other, str(tmp_path)) == [2, 2]

@@ -46,7 +46,10 @@ def put(name: str, content: Any) -> Callable[[Path], None]:
 
 
 DIRECTORIES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "planner_data": (of_metadata(lambda metadata: setattr(metadata, "planner_data", [])), ".metadata is damaged ("),
+    "planner_data": (
+        of_metadata(lambda metadata: setattr(metadata, "planner_data", [])),
+        ".metadata is damaged (",
+    ),
     "list": (put("meta.pt", [1]), "meta.pt holds a list"),
     "string": (put("meta.pt", "text"), "meta.pt holds a str"),
     "extra state": (put("meta.pt", {"lightning_automodel_extra_state": 3}), "TypeError"),
@@ -54,7 +57,10 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], None], str]] = {
 FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "list": (lambda path: torch.save([1], path), "it has no 'state_dict'"),
     "string": (lambda path: torch.save("text", path), "it has no 'state_dict'"),
-    "before torch 1.6": (lambda path: path.write_bytes(pickle.dumps(1) * 4), "not what torch.save has written since"),
+    "before torch 1.6": (
+        lambda path: path.write_bytes(pickle.dumps(1) * 4),
+        "not what torch.save has written since",
+    ),
     "no pickle": (lambda path: path.write_bytes(b"hello"), "not what torch.save has written"),
 }
 

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tests.checkpoint.killed import Kill, expected_weights, leftover_count, run_and_kill, weights_in, whole_names
+from tests.checkpoint.killed import (
+    Kill,
+    expected_weights,
+    leftover_count,
+    run_and_kill,
+    weights_in,
+    whole_names,
+)
 
 FORMS: dict[str, dict[str, Any]] = {
     "shards": {},
@@ -43,7 +50,9 @@ def kill_once(seed: int, form: str, folder: Path, expected: list[dict[str, Tenso
     return check(folder / "saved", expected), leftover_count(folder / "saved")
 
 
-@pytest.mark.parametrize("form", ["shards_in_background", pytest.param("replicated", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "form", ["shards_in_background", pytest.param("replicated", marks=pytest.mark.sweep)]
+)
 def test_kill(tmp_path: Path, expected: list[dict[str, Tensor]], form: str) -> None:
     """Once by default."""
     kill_once(1, form, tmp_path / "run", expected)
@@ -57,7 +66,8 @@ def test_kills(tmp_path: Path, expected: list[dict[str, Tensor]], form: str) -> 
     outcomes = [kill_once(seed, form, tmp_path / str(seed), expected) for seed in range(KILLS_EACH)]
     within_a_save = sum(leftovers > 0 for _, leftovers in outcomes)
     print(
-        f"{form}: {len(outcomes)} kills, {within_a_save} of them within a save; newest steps {[s for s, _ in outcomes]}"
+        f"{form}: {len(outcomes)} kills, {within_a_save} of them within a save; newest steps"
+        f" {[s for s, _ in outcomes]}"
     )
     assert len({step for step, _ in outcomes}) > 5, "all were killed at the same few steps"
     assert max(step for step, _ in outcomes) < LARGEST_STEP, "the run had ended"

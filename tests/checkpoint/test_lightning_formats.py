@@ -116,7 +116,9 @@ def test_goes_on_from_fsdp1(pool2: RankPool, tmp_path: Path) -> None:
     for each, path in paths.items():
         pool2.run(_save_with, f"fsdp, {each}", str(path))
         assert path.is_dir() == (each == "shards")
-    with pytest.raises(CheckpointError, match=r"python -m lightning\.pytorch\.utilities\.consolidate_checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"python -m lightning\.pytorch\.utilities\.consolidate_checkpoint"
+    ):
         ShardDirectory(str(paths["shards"]), None, alone=True)
     consolidated = tmp_path / "consolidated.ckpt"
     torch.save(_format_checkpoint(_load_distributed_checkpoint(paths["shards"])), consolidated)
@@ -157,7 +159,9 @@ def test_files_that_are_missing_or_cut_off_are_told(pool2: RankPool, tmp_path: P
     ShardDirectory(str(path), None, alone=True)
     file = path / "__1_0.distcp"
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(CheckpointError, match=r"__1_0\.distcp is cut off: it has 100 bytes, and [0-9]+ were written"):
+    with pytest.raises(
+        CheckpointError, match=r"__1_0\.distcp is cut off: it has 100 bytes, and [0-9]+ were written"
+    ):
         ShardDirectory(str(path), None, alone=True)
     file.unlink()
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp is missing"):

@@ -22,7 +22,9 @@ class Converting(nn.Linear):
 
     _version = 2
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
         if (local_metadata.get("version") or 1) < 2:
             state_dict[f"{prefix}weight"] = 2 * state_dict[f"{prefix}weight"]
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
@@ -72,7 +74,9 @@ def test_current_weights_are_not_converted(pool2: RankPool, form: str, tmp_path:
 
 @pytest.mark.parametrize("version", [None, 1])
 @pytest.mark.parametrize("form", ["one_file_of_shards", "replicated"])
-def test_older_weights_are_converted(pool2: RankPool, form: str, version: int | None, tmp_path: Path) -> None:
+def test_older_weights_are_converted(
+    pool2: RankPool, form: str, version: int | None, tmp_path: Path
+) -> None:
     """Of a file that an older version has saved, which notes that, or nothing."""
     path = tmp_path / "old.ckpt"
     options = FORMS[form]

@@ -36,7 +36,9 @@ def _resume(options: dict[str, Any], kind: Any, path: str) -> dict[str, Tensor]:
     return full_weights(module.model)
 
 
-def _assert_resumes(pool: RankPool, saving: dict[str, Any], resuming: dict[str, Any], kind: Any, path: Path) -> None:
+def _assert_resumes(
+    pool: RankPool, saving: dict[str, Any], resuming: dict[str, Any], kind: Any, path: Path
+) -> None:
     expected = pool.run(_save, saving, kind, str(path))[0]
     for weights in pool.run(_resume, resuming, kind, str(path)):
         assert deviation(weights, expected) <= TOLERANCE
@@ -78,12 +80,16 @@ BOTH_ENGINES = [name for name in KINDS if name not in ("WholeMomentum", "LocalMo
     ],
 )
 @pytest.mark.every_case
-def test_under_the_other_engine(pool2: RankPool, tmp_path: Path, saving: str, resuming: str, kind: str) -> None:
+def test_under_the_other_engine(
+    pool2: RankPool, tmp_path: Path, saving: str, resuming: str, kind: str
+) -> None:
     """Whole tensors become shards, and the reverse."""
     _assert_resumes(pool2, FORMS[saving], FORMS[resuming], KINDS[kind], tmp_path / "last.ckpt")
 
 
-@pytest.mark.parametrize("kind", ["Lookahead", *(pytest.param(kind, marks=pytest.mark.sweep) for kind in BOTH_ENGINES)])
+@pytest.mark.parametrize(
+    "kind", ["Lookahead", *(pytest.param(kind, marks=pytest.mark.sweep) for kind in BOTH_ENGINES)]
+)
 @pytest.mark.every_case
 def test_consolidated(pool2: RankPool, tmp_path: Path, kind: str) -> None:
     """One file that is made of a directory holds the same."""
@@ -106,7 +112,9 @@ def _refused(options: dict[str, Any], kind: Any, path: str) -> str:
     ("kind", "entry"), [(optimizers.InObjects, "hidden.objects"), (optimizers.OtherOnEachRank, "scale")]
 )
 @pytest.mark.every_case
-def test_what_could_not_be_loaded_is_refused(pool2: RankPool, tmp_path: Path, form: str, kind: Any, entry: str) -> None:
+def test_what_could_not_be_loaded_is_refused(
+    pool2: RankPool, tmp_path: Path, form: str, kind: Any, entry: str
+) -> None:
     """At the first save, with the entry and the way out, on every rank."""
     path = tmp_path / "last.ckpt"
     for message in pool2.run(_refused, FORMS[form], kind, str(path)):

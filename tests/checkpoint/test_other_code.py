@@ -73,11 +73,15 @@ class Replaced(Renamed):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = {**checkpoint["state_dict"]}
-        checkpoint["state_dict"] = {name.replace("model.", "net.", 1): 2 * value for name, value in state.items()}
+        checkpoint["state_dict"] = {
+            name.replace("model.", "net.", 1): 2 * value for name, value in state.items()
+        }
         checkpoint["state_dict"]["scale"] = state["model.head.weight"][0, :3]
 
 
-def _load_renamed(options: dict[str, Any], path: str, kind: type[Renamed]) -> tuple[dict[str, Tensor], list[Any]]:
+def _load_renamed(
+    options: dict[str, Any], path: str, kind: type[Renamed]
+) -> tuple[dict[str, Tensor], list[Any]]:
     module = kind()
     trainer = plain_trainer() if options.get("plain") else make_trainer(AutomodelStrategy(**options))
     trainer.validate(module, batches(), ckpt_path=path, verbose=False)
@@ -291,7 +295,8 @@ class RenamesOldKeys(nn.Module):
         super().__init__()
         self.is_old = is_old
         self.register_parameter(
-            "old" if is_old else "weight", nn.Parameter(torch.full((3, 2), 1.0 + is_old), requires_grad=False)
+            "old" if is_old else "weight",
+            nn.Parameter(torch.full((3, 2), 1.0 + is_old), requires_grad=False),
         )
         self.register_load_state_dict_pre_hook(_rename)
 
@@ -330,7 +335,12 @@ class OnTheirOwn(AdamModule):
     def held(self) -> dict[str, list[Any]]:
         weight = self.renames.weight
         whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-        held = {"bank": self.resizes.bank, "mean": self.resizes.mean, "history": self.sized.history, "weight": whole}
+        held = {
+            "bank": self.resizes.bank,
+            "mean": self.resizes.mean,
+            "history": self.sized.history,
+            "weight": whole,
+        }
         return {name: value.tolist() for name, value in held.items()}
 
 
@@ -371,7 +381,9 @@ class OwnIO(TorchCheckpointIO):
         return super().load_checkpoint(f"{path}/own.pt", *args, **kwargs)["inner"]
 
 
-def _use_plugin(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+def _use_plugin(
+    options: dict[str, Any], path: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
     """Weights that were saved and loaded, and what was said of the plugin."""
     said: list[str] = []
     plugins = [OwnIO(), LightningEnvironment()]
@@ -383,7 +395,9 @@ def _use_plugin(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], 
     return full_weights(module.model), full_weights(loaded.model), [text for text in said if "OwnIO" in text]
 
 
-@pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}, {"save_distributed_checkpoint": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"data_parallel": "ddp"}, {"save_distributed_checkpoint": False}], ids=str
+)
 def test_a_plugin_is_used(pool2: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
     """It writes one file; where the default would have been a directory, that is said."""
     path = tmp_path / "last.ckpt"

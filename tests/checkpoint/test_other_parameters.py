@@ -124,7 +124,9 @@ def _resume_renamed(options: dict[str, Any], path: str) -> dict[str, Tensor]:
     ("saving", "resuming"), [*PAIRS, *(pytest.param(*pair, marks=pytest.mark.sweep) for pair in OTHER_PAIRS)]
 )
 @pytest.mark.every_case
-def test_parameters_are_followed(pool2: RankPool, tmp_path: Path, saving: str, resuming: str, resume: Any) -> None:
+def test_parameters_are_followed(
+    pool2: RankPool, tmp_path: Path, saving: str, resuming: str, resume: Any
+) -> None:
     """Each gets its own state in another order. Under other names, in their order, as plain Lightning goes by that."""
     path = str(tmp_path / "last.ckpt")
     expected = pool2.run(_save, FORMS[saving], path)[0]

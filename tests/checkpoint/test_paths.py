@@ -32,7 +32,11 @@ def content(path: Path) -> str:
     return (path / "file" if path.is_dir() else path).read_text()
 
 
-KINDS: dict[str, Callable[[Path, str], None]] = {"file": make_file, "directory": make_directory, "link": make_link}
+KINDS: dict[str, Callable[[Path, str], None]] = {
+    "file": make_file,
+    "directory": make_directory,
+    "link": make_link,
+}
 
 
 @pytest.mark.parametrize("old", [None, *KINDS])

@@ -221,7 +221,9 @@ def _save_apart(options: dict[str, Any], path: str, root: str) -> tuple[str, lis
 @pytest.mark.each_value
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("place", ["/proc/self/cwd/last.ckpt", "memory://last.ckpt", "stand://runs/last.ckpt"])
+@pytest.mark.parametrize(
+    "place", ["/proc/self/cwd/last.ckpt", "memory://last.ckpt", "stand://runs/last.ckpt"]
+)
 def test_a_place_of_each_rank(pool2: RankPool, tmp_path: Path, place: str, in_background: bool) -> None:
     """A disk of one node, the memory of one process: an error on every rank at the save, and nothing is left there."""
     options = {"async_checkpoint": in_background}

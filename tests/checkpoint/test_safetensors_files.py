@@ -45,10 +45,8 @@ def test_every_dtype(tmp_path: Path) -> None:
     tensors["conjugate"] = torch.tensor([1 + 2j]).conj()
     tensors["cast"] = torch.randn(5)
     planned = {**tensors, "cast": torch.empty(5, dtype=torch.float16, device="meta")}
-    del (
-        tensors["torch.float8_e8m0fnu"],
-        planned["torch.float8_e8m0fnu"],
-    )  # which safetensors 0.8 writes, but cannot load
+    # Which safetensors 0.8 writes, but cannot load.
+    del (tensors["torch.float8_e8m0fnu"], planned["torch.float8_e8m0fnu"])
     found = load_file(_written(tmp_path, tensors, planned))
     assert found.pop("cast").equal(tensors.pop("cast").half())
     for name, value in tensors.items():
@@ -66,14 +64,19 @@ def test_the_same_files_as_huggingface_hub() -> None:
     """Tensors of all sizes, also above that of a file; ranks have about equally much to write."""
     for seed in range(30):
         generator = random.Random(seed)
-        tensors = {f"t{i}": torch.empty(generator.randrange(1, 300)) for i in range(generator.randrange(1, 40))}
+        tensors = {
+            f"t{i}": torch.empty(generator.randrange(1, 300)) for i in range(generator.randrange(1, 40))
+        }
         expected = split_torch_state_dict_into_shards(tensors, max_shard_size=800).filename_to_tensors
         files = plan_files(tensors, "model", 800)
         assert {file.name: sorted(file.tensors) for file in files} == {
             name: sorted(names) for name, names in expected.items()
         }
         owners = owners_of(files, [0, 2])
-        loads = [sum(f.num_bytes for f, owner in zip(files, owners, strict=True) if owner == rank) for rank in (0, 2)]
+        loads = [
+            sum(f.num_bytes for f, owner in zip(files, owners, strict=True) if owner == rank)
+            for rank in (0, 2)
+        ]
         assert abs(loads[0] - loads[1]) <= max(file.num_bytes for file in files)
 
 
@@ -95,7 +98,9 @@ def test_large_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entries, "BLOCK", 100)
     value = torch.randn(7, 30, dtype=torch.float64)
     for target in (torch.empty(7, 30, dtype=torch.float64), torch.zeros(7, 50)[:, 10:40]):
-        assert entries.read_in_blocks(entries.part(_within(_entry(value)), 5, len(_entry(value).getvalue())), target)
+        assert entries.read_in_blocks(
+            entries.part(_within(_entry(value)), 5, len(_entry(value).getvalue())), target
+        )
         assert torch.equal(target, value.to(target.dtype))
     target = torch.zeros(30, 7, dtype=torch.float64)
     for other in (value.t(), value, value[:, :7], torch.tensor(1.0)):

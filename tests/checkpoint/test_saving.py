@@ -38,7 +38,9 @@ def no_space_for_files(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def _fail_to_save(options: dict[str, Any], path: str, failing: int) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
+def _fail_to_save(
+    options: dict[str, Any], path: str, failing: int
+) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
     """Save, train on, fail to save again at the same place; the message, the weights saved first and those loaded."""
     trainer, module = fit(options)
     trainer.save_checkpoint(path)
@@ -90,7 +92,10 @@ def test_other_directories_are_not_replaced(pool2: RankPool, tmp_path: Path, for
     path.mkdir()
     (path / "thesis.tex").write_text("years of work")
     for message in pool2.run(_save_where_nothing_can_be, FORMS[form], str(path)):
-        assert "it is a directory, but not a checkpoint (it holds thesis.tex), and saving would replace it" in message
+        assert (
+            "it is a directory, but not a checkpoint (it holds thesis.tex), and saving would replace it"
+            in message
+        )
     assert [each.name for each in path.iterdir()] == ["thesis.tex"]
     (path / "thesis.tex").unlink()
     saved = pool2.run(save, FORMS[form], str(path))[0]
@@ -227,14 +232,18 @@ def _fail_in_the_last_save(options: dict[str, Any], folder: str) -> str:
 
 
 @pytest.mark.parametrize("form", forms("replicated"))
-def test_failure_of_the_last_save_ends_the_run_with_an_error(pool2: RankPool, tmp_path: Path, form: str) -> None:
+def test_failure_of_the_last_save_ends_the_run_with_an_error(
+    pool2: RankPool, tmp_path: Path, form: str
+) -> None:
     """`fit` does not return as if all were well, on any rank."""
     for message in pool2.run(_fail_in_the_last_save, FORMS[form], str(tmp_path)):
         assert "No space left on device" in message
     assert list(tmp_path.iterdir()) == []
 
 
-def _keep_the_newest(options: dict[str, Any], folder: str, save_last: Any) -> tuple[str, str, list[tuple[int, int]]]:
+def _keep_the_newest(
+    options: dict[str, Any], folder: str, save_last: Any
+) -> tuple[str, str, list[tuple[int, int]]]:
     """Best and last path, and how many checkpoints were there whenever one was about to be replaced."""
     seen: list[tuple[int, int]] = []
     replace = paths.replace
@@ -252,7 +261,12 @@ def _keep_the_newest(options: dict[str, Any], folder: str, save_last: Any) -> tu
     return callback.best_model_path, callback.last_model_path, seen
 
 
-KEPT = [("shards", "link", True), ("shards", None, False), ("replicated", True, True), ("replicated", "link", False)]
+KEPT = [
+    ("shards", "link", True),
+    ("shards", None, False),
+    ("replicated", True, True),
+    ("replicated", "link", False),
+]
 
 
 @pytest.mark.parametrize(
@@ -310,9 +324,13 @@ def _two_callbacks(options: dict[str, Any], folder: str) -> list[str]:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("form", "in_background"), [("shards", True), ("replicated", False)])
-def test_two_callbacks_do_not_share_a_file(pool2: RankPool, tmp_path: Path, form: str, in_background: bool) -> None:
+def test_two_callbacks_do_not_share_a_file(
+    pool2: RankPool, tmp_path: Path, form: str, in_background: bool
+) -> None:
     """Else one removes what is the best of the other."""
-    for first, second in pool2.run(_two_callbacks, {**FORMS[form], "async_checkpoint": in_background}, str(tmp_path)):
+    for first, second in pool2.run(
+        _two_callbacks, {**FORMS[form], "async_checkpoint": in_background}, str(tmp_path)
+    ):
         assert sorted(str(each) for each in tmp_path.iterdir()) == sorted({first, second})
         assert first != second
 

@@ -1,7 +1,7 @@
 """Saved by some ranks in some layout, resumed by others in another: state and training go on exactly.
 
-All ranks get the same micro-batches, so that any number of them follows the same gradients; each run saves at the end
-of an epoch.
+All ranks get the same micro-batches, so that any number of them follows the same gradients; each run saves
+at the end of an epoch.
 """
 
 from __future__ import annotations
@@ -152,7 +152,11 @@ def _lazy(
     save(options, path, module=LazyModule())
     _, resumed = fit(other, LazyModule(CASE.seed + 2), ckpt_path=path, max_epochs=2)
     trainer, through = fit(options, LazyModule(), max_epochs=2)
-    return full_weights(resumed.model), full_weights(through.model), trainer.optimizers[0].param_groups[1]["lr"]
+    return (
+        full_weights(resumed.model),
+        full_weights(through.model),
+        trainer.optimizers[0].param_groups[1]["lr"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +165,10 @@ def _lazy(
         (FSDP2, FSDP2),
         (DDP, FSDP2),
         (ONE_FILE, DDP),
-        *(pytest.param(*case, marks=pytest.mark.sweep) for case in ((FSDP2, DDP), (DDP, DDP), (ONE_FILE, FSDP2))),
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in ((FSDP2, DDP), (DDP, DDP), (ONE_FILE, FSDP2))
+        ),
     ],
     ids=["fsdp2", "ddp to fsdp2", "file to ddp", "fsdp2 to ddp", "ddp", "file to fsdp2"],
 )
@@ -196,7 +203,11 @@ def _compiled(options: dict[str, Any], path: str, saves_compiled: bool) -> dict[
 @pytest.mark.parametrize("options", [FSDP2, ONE_FILE, DDP, {**DDP, "save_distributed_checkpoint": True}])
 @pytest.mark.parametrize("saves_compiled", [False, True])
 def test_compiled_blocks(
-    pool2: RankPool, tmp_path: Path, expected: dict[str, Tensor], options: dict[str, Any], saves_compiled: bool
+    pool2: RankPool,
+    tmp_path: Path,
+    expected: dict[str, Tensor],
+    options: dict[str, Any],
+    saves_compiled: bool,
 ) -> None:
     """Wrapped when saved and not when resumed, and the reverse."""
     for weights in pool2.run(_compiled, options, str(tmp_path / "compiled.ckpt"), saves_compiled):

@@ -30,7 +30,9 @@ def test_states_for_one_file(pool2: RankPool) -> None:
     model, moments = first
     assert model.keys() == weights.keys()
     assert all(torch.equal(model[name], weights[name]) for name in weights)
-    assert {name: each["exp_avg"].shape for name, each in moments.items()} == {n: w.shape for n, w in weights.items()}
+    assert {name: each["exp_avg"].shape for name, each in moments.items()} == {
+        n: w.shape for n, w in weights.items()
+    }
     assert second == [{}, {}]
 
 
@@ -139,7 +141,11 @@ class Unpicklable(AdamModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         other = fully_shard(Block())
-        held = {"function": lambda: None, "module": other, "module and shards": [self.model, other.norm.weight]}
+        held = {
+            "function": lambda: None,
+            "module": other,
+            "module and shards": [self.model, other.norm.weight],
+        }
         checkpoint["mine"] = {"of": {"net": held[self.kind]}}
 
 
@@ -162,7 +168,9 @@ def _fail_to_save(options: dict[str, Any], folder: str, kind: str) -> str:
 def test_what_cannot_be_pickled_is_named(pool2: RankPool, tmp_path: Path, kind: str, message: str) -> None:
     """On every rank, and nothing is left."""
     for raised in pool2.run(_fail_to_save, FORMS["shards"], str(tmp_path), kind):
-        assert raised.startswith(f"Cannot save {tmp_path}/a: rank 0: checkpoint['mine']['of']['net'] {message}")
+        assert raised.startswith(
+            f"Cannot save {tmp_path}/a: rank 0: checkpoint['mine']['of']['net'] {message}"
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -181,7 +189,9 @@ def test_pickling_a_sharded_module(pool2: RankPool, tmp_path: Path) -> None:
     """Says what to do instead."""
     for messages in pool2.run(_pickle, str(tmp_path)):
         for name, message in zip(("AdamModule", "Block"), messages, strict=True):
-            assert message.startswith(f"{name} is sharded, so that this rank holds a part of it and cannot pickle it.")
+            assert message.startswith(
+                f"{name} is sharded, so that this rank holds a part of it and cannot pickle it."
+            )
             assert "data_parallel='ddp'" in message
 
 
@@ -197,7 +207,9 @@ def _notes_and_timeout(options: dict[str, Any], folder: str) -> tuple[list[str],
     logger.addHandler(handler)
     try:
         saves = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
-        trainer, _ = fit({**options, "timeout": 2.5}, AdamModule(), callbacks=[saves], enable_checkpointing=True)
+        trainer, _ = fit(
+            {**options, "timeout": 2.5}, AdamModule(), callbacks=[saves], enable_checkpointing=True
+        )
     finally:
         logger.removeHandler(handler)
     group = trainer.strategy._checkpoints._group

@@ -42,7 +42,9 @@ def test_names_that_lead_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
 @pytest.mark.parametrize("name", ["__0_0.distcp", "meta.pt", ".metadata", MANIFEST])
-def test_what_is_no_regular_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str) -> None:
+def test_what_is_no_regular_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str
+) -> None:
     """Reading a fifo or a device would never end."""
     file = save_shards(tmp_path / "a.ckpt") / name
     file.rename(tmp_path / "secret")
@@ -65,7 +67,9 @@ def test_one_file_that_is_no_regular_one(tmp_path: Path, capsys: pytest.CaptureF
         open_checkpoint(str(tmp_path / "a.ckpt"), None)
 
 
-def test_shards_of_other_programs_that_lead_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shards_of_other_programs_that_lead_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Their table names the files."""
     path = tmp_path / "a.ckpt"
     dcp.save({"state_dict": dict(MODEL)}, checkpoint_id=path, no_dist=True)
@@ -74,7 +78,9 @@ def test_shards_of_other_programs_that_lead_elsewhere(tmp_path: Path, capsys: py
     for place in metadata.storage_data.values():
         place.relative_path = "../" + place.relative_path
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert_refused(path, capsys, "it refers to '../__0_0.distcp', which is not the name of a file in the checkpoint")
+    assert_refused(
+        path, capsys, "it refers to '../__0_0.distcp', which is not the name of a file in the checkpoint"
+    )
 
 
 @pytest.mark.parametrize("content", ["[]", "3", "null", '"text"', "{}", '{"crc32": 1}', "["])
@@ -112,7 +118,9 @@ def _replace_entry(path: Path, name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [Custom(), "text"])
-def test_a_shard_that_holds_an_object(tmp_path: Path, capsys: pytest.CaptureFixture[str], value: Any) -> None:
+def test_a_shard_that_holds_an_object(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: Any
+) -> None:
     """In place of a tensor: no checksum tells, and reading it ends in one line."""
     path = save_shards(tmp_path / "a.ckpt")
     _replace_entry(path, "state_dict.model.weight", value)
@@ -132,9 +140,13 @@ def test_objects_need_trust(tmp_path: Path) -> None:
     assert isinstance(loaded["optimizer_0.param_groups.0.lr"], Custom)
 
 
-@pytest.mark.parametrize("content", [3, [3], [{}], [{"prefix": 3}], {"prefix": "model."}, "text", [{"config": {}}]])
+@pytest.mark.parametrize(
+    "content", [3, [3], [{}], [{"prefix": 3}], {"prefix": "model."}, "text", [{"config": {}}]]
+)
 @pytest.mark.parametrize("save", [save_shards, save_whole])
-def test_malformed_descriptions(tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any, content: Any) -> None:
+def test_malformed_descriptions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], save: Any, content: Any
+) -> None:
     """Of Hugging Face models: one line, no traceback."""
     path = save(tmp_path / "a.ckpt", hugging_face=content)
     assert main(["export", str(path), str(tmp_path / "out")]) == 1
@@ -153,7 +165,9 @@ def test_replaced_while_it_is_checked(tmp_path: Path, mocker: Any) -> None:
         return sizes
 
     mocker.patch.object(ShardDirectory, "_check_sizes", check_then_replace)
-    with pytest.raises(CheckpointError, match="another checkpoint took its place while it was read: load it again"):
+    with pytest.raises(
+        CheckpointError, match="another checkpoint took its place while it was read: load it again"
+    ):
         open_checkpoint(str(path), None)
     mocker.stopall()
     assert open_checkpoint(str(path), None).rest["epoch"] == 1
@@ -164,5 +178,7 @@ def test_replaced_after_it_was_opened(tmp_path: Path) -> None:
     path = save_shards(tmp_path / "last.ckpt")
     shards = ShardDirectory(str(path), None)
     save_shards(path)
-    with pytest.raises(CheckpointError, match="another checkpoint took its place while it was read: load it again"):
+    with pytest.raises(
+        CheckpointError, match="another checkpoint took its place while it was read: load it again"
+    ):
         shards.read_model(["model.weight"])

@@ -44,7 +44,9 @@ def messages(table: Mapping[str, Refused]) -> dict[str, str]:
     return raised
 
 
-def check_refused(pool: RankPool, raise_all: Callable[[], dict[str, str]], table: Mapping[str, Refused]) -> None:
+def check_refused(
+    pool: RankPool, raise_all: Callable[[], dict[str, str]], table: Mapping[str, Refused]
+) -> None:
     """On every rank, `raise_all`, which calls `messages`, is to give the sentences of the table."""
     for raised in pool.run(raise_all):
         assert raised.keys() == table.keys()

@@ -68,7 +68,9 @@ class CountsFromZero(DecoderModule):
     """Takes no positions from the batch."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        return super().training_step({name: each for name, each in batch.items() if name != "position_ids"}, batch_idx)
+        return super().training_step(
+            {name: each for name, each in batch.items() if name != "position_ids"}, batch_idx
+        )
 
 
 class CallsParts(OneByHand):
@@ -100,15 +102,22 @@ BATCH = {"input_ids": torch.arange(2 * 18).view(2, 18) % 11, "labels": torch.one
 LAYER = "model.blocks.2.out (Linear) gives something else on slices of sequences than on whole ones: off by"
 REFUSED = {
     "one layer by hand": Refused(lambda: OneByHand(Run()), LAYER, lambda: [BATCH]),
-    "other positions": Refused(lambda: CountsFromZero(Run()), "gives something else on slices", lambda: [BATCH]),
+    "other positions": Refused(
+        lambda: CountsFromZero(Run()), "gives something else on slices", lambda: [BATCH]
+    ),
     "its own, replicated": Refused(
-        lambda: CallsItself(Run()), "model.blocks.0.norm (LayerNorm) gives", lambda: [BATCH], {"data_parallel": "ddp"}
+        lambda: CallsItself(Run()),
+        "model.blocks.0.norm (LayerNorm) gives",
+        lambda: [BATCH],
+        {"data_parallel": "ddp"},
     ),
 }
 REFUSED_IN_THE_SWEEP = {
     "blocks called one by one": Refused(lambda: CallsParts(Run()), LAYER, lambda: [BATCH]),
     "replicated": Refused(lambda: OneByHand(Run()), LAYER, lambda: [BATCH], {"data_parallel": "ddp"}),
-    "recomputed": Refused(lambda: OneByHand(Run()), LAYER, lambda: [BATCH], {"activation_checkpointing": True}),
+    "recomputed": Refused(
+        lambda: OneByHand(Run()), LAYER, lambda: [BATCH], {"activation_checkpointing": True}
+    ),
     "compiled": Refused(lambda: OneCompiledByHand(Run()), "model.head (Linear) gives", lambda: [BATCH]),
     "its own": Refused(lambda: CallsItself(Run()), "model.blocks.0.norm (LayerNorm) gives", lambda: [BATCH]),
 }
@@ -175,7 +184,9 @@ def told() -> dict[str, list[str]]:
             make_trainer(AutomodelStrategy(context_parallel_size=2), **options).fit(
                 module, DataLoader([BATCH], batch_size=None)
             )
-        found[name] = [str(each.message) for each in caught if "in slices were not compared" in str(each.message)]
+        found[name] = [
+            str(each.message) for each in caught if "in slices were not compared" in str(each.message)
+        ]
     return found
 
 
@@ -238,7 +249,9 @@ KINDS = {
 def test_leaves_no_trace(pool2: RankPool, kind: str) -> None:
     """Bit for bit what there is without it."""
     run = KINDS[kind]
-    for checked, unchecked in zip(pool2.run(fit_checked, run, True), pool2.run(fit_checked, run, False), strict=True):
+    for checked, unchecked in zip(
+        pool2.run(fit_checked, run, True), pool2.run(fit_checked, run, False), strict=True
+    ):
         assert checked[0].keys() == unchecked[0].keys()
         for name, value in checked[0].items():
             assert torch.equal(value, unchecked[0][name]), name

@@ -79,7 +79,11 @@ def train_plainly(model: nn.Module, kind: str, num_ranks: int) -> dict[str, Tens
     """Weights of one process. Gradients are divided after backward: the loss is float32."""
     optimizer = sgd(model)
     for start in range(0, NUM_BATCHES, ACCUMULATE):
-        window = [each for batches in batches_by_rank(kind, num_ranks) for each in batches[start : start + ACCUMULATE]]
+        window = [
+            each
+            for batches in batches_by_rank(kind, num_ranks)
+            for each in batches[start : start + ACCUMULATE]
+        ]
         counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in window]
         optimizer.zero_grad()
         for batch, count in zip(window, counts, strict=True):
@@ -91,7 +95,9 @@ def train_plainly(model: nn.Module, kind: str, num_ranks: int) -> dict[str, Tens
     return full_weights(model)
 
 
-def fit(make_model: Callable[[], nn.Module], kind: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[Any]]:
+def fit(
+    make_model: Callable[[], nn.Module], kind: str, options: dict[str, Any]
+) -> tuple[dict[str, Tensor], list[Any]]:
     """Runs on every rank: full weights, and what was replaced on the model's configuration afterwards."""
     module = OwnLoss(make_model())
     strategy = AutomodelStrategy(context_parallel_size=CONTEXT, label_shift=1, **options)
@@ -155,7 +161,9 @@ class LeavesOut(OwnLoss):
         self.left_out = left_out
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        return super().training_step({name: each for name, each in batch.items() if name != self.left_out}, batch_idx)
+        return super().training_step(
+            {name: each for name, each in batch.items() if name != self.left_out}, batch_idx
+        )
 
 
 class ShiftsInTheModel(OwnLoss):
@@ -181,7 +189,9 @@ REFUSED = {
     "shifted again": refused(
         lambda: ShiftsInTheModel(tied_llama()), "would shift the labels of a slice of a sequence by"
     ),
-    "encoder-decoder": refused(lambda: OwnLoss(t5()), "T5ForConditionalGeneration is not a causal language model"),
+    "encoder-decoder": refused(
+        lambda: OwnLoss(t5()), "T5ForConditionalGeneration is not a causal language model"
+    ),
 }
 
 

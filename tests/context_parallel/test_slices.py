@@ -22,7 +22,9 @@ def slices_of(batch: Any, size: int, **options: Any) -> list[Any]:
 def whole(slices: list[Any], key: str, length: int) -> Tensor:
     """The sequences that the slices were cut from: of 2 W chunks, rank r has chunks r and 2 W - 1 - r."""
     pairs = [each[key].chunk(2, dim=-1) for each in slices]
-    return torch.cat([*(pair[0] for pair in pairs), *(pair[1] for pair in reversed(pairs))], dim=-1)[..., :length]
+    return torch.cat([*(pair[0] for pair in pairs), *(pair[1] for pair in reversed(pairs))], dim=-1)[
+        ..., :length
+    ]
 
 
 def a_batch(length: int) -> dict[str, Any]:
@@ -50,8 +52,16 @@ def test_padding() -> None:
     """Of two ranks' four chunks of two, the last lies behind the five positions, and is rank 0's."""
     batch = a_batch(5) | {"attention_mask": torch.ones(2, 5), "types": torch.ones(2, 5)}
     first, _ = slices_of(batch, 2)
-    padding = {key: first[key][:, 2:].unique().tolist() for key in (*batch, "position_ids") if key not in OTHERS}
-    assert padding == {"input_ids": [0], "labels": [IGNORED], "types": [0], "attention_mask": [0], "position_ids": [0]}
+    padding = {
+        key: first[key][:, 2:].unique().tolist() for key in (*batch, "position_ids") if key not in OTHERS
+    }
+    assert padding == {
+        "input_ids": [0],
+        "labels": [IGNORED],
+        "types": [0],
+        "attention_mask": [0],
+        "position_ids": [0],
+    }
 
 
 def test_entries_of_another_shape_are_unchanged() -> None:
@@ -108,9 +118,17 @@ def test_documents_begin_where_positions_do_not_go_up_by_one() -> None:
     [
         ([torch.zeros(2, 4)], ValueError, "got list"),
         ({"tokens": torch.zeros(2, 4)}, ValueError, "got \\['tokens'\\]"),
-        ({"input_ids": torch.zeros(2, 4), "labels": torch.zeros(2)}, ValueError, "input_ids have 4 positions"),
+        (
+            {"input_ids": torch.zeros(2, 4), "labels": torch.zeros(2)},
+            ValueError,
+            "input_ids have 4 positions",
+        ),
         ({"input_ids": torch.zeros(2, 4), "labels": torch.tensor(1)}, ValueError, "has the shape \\[\\]"),
-        ({"input_ids": torch.zeros(2, 4), "attention_mask": torch.zeros(2, 1, 4, 4)}, ValueError, "\\[2, 1, 4, 4\\]"),
+        (
+            {"input_ids": torch.zeros(2, 4), "attention_mask": torch.zeros(2, 1, 4, 4)},
+            ValueError,
+            "\\[2, 1, 4, 4\\]",
+        ),
     ],
 )
 def test_what_cannot_be_sliced_is_refused(batch: Any, error: type[Exception], message: str) -> None:

@@ -1,8 +1,8 @@
 """Context parallelism: ranks that share a batch and hold a slice of its sequences each, against one process.
 
-The decoder attends by `context_parallel_attention`, with more heads than key heads and learned positions, so that a
-slice that attends to itself alone, or that counts its positions from zero, is wrong. Lengths are ragged and rarely
-divide by the number of chunks; many slices hold no label.
+The decoder attends by `context_parallel_attention`, with more heads than key heads and learned positions, so
+that a slice that attends to itself alone, or that counts its positions from zero, is wrong. Lengths are
+ragged and rarely divide by the number of chunks; many slices hold no label.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class Run:
     def clip(self) -> dict[str, Any]:
         """Keywords of the Trainer."""
         value = {"none": None, "norm": 0.05, "value": 0.005}[self.clipping]
-        return {} if value is None else {"gradient_clip_val": value, "gradient_clip_algorithm": self.clipping}
+        return (
+            {} if value is None else {"gradient_clip_val": value, "gradient_clip_algorithm": self.clipping}
+        )
 
 
 class Block(nn.Module):
@@ -163,7 +165,8 @@ class DecoderModule(LightningModule):
         logits, labels = self.model(batch), used_labels(self.run, batch)
         if "weights" in self.run.told:
             losses = (
-                F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") * batch["weights"].flatten()
+                F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+                * batch["weights"].flatten()
             )
             return losses.sum() / (batch["weights"].sum().clamp(min=1e-9) if reduction == "mean" else 1)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
@@ -187,7 +190,10 @@ class DecoderModule(LightningModule):
 def batches_by_rank(run: Run) -> list[list[Batch]]:
     """The micro-batches of an epoch, by data-parallel rank and then by step."""
     rng = random.Random(run.seed)
-    empty_rank, empty_window = rng.randrange(run.num_ranks), rng.randrange(-(-run.num_batches // run.accumulation))
+    empty_rank, empty_window = (
+        rng.randrange(run.num_ranks),
+        rng.randrange(-(-run.num_batches // run.accumulation)),
+    )
 
     def is_empty(rank: int, step: int) -> bool:
         return {
@@ -198,7 +204,8 @@ def batches_by_rank(run: Run) -> list[list[Batch]]:
         }[run.gap]
 
     return [
-        [make_batch(run, rng, is_empty(rank, step)) for step in range(run.num_batches)] for rank in range(run.num_ranks)
+        [make_batch(run, rng, is_empty(rank, step)) for step in range(run.num_batches)]
+        for rank in range(run.num_ranks)
     ]
 
 
@@ -213,7 +220,9 @@ def make_batch(run: Run, rng: random.Random, is_empty: bool) -> Batch:
     if run.padded:
         real = torch.tensor([[rng.randint(1, length)] for _ in range(num_rows)])
         positions = torch.arange(length).expand(num_rows, -1)
-        batch["attention_mask"] = (positions >= length - real if rng.random() < 0.5 else positions < real).long()
+        batch["attention_mask"] = (
+            positions >= length - real if rng.random() < 0.5 else positions < real
+        ).long()
         labels[batch["attention_mask"] == 0] = -100
     if is_empty:
         labels[:] = -100
@@ -239,7 +248,9 @@ def train_plainly(
     optimizer = module.configure_optimizers()
     for start in list(range(0, run.num_batches, run.accumulation)) * epochs:
         window = [
-            whole(run, each) for batches in batches_by_rank(run) for each in batches[start : start + run.accumulation]
+            whole(run, each)
+            for batches in batches_by_rank(run)
+            for each in batches[start : start + run.accumulation]
         ]
         count = sum(count_used(run, batch) for batch in window)
         optimizer.zero_grad()
@@ -262,7 +273,9 @@ def loader(run: Run) -> DataLoader:
     return DataLoader(batches_by_rank(run)[data_rank(run)], batch_size=None)
 
 
-def fit(run: Run, make_module: type[DecoderModule] = DecoderModule) -> tuple[dict[str, Tensor], dict[str, float]]:
+def fit(
+    run: Run, make_module: type[DecoderModule] = DecoderModule
+) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Runs on every rank: full weights, and the last step's report."""
     module, strategy = make_module(run), AutomodelStrategy(**run.options)
     make_trainer(strategy, accumulate_grad_batches=run.accumulation, **run.clip).fit(module, loader(run))
@@ -288,7 +301,11 @@ def check(pool: RankPool, run: Run) -> None:
         assert weight_error(Outcome(trained, None), Outcome(weights, None)) <= TOLERANCE
         assert report["num_label_tokens"] == pytest.approx(float(count), rel=1e-6)
         assert report["num_micro_batches"] == last_window * run.num_ranks
-        assert math.isnan(report["loss"]) if count == 0 else report["loss"] == pytest.approx(loss, rel=TOLERANCE)
+        assert (
+            math.isnan(report["loss"])
+            if count == 0
+            else report["loss"] == pytest.approx(loss, rel=TOLERANCE)
+        )
 
 
 def draw_runs(seed: int, count: int) -> list[Run]:
@@ -355,7 +372,10 @@ def test_ddp(pool4: RankPool) -> None:
 
 @pytest.mark.sweep
 def test_tensor_parallel(pool4: RankPool) -> None:
-    check(pool4, Run(tensor=2, gap="micro_batches", label_shift=1, clipping="norm", padded=True, recompute=True))
+    check(
+        pool4,
+        Run(tensor=2, gap="micro_batches", label_shift=1, clipping="norm", padded=True, recompute=True),
+    )
 
 
 def describe() -> tuple[dict[str, Any], list[int]]:
@@ -455,10 +475,20 @@ def save_and_resume(run: Run, folder: Path, epochs: int) -> dict[str, Tensor]:
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("num_ranks", "first", "then"),
-    [(2, (2, 1), (1, 1)), (2, (1, 1), (2, 1)), (2, (2, 1), (2, 1)), (1, (2, 2), (2, 1)), (1, (2, 1), (2, 2))],
+    [
+        (2, (2, 1), (1, 1)),
+        (2, (1, 1), (2, 1)),
+        (2, (2, 1), (2, 1)),
+        (1, (2, 2), (2, 1)),
+        (1, (2, 1), (2, 2)),
+    ],
 )
 def test_checkpoints_go_to_other_shapes(
-    request: pytest.FixtureRequest, tmp_path: Path, num_ranks: int, first: tuple[int, int], then: tuple[int, int]
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    num_ranks: int,
+    first: tuple[int, int],
+    then: tuple[int, int],
 ) -> None:
     """From one number of context and tensor-parallel ranks into another, with the optimizer's state."""
     run = Run(num_ranks=num_ranks, clipping="norm")
@@ -514,7 +544,10 @@ class CountsEntry(DecoderModule):
     """Returns an entry that is not sliced."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        return {"loss": super().training_step(batch, batch_idx), "num_label_tokens": batch["num_tokens"].sum()}
+        return {
+            "loss": super().training_step(batch, batch_idx),
+            "num_label_tokens": batch["num_tokens"].sum(),
+        }
 
 
 class CountsEntryByHand(CountsEntry):
@@ -533,17 +566,26 @@ TWO = {"input_ids": IDS.expand(2, 4), "labels": IDS.expand(2, 4), "num_tokens": 
 
 
 def refused(
-    sentence: str, make_module: Callable[[Run], LightningModule] = DecoderModule, batch: Any = None, **options: Any
+    sentence: str,
+    make_module: Callable[[Run], LightningModule] = DecoderModule,
+    batch: Any = None,
+    **options: Any,
 ) -> Refused:
     batch = {"input_ids": IDS, "labels": IDS} if batch is None else batch
     return Refused(lambda: make_module(Run()), sentence, lambda: [batch], options)
 
 
 REFUSED = {
-    "torch's own attention": refused("scaled_dot_product_attention attends to this rank's slice", WithinSlice),
-    "no attention": refused("crossed the 2 context-parallel ranks 0 times, not at least 1", WithoutAttention),
+    "torch's own attention": refused(
+        "scaled_dot_product_attention attends to this rank's slice", WithinSlice
+    ),
+    "no attention": refused(
+        "crossed the 2 context-parallel ranks 0 times, not at least 1", WithoutAttention
+    ),
     "shifted in the slice": refused("take batch['shift_labels']", ShiftsItself, label_shift=1),
-    "keys of other positions": refused("each rank holds 2 of this step's: it is for self-attention", LongerKeys),
+    "keys of other positions": refused(
+        "each rank holds 2 of this step's: it is for self-attention", LongerKeys
+    ),
     "dataloader_iter": refused("slices the batch that training_step gets", DrawsItself),
     "a pair": refused("a mapping with input_ids [b, s], got list", batch=(IDS, IDS)),
     "other names": refused("input_ids [b, s], got ['tokens']", batch={"tokens": IDS}),
@@ -567,7 +609,9 @@ REFUSED = {
         CountsWhole,
         batch=TWO,
     ),
-    "returned of an entry": refused("count 7, 7 for training_step, and 7 for the whole batch", CountsEntry, batch=TWO),
+    "returned of an entry": refused(
+        "count 7, 7 for training_step, and 7 for the whole batch", CountsEntry, batch=TWO
+    ),
     "told of an entry": refused(
         "count 7, 7 for training_step, and 7 for the whole batch", CountsEntryByHand, batch=TWO
     ),
@@ -681,7 +725,9 @@ class Headless(DecoderModule):
 class InChunks(Headless):
     def loss(self, batch: Batch, reduction: str) -> Tensor:
         labels = used_labels(self.run, batch)
-        loss, count = token_loss(self.model.body(batch), self.model.head, labels, chunk_elements=2 * VOCABULARY)
+        loss, count = token_loss(
+            self.model.body(batch), self.model.head, labels, chunk_elements=2 * VOCABULARY
+        )
         return loss if reduction == "sum" else loss / count.clamp(min=1)
 
 
@@ -694,7 +740,8 @@ class TiedInChunks(InChunks):
 
 
 @pytest.mark.parametrize(
-    ("expected", "in_chunks"), [(Tied, TiedInChunks), pytest.param(Headless, InChunks, marks=pytest.mark.sweep)]
+    ("expected", "in_chunks"),
+    [(Tied, TiedInChunks), pytest.param(Headless, InChunks, marks=pytest.mark.sweep)],
 )
 @pytest.mark.parametrize("layout", ["fsdp2", pytest.param("ddp", marks=pytest.mark.sweep)])
 def test_loss_in_chunks(
@@ -725,6 +772,8 @@ def test_compiled_blocks(pool2: RankPool) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("run", [pytest.param(run, id=str(index)) for index, run in enumerate(draw_runs(1, 84))])
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, id=str(index)) for index, run in enumerate(draw_runs(1, 84))]
+)
 def test_random_runs(request: pytest.FixtureRequest, run: Run) -> None:
     check(request.getfixturevalue(f"pool{run.num_ranks * run.context * run.tensor}"), run)

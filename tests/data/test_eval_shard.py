@@ -18,7 +18,9 @@ def test_whole_models_take_different_samples(strategy: Any) -> None:
     assert dp_eval_sample_shard(strategy, 0, 1) is None
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", AutomodelStrategy(), ModelParallelStrategy(), "unknown", None])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp2", AutomodelStrategy(), ModelParallelStrategy(), "unknown", None]
+)
 def test_sharded_models_stay_in_lockstep(strategy: Any) -> None:
     """Where a forward gathers parameters, or nobody knows, all ranks see the same samples."""
     assert dp_eval_sample_shard(strategy, 1, 3) is None

@@ -18,7 +18,15 @@ from torchmetrics import MeanMetric
 from lightning_automodel import AutomodelStrategy
 from tests.data.test_uneven_inputs import CASE4, Stream
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, PLAN, Outcome, full_weights, micro_batches, weight_error
+from tests.trainer.exactness import (
+    LEARNING_RATE,
+    MOMENTUM,
+    PLAN,
+    Outcome,
+    full_weights,
+    micro_batches,
+    weight_error,
+)
 from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, make_trainer, mean_loss
 
 ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -66,7 +74,9 @@ class Reports(Callback):
     def __init__(self) -> None:
         self.reports: list[Any] = []
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         report = trainer.strategy.last_step
         if report is not None and report not in self.reports:
             self.reports.append(report)
@@ -106,13 +116,17 @@ def _train_plainly(counts: list[int], accumulate: int) -> tuple[nn.Module, list[
             window = [batch for own in by_rank for batch in own[start : start + accumulate]]
             tokens = sum(int((batch["labels"] != -100).sum()) for batch in window)
             optimizer.zero_grad()
-            (torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / max(tokens, 1)).backward()
+            (
+                torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / max(tokens, 1)
+            ).backward()
             optimizer.step()
             sizes.append(len(window))
     return model, sizes
 
 
-def _check(results: list[dict[str, Any]], counts: list[int], accumulate: int, tensor_parallel: int = 1) -> None:
+def _check(
+    results: list[dict[str, Any]], counts: list[int], accumulate: int, tensor_parallel: int = 1
+) -> None:
     model, sizes = _train_plainly(counts, accumulate)
     expected = Outcome(full_weights(model), None)
     for index, result in enumerate(results):
@@ -253,7 +267,9 @@ class Saves(Callback):
     def __init__(self, folder: Path, after: int) -> None:
         self.path, self.after, self.batches = folder / "checkpoint", after, 0
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.batches += 1
         if self.batches == self.after:
             trainer.save_checkpoint(self.path)
@@ -285,7 +301,9 @@ def test_resuming(pool2: RankPool, tmp_path: Path, engine: str, after: int) -> N
     """Also after the end of one rank's data, within an epoch: weights are bit for bit those of a calm run."""
     for calm, resumed, *counts in pool2.run(_resume, ENGINES[engine][1], tmp_path, after):
         assert counts[0] == counts[1]
-        assert {name: float((calm[name] - resumed[name]).abs().max()) for name in calm} == dict.fromkeys(calm, 0.0)
+        assert {name: float((calm[name] - resumed[name]).abs().max()) for name in calm} == dict.fromkeys(
+            calm, 0.0
+        )
 
 
 # --- Random settings --------------------------------------------------------------------------------------------------

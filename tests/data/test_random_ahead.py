@@ -116,7 +116,9 @@ def draw_training(seed: int) -> Training:
         counts = [rng.randrange(8) for _ in range(ranks)]
         counts[rng.randrange(ranks)] += 1
     longest, is_stream = max(counts), rng.random() < 0.5
-    limit = rng.choice([None, None, rng.randrange(1, longest + 1), None if is_stream else rng.uniform(1 / longest, 1)])
+    limit = rng.choice(
+        [None, None, rng.randrange(1, longest + 1), None if is_stream else rng.uniform(1 / longest, 1)]
+    )
     if isinstance(limit, float) and int(limit * longest) == 0:
         limit = None
     epochs = rng.randrange(1, 4)
@@ -124,14 +126,18 @@ def draw_training(seed: int) -> Training:
     setting = Training(
         engine=engine,
         counts=tuple(counts),
-        accumulation=(window,) * epochs if rng.random() < 0.6 else tuple(rng.randrange(1, 5) for _ in range(epochs)),
+        accumulation=(window,) * epochs
+        if rng.random() < 0.6
+        else tuple(rng.randrange(1, 5) for _ in range(epochs)),
         pads=pads,
         is_stream=is_stream,
         num_workers=1 if rng.random() < 0.1 else 0,
         limit=limit,
         max_steps=rng.choice([-1, -1, rng.randrange(1, 5)]),
         # Fillers are copies of the first batch that is one.
-        without=() if pads or rng.random() < 0.7 else tuple(rng.sample(range(longest), rng.randrange(longest))),
+        without=()
+        if pads or rng.random() < 0.7
+        else tuple(rng.sample(range(longest), rng.randrange(longest))),
         has_aux=per_token and rng.random() < 0.5,
         per_token_loss=per_token,
         loss_reduction=rng.choice(["mean", "mean", "sum"]) if per_token else "mean",
@@ -198,7 +204,9 @@ def _train(setting: Training) -> tuple[dict[str, Tensor], Report | None, int]:
     validation = DataLoader(data(ranks, False)[0][: 1 + dist.get_rank() // tensor], batch_size=None)
     trainer.fit(module, loader, validation if validates else None)
     step = strategy.last_step
-    report = None if step is None else (float(step.loss), int(step.num_label_tokens), int(step.num_micro_batches))
+    report = (
+        None if step is None else (float(step.loss), int(step.num_label_tokens), int(step.num_micro_batches))
+    )
     return full_weights(module.model), report, trainer.global_step
 
 
@@ -214,7 +222,9 @@ def _train_plainly(setting: Training) -> tuple[dict[str, Tensor], Report | None,
             window = [batch for own in by_rank for batch in own[start:end] if batch is not None]
             tokens = sum(int((batch["labels"] != -100).sum()) for batch in window)
             if setting.per_token_loss:
-                loss = torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / max(tokens, 1)
+                loss = torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / max(
+                    tokens, 1
+                )
             else:
                 loss = torch.stack([mean_loss(model, batch) for batch in window]).mean()
             report = (loss.item() if tokens else math.nan, tokens * setting.per_token_loss, len(window))
@@ -385,7 +395,9 @@ def _check_evaluation(setting: Evaluation, pool: RankPool) -> None:
         assert [len(own) for own in predicted] == [len(own) for own in wanted]
         for own, batches in zip(predicted, wanted, strict=True):
             for prediction, batch in zip(own, batches, strict=True):
-                torch.testing.assert_close(prediction, model(batch["input_ids"]).detach(), rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(
+                    prediction, model(batch["input_ids"]).detach(), rtol=1e-12, atol=1e-12
+                )
 
 
 @pytest.mark.every_case

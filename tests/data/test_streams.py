@@ -9,7 +9,9 @@ from lightning_automodel.data.streams import check_counted_ranks
 
 def loader_counting(rank: int, size: int) -> SimpleNamespace:
     """A loader whose data set counts ranks as litdata's do."""
-    return SimpleNamespace(dataset=SimpleNamespace(distributed_env=SimpleNamespace(global_rank=rank, world_size=size)))
+    return SimpleNamespace(
+        dataset=SimpleNamespace(distributed_env=SimpleNamespace(global_rank=rank, world_size=size))
+    )
 
 
 def test_made_before_the_ranks_have_started() -> None:

@@ -72,7 +72,9 @@ class Counts(LabelledModule):
         self.log("seen", self.seen)
 
 
-def _combine(mode: Any, counts: list[tuple[int, int]], streams: tuple[bool, ...], options: dict[str, Any]) -> float:
+def _combine(
+    mode: Any, counts: list[tuple[int, int]], streams: tuple[bool, ...], options: dict[str, Any]
+) -> float:
     loaders = [loader_of(each, is_stream) for each, is_stream in zip(counts, streams, strict=True)]
     trainer = make_trainer(strategy(**options))
     return trainer.validate(Counts(), CombinedLoader(loaders, mode), verbose=False)[0]["seen"]
@@ -87,7 +89,9 @@ def test_batches_of_several_loaders_at_once(pool2: RankPool, streams: Any, optio
 
 
 def test_a_stream_that_may_end_before_another_loader(pool2: RankPool) -> None:
-    with pytest.raises(RankError, match=r"a stream that may end before .* another loader: evaluate one loader after"):
+    with pytest.raises(
+        RankError, match=r"a stream that may end before .* another loader: evaluate one loader after"
+    ):
         pool2.run(_combine, "min_size", [(3, 2), (5, 5)], (True, False), {})
 
 
@@ -124,7 +128,9 @@ def _reduce_in_hook(module: Any, counts: tuple[int, int]) -> None:
 def test_a_value_reduced_in_a_hook_of_a_batch(pool2: RankPool, module: Any) -> None:
     """Raises at once where a rank has ended; the other waits in its own last step, before the hook."""
     for counts in ((5, 3), (4, 3)):
-        with pytest.raises(RankError, match=r"within on_validation_batch_\w+, but not on rank 1, whose data has ended"):
+        with pytest.raises(
+            RankError, match=r"within on_validation_batch_\w+, but not on rank 1, whose data has ended"
+        ):
             pool2.run(_reduce_in_hook, module, counts)
     assert pool2.run(_reduce_in_hook, module, (3, 3)) == [None, None]
 
@@ -150,7 +156,9 @@ class Reloads(LabelledModule):
 def _reload(plan: list[tuple[int, int]], ahead: bool) -> tuple[int, int, int]:
     module = Reloads(plan)
     trainer = make_trainer(
-        strategy(uneven_inputs="pad", count_window_ahead=ahead), max_epochs=2, reload_dataloaders_every_n_epochs=1
+        strategy(uneven_inputs="pad", count_window_ahead=ahead),
+        max_epochs=2,
+        reload_dataloaders_every_n_epochs=1,
     )
     trainer.fit(module)
     return module.fillers, trainer.global_step, trainer.num_training_batches
@@ -195,7 +203,9 @@ def _mask() -> None:
 
 def test_labels_that_change_after_they_were_counted(pool2: RankPool) -> None:
     """Gradients were divided by another number of tokens than they hold."""
-    with pytest.raises(RankError, match=r"has counted \d+ label tokens .* receives it with \d+: change labels in the"):
+    with pytest.raises(
+        RankError, match=r"has counted \d+ label tokens .* receives it with \d+: change labels in the"
+    ):
         pool2.run(_mask)
 
 
@@ -233,7 +243,9 @@ class Copies(Callback):
 
 def _copy() -> list[int]:
     callback = Copies()
-    trainer = make_trainer(strategy(count_window_ahead=True), callbacks=[callback], accumulate_grad_batches=3)
+    trainer = make_trainer(
+        strategy(count_window_ahead=True), callbacks=[callback], accumulate_grad_batches=3
+    )
     trainer.fit(LabelledModule(), loader_of((5, 5)))
     assert trainer.global_step == 2
     return callback.lengths

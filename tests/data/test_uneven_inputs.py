@@ -46,7 +46,9 @@ class Evaluated(LabelledModule):
     test_step = predict_step = LabelledModule.validation_step
 
 
-def _run(stage: str, options: dict[str, Any], counts: tuple[int, int], is_stream: bool, settings: Any) -> None:
+def _run(
+    stage: str, options: dict[str, Any], counts: tuple[int, int], is_stream: bool, settings: Any
+) -> None:
     module, trainer = Evaluated(), make_trainer(AutomodelStrategy(timeout=0.5, **options), **settings)
     unequal, equal = _loader(counts, is_stream), _loader((3, 3), is_stream)
     if stage == "train":
@@ -64,7 +66,9 @@ DDP = {"data_parallel": "ddp"}
 @pytest.mark.every_case
 @pytest.mark.parametrize("is_stream", [False, True], ids=["sized", "stream"])
 @pytest.mark.parametrize("options", [FSDP2, DDP], ids=["fsdp2", "ddp"])
-def test_training_names_the_rank_whose_data_ends(pool2: RankPool, options: dict[str, Any], is_stream: bool) -> None:
+def test_training_names_the_rank_whose_data_ends(
+    pool2: RankPool, options: dict[str, Any], is_stream: bool
+) -> None:
     """On both ranks, before the step that only one of them would finish."""
     with pytest.raises(RankError) as raised:
         pool2.run(_run, "train", options, NUM_BATCHES, is_stream, {})
@@ -118,7 +122,8 @@ def _evaluate(options: dict[str, Any], counts: tuple[int, ...], is_stream: bool)
     for stage in ("validate", "test"):
         trainer = make_trainer(AutomodelStrategy(**options), inference_mode=stage == "test")
         found[stage] = {
-            name: float(v) for name, v in getattr(trainer, stage)(module, _loader(counts, is_stream))[0].items()
+            name: float(v)
+            for name, v in getattr(trainer, stage)(module, _loader(counts, is_stream))[0].items()
         }
     trainer = make_trainer(AutomodelStrategy(**options))
     found["predict"] = trainer.predict(module, _loader(counts, is_stream))
@@ -136,13 +141,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.each_value
 @pytest.mark.parametrize("is_stream", [False, True], ids=["sized", "stream"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_evaluation_of_unequal_counts(pool2: RankPool, pool4: RankPool, layout: str, is_stream: bool) -> None:
+def test_evaluation_of_unequal_counts(
+    pool2: RankPool, pool4: RankPool, layout: str, is_stream: bool
+) -> None:
     """Values and predictions are those of one process with the batches of all ranks, each once."""
     num_ranks, options = LAYOUTS[layout]
     counts = (5, 3, 1, 4)[:num_ranks]
     model = LabelledModule().model
     by_rank = [
-        batches[:count] for batches, count in zip(micro_batches(CASE if num_ranks == 2 else CASE4), counts, strict=True)
+        batches[:count]
+        for batches, count in zip(micro_batches(CASE if num_ranks == 2 else CASE4), counts, strict=True)
     ]
     batches = [batch for own in by_rank for batch in own]
     tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
@@ -167,7 +175,9 @@ def _evaluate_streams(options: dict[str, Any], counts: tuple[int, int]) -> list[
     ):
         trainer = make_trainer(AutomodelStrategy(**options), **settings)  # type: ignore[arg-type]
         values = trainer.validate(module, loaders)
-        found.append({name: float(value) for each in values for name, value in each.items() if "mean" in name})
+        found.append(
+            {name: float(value) for each in values for name, value in each.items() if "mean" in name}
+        )
     return found
 
 
@@ -407,7 +417,9 @@ IN_FIT = ("training_step", "on_before_batch_transfer", "Callback.on_train_batch_
         ),
     ],
 )
-def test_stop_iteration_of_user_code(pool2: RankPool, options: dict[str, Any], where: str, stage: str) -> None:
+def test_stop_iteration_of_user_code(
+    pool2: RankPool, options: dict[str, Any], where: str, stage: str
+) -> None:
     """Lightning would take it for the end of the data on one rank, and the others would wait for it."""
     with pytest.raises(RankError) as raised:
         pool2.run(_stop_by_itself, options, where, stage)
@@ -481,7 +493,9 @@ def _leave_out(
     [(FSDP2, (4, 2)), pytest.param(DDP, (3, 2), marks=pytest.mark.sweep)],
     ids=["fsdp2", "ddp"],
 )
-def test_loader_that_leaves_batches_out(pool2: RankPool, options: dict[str, Any], counts: tuple[int, int]) -> None:
+def test_loader_that_leaves_batches_out(
+    pool2: RankPool, options: dict[str, Any], counts: tuple[int, int]
+) -> None:
     """Its length says nothing: unequal ranks are told so, equal ones train, padding and evaluation go on."""
     with pytest.raises(RankError) as raised:
         pool2.run(_leave_out, "val in fit", options, counts)

@@ -19,7 +19,15 @@ from lightning_automodel import AutomodelStrategy
 from tests.data.test_padded_training import Saves
 from tests.data.test_uneven_inputs import Stream
 from tests.rank_pool import RankError, RankPool
-from tests.trainer.exactness import LEARNING_RATE, VOCABULARY, WIDTH, Outcome, full_weights, micro_batches, weight_error
+from tests.trainer.exactness import (
+    LEARNING_RATE,
+    VOCABULARY,
+    WIDTH,
+    Outcome,
+    full_weights,
+    micro_batches,
+    weight_error,
+)
 from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, make_trainer, mean_loss
 
 ENGINES: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
@@ -41,7 +49,10 @@ def _fit(kind: str, ahead: bool, **options: Any) -> dict[str, Tensor]:
     if kind == "limit":
         settings["limit_train_batches"] = 5
     if kind == "scheduler":
-        settings |= {"accumulate_grad_batches": 1, "callbacks": [GradientAccumulationScheduler({0: 2, 1: 3})]}
+        settings |= {
+            "accumulate_grad_batches": 1,
+            "callbacks": [GradientAccumulationScheduler({0: 2, 1: 3})],
+        }
     if kind == "validation in mid-window":
         settings |= {"val_check_interval": 2}
     trainer = make_trainer(AutomodelStrategy(count_window_ahead=ahead, **options), **settings)
@@ -71,7 +82,9 @@ def test_is_what_comes_without(pool2: RankPool, kind: str) -> None:
 def _fit_padded(ahead: bool) -> dict[str, Tensor]:
     module = LabelledModule()
     trainer = make_trainer(
-        AutomodelStrategy(count_window_ahead=ahead, uneven_inputs="pad"), accumulate_grad_batches=3, max_epochs=2
+        AutomodelStrategy(count_window_ahead=ahead, uneven_inputs="pad"),
+        accumulate_grad_batches=3,
+        max_epochs=2,
     )
     trainer.fit(module, DataLoader(Stream(_batches((7, 2)[dist.get_rank()])), batch_size=None))
     return full_weights(module.model)
@@ -113,7 +126,9 @@ def test_resuming(pool2: RankPool, tmp_path: Path, kind: str) -> None:
     for after in (3, 5):
         folder = tmp_path / str(after)
         for calm, resumed in pool2.run(_resume, kind, folder, after):
-            assert {name: float((calm[name] - resumed[name]).abs().max()) for name in calm} == dict.fromkeys(calm, 0.0)
+            assert {name: float((calm[name] - resumed[name]).abs().max()) for name in calm} == dict.fromkeys(
+                calm, 0.0
+            )
 
 
 # --- Auxiliary losses -------------------------------------------------------------------------------------------------
@@ -133,7 +148,8 @@ class Experts(nn.Module):
         hidden = self.embedding(batch["input_ids"]).flatten(0, 1)
         probabilities = self.router(hidden).softmax(-1)
         logits = sum(
-            share[:, None] * expert(hidden) for share, expert in zip(probabilities.T, self.experts, strict=True)
+            share[:, None] * expert(hidden)
+            for share, expert in zip(probabilities.T, self.experts, strict=True)
         )
         chosen = F.one_hot(probabilities.argmax(-1), 2).double()
         balance = 2 * (chosen.mean(0) * probabilities.mean(0)).sum()  # not linear in the tokens of a batch
@@ -243,7 +259,11 @@ AHEAD = {"count_window_ahead": True}
         (ReturnsAnotherCount, AHEAD, r"num_label_tokens=1234, and .* has counted \d+ in its batch"),
         (LengthensTheWindow, AHEAD, r"counted ahead as \d micro-batches .* ends after 3 backward"),
         (DrawsItsBatches, AHEAD, "takes the batch instead of a dataloader_iter"),
-        (StepsInBackward, {}, "13 parameters have post-accumulate-gradient hooks .*pass count_window_ahead=True"),
+        (
+            StepsInBackward,
+            {},
+            "13 parameters have post-accumulate-gradient hooks .*pass count_window_ahead=True",
+        ),
         (StepsInBackward, {**AHEAD, "data_parallel": "ddp"}, "before they are averaged over ranks"),
         (LabelledModule, {**AHEAD, "label_key": "targets"}, "counts a batch before training_step sees it"),
     ],
@@ -261,14 +281,18 @@ def _misuse_of(module: Any, options: dict[str, Any]) -> None:
 
 
 class HoldsNoGradient(Callback):
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         assert all(parameter.grad is None for parameter in module.parameters())
 
 
 def _step_in_backward(accumulate: int) -> dict[str, Tensor]:
     module = StepsInBackward()
     trainer = make_trainer(
-        AutomodelStrategy(count_window_ahead=True), accumulate_grad_batches=accumulate, callbacks=[HoldsNoGradient()]
+        AutomodelStrategy(count_window_ahead=True),
+        accumulate_grad_batches=accumulate,
+        callbacks=[HoldsNoGradient()],
     )
     trainer.fit(module, DataLoader(_batches(6), batch_size=None))
     return full_weights(module.model)

@@ -65,7 +65,12 @@ def lose(fault: str) -> None:
         os._exit(1)
 
 
-CASES: dict[str, Callable[..., None]] = {"repeat": repeat, "fail": fail, "wait": wait_for_nobody, "lose": lose}
+CASES: dict[str, Callable[..., None]] = {
+    "repeat": repeat,
+    "fail": fail,
+    "wait": wait_for_nobody,
+    "lose": lose,
+}
 
 
 def run_case(log: Path, environment: dict[str, str], case: str, *arguments: Any) -> None:

@@ -1,7 +1,7 @@
 """Random FirstRankPerNode blocks, what ranks do in them, and what they may then observe.
 
-A plan is known to all ranks. `follow` does what it says on one rank and records what happened; `contradictions` is what
-is wrong with the records of all ranks.
+A plan is known to all ranks. `follow` does what it says on one rank and records what happened;
+`contradictions` is what is wrong with the records of all ranks.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def draw(seed: int) -> Plan:
     return Plan(
         name=str(seed),
         scope=source.choice(["node", "global"]),
-        delays_s=[source.random() * LONGEST_DELAY_S if source.random() < 0.5 else 0.0 for _ in range(NUM_RANKS)],
+        delays_s=[
+            source.random() * LONGEST_DELAY_S if source.random() < 0.5 else 0.0 for _ in range(NUM_RANKS)
+        ],
         fails={rank for rank in range(NUM_RANKS) if source.random() < failure_rate},
     )
 

@@ -34,7 +34,9 @@ def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def server() -> Any:
     """A store for each world, in this process."""
     store, numbers = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), iter(range(100))
-    return SimpleNamespace(new_store=lambda: dist.PrefixStore(str(next(numbers)), store), seconds=lambda: 0.0)
+    return SimpleNamespace(
+        new_store=lambda: dist.PrefixStore(str(next(numbers)), store), seconds=lambda: 0.0
+    )
 
 
 def test_work_grows_with_the_ranks(scale: Any, server: Any) -> None:
@@ -112,8 +114,8 @@ def test_an_exception_of_its_thread_is_named_as_such() -> None:
     board.thread.join(20)
     assert board.lost is not None
     assert str(board.lost) == (
-        f"rank 1 on {board.host} failed in training_step: KeyError: 'device', raised in the thread that sends this"
-        " rank's heartbeats"
+        f"rank 1 on {board.host} failed in training_step: KeyError: 'device', raised in the thread that"
+        " sends this rank's heartbeats"
     )
     posted = Board(0, lambda: store, "run", range(2), 8.0, dict)
     posted.read(store)

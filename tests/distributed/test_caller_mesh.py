@@ -50,7 +50,10 @@ FITTING: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = [
         (((2, 1, 2), ("dp_replicate", "dp_shard", "tp")),),
         (MeshSizes(2, 1, 2), ("dp_replicate", "dp_shard"), (2, 1), [0, 2]),
     ),
-    ((((2, 2), ("replicate", "shard")), "ddp"), (MeshSizes(4, 1), ("replicate", "shard"), (2, 2), [0, 1, 2, 3])),
+    (
+        (((2, 2), ("replicate", "shard")), "ddp"),
+        (MeshSizes(4, 1), ("replicate", "shard"), (2, 2), [0, 1, 2, 3]),
+    ),
     ((((4,), ("replicate",)), "ddp"), (MeshSizes(4, 1), ("replicate",), (4,), [0, 1, 2, 3])),
     (
         (((2, 2), ("dp", "tp")), "fsdp2", {"tensor_parallel_size": 2, "data_parallel_size": "auto"}),
@@ -59,10 +62,10 @@ FITTING: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = [
 ]
 
 NEEDS = (
-    ", but needs 'data_parallel_replicate' and 'data_parallel_shard', or 'data_parallel_shard', or 'data_parallel', or"
-    " under data_parallel='ddp' 'data_parallel_replicate' alone, and after them may have 'tensor_parallel' (other names"
-    " are dp_replicate, replicate, dp_shard, fsdp, shard, dp, data, tp, tensor): pass such mesh_dim_names, in this"
-    " order; other dimensions must have size 1."
+    ", but needs 'data_parallel_replicate' and 'data_parallel_shard', or 'data_parallel_shard', or"
+    " 'data_parallel', or under data_parallel='ddp' 'data_parallel_replicate' alone, and after them may have"
+    " 'tensor_parallel' (other names are dp_replicate, replicate, dp_shard, fsdp, shard, dp, data, tp,"
+    " tensor): pass such mesh_dim_names, in this order; other dimensions must have size 1."
 )
 UNFIT: list[tuple[tuple[Any, ...], str]] = [
     ((((2, 2), None),), f"device_mesh has the dimensions 'no name' (2), 'no name' (2){NEEDS}"),
@@ -74,8 +77,8 @@ UNFIT: list[tuple[tuple[Any, ...], str]] = [
     ((((4,), ("replicate",)),), f"device_mesh has the dimensions 'replicate' (4){NEEDS}"),
     (
         (((2, 2), ("dp", "tp")), "ddp"),
-        "Tensor parallelism (size 2) does not work with data_parallel='ddp', which copies whole parameters: pass"
-        " data_parallel='fsdp2', with data_parallel_replicate_size for copies.",
+        "Tensor parallelism (size 2) does not work with data_parallel='ddp', which copies whole parameters:"
+        " pass data_parallel='fsdp2', with data_parallel_replicate_size for copies.",
     ),
     (
         (((2, 2), ("dp", "tp")), "fsdp2", {"tensor_parallel_size": 4}),
@@ -116,7 +119,9 @@ def test_ranks_out_of_order_are_refused(pool4: RankPool) -> None:
     layouts: list[Any] = [[[3, 1], [0, 2]], [[0, 1], [3, 2]], [[0, 3], [1, 2]], [1, 0, 2, 3]]
     for messages in pool4.run(adopt_permuted, layouts):
         for layout, message in zip(layouts, messages, strict=True):
-            assert message.startswith(f"device_mesh holds the ranks {layout}, but must hold each of the 4 ranks")
+            assert message.startswith(
+                f"device_mesh holds the ranks {layout}, but must hold each of the 4 ranks"
+            )
     for sizes in pool4.run(adopt_strided):
         assert sizes == MeshSizes(2, 2)
 
@@ -134,4 +139,6 @@ def adopt_part_of_the_world() -> str:
 
 def test_a_mesh_over_some_ranks(pool4: RankPool) -> None:
     for message in pool4.run(adopt_part_of_the_world):
-        assert message.startswith("device_mesh holds the ranks [0, 1], but must hold each of the 4 ranks of the world")
+        assert message.startswith(
+            "device_mesh holds the ranks [0, 1], but must hold each of the 4 ranks of the world"
+        )

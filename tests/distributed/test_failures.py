@@ -30,7 +30,9 @@ GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer 
 
 def test_failure_travels_whole() -> None:
     """Through a store and through a pipe, whatever its message holds."""
-    failure = RankFailure.from_exception(ValueError('no "labels" | here\n\u00e9'), rank=3, where="training_step")
+    failure = RankFailure.from_exception(
+        ValueError('no "labels" | here\n\u00e9'), rank=3, where="training_step"
+    )
     assert RankFailure(**json.loads(json.dumps(asdict(failure)))) == failure
     error = pickle.loads(pickle.dumps(RankFailedError(failure)))
     assert error.failure == failure
@@ -54,7 +56,10 @@ def test_endings(exception: BaseException, ending: str) -> None:
 
 def test_long_message_is_cut() -> None:
     """A store is no place for megabytes."""
-    assert len(RankFailure.from_exception(ValueError("x" * 10**6), 0, "setup").message) == MAX_MESSAGE_CHARACTERS
+    assert (
+        len(RankFailure.from_exception(ValueError("x" * 10**6), 0, "setup").message)
+        == MAX_MESSAGE_CHARACTERS
+    )
 
 
 def test_silence_is_no_exception() -> None:
@@ -129,7 +134,10 @@ def _raised_from(cause: BaseException) -> BaseException:
         (_raised_in("/x/torch/autograd/graph.py", "gloo: connection closed", "_engine_run_backward"), True),
         (_raised_in("/home/user/data.py", "cannot decode data/gloomy_forest.jpg"), False),
         (_raised_in("/home/user/data.py", "no column NCCL in the table"), False),
-        (_raised_in("/x/torch/distributed/tensor/_dispatch.py", "cannot decode data/gloomy_forest.jpg"), False),
+        (
+            _raised_in("/x/torch/distributed/tensor/_dispatch.py", "cannot decode data/gloomy_forest.jpg"),
+            False,
+        ),
         (_raised_in("/home/user/train.py", "[../gloo/transport/tcp/unbound_buffer.cc:81] Timed out"), True),
     ],
     ids=repr,

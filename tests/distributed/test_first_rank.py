@@ -1,7 +1,8 @@
 """FirstRankPerNode on real ranks: who goes first, and that no failure is lost and nobody waits for ever.
 
-The pool's four ranks play two nodes by LOCAL_RANK; `trainer/test_two_nodes.py` has real ones. What needs ranks that
-make their own group runs `first_rank_script.py` in processes of its own, forked from one that has imported everything.
+The pool's four ranks play two nodes by LOCAL_RANK; `trainer/test_two_nodes.py` has real ones. What needs
+ranks that make their own group runs `first_rank_script.py` in processes of its own, forked from one that has
+imported everything.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def describe(error: BaseException) -> tuple[str, str]:
     return type(error).__name__, str(error)
 
 
-def outcome_of(*args: Any, fails: BaseException | None = None, **kwargs: Any) -> tuple[bool, tuple[str, str] | None]:
+def outcome_of(
+    *args: Any, fails: BaseException | None = None, **kwargs: Any
+) -> tuple[bool, tuple[str, str] | None]:
     """Whether this rank ran a block, in which it raises `fails`, and with which error it left."""
     ran = False
     try:
@@ -82,7 +85,9 @@ def fill_cache(folder: str, scope: Scope) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize(("scope", "workers"), [("node", [0, 2]), ("global", [0])])
-def test_work_is_done_once_for_each_cache(pool4: RankPool, tmp_path: Path, scope: Scope, workers: list[int]) -> None:
+def test_work_is_done_once_for_each_cache(
+    pool4: RankPool, tmp_path: Path, scope: Scope, workers: list[int]
+) -> None:
     """Twice on two nodes with their own disks, once on a shared file system; the second time by nobody."""
     results = pool4.run(fill_cache, str(tmp_path), scope)
     assert [rank for rank, (is_first, _) in enumerate(results) if is_first] == workers
@@ -101,7 +106,12 @@ def nodes_by_two_environments() -> tuple[bool, bool]:
 
 
 def test_environment_is_read_at_every_block(pool4: RankPool) -> None:
-    assert pool4.run(nodes_by_two_environments) == [(True, True), (False, False), (False, True), (False, False)]
+    assert pool4.run(nodes_by_two_environments) == [
+        (True, True),
+        (False, False),
+        (False, True),
+        (False, False),
+    ]
 
 
 def decorated_and_nested() -> list[tuple[str, bool]]:
@@ -186,12 +196,16 @@ def fail_on(failing_rank: int, scope: Scope, error: BaseException) -> tuple[bool
     ("failing_rank", "scope", "not_run"),
     [(0, "node", [1]), (2, "node", [3]), (0, "global", [1, 2, 3]), (1, "node", []), (3, "global", [])],
 )
-def test_failure_reaches_every_rank(pool4: RankPool, failing_rank: int, scope: Scope, not_run: list[int]) -> None:
+def test_failure_reaches_every_rank(
+    pool4: RankPool, failing_rank: int, scope: Scope, not_run: list[int]
+) -> None:
     """With rank, host, type and message; who waits for the failing rank does not run the block."""
     results = pool4.run(fail_on, failing_rank, scope, OSError("disk full"))
     assert results.pop(failing_rank) == (True, ("OSError", "disk full"))
     host = socket.gethostname()
-    message = f"rank {failing_rank} on {host} failed in FirstRankPerNode(scope={scope!r}): OSError: disk full"
+    message = (
+        f"rank {failing_rank} on {host} failed in FirstRankPerNode(scope={scope!r}): OSError: disk full"
+    )
     assert [error for _, error in results] == [("RankFailedError", message)] * 3
     others = [rank for rank in range(4) if rank != failing_rank]
     assert not any(ran for rank, (ran, _) in zip(others, results, strict=True) if rank in not_run)
@@ -246,7 +260,9 @@ def test_wrong_environment_of_one_rank_reaches_every_rank(pool4: RankPool) -> No
     results = pool4.run(enter_with_a_wrong_environment)
     sentence = "The environment variable LOCAL_RANK is 'first': it must be a whole number, 0 or more."
     assert results.pop(1) == (False, ("ValueError", sentence))
-    assert all(not ran and error[0] == "RankFailedError" and error[1].endswith(sentence) for ran, error in results)
+    assert all(
+        not ran and error[0] == "RankFailedError" and error[1].endswith(sentence) for ran, error in results
+    )
 
 
 def follow_plans(seeds: range, folder: str) -> list[Record]:
@@ -314,8 +330,14 @@ def test_rank_that_never_comes_is_named(pool4: RankPool, tmp_path: Path) -> None
         assert not ran
         assert error is not None
         assert error[0] == "RankFailedError"
-        assert "rank 2 on an unknown host missed heartbeats, last seen in code before FirstRankPerNode" in error[1]
-        assert "s for ranks 2 (an unknown host, in set-up): stopped, dead, cut off, or not arrived yet" in error[1]
+        assert (
+            "rank 2 on an unknown host missed heartbeats, last seen in code before FirstRankPerNode"
+            in error[1]
+        )
+        assert (
+            "s for ranks 2 (an unknown host, in set-up): stopped, dead, cut off, or not arrived yet"
+            in error[1]
+        )
     assert pool4.run(fail_on, -1, "node", OSError()) == [(True, None)] * 4
 
 
@@ -390,7 +412,12 @@ def ranks_without_a_group(
     context = forked()
     processes = []
     for rank in started:
-        environment = {**group, "RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
+        environment = {
+            **group,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
+        }
         told = (folder / f"rank{rank}.log", environment, *arguments)
         processes.append(context.Process(target=first_rank_script.run_case, args=told))
     for process in processes:
@@ -427,8 +454,8 @@ def test_failure_reaches_the_others_before_the_store_is_gone(tmp_path: Path, fai
     assert texts[failing_rank] == "OSError: disk full, initialised: False", texts
     host = socket.gethostname()
     assert texts[1 - failing_rank] == (
-        f"RankFailedError: rank {failing_rank} on {host} failed in FirstRankPerNode(scope='node'): OSError: disk full, "
-        "initialised: False"
+        f"RankFailedError: rank {failing_rank} on {host} failed in FirstRankPerNode(scope='node'): OSError:"
+        " disk full, initialised: False"
     ), texts
 
 
@@ -436,7 +463,11 @@ def test_failure_reaches_the_others_before_the_store_is_gone(tmp_path: Path, fai
     ("rank", "text"),
     [
         (0, "for ranks 1 (an unknown host, in set-up), 2 (an unknown host, in set-up): "),
-        (1, "rank 0 on an unknown host missed heartbeats, last seen in set-up: its process, which holds the store"),
+        (
+            1,
+            "rank 0 on an unknown host missed heartbeats, last seen in set-up: its process, which holds the"
+            " store",
+        ),
     ],
 )
 def test_group_without_all_ranks_is_an_error_that_names_them(tmp_path: Path, rank: int, text: str) -> None:

@@ -11,7 +11,15 @@ import torch.distributed as dist
 
 from lightning_automodel.distributed.first_rank import FirstRankPerNode, first_rank, node_of
 
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "SLURM_NODEID")
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "SLURM_NODEID",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +47,12 @@ def test_without_a_process_group_the_block_just_runs() -> None:
 
 
 def test_environment_of_one_rank_makes_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "1"),
+    ):
         monkeypatch.setenv(name, value)
     with FirstRankPerNode() as is_first:
         assert is_first

@@ -22,7 +22,9 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return statuses
 
 
-@pytest.mark.parametrize("variable", ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "XDG_CACHE_HOME"])
+@pytest.mark.parametrize(
+    "variable", ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "XDG_CACHE_HOME"]
+)
 def test_the_flight_recorder_is_written_first(
     ends: list[int],
     variable: str,
@@ -41,7 +43,10 @@ def test_the_flight_recorder_is_written_first(
     assert ends == [1]
     assert "version" in pickle.loads(path.read_bytes())
     printed = capsys.readouterr().err
-    assert f" stops: rank 1 is stuck. Its newest collectives are in {path}, which torchfrtrace reads. It was" in printed
+    assert (
+        f" stops: rank 1 is stuck. Its newest collectives are in {path}, which torchfrtrace reads. It was"
+        in printed
+    )
 
 
 def test_a_recorder_that_is_stuck_does_not_keep_the_process(

@@ -78,7 +78,13 @@ def test_one_group_for_each_set_of_ranks(pool4: RankPool, sizes: MeshSizes, num_
 
 def _fit_often() -> int:
     before = len(dist.distributed_c10d._world.pg_map)
-    for sizes in (MeshSizes(2, 2), MeshSizes(1, 2, tensor=2), MeshSizes(2, 2), MeshSizes(1, 4), MeshSizes(4, 1)):
+    for sizes in (
+        MeshSizes(2, 2),
+        MeshSizes(1, 2, tensor=2),
+        MeshSizes(2, 2),
+        MeshSizes(1, 4),
+        MeshSizes(4, 1),
+    ):
         _sums(build_mesh("cpu", sizes, TIMEOUT))
     return len(dist.distributed_c10d._world.pg_map) - before
 

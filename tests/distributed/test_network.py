@@ -81,7 +81,9 @@ def test_interfaces_of_this_machine() -> None:
     assert found["lo"] == network.LOOPBACK
     for address in found.values():
         if not address.startswith("fe80"):
-            socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
+            socket.create_server(
+                (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+            ).close()
 
 
 def _check_on_threads(announced: dict[int, network.Announcement], patch: pytest.MonkeyPatch) -> list[str]:
@@ -192,7 +194,9 @@ def _join_over(nodes: TwoNodes, path: Path, variables: list[dict[str, str]]) -> 
     context = forked()
     answers: Any = context.Queue()
     ranks = [
-        context.Process(target=_rank, args=(rank, nodes.namespaces[rank], variables[rank], str(path), answers))
+        context.Process(
+            target=_rank, args=(rank, nodes.namespaces[rank], variables[rank], str(path), answers)
+        )
         for rank in range(2)
     ]
     for process in ranks:
@@ -211,13 +215,21 @@ def test_host_name_that_resolves_to_the_loopback_address(two_nodes: TwoNodes, tm
     resolves = socket.gethostbyname(socket.gethostname())
     if not resolves.startswith("127."):
         pytest.skip(f"this machine's host name resolves to {resolves}")
-    first, second = _join_over(two_nodes, tmp_path / "store", [{}, {network.NCCL_INTERFACE: "^lo,docker,am"}])
+    first, second = _join_over(
+        two_nodes, tmp_path / "store", [{}, {network.NCCL_INTERFACE: "^lo,docker,am"}]
+    )
     assert first == second
     assert first.startswith("RankFailedError: rank ")
-    assert f"cannot connect to it at {resolves}, which its host name {socket.gethostname()} resolves to" in first
+    assert (
+        f"cannot connect to it at {resolves}, which its host name {socket.gethostname()} resolves to"
+        in first
+    )
     assert "Set GLOO_SOCKET_IFNAME on each node to the network interface" in first
     assert "and NCCL_SOCKET_IFNAME for NCCL" in first
-    assert any(f"{device} ({address})" in first for device, address in zip(two_nodes.devices, ADDRESSES, strict=True))
+    assert any(
+        f"{device} ({address})" in first
+        for device, address in zip(two_nodes.devices, ADDRESSES, strict=True)
+    )
 
 
 def test_only_the_interface_of_nccl_is_set(two_nodes: TwoNodes, tmp_path: Path) -> None:
@@ -230,7 +242,15 @@ def test_only_the_interface_of_nccl_is_set(two_nodes: TwoNodes, tmp_path: Path) 
 def test_network_that_swallows_packets(two_nodes: TwoNodes, tmp_path: Path) -> None:
     """As a firewall does: told once a connection has taken too long, and not at the timeout."""
     variables = [{network.GLOO_INTERFACE: device} for device in two_nodes.devices]
-    neighbour = [ADDRESSES[1], "lladdr", "02:00:00:00:00:01", "dev", two_nodes.devices[0], "nud", "permanent"]
+    neighbour = [
+        ADDRESSES[1],
+        "lladdr",
+        "02:00:00:00:00:01",
+        "dev",
+        two_nodes.devices[0],
+        "nud",
+        "permanent",
+    ]
     command = ["ip", "-netns", two_nodes.namespaces[0], "neighbour"]
     subprocess.run([*command, "replace", *neighbour], check=True)
     try:

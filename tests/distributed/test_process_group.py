@@ -72,8 +72,17 @@ class Launched:
         return outcome
 
 
-def _child(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str]) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+def _child(
+    pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...], environment: dict[str, str]
+) -> None:
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_USE_AGENT_STORE",
+    ):
         os.environ.pop(name, None)
     os.environ.update(environment, GLOO_SOCKET_IFNAME=LOOPBACK_INTERFACE)
     torch.set_num_threads(1)
@@ -97,12 +106,22 @@ def _host_store() -> dist.TCPStore:
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(
-        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=TIMEOUT
+        LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        timeout=TIMEOUT,
     )
 
 
 def _place(port: int, rank: int, world_size: int) -> dict[str, str]:
-    return {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    return {
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+    }
 
 
 # --- What the processes do --------------------------------------------------------------------------------------------
@@ -121,11 +140,15 @@ def _join_and_sum(
     return info, total.item()
 
 
-def _join_by(arguments: dict[str, Any], delay_s: float = 0.0, backend: str = "gloo") -> tuple[DistInfo, float]:
+def _join_by(
+    arguments: dict[str, Any], delay_s: float = 0.0, backend: str = "gloo"
+) -> tuple[DistInfo, float]:
     return _join_and_sum(delay_s, backend, **arguments)
 
 
-def _join_by_store(port: int, rank: int, world_size: int, timeout: timedelta = TIMEOUT) -> tuple[DistInfo, float]:
+def _join_by_store(
+    port: int, rank: int, world_size: int, timeout: timedelta = TIMEOUT
+) -> tuple[DistInfo, float]:
     store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
     return _join_and_sum(store=store, rank=rank, world_size=world_size, timeout=timeout)
 
@@ -146,7 +169,11 @@ def _wait_briefly_as_lightning_does(rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize(
     "way",
-    ["environment", "file", *(pytest.param(way, marks=pytest.mark.sweep) for way in ("tcp", "store", "launcher"))],
+    [
+        "environment",
+        "file",
+        *(pytest.param(way, marks=pytest.mark.sweep) for way in ("tcp", "store", "launcher")),
+    ],
 )
 def test_all_come(way: str, tmp_path: Path) -> None:
     """By each way to meet, though one rank is late."""
@@ -158,9 +185,13 @@ def test_all_come(way: str, tmp_path: Path) -> None:
         if way == "environment":
             ranks.append(Launched(_join_by, {}, delay_s, **_place(port, rank, 3)))
         elif way == "tcp":
-            ranks.append(Launched(_join_by, by_argument | {"init_method": f"tcp://{LOOPBACK}:{port}"}, delay_s))
+            ranks.append(
+                Launched(_join_by, by_argument | {"init_method": f"tcp://{LOOPBACK}:{port}"}, delay_s)
+            )
         elif way == "file":
-            ranks.append(Launched(_join_by, by_argument | {"init_method": f"file://{tmp_path}/meet"}, delay_s))
+            ranks.append(
+                Launched(_join_by, by_argument | {"init_method": f"file://{tmp_path}/meet"}, delay_s)
+            )
         elif way == "store":
             ranks.append(Launched(_join_by_store, store.port, rank, 3))
         else:
@@ -169,7 +200,9 @@ def test_all_come(way: str, tmp_path: Path) -> None:
     outcomes = [rank.outcome() for rank in ranks]
     assert [outcome.error for outcome in outcomes] == ["", "", ""]
     cpu = torch.device("cpu")
-    assert [o.value for o in outcomes] == [(DistInfo("gloo", rank, 3, cpu, rank == 0), 3.0) for rank in range(3)]
+    assert [o.value for o in outcomes] == [
+        (DistInfo("gloo", rank, 3, cpu, rank == 0), 3.0) for rank in range(3)
+    ]
 
 
 # --- Somebody does not ------------------------------------------------------------------------------------------------
@@ -189,7 +222,8 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[O
     folder = tmp_path_factory.mktemp("meet")
     host, agent = _host_store(), _host_store()
     ports = {
-        name: _free_port() for name in ("env", "tcp", "host", "lightning", "twins", "sizes", "backends", "unknown")
+        name: _free_port()
+        for name in ("env", "tcp", "host", "lightning", "twins", "sizes", "backends", "unknown")
     }
     tcp = f"tcp://{LOOPBACK}:{ports['tcp']}"
     file = f"file://{folder}/file"
@@ -214,26 +248,43 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[O
             ),
             "launcher": Case(
                 [
-                    Launched(_wait_briefly, {}, **_place(agent.port, rank, 3), TORCHELASTIC_USE_AGENT_STORE="True")
+                    Launched(
+                        _wait_briefly, {}, **_place(agent.port, rank, 3), TORCHELASTIC_USE_AGENT_STORE="True"
+                    )
                     for rank in (0, 2)
                 ],
                 ["for ranks 1 (", NOT_THERE, f"join at {LOOPBACK}:{agent.port} (env://)", waited],
             ),
             "no host": Case(
                 [Launched(_wait_briefly, {}, **_place(ports["host"], 1, 2))],
-                ["rank 0 on an unknown host", "ConnectionRefusedError", f"{LOOPBACK}:{ports['host']}", waited],
+                [
+                    "rank 0 on an unknown host",
+                    "ConnectionRefusedError",
+                    f"{LOOPBACK}:{ports['host']}",
+                    waited,
+                ],
             ),
             "lightning": Case(
                 [
                     Launched(
-                        _wait_briefly_as_lightning_does, 0, 2, MASTER_ADDR=LOOPBACK, MASTER_PORT=str(ports["lightning"])
+                        _wait_briefly_as_lightning_does,
+                        0,
+                        2,
+                        MASTER_ADDR=LOOPBACK,
+                        MASTER_PORT=str(ports["lightning"]),
                     ),
                 ],
                 ["for ranks 1 (", NOT_THERE, f"join at tcp://{LOOPBACK}:{ports['lightning']}", waited],
             ),
             "port in use": Case(
                 [Launched(_wait_briefly, {}, **_place(busy, 0, 2))],
-                ["rank 0 on ", "holds the store", f"port: {busy}", "EADDRINUSE", f"{LOOPBACK}:{busy} (env://)"],
+                [
+                    "rank 0 on ",
+                    "holds the store",
+                    f"port: {busy}",
+                    "EADDRINUSE",
+                    f"{LOOPBACK}:{busy} (env://)",
+                ],
             ),
             "no store": Case(
                 [Launched(_wait_briefly, {}, **_place(busy, 1, 2))],
@@ -247,7 +298,12 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[O
             ),
             "twins": Case(
                 [Launched(_join_by, {}, **_place(ports["twins"], rank, 3)) for rank in (0, 1, 1)],
-                ["rank 1 on ", "two processes joined as this rank", f"{socket.gethostname()} pid ", "RANK of its own"],
+                [
+                    "rank 1 on ",
+                    "two processes joined as this rank",
+                    f"{socket.gethostname()} pid ",
+                    "RANK of its own",
+                ],
             ),
             "sizes": Case(
                 [Launched(_join_by, {}, **_place(ports["sizes"], rank, 3 + rank)) for rank in (0, 1)],
@@ -261,7 +317,10 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[O
                 ["backend gloo", "backend cpu:gloo", "give every rank the same"],
             ),
         }
-        return {name: ([launched.outcome() for launched in case.launched], case.parts) for name, case in cases.items()}
+        return {
+            name: ([launched.outcome() for launched in case.launched], case.parts)
+            for name, case in cases.items()
+        }
 
 
 CASES = [
@@ -306,7 +365,8 @@ def _fail_then_join() -> tuple[str, float]:
 def test_a_store_serves_another_try_after_a_failed_one() -> None:
     store = _host_store()
     ranks = [
-        Launched(_fail_then_join, **_place(store.port, rank, 2), TORCHELASTIC_USE_AGENT_STORE="True") for rank in (0, 1)
+        Launched(_fail_then_join, **_place(store.port, rank, 2), TORCHELASTIC_USE_AGENT_STORE="True")
+        for rank in (0, 1)
     ]
     outcomes = [rank.outcome() for rank in ranks]
     assert [outcome.error for outcome in outcomes] == ["", ""]
@@ -405,7 +465,8 @@ def _read_late(linger_s: float) -> str:
 def test_the_store_stays_until_the_last_rank_has_left(linger_s: float, lives: bool) -> None:
     port = _free_port()
     outcomes = [
-        launched.outcome() for launched in [Launched(_read_late, linger_s, **_place(port, rank, 2)) for rank in (0, 1)]
+        launched.outcome()
+        for launched in [Launched(_read_late, linger_s, **_place(port, rank, 2)) for rank in (0, 1)]
     ]
     assert outcomes[0].error == ""
     assert (outcomes[1].value == "words", outcomes[1].error == "") == (lives, lives)
@@ -443,7 +504,9 @@ def test_a_multiprocessing_child_leaves_when_it_ends(how: str, exit_code: int) -
     """There, functions registered with atexit are not called."""
     store = _host_store()
     children = [
-        forked().Process(target=_bare_child, args=(how, {"STORE_PORT": str(store.port), **_place(0, rank, 2)}))
+        forked().Process(
+            target=_bare_child, args=(how, {"STORE_PORT": str(store.port), **_place(0, rank, 2)})
+        )
         for rank in (0, 1)
     ]
     for child in children:

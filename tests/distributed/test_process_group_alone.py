@@ -63,13 +63,19 @@ PLACE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
         ({"RANK": "0", "WORLD_SIZE": "2"}, ["MASTER_ADDR and MASTER_PORT", "has no address and no port"]),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}, ["has 10.0.0.1 and no port"]),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}, ["has no address and 29500"]),
-        ({"RANK": "2", "WORLD_SIZE": "2", **PLACE}, ["Rank 2 does not exist in a world of 2", "0 to WORLD_SIZE - 1"]),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", **PLACE},
+            ["Rank 2 does not exist in a world of 2", "0 to WORLD_SIZE - 1"],
+        ),
         ({"RANK": "0", "WORLD_SIZE": "0", **PLACE}, ["world of 0"]),
         ({"RANK": "one", "WORLD_SIZE": "2", **PLACE}, ["RANK is 'one'", "whole number"]),
         ({"RANK": "-1", "WORLD_SIZE": "2", **PLACE}, ["RANK is '-1'", "0 or more"]),
         ({"RANK": "0", "WORLD_SIZE": "2.0", **PLACE}, ["WORLD_SIZE is '2.0'"]),
         ({"RANK": "0", "WORLD_SIZE": "2", **PLACE, "MASTER_PORT": "http"}, ["MASTER_PORT is 'http'"]),
-        ({"RANK": "0", "WORLD_SIZE": "2", **PLACE, "MASTER_PORT": "70000"}, ["has 10.0.0.1 and 70000", "65535"]),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", **PLACE, "MASTER_PORT": "70000"},
+            ["has 10.0.0.1 and 70000", "65535"],
+        ),
     ],
 )
 def test_mistakes_in_the_environment(
@@ -190,7 +196,9 @@ def test_address_of_rank_0_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> 
     """At once: a store would try it for its whole timeout."""
     monkeypatch.setattr(join, "RESOLVING_S", 0.1)
     with pytest.raises(RankFailedError, match=r"\(gaierror: .* at tcp://no-such-host\.invalid:29500"):
-        initialize_distributed("gloo", 0.5, init_method="tcp://no-such-host.invalid:29500", rank=0, world_size=2)
+        initialize_distributed(
+            "gloo", 0.5, init_method="tcp://no-such-host.invalid:29500", rank=0, world_size=2
+        )
 
 
 # --- A world of one ---------------------------------------------------------------------------------------------------
@@ -211,7 +219,9 @@ def test_a_world_of_one_needs_nothing() -> None:
     [{"RANK": "0", "WORLD_SIZE": "1"}, {"RANK": "0", "WORLD_SIZE": "1", **PLACE}],
     ids=["bare", "torchrun"],
 )
-def test_a_world_of_one_by_its_environment(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+def test_a_world_of_one_by_its_environment(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
     _set(monkeypatch, **environment)
     assert initialize_distributed("gloo").world_size == 1
     destroy_global_state()
@@ -245,7 +255,9 @@ def test_a_group_that_the_caller_replaced_is_kept() -> None:
     dist.destroy_process_group()
 
 
-def test_groups_that_cannot_be_destroyed_are_told(mocker: MockerFixture, caplog: pytest.LogCaptureFixture) -> None:
+def test_groups_that_cannot_be_destroyed_are_told(
+    mocker: MockerFixture, caplog: pytest.LogCaptureFixture
+) -> None:
     """Leaving never hides the exception that it follows from."""
     initialize_distributed("gloo")
     destroy = dist.destroy_process_group
@@ -277,10 +289,15 @@ def _handler(signum: int, frame: Any) -> None: ...
     [
         _handler,
         signal.SIG_DFL,
-        *(pytest.param(each, marks=pytest.mark.sweep) for each in (signal.SIG_IGN, signal.default_int_handler)),
+        *(
+            pytest.param(each, marks=pytest.mark.sweep)
+            for each in (signal.SIG_IGN, signal.default_int_handler)
+        ),
     ],
 )
-def test_sigint_is_ignored_meanwhile_and_its_handler_put_back(handler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigint_is_ignored_meanwhile_and_its_handler_put_back(
+    handler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(process_group, "forget_world", lambda: seen.append(signal.getsignal(signal.SIGINT)))
     before = signal.signal(signal.SIGINT, handler)

@@ -129,7 +129,9 @@ def fit_combination(combination: Combination) -> Fit:
     trained_by = {} if combination.is_manual else {"accumulate_grad_batches": ACCUMULATE}
     if combination.clips and not combination.is_manual:
         trained_by["gradient_clip_val"] = CLIP
-    make_trainer(strategy, **trained_by).fit(module, data_of_rank(CASE, dist.get_world_size() // CASE.num_ranks))
+    make_trainer(strategy, **trained_by).fit(
+        module, data_of_rank(CASE, dist.get_world_size() // CASE.num_ranks)
+    )
     return Fit(full_weights(module.model), None, strategy.describe())
 
 

@@ -70,7 +70,8 @@ class Mixture(nn.Module):
         order = chosen.flatten().argsort(stable=True)  # of the pairs of a token and an expert, by expert
         counts = torch.bincount(chosen.flatten(), minlength=probabilities.shape[1])
         computed = self.compute(tokens[order // CHOSEN], counts)
-        by_pair = torch.zeros_like(computed).index_copy(0, order, computed).view(*chosen.shape, -1)  # [n, k, d]
+        # [n, k, d]
+        by_pair = torch.zeros_like(computed).index_copy(0, order, computed).view(*chosen.shape, -1)
         return hidden + (by_pair * weights[..., None]).sum(1).view_as(hidden)
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:

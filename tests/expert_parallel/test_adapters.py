@@ -75,7 +75,9 @@ def test_exports(pool4: RankPool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     weights = pool4.run(_export, str(tmp_path))[0]
-    assert main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "out"), "--max-shard-size", "4KB"]) == 0
+    assert (
+        main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "out"), "--max-shard-size", "4KB"]) == 0
+    )
     for folder in ("live", "out"):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
         found = dict(model.named_parameters())

@@ -73,7 +73,12 @@ def expected(pool4: RankPool) -> dict[str, Tensor]:
 )
 @pytest.mark.parametrize("form", [{}, ONE_FILE], ids=["directory", "file"])
 def test_another_layout(
-    pool4: RankPool, tmp_path: Path, expected: dict[str, Tensor], saving: str, resuming: str, form: dict[str, Any]
+    pool4: RankPool,
+    tmp_path: Path,
+    expected: dict[str, Tensor],
+    saving: str,
+    resuming: str,
+    form: dict[str, Any],
 ) -> None:
     path = str(tmp_path / "saved.ckpt")
     saved = pool4.run(_save, {**LAYOUTS[saving], **form}, path)[0]

@@ -36,7 +36,9 @@ def routed(num_tokens: list[int], routing: str) -> tuple[list[Tensor], list[Tens
 
 def objective(output: Tensor, rank: int) -> Tensor:
     """[] a number that depends on each element of a rank's output in a way of its own."""
-    factors = torch.arange(output.numel(), dtype=output.dtype, device=output.device).view_as(output) - 7.5 * rank
+    factors = (
+        torch.arange(output.numel(), dtype=output.dtype, device=output.device).view_as(output) - 7.5 * rank
+    )
     return (output * factors).sum()
 
 
@@ -93,7 +95,9 @@ def test_what_one_rank_computes() -> None:
     [tokens], [chosen], [weights], matrices = routed([6], "spread")
 
     def compute(rows: Tensor, counts: list[int]) -> Tensor:
-        return torch.cat([(part @ own.T).tanh() for part, own in zip(rows.split(counts), matrices, strict=True)])
+        return torch.cat(
+            [(part @ own.T).tanh() for part, own in zip(rows.split(counts), matrices, strict=True)]
+        )
 
     [(expected, *_)], _ = of_one_process([6], "spread")
     assert error(dispatch_tokens(tokens, chosen, weights, NUM_EXPERTS, compute, None), expected) <= ROUNDING

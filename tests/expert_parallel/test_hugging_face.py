@@ -150,7 +150,9 @@ def test_evaluation_beside_context_parallelism(pool4: RankPool) -> None:
     """Ranks that share sequences hold the same experts; the pair with less to evaluate attends again for the other."""
     context = {"context_parallel_size": 2}
     expected = pool4.run(validate, context)
-    assert pool4.run(validate, {**context, "expert_parallel_size": 2}) == pytest.approx(expected, rel=FLOAT32)
+    assert pool4.run(validate, {**context, "expert_parallel_size": 2}) == pytest.approx(
+        expected, rel=FLOAT32
+    )
 
 
 PRECISIONS = {"32-true": 1e-6, "bf16-mixed": 1e-2, "bf16-true": 5e-2}
@@ -160,7 +162,9 @@ PRECISIONS = {"32-true": 1e-6, "bf16-mixed": 1e-2, "bf16-true": 5e-2}
 def test_one_product_for_all_experts(pool4: RankPool, precision: str) -> None:
     """A rank computes experts that no token has chosen, and rows of other ranks, in the dtype of the run."""
     (expected, _), *_ = pool4.run(fit, "Qwen3Moe", {}, Grouped, precision=precision)
-    for weights, spread in pool4.run(fit, "Qwen3Moe", {"expert_parallel_size": 4}, Grouped, precision=precision):
+    for weights, spread in pool4.run(
+        fit, "Qwen3Moe", {"expert_parallel_size": 4}, Grouped, precision=precision
+    ):
         assert spread
         assert error(weights, expected) <= PRECISIONS[precision]
 
@@ -236,28 +240,32 @@ def five_experts(model: Any) -> None:
 def error_of_fit(edit: Callable[[Any], None]) -> str:
     """Runs on every rank: the message of the ValueError that a fit ends with."""
     with pytest.raises(ValueError, match="expert") as raised:
-        make_trainer(AutomodelStrategy(label_shift=1, expert_parallel_size=2)).fit(Edited(edit), data_of_rank(CASE))
+        make_trainer(AutomodelStrategy(label_shift=1, expert_parallel_size=2)).fit(
+            Edited(edit), data_of_rank(CASE)
+        )
     return str(raised.value)
 
 
 REFUSED = {
     another_style: (
         "The ep_plan of Qwen3MoeForCausalLM asks for colwise, which this strategy cannot carry out (it knows"
-        " grouped_gemm and ep_dispatch_experts): spread the experts yourself in configure_model, by spread_experts and"
-        " dispatch_tokens, or leave expert_parallel_size at 1."
+        " grouped_gemm and ep_dispatch_experts): spread the experts yourself in configure_model, by"
+        " spread_experts and dispatch_tokens, or leave expert_parallel_size at 1."
     ),
     not_dispatched: (
-        "The ep_plan of Qwen3MoeForCausalLM spreads gate_up_proj, down_proj of model.layers.0.mlp.experts, and does not"
-        " say ep_dispatch_experts of it, so that no token would be sent there: spread the experts yourself in"
-        " configure_model, by spread_experts and dispatch_tokens, or leave expert_parallel_size at 1."
+        "The ep_plan of Qwen3MoeForCausalLM spreads gate_up_proj, down_proj of model.layers.0.mlp.experts,"
+        " and does not say ep_dispatch_experts of it, so that no token would be sent there: spread the"
+        " experts yourself in configure_model, by spread_experts and dispatch_tokens, or leave"
+        " expert_parallel_size at 1."
     ),
     replaced_forward: (
-        "model.layers.0.mlp.experts (Qwen3MoeExperts) has a forward that was replaced, which would not be called:"
-        " expert_parallel_size > 1 needs a module of transformers as it is. Change it after the strategy has spread its"
-        " experts, or leave expert_parallel_size at 1."
+        "model.layers.0.mlp.experts (Qwen3MoeExperts) has a forward that was replaced, which would not be"
+        " called: expert_parallel_size > 1 needs a module of transformers as it is. Change it after the"
+        " strategy has spread its experts, or leave expert_parallel_size at 1."
     ),
     five_experts: (
-        "expert_parallel_size=2 does not divide the 5 experts of gate_up_proj in Qwen3MoeExperts: valid sizes are 1, 5."
+        "expert_parallel_size=2 does not divide the 5 experts of gate_up_proj in Qwen3MoeExperts: valid"
+        " sizes are 1, 5."
     ),
 }
 

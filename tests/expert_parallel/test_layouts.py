@@ -59,7 +59,9 @@ def test_beside_tensor_parallelism(pool4: RankPool) -> None:
         assert error(found.weights, expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("options", by_default({"whole": {"optimizer_step": "whole"}, "shards": {}}, "whole"))
+@pytest.mark.parametrize(
+    "options", by_default({"whole": {"optimizer_step": "whole"}, "shards": {}}, "whole")
+)
 def test_beside_context_parallelism(pool4: RankPool, options: dict[str, Any]) -> None:
     """Stepped whole too."""
     expected = plain_weights(MixtureDecoder(), ACCUMULATE, TWO_BATCHES)
@@ -150,7 +152,11 @@ def test_adapters_of_experts(pool4: RankPool) -> None:
     start = adapted(MixtureDecoder()).state_dict()
     for found in pool4.run(fit, {}, AdaptedModule):
         assert error(found.weights, expected) <= TOLERANCE
-        changed = {name.rpartition(".")[2] for name, weight in found.weights.items() if not weight.equal(start[name])}
+        changed = {
+            name.rpartition(".")[2]
+            for name, weight in found.weights.items()
+            if not weight.equal(start[name])
+        }
         assert changed == {"first", "second"}
 
 
@@ -202,7 +208,8 @@ def test_matrices_of_experts(pool4: RankPool, choice: str) -> None:
     """Each rank has whole experts, so that their matrices are whole on shards too: the trial finds that out."""
     expected = plain_weights(MixtureDecoder(), ACCUMULATE, CASE, make_optimizer=batched_muon)
     for found in pool4.run(fit, {"optimizer_step": choice}, MuonModule):
-        assert error(found.weights, expected) <= 1e-9  # orthogonalisation enlarges the rounding of small gradients
+        # Orthogonalisation enlarges the rounding of small gradients.
+        assert error(found.weights, expected) <= 1e-9
         groups = found.described["optimizer_step"][0]["groups"]
         assert groups[0].startswith("shards" if choice == "auto" else "whole"), groups
 

@@ -1,6 +1,7 @@
 """A rank without data serves the experts that it holds, and nothing else of it notices.
 
-In evaluation it repeats its model's forward; in training with `uneven_inputs="pad"` its steps have no weight.
+In evaluation it repeats its model's forward; in training with `uneven_inputs="pad"` its steps have no
+weight.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class Evaluates(SpreadModule):
 class Draws(Callback):
     """Which random number the rank would draw after a validation."""
 
-    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
         if batch_idx == 0:
             torch.manual_seed(SEED)
 
@@ -95,7 +98,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_evaluation(pool4: RankPool, options: dict[str, Any]) -> None:
     """Each sample counts once, and steps, metrics, buffers and random states are as after the rank's own batches."""
     model = MixtureDecoder()
-    batches = [batch for rank, number in enumerate(NUM_BATCHES) for batch in micro_batches(CASE)[rank][:number]]
+    batches = [
+        batch for rank, number in enumerate(NUM_BATCHES) for batch in micro_batches(CASE)[rank][:number]
+    ]
     total = sum(float(mean_loss(model, batch, "sum").detach()) for batch in batches)
     expected = total / sum(int((batch["labels"] != -100).sum()) for batch in batches)
     for rank, (logged, num_steps, num_forwards, number) in enumerate(pool4.run(validate, options)):

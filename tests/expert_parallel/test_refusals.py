@@ -82,12 +82,14 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ModelModule], str]] = {
     "ranks do not divide": (
         {"expert_parallel_size": 3},
         SpreadModule,
-        "expert_parallel_size=3 does not divide the 4 ranks that parameters are sharded over: valid sizes are 1, 2, 4",
+        "expert_parallel_size=3 does not divide the 4 ranks that parameters are sharded over: valid sizes"
+        " are 1, 2, 4",
     ),
     "larger than a replica": (
         {"expert_parallel_size": 4, "data_parallel_replicate_size": 2},
         SpreadModule,
-        "expert_parallel_size=4 does not divide the 2 ranks that parameters are sharded over: valid sizes are 1, 2",
+        "expert_parallel_size=4 does not divide the 2 ranks that parameters are sharded over: valid sizes"
+        " are 1, 2",
     ),
     "hooks": (
         {"count_window_ahead": True},
@@ -144,7 +146,9 @@ def test_gradients_beside_training(pool4: RankPool) -> None:
     with pytest.raises(RankError, match=r"Gradients of experts") as raised:
         pool4.run(fit, {}, Differentiated)
     assert all("if batch_idx == 2" not in text for text in raised.value.failures.values())
-    assert any("self.model.blocks[0].experts.up, retain_graph" in text for text in raised.value.failures.values())
+    assert any(
+        "self.model.blocks[0].experts.up, retain_graph" in text for text in raised.value.failures.values()
+    )
 
 
 def _fit_without_meshes_of_parameters() -> None:
@@ -180,7 +184,9 @@ def _distributed(mesh: DeviceMesh) -> None:
     experts = Experts(8)
     spread_experts(experts, mesh)
     spread_experts(experts, mesh)  # stays as it is
-    experts.up = nn.Parameter(distribute_tensor(torch.zeros(8, 3), init_device_mesh("cpu", (4,)), [Shard(0)]))
+    experts.up = nn.Parameter(
+        distribute_tensor(torch.zeros(8, 3), init_device_mesh("cpu", (4,)), [Shard(0)])
+    )
     spread_experts(experts, mesh)
 
 
@@ -189,13 +195,18 @@ WRONG_CALLS: dict[str, tuple[Callable[[DeviceMesh], None], str]] = {
         lambda mesh: spread_experts(_Quantised(), mesh),
         "codes of _Quantised holds quantised weights (torch.uint8), whose codes cannot be split by experts",
     ),
-    "distributed": (_distributed, "up of Experts is a DTensor of another mesh: spread experts before anything else"),
+    "distributed": (
+        _distributed,
+        "up of Experts is a DTensor of another mesh: spread experts before anything else",
+    ),
     "other parameters": (
         lambda mesh: spread_experts(_Layer(), mesh, names=["experts.up", "norm.weight"]),
         "norm.weight of _Layer has the shape (6,): its first dimension must count the experts",
     ),
     "numbers differ": (
-        lambda mesh: spread_experts(nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 2, bias=False)), mesh),
+        lambda mesh: spread_experts(
+            nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 2, bias=False)), mesh
+        ),
         "the first dimensions of Sequential's parameters differ: 0.weight (4), 1.weight (2)",
     ),
     "no such name": (

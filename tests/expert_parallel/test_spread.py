@@ -1,8 +1,8 @@
 """Experts spread over ranks train as in one process that holds all of them.
 
-A rank's experts see the tokens of all ranks of their group, so that the average over the ranks that hold the same
-experts is too large by the number of ranks in the group. Numbers of experts are chosen so that shards are uneven, and
-empty.
+A rank's experts see the tokens of all ranks of their group, so that the average over the ranks that hold the
+same experts is too large by the number of ranks in the group. Numbers of experts are chosen so that shards
+are uneven, and empty.
 """
 
 from __future__ import annotations

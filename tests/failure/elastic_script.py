@@ -77,10 +77,17 @@ def main(folder: Path, seed: int, fault: str, options: dict[str, Any]) -> None:
         "attempt": attempt,
         "world_size": dist.get_world_size(),
         "found": fails.found,
-        "threads": [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_automodel")],
+        "threads": [
+            thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_automodel")
+        ],
     }
     torch.save(end, folder / f"end{trainer.global_rank}.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], {"async_checkpoint": sys.argv[4] == "in_background"})
+    main(
+        Path(sys.argv[1]),
+        int(sys.argv[2]),
+        sys.argv[3],
+        {"async_checkpoint": sys.argv[4] == "in_background"},
+    )

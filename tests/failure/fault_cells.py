@@ -42,7 +42,10 @@ CELLS = [
     *(Cell(hook, "exception") for hook in (*SET_UP_HOOKS, *STEP_HOOKS)),
     *(Cell(hook, "exception") for hook in CALLED_LAST),
     *(Cell(hook, "exception", rank=0) for hook in ("setup", "training_step", "validation_step")),
-    *(Cell(hook, "exception", data_parallel="ddp") for hook in ("training_step", "on_before_optimizer_step")),
+    *(
+        Cell(hook, "exception", data_parallel="ddp")
+        for hook in ("training_step", "on_before_optimizer_step")
+    ),
     *(Cell(hook, "sys.exit") for hook in ("setup", "training_step", "on_validation_start")),
     *(Cell(hook, "os._exit") for hook in ("setup", "training_step")),
     Cell("training_step", "os._exit", rank=0),
@@ -55,7 +58,10 @@ CELLS = [
     Cell("on_fit_end", "SIGKILL"),
     Cell("training_step", "SIGKILL", rank=0),
     Cell("training_step", "SIGKILL", data_parallel="ddp"),
-    *(Cell(hook, "SIGSTOP") for hook in ("setup", "training_step", "on_before_optimizer_step", "validation_step")),
+    *(
+        Cell(hook, "SIGSTOP")
+        for hook in ("setup", "training_step", "on_before_optimizer_step", "validation_step")
+    ),
     Cell("training_step", "SIGSTOP", rank=0),
     Cell("training_step", "SIGSTOP", data_parallel="ddp"),
     Cell("training_step", DATA_ENDS),

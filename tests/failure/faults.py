@@ -1,6 +1,7 @@
 """One rank of a real run fails in a chosen way in a chosen hook; what do the others do, and how soon?
 
-Ranks are forked from one process that has imported everything, so that a run costs little more than what it does.
+Ranks are forked from one process that has imported everything, so that a run costs little more than what it
+does.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_automodel import AutomodelStrategy, context_parallel_attention, dispatch_tokens, spread_experts
+from lightning_automodel import (
+    AutomodelStrategy,
+    context_parallel_attention,
+    dispatch_tokens,
+    spread_experts,
+)
 from lightning_automodel.distributed import process_group
 from tests import devices
 from tests.processes import forked
@@ -66,17 +72,18 @@ class Cell:
     """One fault.
 
     Attributes:
-        hook: Where it happens; ``"__getitem__"`` is the training data set's, ``"attend"`` the attention of a layer, and
-            ``"test_step"`` is that of a test in which the last rank has less data than the others, and ``CONNECT`` is
-            where the groups of an accelerator connect, in no hook.
-        fault: What happens: ``"exception"``, ``"sys.exit"``, ``"os._exit"``, a signal's name, or ``"data ends"`` before
-            that of the others, which each rank raises. ``CTRL_C`` comes to all ranks, ``HANG`` is in the rank's own
-            code, ``SKIP`` is a collective of the others, and ``KERNEL`` a label out of range.
+        hook: Where it happens; ``"__getitem__"`` is the training data set's, ``"attend"`` the attention of a
+            layer, and ``"test_step"`` is that of a test in which the last rank has less data than the
+            others, and ``CONNECT`` is where the groups of an accelerator connect, in no hook.
+        fault: What happens: ``"exception"``, ``"sys.exit"``, ``"os._exit"``, a signal's name, or ``"data
+            ends"`` before that of the others, which each rank raises. ``CTRL_C`` comes to all ranks,
+            ``HANG`` is in the rank's own code, ``SKIP`` is a collective of the others, and ``KERNEL`` a
+            label out of range.
         rank: Where it happens.
         data_parallel: Engine of the strategy.
         context: Ranks that share each batch: one, or all.
-        device: ``"cpu"``, with gloo, or ``"nccl"``, the second device whose collectives behave as NCCL's. There the
-            groups are bound to the device, and connect as the ranks join.
+        device: ``"cpu"``, with gloo, or ``"nccl"``, the second device whose collectives behave as NCCL's.
+            There the groups are bound to the device, and connect as the ranks join.
         has_experts: Whether the model has a mixture of experts, which are spread over all ranks.
     """
 
@@ -128,8 +135,8 @@ class Outcome:
         statuses: Exit status by rank; negative is the number of a signal, None still running.
         outputs: Everything that each rank printed.
         seconds: From the fault until the last of the other ranks had left.
-        raised_s: From the fault until the Trainer had raised on the last of the other ranks; None where it did not on
-            one of them.
+        raised_s: From the fault until the Trainer had raised on the last of the other ranks; None where it
+            did not on one of them.
     """
 
     statuses: dict[int, int | None]
@@ -240,9 +247,13 @@ def fail_in(hook: str, fault: str, folder: Path, rank: int) -> tuple[type[Model]
     elif hook in (*CALLED_ONCE, *CALLED_LAST):
         calls["left"] = 1
     elif hook == "attend":
-        calls["left"] = 10  # in the second layer of the third step: the check of the first one calls both twice more
+        calls["left"] = (
+            10  # in the second layer of the third step: the check of the first one calls both twice more
+        )
     elif fault in (HANG, SKIP):
-        calls["left"] = 11  # in the fourth window, behind a validation: no step reads from the device any more
+        calls["left"] = (
+            11  # in the fourth window, behind a validation: no step reads from the device any more
+        )
 
     def count_down(*arguments: Any) -> None:
         calls["left"] -= 1
@@ -342,7 +353,9 @@ def fit_or_test(cell: Cell, rank: int, folder: Path) -> None:
         return
     length = ROWS_OF_LESS if cell.fault == DATA_ENDS and is_culprit else 4096
     trainer.fit(
-        model_class(cell.has_experts), DataLoader(Ragged(on_get, length), 2), DataLoader(Ragged(lambda: None), 2)
+        model_class(cell.has_experts),
+        DataLoader(Ragged(on_get, length), 2),
+        DataLoader(Ragged(lambda: None), 2),
     )
 
 
@@ -386,7 +399,9 @@ def started_ranks(target: Callable[..., None], case: Any, folder: Path) -> list[
     context = forked()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    processes = [context.Process(target=target, args=(case, rank, port, folder)) for rank in range(WORLD_SIZE)]
+    processes = [
+        context.Process(target=target, args=(case, rank, port, folder)) for rank in range(WORLD_SIZE)
+    ]
     for process in processes:
         process.start()
     return processes

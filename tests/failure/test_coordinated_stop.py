@@ -43,7 +43,9 @@ def test_nobody_asks() -> None:
     assert store.get(STOP) == NONE
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(4, 20))])
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(4, 20))]
+)
 def test_last_step_is_the_same_and_nobody_has_passed_it(seed: int) -> None:
     """However far apart the ranks are when they hear of the request, with steps going on meanwhile."""
     draw = random.Random(seed)

@@ -67,7 +67,12 @@ def _ranks(folder: Path, *arguments: str, **variables: str) -> Iterator[list[Bas
     """Run the script on all ranks; `folder/rank<rank>.log` holds what each prints."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    everywhere = {"NODE_RANK": "0", "WORLD_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    everywhere = {
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(WORLD_SIZE),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     with contextlib.ExitStack() as stack:
         yield [
             stack.enter_context(
@@ -109,7 +114,9 @@ def timed_out(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path
 
 
 @pytest.mark.sweep  # waits for a time limit; the suite has others that do
-def test_the_timeout_ends_it_and_each_rank_tells_where_the_other_was(timed_out: tuple[list[str], Path]) -> None:
+def test_the_timeout_ends_it_and_each_rank_tells_where_the_other_was(
+    timed_out: tuple[list[str], Path],
+) -> None:
     outputs, _ = timed_out
     hooks = ["training_step", "backward"]
     first = next(rank for rank in range(WORLD_SIZE) if "RankFailedError" not in outputs[rank])
@@ -143,9 +150,8 @@ def test_the_flight_recorder_shows_the_collective_that_differs(
 def test_detail_names_both_collectives_and_does_not_wait(tmp_path: Path) -> None:
     outputs = _outputs(tmp_path, "--timeout", "30", TORCH_DISTRIBUTED_DEBUG="DETAIL")
     for rank, collective in enumerate(["ALLGATHER", "_REDUCE_SCATTER_BASE"]):
-        fingerprint = (
-            rf"Rank {rank} is running collective: CollectiveFingerPrint\(SequenceNumber=\d+, OpType={collective},"
-        )
+        running = f"Rank {rank} is running collective: "
+        fingerprint = rf"{running}CollectiveFingerPrint\(SequenceNumber=\d+, OpType={collective},"
         assert re.search("Detected mismatch between collectives on ranks. " + fingerprint, outputs[rank])
         assert "Timed out" not in outputs[rank]
     assert f'hang.py", line {MISTAKE}, in training_step' in outputs[0]

@@ -35,7 +35,12 @@ class World:
 
     def says(self, rank: int) -> dict[str, Any]:
         """What the rank's record says."""
-        waits = {"device": Device.BUSY, "device_stood_s": self.now, "queued": {GROUP: 8}, "position": "train.py:50"}
+        waits = {
+            "device": Device.BUSY,
+            "device_stood_s": self.now,
+            "queued": {GROUP: 8},
+            "position": "train.py:50",
+        }
         works = {"device": Device.IDLE, "queued": {GROUP: 7}, "position": "train.py:12"}
         return {"where": "training_step", **(works if rank == 1 else waits)}
 

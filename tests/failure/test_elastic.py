@@ -1,6 +1,7 @@
 """`torchrun --max-restarts=1`, a rank fails at a random moment: the job ends with the weights of a calm one.
 
-A default run plays torchrun: forked ranks find its environment and its store, twice. The sweep runs the real one.
+A default run plays torchrun: forked ranks find its environment and its store, twice. The sweep runs the real
+one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def check(folder: Path) -> None:
         assert end["attempt"] == 1, "nobody failed"
         assert end["from"].endswith("last.ckpt"), "the second attempt began anew"
         assert (end["world_size"], end["found"], end["threads"]) == (2, [NONE.decode()] * 2, [])
-        worst = max(float((value - expected[f"model.{name}"]).abs().max()) for name, value in end["weights"].items())
+        worst = max(
+            float((value - expected[f"model.{name}"]).abs().max()) for name, value in end["weights"].items()
+        )
         assert worst <= 1e-10
 
 
@@ -68,7 +71,9 @@ def test_job_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
         port = listener.getsockname()[1]
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     for attempt in range(2):
-        ranks = [forked().Process(target=be_rank, args=(rank, attempt, store.port, tmp_path)) for rank in range(2)]
+        ranks = [
+            forked().Process(target=be_rank, args=(rank, attempt, store.port, tmp_path)) for rank in range(2)
+        ]
         for rank in ranks:
             rank.start()
         with killed_at_the_end(ranks):

@@ -32,7 +32,9 @@ from tests.trainer.runs import SILENT
 PATIENCE_S = 90.0
 
 
-def _trainer(world_size: int, timeout_s: float = 5.0, data_parallel: str = "fsdp2", **kwargs: Any) -> pl.Trainer:
+def _trainer(
+    world_size: int, timeout_s: float = 5.0, data_parallel: str = "fsdp2", **kwargs: Any
+) -> pl.Trainer:
     strategy = AutomodelStrategy(data_parallel=data_parallel, timeout=timeout_s / 60)
     options = {"max_steps": 4, "limit_val_batches": 1, "num_sanity_val_steps": 0, **SILENT, **kwargs}
     return pl.Trainer(accelerator="cpu", devices=world_size, strategy=strategy, **options)
@@ -87,7 +89,10 @@ def host_dies_in_its_last_hook(rank: int, world_size: int) -> None:
 
 
 def sigterm_in_the_last_hook(rank: int, world_size: int) -> None:
-    model, trainer = _fails_in("on_fit_end", lambda model: _send(signal.SIGTERM) if rank == 1 else None), _trainer(2)
+    model, trainer = (
+        _fails_in("on_fit_end", lambda model: _send(signal.SIGTERM) if rank == 1 else None),
+        _trainer(2),
+    )
     trainer.fit(model, _data())
     trainer.validate(model, _data())
     print("validated")
@@ -99,9 +104,13 @@ def sigterm_in_a_world_of_one(rank: int, world_size: int) -> None:
 
 def stops_on_one_rank_alone(rank: int, world_size: int) -> None:
     def stop(model: Model) -> None:
-        model.trainer.should_stop = model.trainer.should_stop or (rank == 1 and model.trainer.global_step == 2)
+        model.trainer.should_stop = model.trainer.should_stop or (
+            rank == 1 and model.trainer.global_step == 2
+        )
 
-    _trainer(world_size, timeout_s=2 * PATIENCE_S, max_steps=6).fit(_fails_in("on_train_batch_end", stop), _data())
+    _trainer(world_size, timeout_s=2 * PATIENCE_S, max_steps=6).fit(
+        _fails_in("on_train_batch_end", stop), _data()
+    )
 
 
 def sleeps_after_its_last_step(rank: int, world_size: int) -> None:
@@ -133,7 +142,9 @@ def all_are_suspended(rank: int, world_size: int) -> None:
 
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     # The ranks stop one after the other: rank 1 hears nothing of rank 0 only while both sleep.
-    _trainer(world_size, timeout_s=14.0, max_steps=6).fit(_fails_in("on_train_batch_start", suspend), _data())
+    _trainer(world_size, timeout_s=14.0, max_steps=6).fit(
+        _fails_in("on_train_batch_start", suspend), _data()
+    )
     print("went on")
 
 
@@ -148,7 +159,8 @@ def _wait_for_second() -> None:
 def time_out_together(rank: int, world_size: int) -> None:
     """Each rank is asked where it is when it has left its collective already."""
     _trainer(world_size).fit(
-        _fails_in("training_step", lambda model: _wait_for_first() if rank == 1 else _wait_for_second()), _data()
+        _fails_in("training_step", lambda model: _wait_for_first() if rank == 1 else _wait_for_second()),
+        _data(),
     )
 
 
@@ -174,7 +186,9 @@ def trains_again_after_a_failure_in_a_failure(rank: int, world_size: int) -> Non
     with pytest.raises(OSError, match="cannot tell anybody"):
         _trainer(world_size, callbacks=[RaisesToo()]).fit(_fails_in("training_step", fail), _data())
     _trainer(world_size).fit(Model(), _data())
-    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_automodel")]
+    names = [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("lightning_automodel")
+    ]
     print("trained again", names, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
 
 
@@ -185,14 +199,21 @@ def _save_on_exception(rank: int, world_size: int, data_parallel: str) -> None:
         if rank == 1 and model.trainer.global_step == 2:
             raise ValueError("no labels here")
 
-    saving = ModelCheckpoint("saved", "failed", save_on_exception=True, save_last=True, every_n_train_steps=100)
+    saving = ModelCheckpoint(
+        "saved", "failed", save_on_exception=True, save_last=True, every_n_train_steps=100
+    )
     options = {"callbacks": [saving], "enable_checkpointing": True, "max_steps": 6}
     try:
-        _trainer(world_size, 4 * PATIENCE_S, data_parallel, **options).fit(_fails_in("training_step", fail), _data())
+        _trainer(world_size, 4 * PATIENCE_S, data_parallel, **options).fit(
+            _fails_in("training_step", fail), _data()
+        )
     finally:
         if rank == 0:
             print(
-                "saved", sorted((each.stem, torch.load(each)["global_step"]) for each in Path("saved").glob("*.ckpt"))
+                "saved",
+                sorted(
+                    (each.stem, torch.load(each)["global_step"]) for each in Path("saved").glob("*.ckpt")
+                ),
             )
 
 
@@ -209,7 +230,8 @@ def cannot_save_shards_where_rank_1_fails(rank: int, world_size: int) -> None:
 STORE_IS_GONE = "RankFailedError: rank 0 on {host} missed heartbeats, last seen in "
 LATE = "Rank 1 received SIGTERM: all ranks stop at the end of this run."
 DIVERGED = (
-    "rank 1 on {host} failed in fit: RuntimeError: it ended its run after training step 2, but rank 0 is in step 3"
+    "rank 1 on {host} failed in fit: RuntimeError: it ended its run after training step 2, but rank 0 is in"
+    " step 3"
 )
 EXPECTED: dict[Callable[[int, int], None], tuple[list[int | None], list[str]]] = {
     host_stops_between_two_runs: ([None, 1], ["", STORE_IS_GONE.format(host="an unknown host")]),
@@ -248,7 +270,9 @@ WAITS_LONG = (
 )
 
 
-def _be_rank(scenario: Callable[[int, int], None], rank: int, world_size: int, port: int, folder: Path) -> None:
+def _be_rank(
+    scenario: Callable[[int, int], None], rank: int, world_size: int, port: int, folder: Path
+) -> None:
     become_rank(rank, world_size, port, folder)
     scenario(rank, world_size)
 
@@ -260,12 +284,17 @@ def _run(scenario: Callable[[int, int], None], folder: Path) -> tuple[list[int |
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     processes = [
-        context.Process(target=_be_rank, args=(scenario, rank, world_size, port, folder)) for rank in range(world_size)
+        context.Process(target=_be_rank, args=(scenario, rank, world_size, port, folder))
+        for rank in range(world_size)
     ]
     for process in processes:
         process.start()
     with killed_at_the_end(processes):
-        ending = [p.sentinel for p, status in zip(processes, EXPECTED[scenario][0], strict=True) if status is not None]
+        ending = [
+            p.sentinel
+            for p, status in zip(processes, EXPECTED[scenario][0], strict=True)
+            if status is not None
+        ]
         deadline = time.monotonic() + PATIENCE_S
         while ending and (ready := wait(ending, max(0.0, deadline - time.monotonic()))):
             ending = [sentinel for sentinel in ending if sentinel not in ready]
@@ -276,7 +305,9 @@ def _run(scenario: Callable[[int, int], None], folder: Path) -> tuple[list[int |
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, Future]]:
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Any, Future]]:
     """Of each selected scenario, four at a time: they mostly wait."""
     items = [item for item in request.session.items if item.name.startswith("test_all_ranks_end_alike")]
     selected = [item.callspec.params["scenario"] for item in items]
@@ -328,7 +359,10 @@ def test_last_resort_tells_the_cause(tmp_path: Path) -> None:
         process.join(PATIENCE_S)
     assert process.exitcode == 1
     printed = (tmp_path / "rank1.log").read_text()
-    assert " stops: ValueError: no labels here; destroying its process groups took over 0.1 s. It was at:" in printed
+    assert (
+        " stops: ValueError: no labels here; destroying its process groups took over 0.1 s. It was at:"
+        in printed
+    )
     assert " in _cannot_leave\n" in printed
 
 

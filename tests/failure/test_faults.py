@@ -1,7 +1,7 @@
 """Faults of one rank in a real run, in many hooks: all ranks leave, with the cause.
 
-A default run takes every fault and both engines; the sweep takes the other cells. `fault_table.COMMAND` runs all and
-writes the tables of docs/faults.md; with `-k nccl` the second one alone.
+A default run takes every fault and both engines; the sweep takes the other cells. `fault_table.COMMAND` runs
+all and writes the tables of docs/faults.md; with `-k nccl` the second one alone.
 """
 
 from __future__ import annotations
@@ -41,14 +41,21 @@ from tests.second_device import build
 
 
 def _parameters(cells: list[Cell], by_default: set[Cell]) -> list[Any]:
-    return [pytest.param(cell, id=str(cell), marks=[] if cell in by_default else [pytest.mark.sweep]) for cell in cells]
+    return [
+        pytest.param(cell, id=str(cell), marks=[] if cell in by_default else [pytest.mark.sweep])
+        for cell in cells
+    ]
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Cell, Future]]:
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Cell, Future]]:
     """Outcome of each selected cell, four at a time; with --fault-table, two, and they are written as tables."""
     cells = [
-        item.callspec.params["cell"] for item in request.session.items if item.name.startswith("test_others_leave")
+        item.callspec.params["cell"]
+        for item in request.session.items
+        if item.name.startswith("test_others_leave")
     ]
     if any(cell.device == "nccl" for cell in cells) and build.compiler() is not None:
         build.built()

@@ -34,7 +34,9 @@ def _count() -> dict[str, int]:
     return {"threads": threads, "descriptors": len(targets), "sockets": sockets}
 
 
-def _train_again_and_again(rank: int, port: int, folder: Path, rounds: int, is_example: bool, queue: Any) -> None:
+def _train_again_and_again(
+    rank: int, port: int, folder: Path, rounds: int, is_example: bool, queue: Any
+) -> None:
     become_rank(rank, 2, port, folder)
 
     def train(strategy: AutomodelStrategy) -> None:
@@ -76,7 +78,9 @@ def test_trainings_again_and_again_in_one_process(tmp_path: Path, rounds: int, i
         port = listener.getsockname()[1]
     queue = context.Queue()
     arguments = (port, tmp_path, rounds, is_example, queue)
-    processes = [context.Process(target=_train_again_and_again, args=(rank, *arguments)) for rank in range(2)]
+    processes = [
+        context.Process(target=_train_again_and_again, args=(rank, *arguments)) for rank in range(2)
+    ]
     for process in processes:
         process.start()
     for process in processes:

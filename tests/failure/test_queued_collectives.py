@@ -1,8 +1,9 @@
 """Faults where collectives are queued and return, as NCCL's: no rank hangs, and each leaves with the cause.
 
-The second device's ranks wait where they read from it, nothing raises when a peer is gone, and shutting groups down
-waits for ever (`tests/second_device/nccl_like.py`). At `timeout` the backend would end each process by SIGABRT.
-`test_faults.py` asks whether all leave, in many hooks; here it is asked what each of them prints, and in which order.
+The second device's ranks wait where they read from it, nothing raises when a peer is gone, and shutting
+groups down waits for ever (`tests/second_device/nccl_like.py`). At `timeout` the backend would end each
+process by SIGABRT. `test_faults.py` asks whether all leave, in many hooks; here it is asked what each of
+them prints, and in which order.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ class Faulty(Model):
 class Gathers(pl.Callback):
     """After a failure, all ranks still meet on the host, as to save a checkpoint."""
 
-    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException
+    ) -> None:
         group = collectives.host_group(timedelta(seconds=20))
         print(f"met {collectives.gather_objects(trainer.global_rank, group)} on the host")
 
@@ -141,14 +144,21 @@ class Case:
 
 
 STUCK = (
-    r"rank 1 on HOST is stuck in training_step: it is at .*:\d+ in hangs; its device has nothing to do, while that of"
+    r"rank 1 on HOST is stuck in training_step: it is at .*:\d+ in hangs; its device has nothing to do,"
+    " while that of"
 )
 SKIPPED = r"rank 1 on HOST is stuck in .*: it is at .*; all devices have waited for each other"
 CASES = [
     Case(raises, "fsdp2", f"rank 1 on HOST failed in training_step: ValueError: {MESSAGE}"),
     Case(raises, "ddp", f"rank 1 on HOST failed in training_step: ValueError: {MESSAGE}"),
-    Case(raises_in_a_kernel, "fsdp2", "rank 1 on HOST failed in .*: RuntimeError: .*Target 99 is out of bounds"),
-    Case(raises_in_a_kernel, "ddp", "rank 1 on HOST failed in .*: RuntimeError: .*Target 99 is out of bounds"),
+    Case(
+        raises_in_a_kernel,
+        "fsdp2",
+        "rank 1 on HOST failed in .*: RuntimeError: .*Target 99 is out of bounds",
+    ),
+    Case(
+        raises_in_a_kernel, "ddp", "rank 1 on HOST failed in .*: RuntimeError: .*Target 99 is out of bounds"
+    ),
     Case(hangs, "ddp", STUCK, timeout_s=12.0, limit_s=20.0),
     Case(hangs, "fsdp2", STUCK, timeout_s=12.0, limit_s=20.0),
     Case(skips_a_collective, "fsdp2", SKIPPED, timeout_s=12.0, limit_s=20.0),
@@ -156,12 +166,14 @@ CASES = [
     Case(is_killed, "fsdp2", "rank 1 on HOST missed heartbeats", 40.0, 3.0, (1, -signal.SIGKILL, 1)),
     Case(is_killed, "ddp", "rank 1 on HOST missed heartbeats", 40.0, 3.0, (1, -signal.SIGKILL, 1)),
     Case(all_are_interrupted, "fsdp2", ""),
-    Case(hangs_before_groups_connect, "fsdp2", "rank 1 on HOST is stuck in on_train_start", 8.0, limit_s=30.0),
+    Case(
+        hangs_before_groups_connect, "fsdp2", "rank 1 on HOST is stuck in on_train_start", 8.0, limit_s=30.0
+    ),
     Case(
         dies_while_groups_connect,
         "fsdp2",
-        "rank 1 on HOST missed heartbeats, .*while the groups of the accelerator connect: check that NCCL_SOCKET_IFNAME"
-        ".*NCCL_DEBUG=INFO",
+        "rank 1 on HOST missed heartbeats, .*while the groups of the accelerator connect: check that"
+        " NCCL_SOCKET_IFNAME.*NCCL_DEBUG=INFO",
         8.0,
         statuses=(1, -signal.SIGKILL, 1),
     ),

@@ -88,8 +88,8 @@ class Forks(LabelledModule):
             ours, theirs = context.Pipe()
             child = context.Process(target=_say_ready_and_sleep, args=(theirs,))
             child.start()
-            # CPython drops a signal that reaches a child before it has finished forking, so a second one may follow; a
-            # handler that speaks for this process would swallow them all.
+            # CPython drops a signal that reaches a child before it has finished forking, so a second one may
+            # follow; a handler that speaks for this process would swallow them all.
             assert ours.poll(20)
             for _ in range(2):
                 child.terminate()
@@ -130,14 +130,17 @@ def test_silence_is_not_work(pool2: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("timeout_s", "heartbeat_timeout_s", "limit_s"), [(1800, 120, 120), (1800, 3600, 1795), (20, 120, 15), (6, 120, 3)]
+    ("timeout_s", "heartbeat_timeout_s", "limit_s"),
+    [(1800, 120, 120), (1800, 3600, 1795), (20, 120, 15), (6, 120, 3)],
 )
 def test_how_long_a_rank_may_be_silent(
     timeout_s: float, heartbeat_timeout_s: float, limit_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not for half an hour, because a collective may take as long."""
     world = SimpleNamespace()
-    played = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 2, group=SimpleNamespace(WORLD=_Group()))
+    played = SimpleNamespace(
+        get_rank=lambda: 0, get_world_size=lambda: 2, group=SimpleNamespace(WORLD=_Group())
+    )
     monkeypatch.setattr(watchdog, "dist", played)
     monkeypatch.setattr(watchdog, "connect_again", lambda *_: world)
     timeouts = [timedelta(seconds=seconds) for seconds in (timeout_s, heartbeat_timeout_s)]
@@ -160,4 +163,6 @@ def test_teardown_after_a_failure_does_not_hide_it(caplog: pytest.LogCaptureFixt
     with guard.tearing_down():
         raise RuntimeError("device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA")
     (record,) = caplog.records
-    assert record.message == ("Tearing down after a failure has raised too: RuntimeError: device-side assert triggered")
+    assert record.message == (
+        "Tearing down after a failure has raised too: RuntimeError: device-side assert triggered"
+    )

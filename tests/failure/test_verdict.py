@@ -33,7 +33,9 @@ NOW, LONGEST_S = 100.0, 12.0
 
 def record(rank: int = 0, **changes: Any) -> Record:
     """Of a rank that waits in a collective."""
-    first = Record(7, f"host{rank}", "training_step", step=3, position="train.py:39 in training_step", waits=True)
+    first = Record(
+        7, f"host{rank}", "training_step", step=3, position="train.py:39 in training_step", waits=True
+    )
     return replace(first, **changes)
 
 
@@ -50,7 +52,9 @@ def silent(rank: int, seconds: float = 4.0, missed: int = 16, **changes: Any) ->
 
 def working(rank: int, busy: int = BUSY_BEATS, **changes: Any) -> Sighting:
     """A rank in no collective."""
-    return replace(alive(rank, waits=False, position="train.py:12 in read", where="on_fit_end", **changes), busy=busy)
+    return replace(
+        alive(rank, waits=False, position="train.py:12 in read", where="on_fit_end", **changes), busy=busy
+    )
 
 
 def reader(**changes: Any) -> Sighting:
@@ -91,7 +95,11 @@ CASES: dict[str, tuple[list[Sighting], int | None, str]] = {
     "not yet silent": ([reader(), silent(1, seconds=SILENT_S - 0.1), working(2)], None, ""),
     "the reader hardly got its turn": ([reader(), silent(1, missed=MISSED_BEATS - 1), alive(2)], None, ""),
     "a busy machine": ([reader(), silent(1), replace(alive(2), gap_s=2.0)], None, ""),
-    "silent on a busy machine": ([reader(), silent(1, seconds=7), replace(alive(2), gap_s=2.0)], 1, MISSED_HEARTBEATS),
+    "silent on a busy machine": (
+        [reader(), silent(1, seconds=7), replace(alive(2), gap_s=2.0)],
+        1,
+        MISSED_HEARTBEATS,
+    ),
     "the longest silent": ([reader(), silent(1), silent(2, seconds=9)], 2, MISSED_HEARTBEATS),
     "not heard of since": ([reader(), replace(alive(1), beats=0), working(2)], None, ""),
     "stuck": ([reader(), working(1), alive(2)], 1, STUCK),
@@ -103,9 +111,17 @@ CASES: dict[str, tuple[list[Sighting], int | None, str]] = {
     "all wait": ([reader(), alive(1), alive(2, position="train.py:51 in backward")], 0, "RuntimeError"),
     "all have failed": ([reader(), alive(1, has_failed=True, waits=False)], 0, "RuntimeError"),
     "the reader alone": ([reader()], 0, "RuntimeError"),
-    "in item(), for the reader": ([reader(queued={WORLD: 7}), sighted(reads(1, 8)), alive(2)], 0, "RuntimeError"),
+    "in item(), for the reader": (
+        [reader(queued={WORLD: 7}), sighted(reads(1, 8)), alive(2)],
+        0,
+        "RuntimeError",
+    ),
     "in item(), for its own device": ([reader(queued={WORLD: 8}), sighted(reads(1, 8)), alive(2)], 1, STUCK),
-    "in item(), and one stuck": ([reader(queued={WORLD: 8}), sighted(reads(1, 8)), sighted(idle(2, 7))], 2, STUCK),
+    "in item(), and one stuck": (
+        [reader(queued={WORLD: 8}), sighted(reads(1, 8)), sighted(idle(2, 7))],
+        2,
+        STUCK,
+    ),
 }
 
 
@@ -129,13 +145,13 @@ def test_words() -> None:
     """Each names the rank, its host, its hook, and the line of user code where there is one."""
     killed = decide({0: reader(), 1: silent(1), 2: silent(2)}, OWN, 4.0, NOW, LONGEST_S)
     assert str(killed) == (
-        "rank 1 on host1 missed heartbeats, last seen in training_step: rank 0 has heard nothing of it, nor of rank 2,"
-        " for 4.0 s: stopped, killed or cut off"
+        "rank 1 on host1 missed heartbeats, last seen in training_step: rank 0 has heard nothing of it, nor"
+        " of rank 2, for 4.0 s: stopped, killed or cut off"
     )
     stuck = decide({0: reader(), 1: working(1)}, OWN, 4.0, NOW, LONGEST_S)
     assert str(stuck) == (
-        "rank 1 on host1 is stuck in on_fit_end: it is at train.py:12 in read; rank 0 waited for it in backward:"
-        " [gloo] Connection closed by peer"
+        "rank 1 on host1 is stuck in on_fit_end: it is at train.py:12 in read; rank 0 waited for it in"
+        " backward: [gloo] Connection closed by peer"
     )
     both = decide({0: reader(), 1: alive(1, position="eval.py:3 in gather")}, OWN, 4.0, NOW, LONGEST_S)
     assert both is not None
@@ -225,14 +241,14 @@ def test_words_about_devices() -> None:
     """What the culprit is at, what its device does, and for how long the others have waited in which step."""
     hangs = stuck_device({0: reads(0, 8, 65.0), 1: idle(1, 7), 2: reads(2, 8)}, 60.0)
     assert str(hangs) == (
-        "rank 1 on host1 is stuck in training_step: it is at train.py:11 in read; its device has nothing to do, while"
-        " that of rank 0, 2 has waited in step 2 for 61 s"
+        "rank 1 on host1 is stuck in training_step: it is at train.py:11 in read; its device has nothing to"
+        " do, while that of rank 0, 2 has waited in step 2 for 61 s"
     )
     skips = stuck_device({0: reads(0, 8), 1: reads(1, 7)}, 60.0)
     assert skips is not None
     assert str(skips).splitlines()[:3] == [
-        "rank 1 on host1 is stuck in on_train_batch_end: it is at train.py:51 in log; all devices have waited for each"
-        " other for 61 s:",
+        "rank 1 on host1 is stuck in on_train_batch_end: it is at train.py:51 in log; all devices have"
+        " waited for each other for 61 s:",
         "  rank 0: on_train_batch_end, at train.py:50 in log, 8 collectives queued, its device in step 2",
         "  rank 1: on_train_batch_end, at train.py:51 in log, 7 collectives queued, its device in step 2",
     ]

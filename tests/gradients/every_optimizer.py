@@ -1,7 +1,7 @@
 """Every optimizer of ``torch.optim`` and of the package ``pytorch_optimizer``, trained sharded and in one process.
 
-`python -m tests.gradients.every_optimizer --ranks 2` prints the table of `docs/optimizers.md`; the package is no
-dependency of the tests. An optimizer is made by its own constructor, with what it asks for.
+`python -m tests.gradients.every_optimizer --ranks 2` prints the table of `docs/optimizers.md`; the package
+is no dependency of the tests. An optimizer is made by its own constructor, with what it asks for.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def names() -> list[str]:
     of_torch = [
         f"torch.optim.{name}"
         for name, kind in vars(torch.optim).items()
-        if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+        if inspect.isclass(kind)
+        and issubclass(kind, torch.optim.Optimizer)
+        and kind is not torch.optim.Optimizer
     ]
     try:
         import pytorch_optimizer
@@ -177,11 +179,17 @@ def outcome(pool: RankPool, name: str) -> tuple[str, str]:
     if deviation(train_alone(name, case, seed=1), expected) / change > SCALE:
         return RIGHT, "random by itself: one process differs as much with another seed"
     if (moved := deviation(train_alone(name, case, rounding=1e-15), expected) / change) > error / 10:
-        return RIGHT, f"unstable by itself: rounding (1e-15) moves one process by {moved:.0e}, shards by {error:.0e}"
+        return (
+            RIGHT,
+            f"unstable by itself: rounding (1e-15) moves one process by {moved:.0e}, shards by {error:.0e}",
+        )
     with contextlib.suppress(Exception):
         alone = train_alone(name, case, each_alone=True)
         if max(deviation(weights, alone) for weights in found) / change <= SCALE:
-            return RIGHT, f"as one process that multiplies each matrix by itself; {error:.0e} from all in one product"
+            return (
+                RIGHT,
+                f"as one process that multiplies each matrix by itself; {error:.0e} from all in one product",
+            )
     return "SILENTLY OFF", f"{error:.0e}"
 
 

@@ -1,7 +1,7 @@
 """Windows of ragged micro-batches in a plain PyTorch loop: on the ranks with the public functions, and in one process.
 
-`counts[w][r][m]` is the number of label tokens of micro-batch m on rank r in window w. Everything is float64, and a
-mean over no token is NaN, as it is for users.
+`counts[w][r][m]` is the number of label tokens of micro-batch m on rank r in window w. Everything is
+float64, and a mean over no token is NaN, as it is for users.
 
 Shapes: t tokens of a micro-batch, d features, c classes.
 """
@@ -135,7 +135,9 @@ def micro_batch(window: int, rank: int, step: int, count: int) -> Batch:
     return features, labels
 
 
-def train_on_ranks(layout: str, counts: Counts, clip_norm: float, defer: bool | str, weigh: bool = True) -> Outcome:
+def train_on_ranks(
+    layout: str, counts: Counts, clip_norm: float, defer: bool | str, weigh: bool = True
+) -> Outcome:
     """Runs on every rank. `weigh=False` is what a naive loop does: mean losses over the micro-batches of a window."""
     model, rank = Holder(layout), dist.get_rank()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
@@ -165,7 +167,9 @@ def train_plainly(counts: Counts, clip_norm: float) -> Outcome:
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     norms, losses, largest = [], [], []
     for window, by_rank in enumerate(counts):
-        batches = [micro_batch(window, r, m, n) for r, steps in enumerate(by_rank) for m, n in enumerate(steps)]
+        batches = [
+            micro_batch(window, r, m, n) for r, steps in enumerate(by_rank) for m, n in enumerate(steps)
+        ]
         num_label_tokens = sum(map(sum, by_rank))
         features, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
         loss = F.cross_entropy(net(features), labels, reduction="sum")

@@ -1,7 +1,8 @@
 """What users write under manual optimization, each run by the strategy on ranks and by one plain process.
 
-A recipe's `training_step` is the same code in both. `run_plainly` calls it without a Trainer: its batch holds what all
-ranks hold, `manual_backward` is what the contract says (sums over a window, divided by the window's label tokens).
+A recipe's `training_step` is the same code in both. `run_plainly` calls it without a Trainer: its batch
+holds what all ranks hold, `manual_backward` is what the contract says (sums over a window, divided by the
+window's label tokens).
 """
 
 from __future__ import annotations
@@ -56,14 +57,18 @@ class Recipe(LightningModule):
         """Mean over the label tokens of the batches that this process has."""
         return torch.stack(self.losses(batches, sign)).sum() / max(count(batches), 1)
 
-    def backward_on(self, batches: list[Batch], sign: float = 1.0, scale: float = 1.0, **kwargs: Any) -> None:
+    def backward_on(
+        self, batches: list[Batch], sign: float = 1.0, scale: float = 1.0, **kwargs: Any
+    ) -> None:
         """The usual call."""
         self.manual_backward(self.loss(batches, sign) * scale, num_label_tokens=count(batches), **kwargs)
 
     def configure_optimizers(self) -> Any:
         """SGD with momentum over everything, or one for each decoder."""
         groups = [self.left, self.right] if self.two_optimizers else [self]
-        made = [torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM) for module in groups]
+        made = [
+            torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM) for module in groups
+        ]
         return made if self.two_optimizers else made[0]
 
 
@@ -311,7 +316,10 @@ class _PlainOptimizer:
 
     def __init__(self, module: Recipe, optimizer: torch.optim.Optimizer) -> None:
         self.module, self.optimizer, self.window = module, optimizer, []  # type: ignore[var-annotated]
-        self.step, self.parameters = optimizer.step, [p for group in optimizer.param_groups for p in group["params"]]
+        self.step, self.parameters = (
+            optimizer.step,
+            [p for group in optimizer.param_groups for p in group["params"]],
+        )
 
     def zero_grad(self) -> None:
         self.window.clear()
@@ -358,7 +366,9 @@ def run_plainly(recipe: type[Recipe], num_ranks: int) -> tuple[dict[str, Tensor]
 
     module = Plain()
     made = module.configure_optimizers()
-    module.plain_optimizers = [_PlainOptimizer(module, o) for o in (made if recipe.two_optimizers else [made])]
+    module.plain_optimizers = [
+        _PlainOptimizer(module, o) for o in (made if recipe.two_optimizers else [made])
+    ]
     for index, batches in enumerate(zip(*micro_batches(case(num_ranks)), strict=True)):
         module.training_step(list(batches), index)
     return full_weights(module), module.noted

@@ -23,8 +23,8 @@ from tests.trainer.runs import LabelledModule, loader, make_trainer
 PACKAGE = Path(lightning_automodel.__file__).parent
 ACCUMULATE = 2
 COUNTED = 2 * ACCUMULATE + 1
-"""The last micro-batch of the third window: a run looks closer at its first one, and DDP settles its buckets in the
-second."""
+"""The last micro-batch of the third window: a run looks closer at its first one, and DDP settles its buckets
+in the second."""
 OPTIONS: dict[str, dict[str, Any]] = {"sharded": {}, "replicated": {"data_parallel": "ddp"}}
 CASE = Case(seed=2, telling="labels", num_batches=3 * ACCUMULATE)
 
@@ -38,14 +38,15 @@ DECORATORS = TORCH / "utils" / "_contextlib.py"
 class Route:
     """The functions of the package that Python enters, in their order.
 
-    What torch itself calls is kept apart (`called_back`, with all that it calls): hooks of parameters, the watched
-    all-gathers of FSDP2, functions of torch that are replaced. It comes once for each unit or parameter, and whoever
-    reads a micro-batch from top to bottom does not pass by it. What Lightning calls counts.
+    What torch itself calls is kept apart (`called_back`, with all that it calls): hooks of parameters, the
+    watched all-gathers of FSDP2, functions of torch that are replaced. It comes once for each unit or
+    parameter, and whoever reads a micro-batch from top to bottom does not pass by it. What Lightning calls
+    counts.
 
     Attributes:
         entries: Function and file of every entry. A generator is entered by its first call and again by each
-            resumption, so that a context manager of `contextlib` is entered twice. Comprehensions and generator
-            expressions are entries into their file, and no functions.
+            resumption, so that a context manager of `contextlib` is entered twice. Comprehensions and
+            generator expressions are entries into their file, and no functions.
         called_back: The same of what torch calls.
     """
 
@@ -79,8 +80,8 @@ class Route:
     def num_returns(self) -> int:
         """Entries into a file that was entered before, and left for another file since.
 
-        A file is left when a function of another file is entered. That a call ends, and its caller goes on, is no
-        entry.
+        A file is left when a function of another file is entered. That a call ends, and its caller goes on,
+        is no entry.
         """
         files = [file for _, file in self.entries]
         changes = [file for file, previous in zip(files, [None, *files], strict=False) if file != previous]
@@ -90,7 +91,9 @@ class Route:
         lines = [f"{len(self.functions)} functions, {len(self.files)} files, {self.num_returns} returns"]
         lines += [f"  {file}: {name}" for name, file in self.entries]
         everything = Route(entries=self.entries + self.called_back)
-        lines.append(f"with what torch calls: {len(everything.functions)} functions, {len(everything.files)} files")
+        lines.append(
+            f"with what torch calls: {len(everything.functions)} functions, {len(everything.files)} files"
+        )
         return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """A window that is abandoned, in whatever way, leaves nothing behind: neither counts nor gradients.
 
-Each way is followed by a new `fit` of the same module, which must end with the weights of that fit alone; where the
-same fit goes on after it, its later windows must be right as well.
+Each way is followed by a new `fit` of the same module, which must end with the weights of that fit alone;
+where the same fit goes on after it, its later windows must be right as well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from torch import Tensor
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import Outcome, full_weights, micro_batches, weight_error
-from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, LabelledModule, loader, make_trainer, train_plainly
+from tests.trainer.runs import (
+    CASE,
+    STRATEGIES,
+    TOLERANCE,
+    LabelledModule,
+    loader,
+    make_trainer,
+    train_plainly,
+)
 
 ALL_WINDOWS = [[0, 1, 2], [3, 4, 5], [6, 7]]
 
@@ -71,7 +79,9 @@ class SkipsRestOfEpoch(LabelledModule):
 class NeverCallsClosure(LabelledModule):
     steps_on = True
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         if self.steps_on:
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
@@ -79,7 +89,9 @@ class NeverCallsClosure(LabelledModule):
 class ClosesWithoutStep(LabelledModule):
     steps_on = True
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         if self.steps_on:
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         else:
@@ -180,7 +192,9 @@ def _fit_with_missing_batches(missing: set[int], options: dict[str, Any]) -> dic
         pytest.param({5, 6}, [[0, 1, 2], [3, 4, 7]], id="window-goes-on-where-lightning-does-not-zero"),
     ],
 )
-def test_none_batches(pool2: RankPool, missing: set[int], windows: list[list[int]], options: dict[str, Any]) -> None:
+def test_none_batches(
+    pool2: RankPool, missing: set[int], windows: list[list[int]], options: dict[str, Any]
+) -> None:
     """A `None` batch takes part in nothing; where it hides a step, the window is lost and the next one is clean."""
     expected = Outcome(train_plainly(windows), None)
     for weights in pool2.run(_fit_with_missing_batches, missing, options):
@@ -190,7 +204,9 @@ def test_none_batches(pool2: RankPool, missing: set[int], windows: list[list[int
 class StepsEveryOther(LabelledModule):
     """Accumulates by itself: each closure synchronises, so its window ends; their means add, as on one process."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         if batch_idx % 2 == 1:
             optimizer.step(closure=optimizer_closure)
         else:
@@ -204,7 +220,9 @@ class StepsEveryOther(LabelledModule):
 class DropsWindowsOf(LabelledModule):
     """Runs the closure but steps for the second window only."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         if 3 <= batch_idx < 6:
             optimizer.step(closure=optimizer_closure)
         else:
@@ -247,7 +265,9 @@ def _accumulate_drawn_batches() -> None:
 
 def test_windows_of_drawn_batches_are_refused(pool2: RankPool) -> None:
     """Lightning zeroes in mid-window there."""
-    with pytest.raises(RankError, match=r"accumulate_grad_batches=3 does not work with training_step\(dataloader_iter"):
+    with pytest.raises(
+        RankError, match=r"accumulate_grad_batches=3 does not work with training_step\(dataloader_iter"
+    ):
         pool2.run(_accumulate_drawn_batches)
 
 

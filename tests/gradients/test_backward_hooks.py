@@ -1,6 +1,7 @@
 """Backward hooks see the gradient of a sum over tokens. They are named, with what makes nonlinear ones exact.
 
-The reference is one process with all rows of a window in one batch, whose hook sees the gradient of the mean.
+The reference is one process with all rows of a window in one batch, whose hook sees the gradient of the
+mean.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ class Hooked(LightningModule):
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader([batch_of(dist.get_rank(), index) for index in range(NUM_BATCHES)], batch_size=None)
+        return DataLoader(
+            [batch_of(dist.get_rank(), index) for index in range(NUM_BATCHES)], batch_size=None
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
@@ -106,7 +109,9 @@ def _fit(rule: str, how: str, options: dict[str, Any], follows: bool) -> tuple[d
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module)
-    return full_weights(module.net), [str(w.message) for w in caught if "have backward hooks" in str(w.message)]
+    return full_weights(module.net), [
+        str(w.message) for w in caught if "have backward hooks" in str(w.message)
+    ]
 
 
 def plainly(rule: str, how: str) -> Outcome:
@@ -133,7 +138,9 @@ CASES = {
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     "case",
-    by_default(CASES, "clipped, module hook, kept", "normalised, function, kept", "clipped, module hook, ddp"),
+    by_default(
+        CASES, "clipped, module hook, kept", "normalised, function, kept", "clipped, module hook, ddp"
+    ),
 )
 def test_what_the_message_says_is_exact(pool2: RankPool, case: tuple[str, str, dict[str, Any]]) -> None:
     rule, how, options = case

@@ -19,7 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
@@ -96,7 +101,11 @@ def inputs(dtype: torch.dtype = torch.float64, ignore_index: int = -100) -> tupl
 
 
 def with_gradients(
-    function: Callable[..., tuple[Tensor, Tensor]], hidden: Tensor, head: nn.Module, labels: Tensor, **options: Any
+    function: Callable[..., tuple[Tensor, Tensor]],
+    hidden: Tensor,
+    head: nn.Module,
+    labels: Tensor,
+    **options: Any,
 ) -> list[Tensor]:
     """Loss, count, and the gradients of three times the loss."""
     loss, count = function(hidden, head, labels, **options)
@@ -141,7 +150,10 @@ def test_ignored_positions_have_no_effect_whatever_stands_there(value: float, na
             ignored = torch.ones_like(ignored)
             assert all(tensor.count_nonzero() == 0 for tensor in expected)
         replaced = hidden.detach().masked_fill(ignored[..., None], value).requires_grad_()
-        assert deviation(with_gradients(token_loss, replaced, head, filled_labels, **options), expected) <= TOLERANCE
+        assert (
+            deviation(with_gradients(token_loss, replaced, head, filled_labels, **options), expected)
+            <= TOLERANCE
+        )
 
 
 def test_sequences_without_a_batch() -> None:
@@ -253,7 +265,9 @@ def test_autocast() -> None:
     (hidden, labels), head = inputs(torch.float32), nn.Linear(WIDTH, VOCABULARY)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = with_gradients(token_loss, hidden, head, labels, chunk_elements=CHUNK)
-        expected = with_gradients(lambda h, m, y: of_all_logits(h, lambda x: m(x).float(), y), hidden, head, labels)
+        expected = with_gradients(
+            lambda h, m, y: of_all_logits(h, lambda x: m(x).float(), y), hidden, head, labels
+        )
     assert {each.dtype for each in (actual[0], *actual[2:])} == {torch.float32}
     assert relative_error(actual[0], expected[0]) <= 1e-6
     assert deviation(actual[2:], expected[2:]) <= 0.01
@@ -359,7 +373,8 @@ class InChunks(OwnLoss):
         for block in self.model.blocks:
             hidden = block(hidden)
         options = {
-            name: hidden.new_tensor(o.tolist()) if isinstance(o, Tensor) else o for name, o in self.options.items()
+            name: hidden.new_tensor(o.tolist()) if isinstance(o, Tensor) else o
+            for name, o in self.options.items()
         }
         loss, count = token_loss(self.model.norm(hidden), self.model.head, batch["labels"], **options)
         return {"loss": loss, "num_label_tokens": count}
@@ -399,7 +414,11 @@ def plain_decoder(head: str, case: Case) -> dict[str, Tensor]:
         losses, counts = zip(
             *(
                 of_all_logits(
-                    model(b["input_ids"]), nn.Identity(), b["labels"], weight=CLASS_WEIGHTS, label_smoothing=0.1
+                    model(b["input_ids"]),
+                    nn.Identity(),
+                    b["labels"],
+                    weight=CLASS_WEIGHTS,
+                    label_smoothing=0.1,
                 )
                 for b in batches
             ),
@@ -536,7 +555,9 @@ def output_dtype_error() -> str:
 def test_an_output_in_half_precision_is_refused(pool2: RankPool) -> None:
     """A sum of thousands of losses has three digits in bfloat16."""
     for message in pool2.run(output_dtype_error):
-        assert message.startswith("The head casts its output to torch.bfloat16, too coarse for a sum of losses")
+        assert message.startswith(
+            "The head casts its output to torch.bfloat16, too coarse for a sum of losses"
+        )
 
 
 # --- Tensor parallelism
@@ -590,7 +611,9 @@ class ByTwo(InChunks):
         self.output = output
 
     def configure_model(self) -> None:
-        parallelize_module(self.model, self.device_mesh["tensor_parallel"], {**PLAN, "head": PLANS[self.output]})
+        parallelize_module(
+            self.model, self.device_mesh["tensor_parallel"], {**PLAN, "head": PLANS[self.output]}
+        )
 
 
 def fit_by_two(output: str, wraps_head: bool) -> dict[str, Tensor]:
@@ -621,7 +644,9 @@ class CausalInChunks(OwnLoss):
         labels = batch.pop("labels")
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         hidden = model.base_model(**batch).last_hidden_state
-        loss, count = token_loss(hidden, model.get_output_embeddings(), labels, label_shift=1, chunk_elements=CHUNK)
+        loss, count = token_loss(
+            hidden, model.get_output_embeddings(), labels, label_shift=1, chunk_elements=CHUNK
+        )
         return {"loss": loss / count.clamp(min=1), "num_label_tokens": count}
 
 
@@ -631,7 +656,9 @@ def lora_head() -> nn.Module:
 
     config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "lm_head"])
     model = get_peft_model(untied_llama(), config)
-    return filled(model, only={name for name, parameter in model.named_parameters() if parameter.requires_grad})
+    return filled(
+        model, only={name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    )
 
 
 def all_logits(case: Case, model: nn.Module, batch: Batch) -> Tensor:
@@ -642,7 +669,9 @@ def all_logits(case: Case, model: nn.Module, batch: Batch) -> Tensor:
 def fit_causal(make_model: Callable[[], nn.Module], options: dict[str, Any]) -> dict[str, Tensor]:
     module = CausalInChunks(make_model())
     differ_by_rank(module)
-    make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE).fit(module, loader(CAUSAL))
+    make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE).fit(
+        module, loader(CAUSAL)
+    )
     return full_weights(module)
 
 

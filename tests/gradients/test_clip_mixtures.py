@@ -52,7 +52,9 @@ def _lay_out(tensor: Tensor, layout: str, grid: DeviceMesh) -> Tensor:
 
 def _full_gradients(parameters: list[Parameter], dtype: torch.dtype = torch.float64) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _, shape in parameters]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _, shape in parameters
+    ]
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,11 @@ class Clipped:
 
 
 def _clip(
-    parameters: list[Parameter], clip_norm: float, foreach: bool, dtype: torch.dtype, without: tuple[int, ...] = ()
+    parameters: list[Parameter],
+    clip_norm: float,
+    foreach: bool,
+    dtype: torch.dtype,
+    without: tuple[int, ...] = (),
 ) -> Clipped:
     """Runs on every rank; rank 1 has no gradient for the parameters whose index is in `without`."""
     grid, module = _grid(), nn.Module()
@@ -103,7 +109,10 @@ MIXTURES: dict[str, tuple[list[Parameter], int]] = {
     "nothing_but_empty": ([("inner", (0, 4)), ("outer", (3,))], 2),
     "replicated": ([("replicated", (4, 2)), ("plain", (3,))], 0),
     "everything": (
-        [(layout, (3, 2)) for layout in ("plain", "outer", "inner", "hybrid", "both", "rows_twice", "replicated")],
+        [
+            (layout, (3, 2))
+            for layout in ("plain", "outer", "inner", "hybrid", "both", "rows_twice", "replicated")
+        ],
         2,
     ),
 }
@@ -140,7 +149,9 @@ def test_infinite_norm_only_measures(pool4: RankPool) -> None:
     parameters, _ = MIXTURES["everything"]
     for clipped in pool4.run(_clip, parameters, float("inf"), True, torch.float64):
         assert clipped.norm.item() == pytest.approx(_expected(parameters, 1.0)[0], rel=TOLERANCE)
-        assert all(itertools.starmap(torch.equal, zip(clipped.gradients, _full_gradients(parameters), strict=True)))
+        assert all(
+            itertools.starmap(torch.equal, zip(clipped.gradients, _full_gradients(parameters), strict=True))
+        )
 
 
 @pytest.mark.parametrize("without", [(1,), (0, 1, 2)])
@@ -162,7 +173,9 @@ def test_gradients_missing_on_one_rank(pool2: RankPool, without: tuple[int, ...]
 def _clip_sums_to_be_reduced() -> tuple[float, list[Tensor]]:
     """A replicated parameter whose gradient is still a partial sum on every rank, beside a sharded one."""
     grid = _grid()
-    parameters = [nn.Parameter(_lay_out(torch.zeros(4).double(), layout, grid)) for layout in ("replicated", "outer")]
+    parameters = [
+        nn.Parameter(_lay_out(torch.zeros(4).double(), layout, grid)) for layout in ("replicated", "outer")
+    ]
     partial = torch.arange(4.0).double() * (1 + dist.get_rank())
     parameters[0].grad = DTensor.from_local(partial, grid, [Partial(), Replicate()])
     parameters[1].grad = _lay_out(torch.ones(4).double(), "outer", grid)

@@ -31,7 +31,8 @@ class Towers(nn.Module):
         fill(self)
 
     def forward(self, batch: Tensor) -> Tensor:
-        return torch.stack([F.normalize(self.image(batch)), F.normalize(self.text(batch + 1))], dim=1)  # [b, 2, d]
+        # [b, 2, d]
+        return torch.stack([F.normalize(self.image(batch)), F.normalize(self.text(batch + 1))], dim=1)
 
 
 def contrast(features: Tensor, scale: Tensor) -> Tensor:
@@ -59,7 +60,9 @@ class Contrastive(LightningModule):
 
 
 def batches() -> Tensor:
-    return torch.randn(STEPS, 2, ROWS, FEATURES, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return torch.randn(
+        STEPS, 2, ROWS, FEATURES, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    )
 
 
 def _train(options: dict[str, Any]) -> dict[str, Tensor]:
@@ -69,7 +72,9 @@ def _train(options: dict[str, Any]) -> dict[str, Tensor]:
     return full_weights(module)
 
 
-@pytest.mark.parametrize("options", by_default({**STRATEGIES, "ahead": {"count_window_ahead": True}}, "kept", "ddp"))
+@pytest.mark.parametrize(
+    "options", by_default({**STRATEGIES, "ahead": {"count_window_ahead": True}}, "kept", "ddp")
+)
 def test_gathered_features_give_the_gradients_of_one_batch(pool2: RankPool, options: dict[str, Any]) -> None:
     """Without a factor: each rank's loss is that of the whole batch, and its weight the rank's share of the samples."""
     module = Contrastive()

@@ -32,19 +32,25 @@ ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2": (2, {}),
     "undeferred": (2, {"defer_fsdp_grad_sync": False}),
     "ddp": (2, DDP),
-    "bucket_view": (2, {"data_parallel": "ddp", "ddp_kwargs": {**DDP["ddp_kwargs"], "gradient_as_bucket_view": True}}),  # type: ignore[dict-item]
+    "bucket_view": (
+        2,
+        {"data_parallel": "ddp", "ddp_kwargs": {**DDP["ddp_kwargs"], "gradient_as_bucket_view": True}},
+    ),  # type: ignore[dict-item]
     "hsdp": (4, {"data_parallel_replicate_size": 2}),
     "hsdp_all_reduce": (4, {"data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": "all_reduce"}),
 }
 
 
 EVERY_ENGINE = [
-    pytest.param(name, marks=[] if name in ("fsdp2", "ddp", "hsdp") else [pytest.mark.sweep]) for name in ENGINES
+    pytest.param(name, marks=[] if name in ("fsdp2", "ddp", "hsdp") else [pytest.mark.sweep])
+    for name in ENGINES
 ]
 
 
 def _batches(num_ranks: int) -> DataLoader:
-    return DataLoader([[batch] for batch in micro_batches(case(num_ranks))[dist.get_rank()]], batch_size=None)
+    return DataLoader(
+        [[batch] for batch in micro_batches(case(num_ranks))[dist.get_rank()]], batch_size=None
+    )
 
 
 def _fit_recipe(name: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], list[float]]:
@@ -186,7 +192,8 @@ class SharedParameters(Recipe):
 
     def configure_optimizers(self) -> Any:
         return [
-            torch.optim.SGD([*player.parameters(), self.left.head.weight]) for player in (self.right, self.left.norm)
+            torch.optim.SGD([*player.parameters(), self.left.head.weight])
+            for player in (self.right, self.left.norm)
         ]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -295,7 +302,9 @@ class Decays(Automatic):
 class StepsByHand(Automatic):
     """`optimizer_step` overridden to step past the wrapper."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         optimizer_closure()
         optimizer.optimizer.step()
 
@@ -441,7 +450,9 @@ def test_sam_with_two_closures(pool2: RankPool, pool4: RankPool, engine: str) ->
 
         def closure(window: Any = window) -> Tensor:
             optimizer.zero_grad()
-            loss = torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / max(count(window), 1)
+            loss = torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / max(
+                count(window), 1
+            )
             loss.backward()
             return loss
 

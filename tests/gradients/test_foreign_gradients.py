@@ -1,7 +1,8 @@
 """Gradients that users compute beside the strategy's own backward leave nothing behind, wherever they do it.
 
-Saliency, adversarial inputs, Grad-CAM, forces: each runs autograd while a window is open. What a window has deferred
-must neither be reduced early nor counted as older than the window. The reference is one process that never hears of it.
+Saliency, adversarial inputs, Grad-CAM, forces: each runs autograd while a window is open. What a window has
+deferred must neither be reduced early nor counted as older than the window. The reference is one process
+that never hears of it.
 """
 
 from __future__ import annotations
@@ -121,7 +122,9 @@ def of_all_parameters(net: Net, batch: Batch) -> Tensor:
     parameters = list(net.parameters())
     with torch.enable_grad():
         loss = F.cross_entropy(net(batch[0]), batch[1])
-        gradients = torch.autograd.grad(loss, [*parameters, torch.ones(1, requires_grad=True)], allow_unused=True)
+        gradients = torch.autograd.grad(
+            loss, [*parameters, torch.ones(1, requires_grad=True)], allow_unused=True
+        )
     assert gradients[-1] is None
     assert [each.shape for each in gradients[:-1]] == [parameter.shape for parameter in parameters]
     return gradients[0]
@@ -176,7 +179,9 @@ class Trains(LightningModule):
         self.at("validation", batch)
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader([batch_of(dist.get_rank(), index) for index in range(NUM_BATCHES)], batch_size=None)
+        return DataLoader(
+            [batch_of(dist.get_rank(), index) for index in range(NUM_BATCHES)], batch_size=None
+        )
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader([batch_of(dist.get_rank(), 7)], batch_size=None)
@@ -230,13 +235,15 @@ def plainly(
 ) -> Outcome:
     """Weights of one process.
 
-    ``adds`` gives [b] a second loss of each row. ``trains`` has what the backwards train, ``factor`` what gradients are
-    multiplied by.
+    ``adds`` gives [b] a second loss of each row. ``trains`` has what the backwards train, ``factor`` what
+    gradients are multiplied by.
     """
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     for start in range(0, NUM_BATCHES, accumulate):
-        batches = [batch_of(rank, index) for rank in range(num_ranks) for index in range(start, start + accumulate)]
+        batches = [
+            batch_of(rank, index) for rank in range(num_ranks) for index in range(start, start + accumulate)
+        ]
         loss = sum(F.cross_entropy(net(inputs), labels, reduction="sum") for inputs, labels in batches)
         if adds is not None:
             loss = loss + sum(adds(net, batch).sum() for batch in batches)
@@ -287,7 +294,9 @@ def _beside(gradient: str, where: str, options: dict[str, Any], accumulate: int)
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("case", by_default(CASES, *DEFAULT))
-def test_gradients_beside_the_backward(pool2: RankPool, pool4: RankPool, case: tuple[str, str, str, int]) -> None:
+def test_gradients_beside_the_backward(
+    pool2: RankPool, pool4: RankPool, case: tuple[str, str, str, int]
+) -> None:
     gradient, where, layout, accumulate = case
     num_ranks = 4 if "hsdp" in layout else 2
     accumulate = ACCUMULATE if "by hand" in where else accumulate
@@ -362,7 +371,12 @@ def _using(used: str, by_hand: bool, options: dict[str, Any], accumulate: int) -
 
 
 USES = {
-    f"{used}, {'by hand' if by_hand else 'automatic'}, {layout}, {accumulate}": (used, by_hand, layout, accumulate)
+    f"{used}, {'by hand' if by_hand else 'automatic'}, {layout}, {accumulate}": (
+        used,
+        by_hand,
+        layout,
+        accumulate,
+    )
     for used in ("adversarial", "penalty")
     for by_hand in (False, True)
     for layout in LAYOUTS
@@ -394,7 +408,9 @@ def is_refused(used: str, by_hand: bool, layout: str) -> bool:
         "penalty, by hand, kept, 2",
     ),
 )
-def test_gradients_that_training_uses(pool2: RankPool, pool4: RankPool, case: tuple[str, bool, str, int]) -> None:
+def test_gradients_that_training_uses(
+    pool2: RankPool, pool4: RankPool, case: tuple[str, bool, str, int]
+) -> None:
     """Right where parameters stay gathered; second derivatives through freed ones name the option that keeps them."""
     used, by_hand, layout, accumulate = case
     num_ranks = 4 if "hsdp" in layout else 2
@@ -476,7 +492,9 @@ def test_a_backward_of_some_parameters(
     pool = pool4 if "data_parallel_replicate_size" in options else pool2
     expected = plainly(1, pool.num_ranks, trains=_first_parts if only_first else nn.Module.parameters)
     if only_first and "data_parallel" in options:
-        with pytest.raises(RankError, match="DistributedDataParallel did not reduce all gradients of this window"):
+        with pytest.raises(
+            RankError, match="DistributedDataParallel did not reduce all gradients of this window"
+        ):
             pool.run(_train_parts, only_first, options)
         return
     for weights in pool.run(_train_parts, only_first, options):
@@ -560,7 +578,9 @@ def _look_around(options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor
 
 
 @pytest.mark.parametrize("options", by_default(LAYOUTS, "kept"))
-def test_a_forward_after_the_step_sees_its_weights(pool2: RankPool, pool4: RankPool, options: dict[str, Any]) -> None:
+def test_a_forward_after_the_step_sees_its_weights(
+    pool2: RankPool, pool4: RankPool, options: dict[str, Any]
+) -> None:
     """What a forward before the step has gathered is older than the step."""
     pool = pool4 if "data_parallel_replicate_size" in options else pool2
     for seen, weights in pool.run(_look_around, options):

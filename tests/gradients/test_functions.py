@@ -29,7 +29,8 @@ from tests.gradients.ragged import (
 from tests.rank_pool import RankPool
 
 CLIP = 0.2
-# One window is ragged, in the next a rank has nothing, then nobody has anything, then it is long on one rank only.
+# One window is ragged, in the next a rank has nothing, then nobody has anything, then it is long on one rank
+# only.
 RAGGED: Counts = [
     [[3, 0, 5], [1, 7, 2]],
     [[0, 0], [4, 1]],
@@ -133,7 +134,9 @@ def test_flags_are_set_everywhere_and_restored(
         (True, "all_reduce", 3 * [True, True, True]),
     ],
 )
-def test_flags_of_replicas(pool4: RankPool, is_optim_step: bool, defer: bool | str, within: list[bool]) -> None:
+def test_flags_of_replicas(
+    pool4: RankPool, is_optim_step: bool, defer: bool | str, within: list[bool]
+) -> None:
     """With replicas, "all_reduce" scatters each time, parameters without a gradient included."""
     for before, inside, after in pool4.run(_flags_around, "hybrid", is_optim_step, defer, True):
         assert inside == within
@@ -157,12 +160,16 @@ def test_nothing_distributed() -> None:
 
 def _gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return {
-        name.removeprefix("inner.net.").removeprefix("module."): None if p.grad is None else full(p.grad).clone()
+        name.removeprefix("inner.net.").removeprefix("module."): None
+        if p.grad is None
+        else full(p.grad).clone()
         for name, p in model.named_parameters()
     }
 
 
-def _gradients_by_micro_batch(layout: str, defer: bool | str, counts: list[list[int]]) -> list[dict[str, Any]]:
+def _gradients_by_micro_batch(
+    layout: str, defer: bool | str, counts: list[list[int]]
+) -> list[dict[str, Any]]:
     """Gradients of summed losses after each micro-batch of one window."""
     model, rank = Holder(layout), dist.get_rank()
     seen = []
@@ -174,7 +181,9 @@ def _gradients_by_micro_batch(layout: str, defer: bool | str, counts: list[list[
     return seen
 
 
-def _plain_gradients(counts: list[list[int]], ranks: list[int], num_steps: int, divisor: int) -> dict[str, Tensor]:
+def _plain_gradients(
+    counts: list[list[int]], ranks: list[int], num_steps: int, divisor: int
+) -> dict[str, Tensor]:
     """Gradients of the sum over these ranks' first micro-batches, over the divisor."""
     net = Net()
     for rank in ranks:
@@ -276,7 +285,11 @@ def _rescaled(count: int | Tensor, pairs: bool) -> tuple[Tensor, Tensor | int]:
     """A gradient of ones, rescaled by local counts `count + rank` over the world or over {0, 2} and {1, 3}."""
     rank, parameter = dist.get_rank(), nn.Parameter(torch.zeros(3, dtype=torch.float64))
     parameter.grad = torch.ones(3, dtype=torch.float64)
-    group = {index: dist.new_group([index, index + 2]) for index in (0, 1)}[rank % 2] if pairs else dist.group.WORLD
+    group = (
+        {index: dist.new_group([index, index + 2]) for index in (0, 1)}[rank % 2]
+        if pairs
+        else dist.group.WORLD
+    )
     local = count + rank
     rescale_gradients([parameter], local, group)
     return parameter.grad, local

@@ -1,8 +1,8 @@
 """16-mixed: one gradient scaler for all ranks, shards, windows and optimizers. The same functions run on CPU and CUDA.
 
-Lightning turns `precision="16-mixed"` into bf16-mixed on a CPU, where torch computes in float16 all the same: there the
-plugin is given. Weights are compared with a loop in float16 that knows no scale, within 16 `eps` of float32: scales are
-powers of two, which round nothing.
+Lightning turns `precision="16-mixed"` into bf16-mixed on a CPU, where torch computes in float16 all the
+same: there the plugin is given. Weights are compared with a loop in float16 that knows no scale, within 16
+`eps` of float32: scales are powers of two, which round nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from lightning_automodel import AutomodelStrategy
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Batch, Outcome, full_weights, weight_error
-from tests.trainer.precisions import ACCUMULATE, INIT_SCALE, WideLossModule, decoder, fit, loop, precision_options
+from tests.trainer.precisions import (
+    ACCUMULATE,
+    INIT_SCALE,
+    WideLossModule,
+    decoder,
+    fit,
+    loop,
+    precision_options,
+)
 from tests.trainer.runs import CASE, STRATEGIES, loader, make_trainer
 
 SAME = 16 * torch.finfo(torch.float32).eps
@@ -90,7 +98,10 @@ class InfiniteLoss(WideLossModule):
 
 
 def _fit_and_scale(
-    make_module: type[WideLossModule], options: dict[str, Any], settings: dict[str, Any], scaler: dict[str, Any]
+    make_module: type[WideLossModule],
+    options: dict[str, Any],
+    settings: dict[str, Any],
+    scaler: dict[str, Any],
 ) -> tuple[dict[str, Tensor], float, float]:
     module, strategy = make_module(decoder()), AutomodelStrategy(**options)
     settings = {"accumulate_grad_batches": ACCUMULATE, **settings, **precision_options("16-mixed", **scaler)}
@@ -109,7 +120,9 @@ def test_overflow_of_a_loss(pool2: RankPool, options: dict[str, Any]) -> None:
     """The same for a loss that overflows on one rank, under both engines; nothing raises."""
     expected = loop("16-mixed", options.get("data_parallel", "fsdp2"), skipped=(1,))
     strategy = {**options, "error_if_nonfinite": True}
-    for weights, scale, _ in pool2.run(_fit_and_scale, InfiniteLoss, strategy, {}, {"growth_interval": 1000}):
+    for weights, scale, _ in pool2.run(
+        _fit_and_scale, InfiniteLoss, strategy, {}, {"growth_interval": 1000}
+    ):
         assert scale == INIT_SCALE / 2
         assert weight_error(Outcome(weights, None), expected) <= SAME
 
@@ -232,7 +245,9 @@ class ScalesByHand(WideLossModule):
             scaler.scale(self(batch)).backward()
         self.seen = max(float(local(p.grad).abs().max()) for p in self.parameters() if local(p.grad).numel())
         optimizer.step()
-        self.after = max(float(local(p.grad).abs().max()) for p in self.parameters() if local(p.grad).numel())
+        self.after = max(
+            float(local(p.grad).abs().max()) for p in self.parameters() if local(p.grad).numel()
+        )
         assert self.after == pytest.approx(self.seen / (1 if batch_idx % 2 else INIT_SCALE), rel=1e-3)
 
 
@@ -302,7 +317,9 @@ def test_two_optimizers(pool2: RankPool, options: dict[str, Any], monkeypatch: p
 
 @pytest.mark.parametrize("options", [{}, UNUSED], ids=["fsdp2", "ddp"])
 @pytest.mark.parametrize(
-    ("make_module", "same_as"), [(TwoFusedAdams, TwoAdams), (UnscalesByHand, TwoOptimizers)], ids=["fused", "by hand"]
+    ("make_module", "same_as"),
+    [(TwoFusedAdams, TwoAdams), (UnscalesByHand, TwoOptimizers)],
+    ids=["fused", "by hand"],
 )
 def test_gradients_are_unscaled_once(
     pool2: RankPool, options: dict[str, Any], make_module: type[TwoOptimizers], same_as: type[TwoOptimizers]
@@ -320,12 +337,17 @@ def _norms(parameters: list[nn.Parameter]) -> list[float]:
     return [float(torch.cat([p.grad.flatten() for p in half]).norm()) for half in halves]
 
 
-def _resume(options: dict[str, Any], folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+def _resume(
+    options: dict[str, Any], folder: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
     """Train for two epochs of three steps at once, and for one and then another from its checkpoint."""
     path, outcomes, scales = f"{folder}/one.ckpt", [], []
     for max_epochs, resumes in ((2, False), (1, False), (2, True)):
         module = WideLossModule(decoder())
-        settings = {"accumulate_grad_batches": ACCUMULATE, **precision_options("16-mixed", growth_interval=2)}
+        settings = {
+            "accumulate_grad_batches": ACCUMULATE,
+            **precision_options("16-mixed", growth_interval=2),
+        }
         trainer = make_trainer(AutomodelStrategy(**options), **{**settings, "max_epochs": max_epochs})
         trainer.fit(module, loader(), ckpt_path=path if resumes else None)
         outcomes.append(full_weights(module))
@@ -419,7 +441,10 @@ def _fit_small_counts(options: dict[str, Any]) -> dict[str, Tensor]:
 def test_small_counts_stay_in_range(pool2: RankPool, options: dict[str, Any]) -> None:
     """From the first window on: a factor of at most one would leave gradients to underflow."""
     for weights in pool2.run(_fit_small_counts, options):
-        assert weight_error(Outcome(weights, None), loop("64-true", "fsdp2")) <= 2 * torch.finfo(torch.float16).eps
+        assert (
+            weight_error(Outcome(weights, None), loop("64-true", "fsdp2"))
+            <= 2 * torch.finfo(torch.float16).eps
+        )
 
 
 FLOAT16_REDUCTION = MixedPrecisionPolicy(reduce_dtype=torch.float16)
@@ -435,7 +460,10 @@ FLOAT16_REDUCTION = MixedPrecisionPolicy(reduce_dtype=torch.float16)
     ids=["reduced", "frozen, fsdp2", "frozen, ddp"],
 )
 def test_what_merely_passes_float16_stays_in_range(
-    pool2: RankPool, options: dict[str, Any], make_module: type[ManyTokens], make_model: Callable[[], nn.Module]
+    pool2: RankPool,
+    options: dict[str, Any],
+    make_module: type[ManyTokens],
+    make_model: Callable[[], nn.Module],
 ) -> None:
     """Under 32-true, where nothing that trains is in float16."""
     exact = loop("64-true", "fsdp2", decoder() if make_model is decoder else FrozenTail(torch.float64))
@@ -448,7 +476,12 @@ def test_what_merely_passes_float16_stays_in_range(
 
 def _fit_on_cuda() -> tuple[dict[str, Tensor], float]:
     module = WideLossModule(decoder())
-    settings = {"accelerator": "cuda", "devices": 1, "precision": "16-mixed", "accumulate_grad_batches": ACCUMULATE}
+    settings = {
+        "accelerator": "cuda",
+        "devices": 1,
+        "precision": "16-mixed",
+        "accumulate_grad_batches": ACCUMULATE,
+    }
     trainer = make_trainer(AutomodelStrategy(), **settings)
     trainer.fit(module, loader(replace(CASE, num_ranks=1)))
     return full_weights(module), trainer.precision_plugin.scaler.get_scale()

@@ -1,7 +1,8 @@
 """A loss on something else than the tensors that a unit returns, as FSDP2 sees them, is right too.
 
-FSDP2 gathers a freed unit again when a gradient reaches what its forward has returned. It does not see features that a
-forward hook has kept, tensors inside of a distribution or another object, nor a view that was changed in place.
+FSDP2 gathers a freed unit again when a gradient reaches what its forward has returned. It does not see
+features that a forward hook has kept, tensors inside of a distribution or another object, nor a view that
+was changed in place.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ class Perceptual(nn.Module):
 
     def features(self, inputs: Tensor) -> list[Tensor]:
         found: list[Tensor] = []
-        hooks = [b[1].register_forward_hook(lambda module, args, output: found.append(output)) for b in self.frozen]
+        hooks = [
+            b[1].register_forward_hook(lambda module, args, output: found.append(output))
+            for b in self.frozen
+        ]
         self.frozen(inputs)
         for hook in hooks:
             hook.remove()
@@ -177,7 +181,10 @@ LAYOUTS: dict[str, tuple[type[RowModule], dict[str, Any]]] = {
     "kept": (RowModule, {"reshard_during_accumulation": False}),
     "resharded": (RowModule, {"reshard_during_accumulation": True}),
     "checkpointed": (RowModule, {"reshard_during_accumulation": True, "activation_checkpointing": True}),
-    "kept, checkpointed": (RowModule, {"reshard_during_accumulation": False, "activation_checkpointing": True}),
+    "kept, checkpointed": (
+        RowModule,
+        {"reshard_during_accumulation": False, "activation_checkpointing": True},
+    ),
     "by hand": (ForwardByHand, {}),
     "by hand, kept": (ForwardByHand, {"reshard_during_accumulation": False}),
     "ddp": (RowModule, {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}}),

@@ -49,7 +49,9 @@ def by_value(clip: float) -> Any:
 
 
 def fit(module: ModelModule, options: dict[str, Any], **trainer_options: Any) -> Trainer:
-    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, **trainer_options)
+    trainer = make_trainer(
+        AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, **trainer_options
+    )
     trainer.fit(module, loader())
     return trainer
 
@@ -63,7 +65,9 @@ class SeesGradients(ModelModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         grads = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        self.seen.append({n: g.full_tensor() if isinstance(g, DTensor) else g.clone() for n, g in grads.items()})
+        self.seen.append(
+            {n: g.full_tensor() if isinstance(g, DTensor) else g.clone() for n, g in grads.items()}
+        )
 
 
 def _gradients_seen(options: dict[str, Any], trainer_options: dict[str, Any]) -> list[dict[str, Tensor]]:
@@ -73,7 +77,9 @@ def _gradients_seen(options: dict[str, Any], trainer_options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
-@pytest.mark.parametrize(("algorithm", "clip", "reference"), [("norm", CLIP, by_norm), ("value", CLIP_VALUE, by_value)])
+@pytest.mark.parametrize(
+    ("algorithm", "clip", "reference"), [("norm", CLIP, by_norm), ("value", CLIP_VALUE, by_value)]
+)
 def test_on_before_optimizer_step_sees_final_unclipped_gradients(
     pool2: RankPool, algorithm: str, clip: float, reference: Any, options: dict[str, Any]
 ) -> None:
@@ -89,28 +95,38 @@ def test_on_before_optimizer_step_sees_final_unclipped_gradients(
 
 
 class ClipsDifferently(ModelModule):
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any
+    ) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=CLIP_VALUE, gradient_clip_algorithm="value")
 
 
 class ClipsThroughStrategy(ModelModule):
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any
+    ) -> None:
         self.norm = self.trainer.strategy.clip_gradients(optimizer, CLIP)
 
 
 class ClipsValuesThroughStrategy(ModelModule):
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any
+    ) -> None:
         self.trainer.strategy.clip_gradients(optimizer, CLIP_VALUE, "value")
 
 
 class ClipsByHand(ModelModule):
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any
+    ) -> None:
         for parameter in self.parameters():
             parameter.grad.mul_(0.5)
 
 
 class NeverClips(ModelModule):
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any
+    ) -> None:
         return None
 
 
@@ -119,7 +135,9 @@ def _halve(parameters: list[nn.Parameter]) -> None:
         parameter.grad.mul_(0.5)
 
 
-def _weights(make_module: type[ModelModule], options: dict[str, Any], **trainer_options: Any) -> dict[str, Tensor]:
+def _weights(
+    make_module: type[ModelModule], options: dict[str, Any], **trainer_options: Any
+) -> dict[str, Tensor]:
     module = make_module(decoder())
     fit(module, options, **trainer_options)
     return full_weights(module.model)
@@ -203,7 +221,9 @@ def test_error_if_nonfinite(
     pool2: RankPool, where: str, trainer_options: dict[str, Any], options: dict[str, Any]
 ) -> None:
     """One rank's infinity stops all of them before any weight has changed in the slightest."""
-    for message, unchanged, global_step in pool2.run(_explode, where, options, trainer_options, timeout_s=20):
+    for message, unchanged, global_step in pool2.run(
+        _explode, where, options, trainer_options, timeout_s=20
+    ):
         assert unchanged
         assert global_step == 1
         assert "no parameter has been changed by it" in message
@@ -219,7 +239,9 @@ class TouchesOnOneRank(ModelModule):
 
 
 @pytest.mark.parametrize("options", [STRATEGIES["kept"], STRATEGIES["ddp"]], ids=["fsdp2", "ddp"])
-def test_a_hook_that_writes_on_one_rank_keeps_ranks_in_step(pool2: RankPool, options: dict[str, Any]) -> None:
+def test_a_hook_that_writes_on_one_rank_keeps_ranks_in_step(
+    pool2: RankPool, options: dict[str, Any]
+) -> None:
     """Whether the norm is measured again does not depend on what one rank's hooks have done."""
     expected = Outcome(plain_weights(decoder(), ACCUMULATE, clip=by_norm(CLIP)), None)
     tracked = options | {"track_grad_norm": True}
@@ -250,7 +272,9 @@ class Reports(Callback):
         self.reports.append(None if report is None else tuple(v if v is None else float(v) for v in values))
 
 
-def _reports(options: dict[str, Any], trainer_options: dict[str, Any]) -> list[tuple[float | None, ...] | None]:
+def _reports(
+    options: dict[str, Any], trainer_options: dict[str, Any]
+) -> list[tuple[float | None, ...] | None]:
     reports = Reports()
     trainer = fit(ModelModule(decoder()), options, callbacks=[reports], **trainer_options)
     assert all(v is None or v.ndim == 0 for v in vars(trainer.strategy.last_step).values())
@@ -269,7 +293,11 @@ def _reports(options: dict[str, Any], trainer_options: dict[str, Any]) -> list[t
     ],
 )
 def test_last_step(
-    pool2: RankPool, more: dict[str, Any], trainer_options: dict[str, Any], has_norm: bool, options: dict[str, Any]
+    pool2: RankPool,
+    more: dict[str, Any],
+    trainer_options: dict[str, Any],
+    has_norm: bool,
+    options: dict[str, Any],
 ) -> None:
     """None before the first step, then the newest: token mean, counts of all ranks, norm where it was asked for."""
     gradients = train_model_plainly(decoder(), ACCUMULATE)
@@ -277,7 +305,9 @@ def test_last_step(
     counts = [[int((b["labels"] != -100).sum()) for b in batches] for batches in micro_batches(CASE)]
     for reports in pool2.run(_reports, options | more, trainer_options):
         assert reports[:2] == [None, None]
-        assert [reports[index] for index in (3, 4, 6)] == [reports[index] for index in (2, 3, 5)] or not has_norm
+        assert [reports[index] for index in (3, 4, 6)] == [
+            reports[index] for index in (2, 3, 5)
+        ] or not has_norm
         for step, index in enumerate((2, 5, 7)):
             loss, tokens, batches, norm = reports[index]
             window = slice(step * ACCUMULATE, index + 1)
@@ -326,7 +356,11 @@ class Returns(ModelModule):
         loss = mean_loss(self.model, batch, self.reduction)
         if self.kind == "tensor":
             return loss
-        extra = {"num_label_tokens": (batch["labels"] != -100).sum(), "rows": len(batch["labels"]), "twice": 2 * loss}
+        extra = {
+            "num_label_tokens": (batch["labels"] != -100).sum(),
+            "rows": len(batch["labels"]),
+            "twice": 2 * loss,
+        }
         return {"loss": loss, **extra}
 
 
@@ -335,7 +369,9 @@ def _outputs_seen(make_strategy: str, kind: str, reduction: str) -> tuple[list[A
     if make_strategy != "lightning":
         strategy = AutomodelStrategy(data_parallel=make_strategy, loss_reduction=reduction)
     sees = SeesOutputs()
-    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, limit_train_batches=2, callbacks=[sees])
+    trainer = make_trainer(
+        strategy, accumulate_grad_batches=ACCUMULATE, limit_train_batches=2, callbacks=[sees]
+    )
     trainer.fit(Returns(decoder(), kind, reduction), loader(WITHOUT_GAPS))
     return sees.outputs, sees.losses
 
@@ -390,4 +426,6 @@ def _logged(options: dict[str, Any]) -> dict[str, float]:
 def test_logged_means_weigh_batch_sizes(pool2: RankPool, options: dict[str, Any]) -> None:
     """(1 x 1 + 2 x 4) / 3, and a constant is itself: Lightning floors the mean of the batch sizes 1 and 2 to 1."""
     for logged in pool2.run(_logged, options):
-        assert logged == pytest.approx({"train": 3, "validation": 3, "train_constant": 1, "validation_constant": 1})
+        assert logged == pytest.approx(
+            {"train": 3, "validation": 3, "train_constant": 1, "validation_constant": 1}
+        )

@@ -37,7 +37,10 @@ TERMS: dict[str, tuple[Callable[[], Tensor], list[LossTerm]]] = {
     ),
     "probabilities": (lambda: cross_entropy(SOFT), [LossTerm("probabilities", 4)]),
     "weighted probabilities": (lambda: cross_entropy(SOFT, weight=WEIGHT), [LossTerm("probabilities", 4)]),
-    "smoothed probabilities": (lambda: cross_entropy(SOFT, label_smoothing=0.1), [LossTerm("probabilities", 4)]),
+    "smoothed probabilities": (
+        lambda: cross_entropy(SOFT, label_smoothing=0.1),
+        [LossTerm("probabilities", 4)],
+    ),
     "mixed": (
         lambda: 0.3 * cross_entropy(LABELS) + 0.7 * cross_entropy(LABELS.flip(0)),
         [LossTerm("labels", 3, 0.7), LossTerm("labels", 3, 0.3)],
@@ -48,12 +51,18 @@ TERMS: dict[str, tuple[Callable[[], Tensor], list[LossTerm]]] = {
         [LossTerm("labels", 3)],
     ),
     "a sum": (lambda: cross_entropy(LABELS, reduction="sum"), [LossTerm("cross-entropies", 1)]),
-    "a sum over a number": (lambda: cross_entropy(LABELS, reduction="sum") / 7, [LossTerm("cross-entropies", 7)]),
+    "a sum over a number": (
+        lambda: cross_entropy(LABELS, reduction="sum") / 7,
+        [LossTerm("cross-entropies", 7)],
+    ),
     "a sum over a tensor": (
         lambda: cross_entropy(LABELS, reduction="sum") / torch.tensor(7),
         [LossTerm("cross-entropies", 7)],
     ),
-    "a mean by hand": (lambda: cross_entropy(LABELS, reduction="none").mean(), [LossTerm("cross-entropies", 4)]),
+    "a mean by hand": (
+        lambda: cross_entropy(LABELS, reduction="none").mean(),
+        [LossTerm("cross-entropies", 4)],
+    ),
     "a mean of two": (
         lambda: torch.stack([cross_entropy(LABELS), cross_entropy(LABELS[:4])]).mean(),
         [LossTerm("labels", 6), LossTerm("labels", 6)],

@@ -63,15 +63,30 @@ SAID: dict[str, Case] = {
         lambda y: (SOFT[: len(y)] @ WEIGHT).sum(),
         "count rows (count='samples' where each sample is one)",
     ),
-    "a mixture": ({}, lambda y: len(y) / 9 * ce(y) + (1 - len(y) / 9) * ce(y.flip(0)), lambda y: (y >= 0).sum(), None),
-    "a sum as a mean": ({}, lambda y: ce(y, reduction="sum"), lambda y: (y >= 0).sum(), "pass loss_reduction='sum'"),
+    "a mixture": (
+        {},
+        lambda y: len(y) / 9 * ce(y) + (1 - len(y) / 9) * ce(y.flip(0)),
+        lambda y: (y >= 0).sum(),
+        None,
+    ),
+    "a sum as a mean": (
+        {},
+        lambda y: ce(y, reduction="sum"),
+        lambda y: (y >= 0).sum(),
+        "pass loss_reduction='sum'",
+    ),
     "a sum over a factor": (
         {},
         lambda y: ce(y, reduction="sum") * (1 / (y >= 0).sum()),
         lambda y: (y >= 0).sum(),
         None,
     ),
-    "a mean times its count": ({}, lambda y: ce(y) * (y >= 0).sum(), lambda y: (y >= 0).sum(), "loss_reduction='sum'"),
+    "a mean times its count": (
+        {},
+        lambda y: ce(y) * (y >= 0).sum(),
+        lambda y: (y >= 0).sum(),
+        "loss_reduction='sum'",
+    ),
     "a sum": ({"loss_reduction": "sum"}, lambda y: ce(y, reduction="sum"), lambda y: (y >= 0).sum(), None),
     "a mean as a sum": ({"loss_reduction": "sum"}, ce, lambda y: (y >= 0).sum(), "leave it out where"),
     "not counted": ({"per_token_loss": False}, ce, lambda y: 1, None),
@@ -137,7 +152,10 @@ class Soft(LightningModule):
     def __init__(self, counts_weights: bool) -> None:
         super().__init__()
         self.counts_weights = counts_weights
-        self.model, self.loss = nn.Linear(WIDTH, CLASSES).double(), nn.CrossEntropyLoss(weight=WEIGHT.clone())
+        self.model, self.loss = (
+            nn.Linear(WIDTH, CLASSES).double(),
+            nn.CrossEntropyLoss(weight=WEIGHT.clone()),
+        )
         fill(self.model)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
@@ -234,7 +252,9 @@ class Gathering(LightningModule):
                 self.log("error", self.synchronised(errors.detach()))
                 return own
             case "exact":
-                parts = self.all_gather(torch.stack([errors.sum(), errors.new_tensor(len(errors))]), sync_grads=True)
+                parts = self.all_gather(
+                    torch.stack([errors.sum(), errors.new_tensor(len(errors))]), sync_grads=True
+                )
                 return parts[:, 0].sum() / parts[:, 1].sum()
             case "features":
                 return self.all_gather(errors.sum(), sync_grads=True).std() + own
@@ -274,7 +294,11 @@ def plainly(weights_alike: bool) -> dict[str, Tensor]:
     optimizer = module.configure_optimizers()
     for batches in zip(data(0), data(1), strict=True):
         errors = [(module.model(x).squeeze(-1) - y).square() for x, y in batches]
-        loss = torch.stack([each.mean() for each in errors]).mean() if weights_alike else torch.cat(errors).mean()
+        loss = (
+            torch.stack([each.mean() for each in errors]).mean()
+            if weights_alike
+            else torch.cat(errors).mean()
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -117,7 +117,9 @@ class GivesUpEachWindow(Chunks):
     between = staticmethod(lambda optimizer: optimizer.zero_grad())
 
 
-def _fit_chunks(make: type[Chunks], tell: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], str, list[str]]:
+def _fit_chunks(
+    make: type[Chunks], tell: bool, options: dict[str, Any]
+) -> tuple[dict[str, Tensor], str, list[str]]:
     module, error = make(tell=tell), ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -171,13 +173,17 @@ class UsesRightFirst(LightningModule):
         logits = self.left(batch["input_ids"])
         if with_right:
             logits = logits + self.right(batch["input_ids"])
-        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction=reduction)
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten(), reduction=reduction
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
         last = batch_idx % 2 == 1
         with optimizer.toggle_model(sync_grad=last):
-            self.manual_backward(self.loss(batch, not last), num_label_tokens=(batch["labels"] != -100).sum())
+            self.manual_backward(
+                self.loss(batch, not last), num_label_tokens=(batch["labels"] != -100).sum()
+            )
         if last:
             optimizer.step()
             optimizer.zero_grad()
@@ -191,7 +197,9 @@ def _plain_right_first() -> dict[str, Tensor]:
     optimizer = module.configure_optimizers()
     by_rank = micro_batches(CASE)
     for start in range(0, 8, 2):
-        tokens = sum(int((b["labels"] != -100).sum()) for batches in by_rank for b in batches[start : start + 2])
+        tokens = sum(
+            int((b["labels"] != -100).sum()) for batches in by_rank for b in batches[start : start + 2]
+        )
         optimizer.zero_grad()
         for index in (start, start + 1):
             for batches in by_rank:

@@ -1,7 +1,7 @@
 """What happens in the middle of a window changes nothing, and never sees stale gathered parameters.
 
-Every run accumulates four of eight micro-batches; its weights must equal those of the plain loop, which knows nothing
-of the validation, checkpoint, swap or forward in between.
+Every run accumulates four of eight micro-batches; its weights must equal those of the plain loop, which
+knows nothing of the validation, checkpoint, swap or forward in between.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import Outcome, TinyDecoder, full_weights, micro_batches, relative_error, weight_error
+from tests.trainer.exactness import (
+    Outcome,
+    TinyDecoder,
+    full_weights,
+    micro_batches,
+    relative_error,
+    weight_error,
+)
 from tests.trainer.runs import (
     CASE,
     LEARNING_RATE,
@@ -149,7 +156,9 @@ def _fit_with(
 
 
 @pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
-@pytest.mark.parametrize("event", ["validation", "validation_with_swap", "checkpoint", "forward", "swap", "swap_data"])
+@pytest.mark.parametrize(
+    "event", ["validation", "validation_with_swap", "checkpoint", "forward", "swap", "swap_data"]
+)
 def test_changes_nothing(pool2: RankPool, tmp_path: Path, event: str, options: dict[str, Any]) -> None:
     """Training goes on as if nothing had happened; a forward with swapped weights really uses them."""
     expected = Outcome(train_plainly(WINDOWS), None)
@@ -193,7 +202,9 @@ class WritesWeights(MidWindow):
 
 def _fit_and_write(options: dict[str, Any]) -> dict[str, Tensor]:
     module = LabelledModule()
-    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=4, callbacks=[WritesWeights()])
+    trainer = make_trainer(
+        AutomodelStrategy(**options), accumulate_grad_batches=4, callbacks=[WritesWeights()]
+    )
     trainer.fit(module, loader())
     return full_weights(module.model)
 
@@ -203,7 +214,9 @@ def _plain_weights_written_after_two_micro_batches() -> dict[str, Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     by_rank = micro_batches(CASE)
     for window in WINDOWS:
-        tokens = sum(int((batches[index]["labels"] != -100).sum()) for batches in by_rank for index in window)
+        tokens = sum(
+            int((batches[index]["labels"] != -100).sum()) for batches in by_rank for index in window
+        )
         optimizer.zero_grad()
         for index in window:
             for batches in by_rank:

@@ -1,7 +1,8 @@
 """A penalty on weights: right, or an error that names a way which is exact.
 
-Code outside of a unit's forward sees shards under FSDP2. What DTensor computes of them, as `p.full_tensor()`, sends its
-gradient to the shard itself: it is neither averaged over ranks nor weighed as the loss is.
+Code outside of a unit's forward sees shards under FSDP2. What DTensor computes of them, as
+`p.full_tensor()`, sends its gradient to the shard itself: it is neither averaged over ranks nor weighed as
+the loss is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Batch, Outcome, full_weights, micro_batches, weight_error
+from tests.trainer.exactness import (
+    LEARNING_RATE,
+    MOMENTUM,
+    Batch,
+    Outcome,
+    full_weights,
+    micro_batches,
+    weight_error,
+)
 from tests.trainer.plain import ModelModule, filled_decoder, prefixed, windows
 from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, by_default, loader, make_trainer, mean_loss
 
@@ -138,7 +147,8 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "case", by_default(CASES, "norm, before the forward, kept, 2", "squares, after the forward, resharded, 1")
+    "case",
+    by_default(CASES, "norm, before the forward, kept, 2", "squares, after the forward, resharded, 1"),
 )
 def test_in_training_step(pool2: RankPool, case: tuple[str, bool, dict[str, Any], int, bool]) -> None:
     """Refused on every rank where units are sharded when it runs; exact where they are gathered or replicated."""

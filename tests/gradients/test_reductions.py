@@ -32,7 +32,9 @@ class AllReduces(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _reduce(losses: list[list[float]], counts: list[Any], dtype: torch.dtype, **kwargs: Any) -> tuple[Tensor, ...]:
+def _reduce(
+    losses: list[list[float]], counts: list[Any], dtype: torch.dtype, **kwargs: Any
+) -> tuple[Tensor, ...]:
     """Runs on every rank: its own losses and count, over the world."""
     rank = dist.get_rank()
     store = [torch.tensor(loss, dtype=dtype) for loss in losses[rank]]
@@ -46,7 +48,9 @@ def _reduce(losses: list[list[float]], counts: list[Any], dtype: torch.dtype, **
 LOSSES = [[1 / 3, 2.0, 5.5], [1 / 7]]
 
 
-@pytest.mark.parametrize("counts", [[5, 2], [torch.tensor(5), torch.tensor([2], dtype=torch.int32)], [5.0, 2]])
+@pytest.mark.parametrize(
+    "counts", [[5, 2], [torch.tensor(5), torch.tensor([2], dtype=torch.int32)], [5.0, 2]]
+)
 @pytest.mark.parametrize(("per_token_loss", "denominator"), [(True, 7), (False, 4)])
 def test_losses_and_denominators_are_summed(
     pool2: RankPool, counts: list[Any], per_token_loss: bool, denominator: int

@@ -131,7 +131,9 @@ def test_thresholds_that_are_not_positive(clip: Any, value: Any) -> None:
     with pytest.raises(ValueError, match="positive number") as raised:
         clip(parameters, value)
     assert str(raised.value) == f"The value to clip gradients to must be a positive number, got {value!r}."
-    torch.testing.assert_close(_gradients(parameters)[:-1], _gradients(_parameters())[:-1], rtol=0.0, atol=0.0)
+    torch.testing.assert_close(
+        _gradients(parameters)[:-1], _gradients(_parameters())[:-1], rtol=0.0, atol=0.0
+    )
 
 
 def test_clipping_values_equals_torch() -> None:
@@ -149,8 +151,8 @@ def test_norm_that_is_not_finite(norm: float) -> None:
     with pytest.raises(RuntimeError, match="gradient norm") as raised:
         check_finite(torch.tensor(norm))
     assert str(raised.value) == (
-        f"The gradient norm of this window is {norm}; no parameter has been changed by it. Look at the losses of the"
-        " window or lower the learning rate; with error_if_nonfinite=False training goes on."
+        f"The gradient norm of this window is {norm}; no parameter has been changed by it. Look at the"
+        " losses of the window or lower the learning rate; with error_if_nonfinite=False training goes on."
     )
     check_finite(torch.tensor(1e30))
 
@@ -198,17 +200,25 @@ def test_large_finite_gradients_are_clipped_not_zeroed(largest: float, foreach: 
         parameter.grad = torch.full_like(parameter, largest)
     norm = clip_gradients(parameters, 1.0, foreach=foreach)
     exact = 5**0.5 * largest
-    assert norm.item() == pytest.approx(exact if exact < torch.finfo(torch.float32).max else math.inf, rel=1e-6)
-    assert torch.cat([parameter.grad for parameter in parameters]).norm().item() == pytest.approx(1.0, rel=1e-5)
+    assert norm.item() == pytest.approx(
+        exact if exact < torch.finfo(torch.float32).max else math.inf, rel=1e-6
+    )
+    assert torch.cat([parameter.grad for parameter in parameters]).norm().item() == pytest.approx(
+        1.0, rel=1e-5
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+)
 def test_a_factor_in_the_dtype_of_the_gradients_gives_the_same_numbers(dtype: torch.dtype) -> None:
     """As a float64 factor: torch rounds that to the dtype that it computes in, before it multiplies."""
     generator = torch.Generator().manual_seed(2)
     for exponent in range(-30, 31, 3):
         factor = torch.rand((), generator=generator, dtype=torch.float64) * 2.0**exponent
-        parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((3, 67), (1,), (0,), (130,))]
+        parameters = [
+            nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((3, 67), (1,), (0,), (130,))
+        ]
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(dtype)
         wide = torch.promote_types(dtype, torch.float32)

@@ -66,7 +66,9 @@ def test_no_way_of_counting(batch: Any, output: Any) -> None:
     with pytest.raises(ValueError, match="found no count") as raised:
         TokenWeighting(label_key="y", ignore_index=-7).count(batch, output)
     message = str(raised.value)
-    shown = f"a dict with the keys {sorted(batch)}" if isinstance(batch, dict) else f"a {type(batch).__name__}"
+    shown = (
+        f"a dict with the keys {sorted(batch)}" if isinstance(batch, dict) else f"a {type(batch).__name__}"
+    )
     assert f"(the batch is {shown})" in message
     for way in (
         "return {'loss': loss, 'num_label_tokens': n} from training_step",
@@ -112,9 +114,15 @@ def test_samples(batch: Any, count: int) -> None:
 
 NOT_SAMPLES: dict[str, tuple[Any, str]] = {
     "graphs": (Molecules(torch.ones(9, 5), ROWS), "(a Molecules) has first dimensions of 9, 4"),
-    "lengths beside one sequence of all": ((torch.ones(9), torch.ones(2), torch.ones(2)), "first dimensions of 9, 2"),
+    "lengths beside one sequence of all": (
+        (torch.ones(9), torch.ones(2), torch.ones(2)),
+        "first dimensions of 9, 2",
+    ),
     "sequence first": ((torch.ones(6, 4, 2), ROWS), "first dimensions of 6, 4"),
-    "two views": ({"x": torch.ones(8, 3), "y": ROWS}, "(a dict with the keys ['x', 'y']) has first dimensions of 8, 4"),
+    "two views": (
+        {"x": torch.ones(8, 3), "y": ROWS},
+        "(a dict with the keys ['x', 'y']) has first dimensions of 8, 4",
+    ),
     "one row beside more": ((torch.ones(1), IMAGES), "first dimensions of 1, 4"),
     "no tensors": (["a text", "another"], "(a list) has no tensors"),
 }
@@ -294,7 +302,9 @@ def test_report_of_class_weights() -> None:
     assert (report.loss.item(), report.num_label_tokens.item()) == (2.0, 0.75)
 
 
-@pytest.mark.parametrize("count", [3, torch.tensor(3), torch.tensor([3], dtype=torch.int32), torch.tensor(3.0)])
+@pytest.mark.parametrize(
+    "count", [3, torch.tensor(3), torch.tensor([3], dtype=torch.int32), torch.tensor(3.0)]
+)
 @pytest.mark.parametrize(("per_token_loss", "denominator"), [(True, 3), (False, 2)])
 def test_reduce_loss_alone(count: int | Tensor, per_token_loss: bool, denominator: int) -> None:
     """Without a group nothing is communicated, and the inputs stay as they are."""
@@ -317,9 +327,13 @@ def test_labels_without_rows_cannot_be_shifted(shape: tuple[int, ...]) -> None:
     """One label for each sample is no row: dropping the first would count one too few, or nothing at all."""
     labels = torch.ones(shape, dtype=torch.long)
     assert TokenWeighting().count({"labels": labels}) == labels.numel()
-    with pytest.raises(ValueError, match=r"label_shift=1 drops the first label positions of each row") as raised:
+    with pytest.raises(
+        ValueError, match=r"label_shift=1 drops the first label positions of each row"
+    ) as raised:
         TokenWeighting(label_shift=1).count({"labels": labels})
-    assert f"batch['labels'] has the shape {list(shape)} without rows: leave label_shift at 0" in str(raised.value)
+    assert f"batch['labels'] has the shape {list(shape)} without rows: leave label_shift at 0" in str(
+        raised.value
+    )
 
 
 def test_a_count_on_the_device_is_read_where_the_host_may_wait() -> None:
@@ -328,4 +342,6 @@ def test_a_count_on_the_device_is_read_where_the_host_may_wait() -> None:
     with pytest.raises(RuntimeError, match="meta"):  # it reads
         TokenWeighting().check_returned_count(output, 3, reads_device=True)
     with pytest.raises(ValueError, match="num_label_tokens=4, and count_window_ahead=True has counted 3"):
-        TokenWeighting().check_returned_count({**output, "num_label_tokens": torch.tensor(4)}, 3, reads_device=False)
+        TokenWeighting().check_returned_count(
+            {**output, "num_label_tokens": torch.tensor(4)}, 3, reads_device=False
+        )

@@ -64,13 +64,17 @@ def _fit(kinds: Sequence[str], options: dict[str, Any], case: Case) -> list[tupl
         )
         batches = micro_batches(case)[dist.get_rank() // tensor]
         trainer.fit(module, DataLoader(batches, batch_size=None))
-        assert [check.verdict for check in checks if dist.get_rank() == 0] in ([], ["exact"]), checks[0].report
+        assert [check.verdict for check in checks if dist.get_rank() == 0] in ([], ["exact"]), checks[
+            0
+        ].report
         found.append((full_weights(module), seen[0]))
     return found
 
 
 @pytest.mark.parametrize("layout", by_default(LAYOUTS, "fsdp2", "tensor parallel"))
-def test_steps_are_those_of_one_process(layout: tuple[int, dict[str, Any]], request: pytest.FixtureRequest) -> None:
+def test_steps_are_those_of_one_process(
+    layout: tuple[int, dict[str, Any]], request: pytest.FixtureRequest
+) -> None:
     """Two groups of one optimizer, nested late state, the loss of the closure; ragged windows, clipping."""
     num_ranks, options = layout
     pool: RankPool = request.getfixturevalue(f"pool{num_ranks}")
@@ -78,7 +82,9 @@ def test_steps_are_those_of_one_process(layout: tuple[int, dict[str, Any]], requ
     kinds = list(KINDS) if num_ranks == 2 else ["muon", "adafactor"]
     by_rank = pool.run(_fit, kinds, options, case)
     for number, kind in enumerate(kinds):
-        expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE, case, clip=_clip, make_optimizer=KINDS[kind]))
+        expected = prefixed(
+            plain_weights(filled_decoder(), ACCUMULATE, case, clip=_clip, make_optimizer=KINDS[kind])
+        )
         for found in by_rank:
             weights, described = found[number]
             assert weight_error(Outcome(weights, None), expected) <= TOLERANCE, kind
@@ -98,7 +104,9 @@ def _clip(parameters: list[nn.Parameter]) -> None:
 def test_layouts(rows: int) -> None:
     """Rows that tensor parallelism splits in two and FSDP2 then in three, uneven and empty parts; columns too."""
     splits = (Split(2, 0, 2), Split(0, 0, 3), Split(1, 1, 2))
-    coordinates = tuple((tensor, shard, column) for shard in range(3) for column in range(2) for tensor in range(2))
+    coordinates = tuple(
+        (tensor, shard, column) for shard in range(3) for column in range(2) for tensor in range(2)
+    )
     layout = Layout((rows, 5), splits, coordinates)
     whole = torch.arange(rows * 5).view(rows, 5)
     parts = [layout.part(whole, rank) for rank in range(12)]
@@ -118,12 +126,16 @@ def _steps(dtype: torch.dtype, replicas: int) -> list[tuple[dict[str, Tensor], d
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
     sharded, whole = _model(dtype), _model(dtype)
     fully_shard(sharded, mesh=mesh)
-    optimizers = [torch.optim.Muon(model.parameters(), lr=0.05, weight_decay=0.1) for model in (sharded, whole)]
+    optimizers = [
+        torch.optim.Muon(model.parameters(), lr=0.05, weight_decay=0.1) for model in (sharded, whole)
+    ]
     steps = WholeSteps(torch.device("cpu"))
     steps.take(optimizers[0], {0})
     generator = torch.Generator().manual_seed(1)
     for number in range(4):
-        for index, (mine, reference) in enumerate(zip(sharded.parameters(), whole.parameters(), strict=True)):
+        for index, (mine, reference) in enumerate(
+            zip(sharded.parameters(), whole.parameters(), strict=True)
+        ):
             gradient = torch.randn(reference.shape, generator=generator).to(dtype)
             is_used = number % 2 == 0 or index != 1  # one has a gradient every second step
             reference.grad = gradient if is_used else None
@@ -140,7 +152,9 @@ def _steps(dtype: torch.dtype, replicas: int) -> list[tuple[dict[str, Tensor], d
         if owned[parameter]
     }
     assert all(parameter not in optimizers[0].state for parameter, is_own in owned.items() if not is_own)
-    expected = dict(zip(weights, (optimizers[1].state[p]["momentum_buffer"] for p in whole.parameters()), strict=True))
+    expected = dict(
+        zip(weights, (optimizers[1].state[p]["momentum_buffer"] for p in whole.parameters()), strict=True)
+    )
     return [(weights, full_weights(whole)), (momentum, {name: expected[name] for name in momentum})]
 
 
@@ -154,7 +168,9 @@ def _model(dtype: torch.dtype) -> nn.Module:
     return nn.Sequential(*(nn.Linear(columns, rows, bias=False, dtype=dtype) for rows, columns in SHAPES))
 
 
-@pytest.mark.parametrize(("num_ranks", "replicas"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.sweep), (4, 1)])
+@pytest.mark.parametrize(
+    ("num_ranks", "replicas"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.sweep), (4, 1)]
+)
 def test_the_same_bits(num_ranks: int, replicas: int, request: pytest.FixtureRequest) -> None:
     """The same function of the same gradients: fewer rows than ranks, uneven rows, wide and tall, in two dtypes."""
     pool: RankPool = request.getfixturevalue(f"pool{num_ranks}")
@@ -311,7 +327,10 @@ def _save(options: dict[str, Any], path: str) -> dict[str, Tensor]:
     for epochs in (1, 2):
         module = WholeModule("shampoo")
         trainer = make_trainer(
-            AutomodelStrategy(**options), precision="64-true", accumulate_grad_batches=ACCUMULATE, max_epochs=epochs
+            AutomodelStrategy(**options),
+            precision="64-true",
+            accumulate_grad_batches=ACCUMULATE,
+            max_epochs=epochs,
         )
         trainer.fit(module, loader())
         if epochs == 1:
@@ -345,7 +364,9 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("saved", by_default(dict(list(RESUMED.items())[:3]), "shards", "one file of shards"))
+@pytest.mark.parametrize(
+    "saved", by_default(dict(list(RESUMED.items())[:3]), "shards", "one file of shards")
+)
 def test_states_of_owners_are_saved(
     pool1: RankPool, pool2: RankPool, saved: tuple[int, dict[str, Any]], tmp_path: Path
 ) -> None:

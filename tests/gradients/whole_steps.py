@@ -95,7 +95,12 @@ class OneStepSize(Looking):
     """One step size for all parameters, by the norms of all gradients."""
 
     def before(self) -> None:
-        norms = [p.grad.norm().item() for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norms = [
+            p.grad.norm().item()
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         self.norm = 1 + sum(norms)
 
     def direction(self, group: dict[str, Any], parameter: Tensor, loss: Any) -> Tensor:

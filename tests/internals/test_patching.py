@@ -33,7 +33,9 @@ def test_restore_twice_and_after_a_foreign_removal() -> None:
 
 def test_what_nobody_would_call_is_refused() -> None:
     target, patches = Target(), PatchStack()
-    with pytest.raises(AttributeError, match="Target has no attribute 'renamed' for lightning_automodel to replace"):
+    with pytest.raises(
+        AttributeError, match="Target has no attribute 'renamed' for lightning_automodel to replace"
+    ):
         patches.set(target, "renamed", lambda: "ours")
     patches.set(target, "renamed", lambda: "ours", is_new=True)
     assert target.renamed() == "ours"  # type: ignore[attr-defined]

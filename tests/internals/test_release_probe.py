@@ -18,7 +18,8 @@ MAX_PRIVATE_NAMES = 75
 MAX_OUTSIDE = 0
 PACKAGE = Path(lightning_automodel.__file__).parent
 INTERNALS = ("internals/torch.py", "internals/lightning.py")
-# Documented in spite of their names (namedtuple, os, sys, torch's foreach functions and modes), or transformers'.
+# Documented in spite of their names (namedtuple, os, sys, torch's foreach functions and modes), or
+# transformers'.
 NOT_PRIVATE = re.compile(
     r"_fields|_replace|_exit|_current_frames|_python_dispatch|_foreach_.*|_no_split_modules|_init_weights|_gradient_checkpointing_func|_attn_implementation"
 )
@@ -26,7 +27,10 @@ NOT_PRIVATE = re.compile(
 
 def _is_private(name: str) -> bool:
     return (
-        name.startswith("_") and not name.startswith("__") and name.isidentifier() and not NOT_PRIVATE.fullmatch(name)
+        name.startswith("_")
+        and not name.startswith("__")
+        and name.isidentifier()
+        and not NOT_PRIVATE.fullmatch(name)
     )
 
 
@@ -39,7 +43,11 @@ def _own_names(trees: list[ast.Module]) -> set[str]:
                 own.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 own.add(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "self"
+            ):
                 own |= {node.attr} if isinstance(node.ctx, ast.Store) else set()
     return own
 
@@ -60,7 +68,9 @@ def _foreign_names(tree: ast.Module, own: set[str]) -> set[str]:
 
 
 def _by_file() -> dict[str, set[str]]:
-    trees = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    trees = {
+        str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))
+    }
     own = _own_names(list(trees.values()))
     return {file: names for file, tree in trees.items() if (names := _foreign_names(tree, own))}
 
@@ -128,7 +138,11 @@ def test_what_is_missing_is_named(owner: Any, name: str, writable: bool, named: 
 @pytest.mark.parametrize(
     ("module", "error", "message"),
     [
-        ("torch.nn", UnsupportedReleaseError, r"needs an import \(cannot import name '_gone' from 'torch\.nn'"),
+        (
+            "torch.nn",
+            UnsupportedReleaseError,
+            r"needs an import \(cannot import name '_gone' from 'torch\.nn'",
+        ),
         ("torch._gone", UnsupportedReleaseError, r"needs an import \(No module named 'torch\._gone'"),
         ("nobody", ModuleNotFoundError, r"^No module named 'nobody'$"),
     ],

@@ -23,12 +23,36 @@ from tests.rank_pool import RankPool
 from tests.trainer.exactness import Block
 from tests.trainer.runs import LabelledModule, loader, make_trainer
 
-SHARED = [torch, torch.autograd, torch.autograd.graph, device_mesh, saving, Tensor, nn.Parameter, nn.Module, DTensor]
-SHARED += [GradScaler, DistributedDataParallel, BaseFinetuning, ModelCheckpoint, WeightAveraging, torch.optim.Optimizer]
+SHARED = [
+    torch,
+    torch.autograd,
+    torch.autograd.graph,
+    device_mesh,
+    saving,
+    Tensor,
+    nn.Parameter,
+    nn.Module,
+    DTensor,
+]
+SHARED += [
+    GradScaler,
+    DistributedDataParallel,
+    BaseFinetuning,
+    ModelCheckpoint,
+    WeightAveraging,
+    torch.optim.Optimizer,
+]
 """Classes and modules that other code of the process uses too."""
 NOT_OURS = {"__slotnames__", "log", "log_dict", "step"}
 """What copying sets, Lightning for its callbacks, and torch for the class of each optimizer."""
-STEPS = {"forward", "training_step", "validation_step", "test_step", "predict_step", "lightning_automodel_as_step"}
+STEPS = {
+    "forward",
+    "training_step",
+    "validation_step",
+    "test_step",
+    "predict_step",
+    "lightning_automodel_as_step",
+}
 CHECKPOINTED: dict[str, Any] = {"activation_checkpointing": {Block}}
 RUNS: dict[str, tuple[dict[str, Any], set[tuple[str, str]], set[Left]]] = {
     "fsdp2": (
@@ -36,8 +60,13 @@ RUNS: dict[str, tuple[dict[str, Any], set[tuple[str, str]], set[Left]]] = {
         {("_Module", name) for name in STEPS} | {("TinyDecoder", "forward")},
         {Left.STEPS, Left.NAMES, Left.LOADING, Left.PICKLING},
     ),
-    # Lightning runs steps as `forward`, and gives that back as an attribute of the module, under its own DDP too.
-    "ddp": ({**CHECKPOINTED, "data_parallel": "ddp", "uneven_inputs": "pad"}, {("_Module", "forward")}, set()),
+    # Lightning runs steps as `forward`, and gives that back as an attribute of the module, under its own DDP
+    # too.
+    "ddp": (
+        {**CHECKPOINTED, "data_parallel": "ddp", "uneven_inputs": "pad"},
+        {("_Module", "forward")},
+        set(),
+    ),
 }
 
 
@@ -64,7 +93,11 @@ def _functions(target: Any) -> dict[str, Any]:
     own = dict(vars(target))
     if isinstance(target, type | types.ModuleType):
         return own
-    return {name: value for name, value in own.items() if callable(value) and not isinstance(value, nn.Module | type)}
+    return {
+        name: value
+        for name, value in own.items()
+        if callable(value) and not isinstance(value, nn.Module | type)
+    }
 
 
 def _differing(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
@@ -83,7 +116,12 @@ def _replaced(options: dict[str, Any]) -> dict[str, Any]:
         gradient_clip_val=1.0,
         enable_checkpointing=True,
     )
-    loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop]
+    loops = [
+        trainer.fit_loop,
+        trainer.fit_loop.epoch_loop,
+        trainer.fit_loop.epoch_loop.val_loop,
+        trainer.validate_loop,
+    ]
     targets = [*SHARED, *module.modules(), *trainer.callbacks, *loops, trainer, trainer.profiler]
     targets += [trainer.precision_plugin, trainer._signal_connector, trainer.strategy]
     before = [(target, _functions(target)) for target in targets]
@@ -104,9 +142,13 @@ def _replaced(options: dict[str, Any]) -> dict[str, Any]:
     optimizer = module.made[0]
     now = {(id(target), name): vars(target).get(name, absent) for target, name, _ in patched}
     return {
-        "patched": {(_name(target), key[1]) for key, (target, value) in first.items() if now[key] is not value},
+        "patched": {
+            (_name(target), key[1]) for key, (target, value) in first.items() if now[key] is not value
+        },
         "num_patched": len(first),
-        "others": {(_name(target), name) for target, own in before for name in _differing(own, _functions(target))},
+        "others": {
+            (_name(target), name) for target, own in before for name in _differing(own, _functions(target))
+        },
         "filters": [entry for entry in warnings.filters if entry not in ignored],
         "hooks": [len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)],
         "left": what_is_left(),

@@ -1,7 +1,8 @@
 """What a user's program does, for tests of how its processes come about: it trains, and writes what came back.
 
-The program runs in a process that is forked from one that has imported everything, so that it starts at once, or as a
-script, which takes seconds for each rank. The processes that the strategy starts come about as they do for a user.
+The program runs in a process that is forked from one that has imported everything, so that it starts at
+once, or as a script, which takes seconds for each rank. The processes that the strategy starts come about as
+they do for a user.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Launched(LabelledModule):
         pause_s: Seconds that a training step takes at least.
     """
 
-    def __init__(self, folder: Path, fault: str | None = None, repeat: int = 1, pause_s: float = 0.0) -> None:
+    def __init__(
+        self, folder: Path, fault: str | None = None, repeat: int = 1, pause_s: float = 0.0
+    ) -> None:
         super().__init__()
         self.folder, self.fault, self.repeat, self.pause_s = folder, fault, repeat, pause_s
         self.micro_batches = SumMetric()
@@ -148,7 +151,9 @@ def _test(module: Launched, trainer: pl.Trainer) -> list[float]:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()
-    return [found[0]["test_loss"] for found in (of_module, trainer.test(module, ckpt_path="best", verbose=False))]
+    return [
+        found[0]["test_loss"] for found in (of_module, trainer.test(module, ckpt_path="best", verbose=False))
+    ]
 
 
 def train_alone_before(folder: Path) -> None:
@@ -204,7 +209,11 @@ def reference() -> tuple[dict[str, torch.Tensor], float]:
 
 
 def _as_program(
-    function: Callable[..., None], folder: Path, options: dict[str, Any], terminal: str | None, is_script: bool
+    function: Callable[..., None],
+    folder: Path,
+    options: dict[str, Any],
+    terminal: str | None,
+    is_script: bool,
 ) -> None:
     if terminal is not None:
         os.setsid()  # so that the terminal that is opened next becomes this program's

@@ -34,7 +34,9 @@ fit(Path(sys.argv[1]), {"devices": 2}, "TorchElasticEnvironment")
 """
 
 
-def fit(folder: Path, settings: dict[str, Any], environment: str, kubeflow: bool = False, **options: Any) -> None:
+def fit(
+    folder: Path, settings: dict[str, Any], environment: str, kubeflow: bool = False, **options: Any
+) -> None:
     """What one rank does; the first writes the whole weights. Further options are the module's."""
     trainer = pl.Trainer(
         strategy=AutomodelStrategy(timeout=1),
@@ -126,7 +128,9 @@ def logs(folder: Path) -> str:
     return "\n".join((folder / str(rank) / "log").read_text() for rank in range(2))
 
 
-def run_both(folder: Path, name: str, extra: dict[str, str] | None = None, **options: Any) -> list[int | None]:
+def run_both(
+    folder: Path, name: str, extra: dict[str, str] | None = None, **options: Any
+) -> list[int | None]:
     """Exit statuses of two ranks that train in the environment of this name."""
     with ExitStack() as stack:
         ranks = start_both(stack, folder, name, extra, **options)

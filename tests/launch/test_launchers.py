@@ -35,7 +35,9 @@ from tests.trainer.runs import CASE, SILENT, TOLERANCE
 
 TRAINED = [("fork", "fsdp2"), ("fork", "ddp")]
 # What these start imports everything anew; what can be sent there, test_pickling shows.
-TRAINED_IN_THE_SWEEP = [(method, engine) for method in ("spawn", "forkserver") for engine in ("fsdp2", "ddp")]
+TRAINED_IN_THE_SWEEP = [
+    (method, engine) for method in ("spawn", "forkserver") for engine in ("fsdp2", "ddp")
+]
 # What happens to rank 1 of a script; the status of rank 0; what is printed.
 SCRIPT_FAILS = {
     "SIGKILL": (1, "its process was ended by SIGKILL"),
@@ -46,7 +48,9 @@ SCRIPT_FAILS = {
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future]]:
     """Every selected program, three at a time, as what they start imports for long: its status, and its folder."""
 
     def train_by(method: str, engines: list[str]) -> tuple[int | None, Path]:
@@ -56,7 +60,8 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
     def fail_in_script(fault: str) -> tuple[int | None, Path]:
         folder = tmp_path_factory.mktemp("program")
-        # Each rank imports everything anew, which takes longer on a busy machine than forked ranks ever wait.
+        # Each rank imports everything anew, which takes longer on a busy machine than forked ranks ever
+        # wait.
         return run(train_and_fail, folder, is_script=True, fault=fault, timeout=PATIENCE_S / 60), folder
 
     cases = [
@@ -69,7 +74,9 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         if "engine" in case:
             engines.setdefault(case["method"], []).append(case["engine"])
     with ThreadPoolExecutor(max_workers=3) as executor:
-        programs = {f"{fault} in script": executor.submit(fail_in_script, fault) for fault in _all(cases, "fault")}
+        programs = {
+            f"{fault} in script": executor.submit(fail_in_script, fault) for fault in _all(cases, "fault")
+        }
         folder = tmp_path_factory.mktemp
         programs |= {
             f"ctrl-c {method}": executor.submit(_interrupt, method, folder("program"))
@@ -84,7 +91,8 @@ def _all(cases: list[dict[str, Any]], name: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("method", "engine"), [*TRAINED, *(pytest.param(*case, marks=pytest.mark.sweep) for case in TRAINED_IN_THE_SWEEP)]
+    ("method", "engine"),
+    [*TRAINED, *(pytest.param(*case, marks=pytest.mark.sweep) for case in TRAINED_IN_THE_SWEEP)],
 )
 def test_results_of_workers(runs: dict[str, Future], method: str, engine: str) -> None:
     """Weights, metrics and checkpoint paths are in the launching process; test takes the trained weights."""
@@ -100,7 +108,9 @@ def assert_exact(folder: Path, engine: str = "fsdp2") -> dict[str, Any]:
     """What the launching process has are the weights of one process, and the metrics of both ranks."""
     found, (weights, _) = torch.load(folder / "found.pt")[engine], reference()
     assert found["weights"].keys() == weights.keys()
-    assert max(relative_error(found["weights"][name], weight) for name, weight in weights.items()) < TOLERANCE
+    assert (
+        max(relative_error(found["weights"][name], weight) for name, weight in weights.items()) < TOLERANCE
+    )
     assert found["micro_batches"] == 2 * CASE.num_batches
     assert found["best_model_path"].startswith(str(folder / engine / "best"))
     assert found["loss"] > 0
@@ -112,12 +122,15 @@ def test_after_a_run_on_one_device(tmp_path: Path) -> None:
     """Forked ranks would be in the group that the launching process is in since then: it leaves it first."""
     assert run(train_alone_before, tmp_path) == 0, (tmp_path / "log").read_text()
     found, (weights, _) = torch.load(tmp_path / "found.pt"), reference()
-    assert max(relative_error(found["weights"][name], weight) for name, weight in weights.items()) < TOLERANCE
+    assert (
+        max(relative_error(found["weights"][name], weight) for name, weight in weights.items()) < TOLERANCE
+    )
     assert "is in a process group" in found["refused"]
 
 
 @pytest.mark.parametrize(
-    "fault", [name if name == "SIGKILL" else pytest.param(name, marks=pytest.mark.sweep) for name in SCRIPT_FAILS]
+    "fault",
+    [name if name == "SIGKILL" else pytest.param(name, marks=pytest.mark.sweep) for name in SCRIPT_FAILS],
 )
 def test_script_fails(runs: dict[str, Future], fault: str) -> None:
     """The launching rank, which has trained exactly before, leaves with the cause, also where the other never came."""
@@ -139,7 +152,8 @@ def test_ctrl_c(runs: dict[str, Future], interrupted: str) -> None:
     assert "Detected KeyboardInterrupt" in output
     assert "Traceback" not in output
     assert "Error" not in output
-    # Some three seconds on an idle machine; any of the limits for a rank that does not answer would be longer.
+    # Some three seconds on an idle machine; any of the limits for a rank that does not answer would be
+    # longer.
     assert seconds < 60
 
 
@@ -162,7 +176,12 @@ def _interrupt(method: str, folder: Path) -> tuple[int | None, str, float]:
 def test_ranks_meet_at_a_file(tmp_path: Path) -> None:
     """`init_method` reaches the process group."""
     meeting = tmp_path / "meeting"
-    options = {"engines": ["fsdp2"], "tests": False, "init_method": f"file://{meeting}", "timeout": PATIENCE_S / 60}
+    options = {
+        "engines": ["fsdp2"],
+        "tests": False,
+        "init_method": f"file://{meeting}",
+        "timeout": PATIENCE_S / 60,
+    }
     assert run(train, tmp_path, is_script=True, **options) == 0, (tmp_path / "log").read_text()
     assert_exact(tmp_path)
     assert meeting.exists()
@@ -192,14 +211,18 @@ def test_launchers_in_notebooks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unknown_start_method() -> None:
     """With the valid ones."""
-    with pytest.raises(ValueError, match=r"start_method must be one of 'popen', .*'spawn'.*, got 'thread'\."):
+    with pytest.raises(
+        ValueError, match=r"start_method must be one of 'popen', .*'spawn'.*, got 'thread'\."
+    ):
         AutomodelStrategy(start_method="thread")
 
 
 def test_no_effect_where_processes_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """Something else has started them."""
     monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.warns(UserWarning, match="start_method='spawn' has no effect: LightningEnvironment says that"):
+    with pytest.warns(
+        UserWarning, match="start_method='spawn' has no effect: LightningEnvironment says that"
+    ):
         make_trainer("spawn")
 
 

@@ -54,7 +54,8 @@ CELLS = {
 }
 
 
-# A kernel that starts, and ranks in four cells, take half a minute; `fork` itself stands in test_launchers.py.
+# A kernel that starts, and ranks in four cells, take half a minute; `fork` itself stands in
+# test_launchers.py.
 pytestmark = pytest.mark.sweep
 
 

@@ -11,7 +11,9 @@ import torch
 from tests.trainer.exactness import relative_error
 from tests.trainer.runs import TOLERANCE
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -c constraints.txt -e '.[tests,ray]'")
+ray = pytest.importorskip(
+    "ray", reason="Ray is not installed: pip install -c constraints.txt -e '.[tests,ray]'"
+)
 ROOT = Path(__file__).parents[2]
 
 
@@ -46,7 +48,12 @@ def train(settings: dict[str, Any]) -> None:
 def cluster() -> Any:
     """A Ray of this machine alone."""
     variables = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": variables}, _node_ip_address="127.0.0.1")
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        runtime_env={"env_vars": variables},
+        _node_ip_address="127.0.0.1",
+    )
     yield
     ray.shutdown()
 

@@ -41,7 +41,9 @@ def reference() -> tuple[int, float]:
     for step in range(STEPS):
         rows = [data[index] for index in range(step * ROWS_A_WINDOW, (step + 1) * ROWS_A_WINDOW)]
         labels = torch.stack([row["labels"] for row in rows])
-        loss = cross_entropy(model(torch.stack([row["input_ids"] for row in rows])).flatten(0, 1), labels.flatten())
+        loss = cross_entropy(
+            model(torch.stack([row["input_ids"] for row in rows])).flatten(0, 1), labels.flatten()
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -76,7 +78,10 @@ def test_failure_crosses_the_network(run: tuple[list[NodeResult], Path]) -> None
 def test_work_is_done_once_on_each_node_or_once(run: tuple[list[NodeResult], Path]) -> None:
     """Exactly twice with scope="node", by the local rank 0 of each node, and once with scope="global"."""
     results, folder = run
-    assert sorted(path.name for path in folder.glob("node_done_by_*")) == ["node_done_by_0", "node_done_by_2"], results
+    assert sorted(path.name for path in folder.glob("node_done_by_*")) == [
+        "node_done_by_0",
+        "node_done_by_2",
+    ], results
     assert sorted(path.name for path in folder.glob("global_done_by_*")) == ["global_done_by_0"]
     assert len(list(folder.glob("*_seen_by_*"))) == 2 * 4
 
@@ -99,7 +104,9 @@ def test_nodes_have_networks_of_their_own(two_nodes: TwoNodes) -> None:
         shown = subprocess.run(
             ["ip", "-netns", namespace, "-brief", "link"], capture_output=True, text=True, check=True
         )
-        assert sorted(line.split()[0].split("@")[0] for line in shown.stdout.splitlines()) == sorted([device, "lo"])
+        assert sorted(line.split()[0].split("@")[0] for line in shown.stdout.splitlines()) == sorted(
+            [device, "lo"]
+        )
     routes = subprocess.run(
         ["ip", "-netns", two_nodes.namespaces[1], "route", "get", ADDRESSES[0]],
         capture_output=True,
@@ -120,7 +127,9 @@ def list_namespaces() -> str:
 
 
 @pytest.mark.sweep  # six processes import everything anew
-def test_the_page_on_several_nodes(two_nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_on_several_nodes(
+    two_nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its script trains on two nodes, and on a second start goes on from the checkpoint."""
     script = tmp_path / "train.py"
     script.write_text(next(block.text for block in blocks(ROOT / "docs" / "several_nodes.md", "python")))

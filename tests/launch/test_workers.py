@@ -51,10 +51,16 @@ FAILED_IN_THE_SWEEP = [
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Any, Future]]:
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Any, Future]]:
     """What happens in each selected case, three at a time; it is looked at in the case's folder."""
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    cases = [(item.originalname, *item.callspec.params.values()) for item in items if "runs" in item.fixturenames]
+    items = [
+        item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
+    ]
+    cases = [
+        (item.originalname, *item.callspec.params.values()) for item in items if "runs" in item.fixturenames
+    ]
     what: dict[str, Callable[..., Any]] = {
         "test_rank_fails": lambda folder, method, fault: run(fail, folder, start_method=method, fault=fault),
         "test_launching_process_is_ended": end_launching_process,
@@ -70,7 +76,8 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize(
-    ("method", "fault"), [*FAILED, *(pytest.param(*case, marks=pytest.mark.sweep) for case in FAILED_IN_THE_SWEEP)]
+    ("method", "fault"),
+    [*FAILED, *(pytest.param(*case, marks=pytest.mark.sweep) for case in FAILED_IN_THE_SWEEP)],
 )
 def test_rank_fails(runs: dict[Any, Future], method: str, fault: str) -> None:
     """All leave, and the launching process raises what names the rank and tells why."""
@@ -107,7 +114,8 @@ def test_launching_process_is_ended(runs: dict[Any, Future], method: str, name: 
         assert status == 128 + signal.SIGTERM, log
         assert "received SIGTERM: all ranks stop after this step." in log
     else:
-        # To a rank, torch has Linux send SIGINT as soon as its parent is gone; the other may hear of it first.
+        # To a rank, torch has Linux send SIGINT as soon as its parent is gone; the other may hear of it
+        # first.
         assert any(text in log for text in ("KeyboardInterrupt", "was interrupted in"))
         assert status == -signal.SIGKILL
 
@@ -177,7 +185,9 @@ def hangs(folder: Path, local_rank: int) -> None:
     time.sleep(1e6)
 
 
-def test_waiting_has_a_limit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_waiting_has_a_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     """A process that does not end after its run costs nothing but the time; without results it is an error."""
     monkeypatch.setattr(workers, "TIME_TO_END_S", 0.3)
     wait_for(tmp_path, ends, ends_late)
@@ -217,13 +227,22 @@ def loses_the_store(folder: Path, local_rank: int) -> None:
 @pytest.mark.parametrize(
     ("workers", "message"),
     [
-        ((raises_and_cannot_leave, is_killed), r"rank 4 on here failed in training_step: ValueError: no labels here$"),
-        ((is_killed, loses_the_store), r"rank 4 on here was last seen in backward: its process was ended by SIGKILL$"),
+        (
+            (raises_and_cannot_leave, is_killed),
+            r"rank 4 on here failed in training_step: ValueError: no labels here$",
+        ),
+        (
+            (is_killed, loses_the_store),
+            r"rank 4 on here was last seen in backward: its process was ended by SIGKILL$",
+        ),
         ((is_killed, waits_for_it), rf"rank 4 on {socket.gethostname()}: its process was ended by SIGKILL$"),
     ],
 )
 def test_who_knows_the_cause_says_it(
-    workers: tuple[Callable[[Path, int], None], ...], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    workers: tuple[Callable[[Path, int], None], ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """A rank knows what it raised, the others where it was, and the launching process how it ended."""
     time_to_end_s = 0.5 if waits_for_it in workers else 4.0
@@ -248,7 +267,11 @@ def test_the_first_report_counts(tmp_path: Path) -> None:
         (-9, "gloo", "was ended by SIGKILL"),
         (-6, "gloo", "was ended by SIGABRT, as gloo does"),
         (-6, "nccl", "was ended by SIGABRT, as the watchdog of NCCL does after an error in a kernel"),
-        (-6, "cpu:gloo,cuda:nccl", "was ended by SIGABRT, as the watchdog of NCCL does after an error in a kernel"),
+        (
+            -6,
+            "cpu:gloo,cuda:nccl",
+            "was ended by SIGABRT, as the watchdog of NCCL does after an error in a kernel",
+        ),
     ],
 )
 def test_exit_statuses(status: int, backend: str, text: str) -> None:

@@ -1,8 +1,8 @@
 """Two nodes on one machine: network namespaces that are joined by a pair of virtual Ethernet devices.
 
-Ranks on them talk over TCP between two addresses, as on two machines; they share the file system and the host name.
-`connect_two_nodes` makes them and always takes them down again. It needs Linux, `ip` of iproute2 and the permission to
-make namespaces, and skips the test where one is missing.
+Ranks on them talk over TCP between two addresses, as on two machines; they share the file system and the
+host name. `connect_two_nodes` makes them and always takes them down again. It needs Linux, `ip` of iproute2
+and the permission to make namespaces, and skips the test where one is missing.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class TwoNodes:
         """
         port = self._free_port()
         launchers = [
-            self._launch(node, port, ranks_per_node, [str(script), *arguments]) for node in range(len(self.namespaces))
+            self._launch(node, port, ranks_per_node, [str(script), *arguments])
+            for node in range(len(self.namespaces))
         ]
         try:
             outputs = [launcher.communicate(timeout=timeout_s)[0] for launcher in launchers]
@@ -75,11 +76,23 @@ class TwoNodes:
             raise TimeoutError(f"{script.name} still runs after {timeout_s:g} s\n{printed}") from None
         finally:
             _kill(launchers)
-        return [NodeResult(launcher.returncode, output) for launcher, output in zip(launchers, outputs, strict=True)]
+        return [
+            NodeResult(launcher.returncode, output)
+            for launcher, output in zip(launchers, outputs, strict=True)
+        ]
 
-    def _launch(self, node: int, port: int, ranks_per_node: int, command: Sequence[str]) -> subprocess.Popen[str]:
+    def _launch(
+        self, node: int, port: int, ranks_per_node: int, command: Sequence[str]
+    ) -> subprocess.Popen[str]:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)]
-        torchrun += ["--nproc-per-node", str(ranks_per_node), "--master-addr", ADDRESSES[0], "--master-port", str(port)]
+        torchrun += [
+            "--nproc-per-node",
+            str(ranks_per_node),
+            "--master-addr",
+            ADDRESSES[0],
+            "--master-port",
+            str(port),
+        ]
         environment = {
             **os.environ,
             "GLOO_SOCKET_IFNAME": self.devices[node],
@@ -123,7 +136,20 @@ def _set_up(nodes: TwoNodes) -> None:
     for namespace in nodes.namespaces:
         _ip("netns", "add", namespace)
     first, second = zip(nodes.devices, nodes.namespaces, strict=True)
-    _ip("link", "add", first[0], "netns", first[1], "type", "veth", "peer", "name", second[0], "netns", second[1])
+    _ip(
+        "link",
+        "add",
+        first[0],
+        "netns",
+        first[1],
+        "type",
+        "veth",
+        "peer",
+        "name",
+        second[0],
+        "netns",
+        second[1],
+    )
     for device, namespace, address in zip(nodes.devices, nodes.namespaces, ADDRESSES, strict=True):
         _ip("-netns", namespace, "address", "add", f"{address}/24", "dev", device)
         _ip("-netns", namespace, "link", "set", device, "up")

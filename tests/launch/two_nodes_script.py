@@ -64,8 +64,8 @@ def train(folder: Path, fails: bool) -> None:
         report = strategy.last_step
         sizes = strategy.describe()["mesh"]
         (folder / "result").write_text(
-            f"{sizes['data_parallel_replicate']} {sizes['data_parallel_shard']} {report.num_label_tokens.item():g}"
-            f" {report.num_micro_batches.item():g} {report.loss.item()}"
+            f"{sizes['data_parallel_replicate']} {sizes['data_parallel_shard']}"
+            f" {report.num_label_tokens.item():g} {report.num_micro_batches.item():g} {report.loss.item()}"
         )
 
 

@@ -1,9 +1,9 @@
 """One project on this rank, under each strategy: `python -m tests.projects.harness PROJECT DIRECTORY`.
 
-Each way trains two epochs, saves, resumes for two more, and loads what it saved. Data is as much as one batch over all
-ranks, so that its order does not matter; of a project with a count each rank has two micro-batches of unequal size. SGD
-stands in for each project's optimizer, since Adam hides wrong constants. `ExactnessCheck` is told the same count. What
-came of it is written by rank 0, as JSON.
+Each way trains two epochs, saves, resumes for two more, and loads what it saved. Data is as much as one
+batch over all ranks, so that its order does not matter; of a project with a count each rank has two
+micro-batches of unequal size. SGD stands in for each project's optimizer, since Adam hides wrong constants.
+`ExactnessCheck` is told the same count. What came of it is written by rank 0, as JSON.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class Run:
         ckpt_path: To resume from, or to load.
         loads: Whether to load and validate alone.
         is_ragged: Whether each rank has its data in two micro-batches of unequal size.
-        check: Compares the first steps with one process, from within; made with the strategy if ``is_checked``.
+        check: Compares the first steps with one process, from within; made with the strategy if
+            ``is_checked``.
     """
 
     way: str
@@ -116,7 +117,9 @@ class Run:
         ``find_unused_parameters=True`` is meant for all that replicate.
         """
         if self.is_checked:
-            told = {name: value for name, value in options.items() if name in COUNTING and self.way not in OURS}
+            told = {
+                name: value for name, value in options.items() if name in COUNTING and self.way not in OURS
+            }
             self.check = ExactnessCheck(**told)
         finds_unused = options.pop("find_unused_parameters", False)
         if self.way in OURS:
@@ -156,9 +159,13 @@ class Run:
         trainer = Trainer(**self.options(strategy))
         # Hyper-parameters of most projects are more than plain data.
         if self.loads:
-            trainer.validate(module, *loaders[1:], datamodule=datamodule, ckpt_path=self.ckpt_path, weights_only=False)
+            trainer.validate(
+                module, *loaders[1:], datamodule=datamodule, ckpt_path=self.ckpt_path, weights_only=False
+            )
         else:
-            trainer.fit(module, *loaders, datamodule=datamodule, ckpt_path=self.ckpt_path, weights_only=False)
+            trainer.fit(
+                module, *loaders, datamodule=datamodule, ckpt_path=self.ckpt_path, weights_only=False
+            )
 
 
 Project = Callable[[Run], None]
@@ -166,7 +173,9 @@ Project = Callable[[Run], None]
 
 def distance(weights: dict[str, Tensor], others: dict[str, Tensor]) -> float:
     """Euclidean, over all weights."""
-    return float(torch.stack([(weights[name] - other).double().norm() for name, other in others.items()]).norm())
+    return float(
+        torch.stack([(weights[name] - other).double().norm() for name, other in others.items()]).norm()
+    )
 
 
 def train(project: Project, way: str, directory: Path, result: dict[str, Any]) -> Recorder:

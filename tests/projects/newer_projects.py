@@ -122,7 +122,8 @@ def pina(run: Run) -> None:
     from pina.problem import InverseProblem, SpatialProblem
     from pina.solver import PINN
 
-    points = torch.linspace(0, 1, 4 * NUM_SAMPLES).unsqueeze(1)  # two batches for training, one for each of the others
+    # Two batches for training, one for each of the others.
+    points = torch.linspace(0, 1, 4 * NUM_SAMPLES).unsqueeze(1)
 
     def decay(inputs: Any, outputs: Any, unknown: dict[str, Tensor]) -> Any:
         slope = grad(outputs, inputs, components=["u"], d=["x"])
@@ -135,7 +136,9 @@ def pina(run: Run) -> None:
         domains = {}  # noqa: RUF012
         conditions = {  # noqa: RUF012
             "D": Condition(input=LabelTensor(points, ["x"]), equation=Equation(decay)),
-            "data": Condition(input=LabelTensor(points, ["x"]), target=LabelTensor(torch.exp(-1.3 * points), ["u"])),
+            "data": Condition(
+                input=LabelTensor(points, ["x"]), target=LabelTensor(torch.exp(-1.3 * points), ["u"])
+            ),
         }
 
     problem = Decay()
@@ -183,7 +186,9 @@ def _fit_table(run: Run, architecture: type, config: Any) -> None:
     table = pd.DataFrame(values, columns=["a", "b", "c"])
     target = np.sin(values).sum(axis=1)
     data = TabularDataModule(
-        build_preprocessor(PreprocessingConfig(numerical_preprocessing="standardization"), task="regression"),
+        build_preprocessor(
+            PreprocessingConfig(numerical_preprocessing="standardization"), task="regression"
+        ),
         batch_size=run.batch_size,
         shuffle=False,
         regression=True,

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 NUM_SAMPLES = 16
 SERIES_LENGTH = 24
 WITHOUT_RESUMING = {"darts", "gluonts"}
-"""Projects whose own `fit` takes no checkpoint of the Trainer's to resume from. gluonts does, but a resumed run of ours
-draws what the stopped one would have drawn, and Lightning's does not."""
+"""Projects whose own `fit` takes no checkpoint of the Trainer's to resume from. gluonts does, but a resumed
+run of ours draws what the stopped one would have drawn, and Lightning's does not."""
 
 AS_DDP = {"anomalib_ganomaly", "gluonts", "rl4co"}
-"""Projects that Lightning's ddp is the measure of: they draw random numbers as they train, one process others;
-rl4co's baseline is the mean of each rank's batch, and batch normalization one of each rank's."""
+"""Projects that Lightning's ddp is the measure of: they draw random numbers as they train, one process
+others; rl4co's baseline is the mean of each rank's batch, and batch normalization one of each rank's."""
 
 RAGGED = {
     "anomalib",
@@ -63,7 +63,9 @@ def chemprop(run: Run) -> None:
     from chemprop.nn import BondMessagePassing, MeanAggregation, RegressionFFN
 
     points = [data.MoleculeDatapoint.from_smi("C" * (1 + i) + "O", [i / 10]) for i in range(NUM_SAMPLES)]
-    loaders = [data.build_dataloader(data.MoleculeDataset(points), run.batch_size, shuffle=False) for _ in range(2)]
+    loaders = [
+        data.build_dataloader(data.MoleculeDataset(points), run.batch_size, shuffle=False) for _ in range(2)
+    ]
     module = models.MPNN(BondMessagePassing(d_h=16, depth=2), MeanAggregation(), RegressionFFN(input_dim=16))
     run.fit(module, *loaders, strategy=run.strategy(count_label_tokens=lambda batch: len(batch.Y)))
 
@@ -143,7 +145,9 @@ def torch_geometric(run: Run) -> None:
 
     graphs = [graph(i) for i in range(NUM_SAMPLES)]
     data = LightningDataset(graphs, graphs, batch_size=run.batch_size, pin_memory=False)
-    run.fit(Graphs(), datamodule=data, strategy=run.strategy(count_label_tokens=lambda batch: batch.num_graphs))
+    run.fit(
+        Graphs(), datamodule=data, strategy=run.strategy(count_label_tokens=lambda batch: batch.num_graphs)
+    )
 
 
 def webdataset(run: Run) -> None:
@@ -191,7 +195,12 @@ def litgpt(run: Run) -> None:
             super().__init__()
             self.model = package.GPT(
                 package.Config(
-                    block_size=16, padded_vocab_size=32, n_layer=2, n_head=2, n_embd=16, rotary_percentage=1.0
+                    block_size=16,
+                    padded_vocab_size=32,
+                    n_layer=2,
+                    n_head=2,
+                    n_embd=16,
+                    rotary_percentage=1.0,
                 )
             )
 
@@ -248,7 +257,9 @@ def darts(run: Run) -> None:
     from darts.models.forecasting.block_rnn_model import _BlockRNNModule as BlockRNNModule
 
     if run.loads:
-        run.recorder.after = full_weights(BlockRNNModule.load_from_checkpoint(run.ckpt_path, weights_only=False))
+        run.recorder.after = full_weights(
+            BlockRNNModule.load_from_checkpoint(run.ckpt_path, weights_only=False)
+        )
         return
     data = [TimeSeries.from_values(row[:12]) for row in series()]
     model = BlockRNNModel(

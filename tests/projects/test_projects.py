@@ -1,7 +1,7 @@
 """Real packages that ship LightningModules, each as it is, beside Lightning's ddp.
 
-`bash tests/projects/make_environment` makes what they run in; without it, these tests are skipped.
-`pytest -m sweep tests/projects --support-table docs/support.md` enters what came of them into its last table.
+`bash tests/projects/make_environment` makes what they run in; without it, these tests are skipped. `pytest
+-m sweep tests/projects --support-table docs/support.md` enters what came of them into its last table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from tests.projects.projects import AS_DDP, RAGGED
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = Path(os.environ.get("PROJECTS_ENVIRONMENT", ROOT / ".venvs" / "projects"))
-VERSIONS = dict(re.findall(r"^([\w-]+)==(.+)$", (Path(__file__).parent / "requirements.txt").read_text(), re.MULTILINE))
+VERSIONS = dict(
+    re.findall(r"^([\w-]+)==(.+)$", (Path(__file__).parent / "requirements.txt").read_text(), re.MULTILINE)
+)
 TOLERANCE = 1e-4
 """Of the way that weights went, in float32; a wrong divisor is off by a half."""
 
@@ -86,7 +88,9 @@ def run_on_two_ranks(name: str, directory: Path) -> dict[str, dict[str, Any]]:
     for rank in "01":
         with (directory / f"log{rank}").open("w") as log:
             environment = {**fresh_environment(), "WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank}
-            ranks.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
+            ranks.append(
+                subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            )
     try:
         for rank in ranks:
             rank.wait(timeout=900)

@@ -94,7 +94,9 @@ class Recorder(Logger):
 class Learner(LightningModule):
     """A decoder with dropout and batch statistics, which logs in every way there is."""
 
-    def __init__(self, tensor_parallel: bool = False, optimizer: str = "adamw", schedule: str = "step") -> None:
+    def __init__(
+        self, tensor_parallel: bool = False, optimizer: str = "adamw", schedule: str = "step"
+    ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(3)
         self.tensor_parallel, self.optimizer_name, self.schedule = tensor_parallel, optimizer, schedule
@@ -129,7 +131,10 @@ class Learner(LightningModule):
         self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
         self.log("running", self.running, on_step=False, on_epoch=True)
         self.log("seen", self.seen)
-        return {"loss": loss, "num_label_tokens": sum(int((each["labels"] != -100).sum()) for each in batches)}
+        return {
+            "loss": loss,
+            "num_label_tokens": sum(int((each["labels"] != -100).sum()) for each in batches),
+        }
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         loss = self.loss(batch) + torch.rand(())
@@ -243,7 +248,9 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         rows = Quiet()
-        return iter([rows[index] for index in range(self.rank, NUM_SAMPLES - NUM_SAMPLES % self.ranks, self.ranks)])
+        return iter(
+            [rows[index] for index in range(self.rank, NUM_SAMPLES - NUM_SAMPLES % self.ranks, self.ranks)]
+        )
 
 
 def training_loader(kind: str, rank: int, ranks: int) -> Any:
@@ -252,7 +259,11 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
     rows = Subset(Ragged(), range(rank, NUM_SAMPLES - NUM_SAMPLES % ranks, ranks))
     generator = torch.Generator().manual_seed(11 + rank)
     if (name := kind.partition(" ")[0]) in own_loaders.KINDS:
-        workers = {"num_workers": 2, "persistent_workers": "persistent" in kind} if kind.endswith("workers") else {}
+        workers = (
+            {"num_workers": 2, "persistent_workers": "persistent" in kind}
+            if kind.endswith("workers")
+            else {}
+        )
         # Threads and workers load in an order of their own, so that rows must not depend on it.
         data = Ragged() if kind == "yielding" else Still()
         if "distributed" in kind:
@@ -289,7 +300,9 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
         }
         return CombinedLoader(loaders, "min_size")
     if kind in ("stream and few rows", "stateful stream and few rows"):
-        stream = (StatefulDataLoader if kind.startswith("stateful") else DataLoader)(Stream(rank, ranks), **options)
+        stream = (StatefulDataLoader if kind.startswith("stateful") else DataLoader)(
+            Stream(rank, ranks), **options
+        )
         few = DataLoader(Subset(rows, range(4)), shuffle=True, generator=generator, **options)
         return CombinedLoader({"stream": stream, "few": few}, "max_size_cycle")
     if kind == "stream":
@@ -316,7 +329,9 @@ class CountingSampler(Sampler):
 
     def __iter__(self) -> Iterator[int]:
         self.epochs += 1
-        return iter(torch.randperm(self.length, generator=torch.Generator().manual_seed(self.epochs)).tolist())
+        return iter(
+            torch.randperm(self.length, generator=torch.Generator().manual_seed(self.epochs)).tolist()
+        )
 
     def state_dict(self) -> dict[str, int]:
         return {"epochs": self.epochs}
@@ -401,7 +416,9 @@ def disturb(seed: int) -> None:
     np.random.seed(seed)
 
 
-def run(setting: Setting, *callbacks: Callback, seed: int = 1, ckpt_path: Path | None = None) -> tuple[Trainer, Any]:
+def run(
+    setting: Setting, *callbacks: Callback, seed: int = 1, ckpt_path: Path | None = None
+) -> tuple[Trainer, Any]:
     """Fit; return the Trainer and what is to be the same."""
     peers = setting.strategy.get("tensor_parallel_size", 1)
     disturb(1000 * seed + dist.get_rank() // peers)
@@ -416,7 +433,9 @@ def run(setting: Setting, *callbacks: Callback, seed: int = 1, ckpt_path: Path |
 def outcome(trainer: Trainer) -> dict[str, Any]:
     """Weights, buffers, optimizer and scheduler state, counters, and the next random numbers of this rank."""
     module = trainer.lightning_module
-    tensors = {name: _own_part(value) for name, value in (*module.named_parameters(), *module.named_buffers())}
+    tensors = {
+        name: _own_part(value) for name, value in (*module.named_parameters(), *module.named_buffers())
+    }
     for name, state in ((n, trainer.optimizers[0].state.get(p, {})) for n, p in module.named_parameters()):
         tensors |= {f"{name}/{key}": _own_part(value) for key, value in state.items()}
     return {
@@ -426,8 +445,11 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
         "step": trainer.global_step,
         "epoch": trainer.current_epoch,
         "random": [torch.rand(2).tolist(), random.random(), np.random.rand()],
-        "metrics": {n: float(value) for n, value in sorted(trainer.callback_metrics.items()) if n not in EPOCH_MEANS},
-        # Callbacks keep what they load on the host (EarlyStopping's best score), and what they compute on the device.
+        "metrics": {
+            n: float(value) for n, value in sorted(trainer.callback_metrics.items()) if n not in EPOCH_MEANS
+        },
+        # Callbacks keep what they load on the host (EarlyStopping's best score), and what they compute on
+        # the device.
         "callbacks": [
             tree_map_only(Tensor, Tensor.cpu, callback.state_dict())
             for callback in trainer.callbacks
@@ -448,7 +470,9 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     tensors = expected["tensors"], found["tensors"]
     if tensors[0].keys() != tensors[1].keys():
         differing.append("names of tensors")
-    return differing + [name for name, value in tensors[0].items() if not torch.equal(value, tensors[1].get(name))]
+    return differing + [
+        name for name, value in tensors[0].items() if not torch.equal(value, tensors[1].get(name))
+    ]
 
 
 def compare(setting: Setting, folder: Path, *stops: tuple[str, int]) -> list[str]:
@@ -504,7 +528,9 @@ def resume(setting: Setting, path: Path, undisturbed: Any, lines: list[Line], le
     """What differs where a fit goes on from `path`; it must log what the undisturbed one did last, `least` lines."""
     resumed, outcome_ = run(setting, seed=2, ckpt_path=path)
     logged = resumed.logger.lines
-    differing = differences(undisturbed, outcome_) + differing_lines(lines[len(lines) - len(logged) :], logged)
+    differing = differences(undisturbed, outcome_) + differing_lines(
+        lines[len(lines) - len(logged) :], logged
+    )
     if len(logged) < least:
         differing.append(f"{len(logged)} lines were logged, not {least}")
     return differing

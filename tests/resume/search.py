@@ -1,7 +1,8 @@
 """`python -m tests.resume.search --seconds 300 --seed 7`: fits saved and resumed at random points, again and again.
 
-Each case draws a kind of loader, a schedule, callbacks, a data module that counts, the length of windows, the engine
-and the form of checkpoints. It prints what differs from the fit that was never stopped; `--case 12` runs one again.
+Each case draws a kind of loader, a schedule, callbacks, a data module that counts, the length of windows,
+the engine and the form of checkpoints. It prints what differs from the fit that was never stopped; `--case
+12` runs one again.
 """
 
 from __future__ import annotations
@@ -123,7 +124,9 @@ def draw(seed: int, number: int) -> dict[str, Any]:
     }
 
 
-def fit(case: dict[str, Any], seed: int, savers: list[Callback], ckpt_path: Path | None = None) -> dict[str, Any]:
+def fit(
+    case: dict[str, Any], seed: int, savers: list[Callback], ckpt_path: Path | None = None
+) -> dict[str, Any]:
     """Runs on every rank: what must be the same of a fit."""
     options = {
         "precision": "64-true",
@@ -168,13 +171,17 @@ def is_refused(case: dict[str, Any], error: Exception) -> bool:
     """Whether every rank says that a loader that leaves batches out brings them unequally many."""
     if case["loader"] != "filtering" or not isinstance(error, RankError):
         return False
-    refusals = [text for text in error.failures.values() if "has ended with batch" in text and "would go on" in text]
+    refusals = [
+        text for text in error.failures.values() if "has ended with batch" in text and "would go on" in text
+    ]
     return len(refusals) == 2
 
 
 def main() -> int:
     """Search until the time is over; 1 if something was found."""
-    parser = argparse.ArgumentParser(prog="python -m tests.resume.search", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.resume.search", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0)

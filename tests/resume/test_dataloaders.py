@@ -24,7 +24,12 @@ from tests.resume.resuming import (
 )
 
 WINDOWS = {"precision": "64-true", "accumulate_grad_batches": 2}
-STOPS = (("on_train_batch_end", 3), ("on_train_batch_end", 4), ("on_train_epoch_end", 1), ("on_train_batch_end", 9))
+STOPS = (
+    ("on_train_batch_end", 3),
+    ("on_train_batch_end", 4),
+    ("on_train_epoch_end", 1),
+    ("on_train_batch_end", 9),
+)
 FEW_STOPS = (("on_train_batch_end", 3), ("on_train_epoch_end", 1), ("on_train_batch_start", 8))
 BY_DEFAULT = ("max_size_cycle", "stateful stream")
 
@@ -35,7 +40,9 @@ BY_DEFAULT = ("max_size_cycle", "stateful stream")
         *((loader, FEW_STOPS) for loader in BY_DEFAULT),
         *(
             pytest.param(
-                loader, STOPS[:3] if loader == "min_size" else (*STOPS, FEW_STOPS[-1]), marks=pytest.mark.sweep
+                loader,
+                STOPS[:3] if loader == "min_size" else (*STOPS, FEW_STOPS[-1]),
+                marks=pytest.mark.sweep,
             )
             for loader in (
                 *BY_DEFAULT,
@@ -90,7 +97,9 @@ def resumed_with(kind: str, other: str, folder: Path) -> str:
 
 def test_fewer_batches(pool2: RankPool, tmp_path: Path) -> None:
     for told in pool2.run(resumed_with, "own generator", "short own generator", tmp_path, timeout_s=120):
-        assert told.startswith("The checkpoint was written after batch 5 of 7, and a training loader has 2 now")
+        assert told.startswith(
+            "The checkpoint was written after batch 5 of 7, and a training loader has 2 now"
+        )
 
 
 def test_loader_of_another_kind(pool2: RankPool, tmp_path: Path) -> None:
@@ -117,7 +126,10 @@ def started_over(folder: Path) -> tuple[list[float], list[float], list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for ckpt_path in (None, path):
-            learner, callbacks = Recorded(), [ModelCheckpoint(folder, "last"), Saver("on_train_batch_end", 2, path)]
+            learner, callbacks = (
+                Recorded(),
+                [ModelCheckpoint(folder, "last"), Saver("on_train_batch_end", 2, path)],
+            )
             trainer = make_trainer(setting, callbacks[: 1 if ckpt_path else 2])
             trainer.fit(learner, training_loader("stream", 0, 1), ckpt_path=ckpt_path)
             batches.append(learner.started)
@@ -128,4 +140,7 @@ def test_stream_starts_over(pool1: RankPool, tmp_path: Path) -> None:
     """The run says so at its set-up, where anything saves."""
     ((undisturbed, resumed, told),) = pool1.run(started_over, tmp_path, timeout_s=120)
     assert resumed[:2] == undisturbed[:2]
-    assert any("starts over with its DataLoader, which is neither a map-style DataLoader nor" in text for text in told)
+    assert any(
+        "starts over with its DataLoader, which is neither a map-style DataLoader nor" in text
+        for text in told
+    )

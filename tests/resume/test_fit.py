@@ -56,20 +56,33 @@ SOMEWHERE = (("on_train_batch_end", 4), ("on_validation_end", 1), ("on_train_epo
 @pytest.mark.parametrize(
     ("setting", "stops"),
     [
-        (Setting(FSDP2, WINDOWS, {"schedule": "plateau"}, loader="global generator", callbacks=counting), USUAL),
+        (
+            Setting(FSDP2, WINDOWS, {"schedule": "plateau"}, loader="global generator", callbacks=counting),
+            USUAL,
+        ),
         pytest.param(
-            Setting(DDP, DOUBLE, {"schedule": "epoch"}, loader="own generator"), SOMEWHERE, marks=pytest.mark.sweep
+            Setting(DDP, DOUBLE, {"schedule": "epoch"}, loader="own generator"),
+            SOMEWHERE,
+            marks=pytest.mark.sweep,
         ),
         pytest.param(
             Setting(FSDP2, WINDOWS, {"schedule": "plateau"}, loader="global generator", callbacks=counting),
             EVERYWHERE,
             marks=pytest.mark.sweep,
         ),
-        pytest.param(Setting(DDP, WINDOWS, loader="distributed"), USUAL + EVERYWHERE, marks=pytest.mark.sweep),
+        pytest.param(
+            Setting(DDP, WINDOWS, loader="distributed"), USUAL + EVERYWHERE, marks=pytest.mark.sweep
+        ),
         *(
-            pytest.param(Setting(engine, {"precision": precision}, learner), SOMEWHERE, marks=pytest.mark.sweep)
+            pytest.param(
+                Setting(engine, {"precision": precision}, learner), SOMEWHERE, marks=pytest.mark.sweep
+            )
             # AdamW's epsilon is zero in float16: its weights would be NaN.
-            for precision, learner in (("bf16-mixed", {}), ("bf16-true", {}), ("16-true", {"optimizer": "sgd"}))
+            for precision, learner in (
+                ("bf16-mixed", {}),
+                ("bf16-true", {}),
+                ("16-true", {"optimizer": "sgd"}),
+            )
             for engine in (FSDP2, DDP)
             if (engine, precision) != (DDP, "bf16-true")
         ),
@@ -110,7 +123,14 @@ HOOKS = (
     "on_validation_end",
     "on_train_epoch_end",
 )
-LOADERS = ("own generator", "global generator", "distributed", "workers", "stateful stream", "max_size_cycle")
+LOADERS = (
+    "own generator",
+    "global generator",
+    "distributed",
+    "workers",
+    "stateful stream",
+    "max_size_cycle",
+)
 
 
 @pytest.mark.sweep
@@ -130,8 +150,14 @@ def test_random_stops(pool2: RankPool, seed: int, tmp_path: Path) -> None:
     if loader == "stateful stream":
         trainer |= {"val_check_interval": rng.choice([1.0, 3])}
     else:
-        trainer |= {"val_check_interval": rng.choice([1.0, 0.5, 1, 2, 5]), "check_val_every_n_epoch": rng.randint(1, 2)}
-    learner = {"schedule": rng.choice(["step", "epoch", "plateau"]), "optimizer": rng.choice(["adamw", "sgd"])}
+        trainer |= {
+            "val_check_interval": rng.choice([1.0, 0.5, 1, 2, 5]),
+            "check_val_every_n_epoch": rng.randint(1, 2),
+        }
+    learner = {
+        "schedule": rng.choice(["step", "epoch", "plateau"]),
+        "optimizer": rng.choice(["adamw", "sgd"]),
+    }
     learner["schedule"] = learner["schedule"] if trainer.get("check_val_every_n_epoch", 1) == 1 else "step"
     setting = Setting(rng.choice([DDP, FSDP2]), trainer, learner, loader=loader)
     stops = [(rng.choice(HOOKS), rng.randint(1, 9)) for _ in range(2)]
@@ -177,7 +203,10 @@ def resume_with(engine: dict[str, Any], folder: Path) -> list[str]:
     """Runs on every rank: how fits end that are resumed from what holds more than tensors, told True or False."""
     setting, path = Setting(engine, {"max_epochs": 1}, module=Keeps), folder / "stopped.ckpt"
     run(setting, Saver("on_train_batch_end", 2, path))
-    training, validation = training_loader("own generator", dist.get_rank(), 2), training_loader("own generator", 0, 1)
+    training, validation = (
+        training_loader("own generator", dist.get_rank(), 2),
+        training_loader("own generator", 0, 1),
+    )
     ends = []
     for told in (False, True):
         try:
@@ -208,8 +237,12 @@ class Looks(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Learner, *args: Any) -> None:
         loops = [trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop]
-        self.replaced = [name for loop in loops for name in vars(loop) if callable(getattr(type(loop), name, None))]
-        self.replaced += [type(loop).__module__ for loop in loops if "lightning_automodel" in type(loop).__module__]
+        self.replaced = [
+            name for loop in loops for name in vars(loop) if callable(getattr(type(loop), name, None))
+        ]
+        self.replaced += [
+            type(loop).__module__ for loop in loops if "lightning_automodel" in type(loop).__module__
+        ]
 
 
 def look() -> list[str]:
@@ -239,8 +272,8 @@ def test_checkpoint_callback_and_other_seed(pool1: RankPool, tmp_path: Path) -> 
     """One state a rank, all of it loadable with `weights_only`; the seed of the order is that of the saving run."""
     state, found, has_last = pool1.run(save_plainly, tmp_path, timeout_s=120)[0]
     assert list(state) == ["format", "sizes", "ranks"]
-    # A part that an older checkpoint lacks is a new FORMAT: else resuming from one ends in a KeyError. Resuming does
-    # without "extra_states", which format 4 did not have from the start.
+    # A part that an older checkpoint lacks is a new FORMAT: else resuming from one ends in a KeyError.
+    # Resuming does without "extra_states", which format 4 did not have from the start.
     parts = "batches buffers epochs extra_states flags is_epoch_ending loaders logged metrics own random seen stage"
     assert (state["format"], " ".join(sorted(state["ranks"][0]))) == (4, parts)
     assert sorted(state["ranks"][0]["own"]) == ["last_step", "range_scale"]
@@ -261,7 +294,10 @@ class OwnState(Callback):
 
 def resume_own_state(folder: Path) -> tuple[dict[str, Any], ...]:
     """Runs on one rank: the strategy's own state before a checkpoint is taken up, in it, and after that."""
-    setting, path = Setting(DDP, {"precision": "16-true", "max_epochs": 1}, {"optimizer": "sgd"}), folder / "a.ckpt"
+    setting, path = (
+        Setting(DDP, {"precision": "16-true", "max_epochs": 1}, {"optimizer": "sgd"}),
+        folder / "a.ckpt",
+    )
     run(setting, Saver("on_train_batch_end", 2, path))
     run(setting, noted := OwnState(), ckpt_path=path)
     saved = torch.load(path, weights_only=True)["lightning_automodel"]["ranks"][0]["own"]
@@ -270,7 +306,9 @@ def resume_own_state(folder: Path) -> tuple[dict[str, Any], ...]:
 
 def test_own_state_comes_back(pool1: RankPool, tmp_path: Path) -> None:
     """Every part of it, each of which a fresh run has otherwise: most comparisons above only see where fits end."""
-    fresh, saved, resumed = (tree_map(str, each) for each in pool1.run(resume_own_state, tmp_path, timeout_s=120)[0])
+    fresh, saved, resumed = (
+        tree_map(str, each) for each in pool1.run(resume_own_state, tmp_path, timeout_s=120)[0]
+    )
     assert resumed == saved
     assert [name for name in saved if fresh[name] == saved[name]] == []
 

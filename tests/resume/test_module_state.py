@@ -94,7 +94,9 @@ class WithReplay(AdamModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.replays = nn.ModuleList([Replay(as_tensor=False), Replay(as_tensor=True), Replay(as_tensor=False)])
+        self.replays = nn.ModuleList(
+            [Replay(as_tensor=False), Replay(as_tensor=True), Replay(as_tensor=False)]
+        )
         self.at_start: list[list[float]] = []
 
     def on_train_start(self) -> None:
@@ -128,7 +130,9 @@ def _resume_seen(options: dict[str, Any], path: str) -> tuple[list[list[float]],
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("form", FORMS)
-def test_extra_states_that_differ_by_rank(pool2: RankPool, pool1: RankPool, form: str, tmp_path: Path) -> None:
+def test_extra_states_that_differ_by_rank(
+    pool2: RankPool, pool1: RankPool, form: str, tmp_path: Path
+) -> None:
     """Each rank has its own again; another number of ranks starts with rank 0's, and is told so."""
     path = tmp_path / "last.ckpt"
     saved = pool2.run(_save_seen, FORMS[form], str(path))
@@ -138,8 +142,9 @@ def test_extra_states_that_differ_by_rank(pool2: RankPool, pool1: RankPool, form
         ((seen, said),) = pool1.run(_resume_seen, FORMS[form], str(path))
         assert seen == saved[0]
         assert said == [
-            "Extra states of modules (get_extra_state) differed between the ranks that saved the checkpoint, and every"
-            " rank of another layout starts with rank 0's: replays.0._extra_state, replays.1._extra_state."
+            "Extra states of modules (get_extra_state) differed between the ranks that saved the checkpoint,"
+            " and every rank of another layout starts with rank 0's: replays.0._extra_state,"
+            " replays.1._extra_state."
         ]
     if form == "shards":
         assert main(["consolidate", str(path), str(tmp_path / "whole.ckpt")]) == 0

@@ -63,7 +63,10 @@ def test_as_many_samples_count_as_used(then: int, now: int, batches: int) -> Non
         "stage": loops.STEP,
         "batches": 3,
         "own": {"last_step": None},
-        "loaders": [{"kind": "indices", "iteration": (1, 0), "yielded": 3, "seed": 5}, {"kind": "state", "state": {}}],
+        "loaders": [
+            {"kind": "indices", "iteration": (1, 0), "yielded": 3, "seed": 5},
+            {"kind": "state", "state": {}},
+        ],
     }
     plan = world_size.carried_over({"ranks": [saved], "sizes": {"data_parallel": then}}, now)
     assert plan["batches"] == plan["loaders"][0]["yielded"] == batches
@@ -106,5 +109,7 @@ def test_counters_are_consistent() -> None:
 
 def test_another_format_is_refused() -> None:
     resume: Any = SimpleNamespace(_state=fit.State.WAITING, _trainer=SimpleNamespace(callbacks=[]))
-    with pytest.raises(ValueError, match="has format 1, and this version of lightning_automodel knows format 4"):
+    with pytest.raises(
+        ValueError, match="has format 1, and this version of lightning_automodel knows format 4"
+    ):
         fit.Resume.load(resume, {"format": 1}, {}, {}, 0)

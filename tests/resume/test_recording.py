@@ -42,7 +42,10 @@ def test_goes_on(pool1: RankPool, kind: str, tmp_path: Path) -> None:
 
 def what_is_said(kind: str, folder: Path) -> tuple[list[str], list[str]]:
     """Runs on every rank: warnings of a fit that saves; how fits end that go on within epochs, and after the first."""
-    setting, stops = Setting({"data_parallel": "ddp"}, LIMITED, loader=kind), (*STOPS[:2], ("on_train_batch_start", 6))
+    setting, stops = (
+        Setting({"data_parallel": "ddp"}, LIMITED, loader=kind),
+        (*STOPS[:2], ("on_train_batch_start", 6)),
+    )
     savers = [Saver(hook, when, folder / hook) for hook, when in stops]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -63,10 +66,21 @@ def test_refuses_what_has_no_position(pool1: RankPool, kind: str, tmp_path: Path
     """An iterator that was made with the loader has drawn from its sampler before anything was recorded."""
     ((told, ends),) = pool1.run(what_is_said, kind, tmp_path)
     name = kind.capitalize()
-    assert len([text for text in told if text.startswith(f"A run is not resumed within an epoch of its {name},")]) == 1
+    assert (
+        len(
+            [
+                text
+                for text in told
+                if text.startswith(f"A run is not resumed within an epoch of its {name},")
+            ]
+        )
+        == 1
+    )
     assert ends[1] == "resumed"
     for end in (ends[0], ends[2]):
-        assert end.startswith(f"The checkpoint was written within an epoch of a {name}, whose batches come from an")
+        assert end.startswith(
+            f"The checkpoint was written within an epoch of a {name}, whose batches come from an"
+        )
 
 
 def resumed_with_batch_size(folder: Path) -> list[str]:
@@ -98,7 +112,10 @@ def test_other_batch_size(pool1: RankPool, tmp_path: Path) -> None:
 
 def single_rows_under_another_seed(folder: Path) -> tuple[list[float], list[float]]:
     """Runs on every rank: sums of the batches of a fit, and of one that is resumed while PL_GLOBAL_SEED differs."""
-    setting, path = Setting({"data_parallel": "ddp"}, loader="single rows", module=Recorded), folder / "stopped.ckpt"
+    setting, path = (
+        Setting({"data_parallel": "ddp"}, loader="single rows", module=Recorded),
+        folder / "stopped.ckpt",
+    )
     os.environ["PL_GLOBAL_SEED"] = "5"
     undisturbed, _ = run(setting, Saver("on_train_batch_end", 4, path))
     os.environ["PL_GLOBAL_SEED"] = "6"
@@ -112,9 +129,13 @@ def test_single_rows_under_another_seed(pool2: RankPool, tmp_path: Path) -> None
         assert resumed == undisturbed
 
 
-@pytest.mark.parametrize("kind", ["random sampler workers", pytest.param("random sampler", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "kind", ["random sampler workers", pytest.param("random sampler", marks=pytest.mark.sweep)]
+)
 @pytest.mark.every_case
-def test_sampler_that_draws_random_numbers_for_each_batch(pool1: RankPool, kind: str, tmp_path: Path) -> None:
+def test_sampler_that_draws_random_numbers_for_each_batch(
+    pool1: RankPool, kind: str, tmp_path: Path
+) -> None:
     """Workers draw indices ahead, under states that are those of no stop."""
     setting = Setting({"data_parallel": "ddp"}, {"precision": "64-true"}, loader=kind)
     for differing in pool1.run(compare, setting, tmp_path, *STOPS, timeout_s=200):
@@ -124,5 +145,7 @@ def test_sampler_that_draws_random_numbers_for_each_batch(pool1: RankPool, kind:
 def test_stateful_sampler_after_the_last_batch(pool1: RankPool, tmp_path: Path) -> None:
     """No index of that epoch is drawn again, and the sampler counts its epochs all the same."""
     setting = Setting({"data_parallel": "ddp"}, LIMITED, loader="stateful sampler")
-    for differing in pool1.run(compare, setting, tmp_path, ("on_train_batch_end", 4), ("on_validation_batch_end", 1)):
+    for differing in pool1.run(
+        compare, setting, tmp_path, ("on_train_batch_end", 4), ("on_validation_batch_end", 1)
+    ):
         assert differing == []

@@ -90,7 +90,9 @@ def _said(
 def test_silent_profiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """If Lightning tells it of drawing in other words, no fit goes on without snapshots."""
     monkeypatch.setattr(fit, "_FETCH", "renamed")
-    with pytest.raises(UnsupportedReleaseError, match="needs the profiler's action 'renamed', to resume exactly"):
+    with pytest.raises(
+        UnsupportedReleaseError, match="needs the profiler's action 'renamed', to resume exactly"
+    ):
         _said(Saves(tmp_path, set()))
     destroy_global_state()
 
@@ -98,7 +100,9 @@ def test_silent_profiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 def test_renamed_attribute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Lightning's private attributes are looked for before a run."""
     monkeypatch.delattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
-    with pytest.raises(UnsupportedReleaseError, match=r"needs _TrainingEpochLoop\._broadcast_sigterm_tensor, which"):
+    with pytest.raises(
+        UnsupportedReleaseError, match=r"needs _TrainingEpochLoop\._broadcast_sigterm_tensor, which"
+    ):
         _said(Saves(tmp_path, set()))
     destroy_global_state()
 
@@ -140,7 +144,9 @@ class Rolls(Saves):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
         if batch_idx == 3:
-            self.trainer.strategy.load_model_state_dict(self.trainer.strategy.load_checkpoint(self.folder / "2.ckpt"))
+            self.trainer.strategy.load_model_state_dict(
+                self.trainer.strategy.load_checkpoint(self.folder / "2.ckpt")
+            )
 
 
 def test_weights_loaded_within_a_fit(tmp_path: Path) -> None:
@@ -162,7 +168,8 @@ def test_saved_before_a_resumed_fit_starts(tmp_path: Path) -> None:
     _said(Saves(tmp_path, {2}))
     _said(SavesEarly(tmp_path, set()), ckpt_path=tmp_path / "2.ckpt")
     first, second = (
-        torch.load(tmp_path / name, weights_only=True)["lightning_automodel"] for name in ("2.ckpt", "early.ckpt")
+        torch.load(tmp_path / name, weights_only=True)["lightning_automodel"]
+        for name in ("2.ckpt", "early.ckpt")
     )
     assert str(first) == str(second)
 

@@ -57,7 +57,9 @@ def batch_statistics(strategy: dict[str, Any], folder: Path) -> list[str]:
     """Runs on every rank: what differs where a save comes between a forward and its backward, and within a window."""
     trainer = {"precision": "64-true", "max_epochs": 1, "limit_train_batches": 4, "val_check_interval": 1}
     setting = Setting(strategy, {**trainer, "accumulate_grad_batches": 2}, callbacks=averaging)
-    return compare(setting, folder, ("on_before_zero_grad", 2), ("on_after_backward", 3), ("on_train_batch_end", 2))
+    return compare(
+        setting, folder, ("on_before_zero_grad", 2), ("on_after_backward", 3), ("on_train_batch_end", 2)
+    )
 
 
 @pytest.mark.parametrize("strategy", [FSDP2, DDP])
@@ -65,7 +67,8 @@ def batch_statistics(strategy: dict[str, Any], folder: Path) -> list[str]:
 def test_each_rank_keeps_its_buffers(pool2: RankPool, strategy: dict[str, Any], tmp_path: Path) -> None:
     """All ranks save the first one's: what a forward has used waits unchanged for the backward.
 
-    Buffers that are not saved are the first rank's where a window begins, also after a validation with averages.
+    Buffers that are not saved are the first rank's where a window begins, also after a validation with
+    averages.
     """
     for differing in pool2.run(batch_statistics, strategy, tmp_path):
         assert differing == []
@@ -83,7 +86,10 @@ def ended_by(limit: dict[str, Any], hooks: tuple[str, ...], folder: Path) -> lis
 @pytest.mark.parametrize(
     ("limit", "hooks"),
     [
-        ({"max_steps": 2}, ("on_train_batch_end", "on_validation_batch_end", "on_train_epoch_end", "on_train_end")),
+        (
+            {"max_steps": 2},
+            ("on_train_batch_end", "on_validation_batch_end", "on_train_epoch_end", "on_train_end"),
+        ),
         ({"max_epochs": 1}, ("on_train_epoch_end", "on_train_end")),
     ],
     ids=["steps", "epochs"],
@@ -137,7 +143,9 @@ def with_data_module(strategy: dict[str, Any], path: Path) -> tuple[list[str], l
     outcomes, counts = [], []
     for seed, ckpt_path in ((1, None), (2, path)):
         disturb(seed)
-        fitting = make_trainer(setting, [Saver("on_train_batch_end", 5, path)][: 1 if ckpt_path is None else 0])
+        fitting = make_trainer(
+            setting, [Saver("on_train_batch_end", 5, path)][: 1 if ckpt_path is None else 0]
+        )
         data = CountingData()
         fitting.fit(StepsByHand(), datamodule=data, ckpt_path=ckpt_path)
         outcomes.append(outcome(fitting))
@@ -147,7 +155,9 @@ def with_data_module(strategy: dict[str, Any], path: Path) -> tuple[list[str], l
 
 @pytest.mark.parametrize("strategy", [FSDP2, DDP])
 @pytest.mark.every_case
-def test_schedule_and_data_module_within_a_window(pool2: RankPool, strategy: dict[str, Any], tmp_path: Path) -> None:
+def test_schedule_and_data_module_within_a_window(
+    pool2: RankPool, strategy: dict[str, Any], tmp_path: Path
+) -> None:
     """A resumed run repeats the window, so that what counts batches is as of its beginning."""
     for differing, counts in pool2.run(with_data_module, strategy, tmp_path / "stopped.ckpt"):
         assert differing == []
@@ -167,7 +177,9 @@ def begins_anew(strategy: dict[str, Any], path: Path) -> tuple[int, int]:
     setting = Setting(strategy, {**trainer, "accumulate_grad_batches": 2}, module=WithoutLoops)
     saving, _ = run(setting, Saver("on_train_batch_end", 3, path))
     again = make_trainer(setting, [])
-    again.fit(Learner(), training_loader("own generator", dist.get_rank(), dist.get_world_size()), ckpt_path=path)
+    again.fit(
+        Learner(), training_loader("own generator", dist.get_rank(), dist.get_world_size()), ckpt_path=path
+    )
     return saving.global_step, again.global_step
 
 

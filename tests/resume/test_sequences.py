@@ -54,7 +54,8 @@ class Ends(Callback):
 def stopped_again_and_again(setting: Setting, folder: Path, stops: list[StopAt]) -> list[str]:
     """Runs on every rank: what differs from a fit that is not stopped.
 
-    After a "kill" the fit goes on from what ModelCheckpoint wrote last, otherwise from what the exception left.
+    After a "kill" the fit goes on from what ModelCheckpoint wrote last, otherwise from what the exception
+    left.
     """
     expected = run(setting, ModelCheckpoint(folder / "whole", every_n_train_steps=1))[1]
     path = None
@@ -62,13 +63,15 @@ def stopped_again_and_again(setting: Setting, folder: Path, stops: list[StopAt])
         saves = ModelCheckpoint(folder / f"{index}", every_n_train_steps=1, save_last=True)
         callbacks = [saves, OnExceptionCheckpoint(folder, f"raised{index}")] if kind == "raise" else [saves]
         try:
-            ended, found = run(setting, Ends(hook, when), *callbacks, seed=index + 1 if path else 1, ckpt_path=path)
+            ended, found = run(
+                setting, Ends(hook, when), *callbacks, seed=index + 1 if path else 1, ckpt_path=path
+            )
         except Stop:
             written = folder / f"raised{index}.ckpt" if kind == "raise" else folder / f"{index}/last.ckpt"
             path = written if written.exists() else path
         else:
-            # An exception loses what was logged. Of a fit that was over, no more than its state dicts are loaded, and
-            # these hold the first rank's buffers.
+            # An exception loses what was logged. Of a fit that was over, no more than its state dicts are
+            # loaded, and these hold the first rank's buffers.
             left_out = ("metrics",) if ended.logger.lines else ("metrics", "random", "seen", "statistics")
             return [name for name in differences(expected, found) if not name.startswith(left_out)]
     raise AssertionError("the last run is not stopped")
@@ -85,8 +88,13 @@ def drawn(seed: int) -> tuple[Setting, list[StopAt]]:
         "val_check_interval": rng.choice([1.0, 0.5, 3]),
     }
     loader = "workers" if seed % 10 == 9 else rng.choice(LOADERS)
-    setting = Setting(rng.choice([DDP, FSDP2]), trainer, {"optimizer": rng.choice(["adamw", "sgd"])}, loader=loader)
-    stops = [(rng.choice(HOOKS), rng.randint(1, 5), rng.choice(["raise", "kill"])) for _ in range(rng.randint(2, 5))]
+    setting = Setting(
+        rng.choice([DDP, FSDP2]), trainer, {"optimizer": rng.choice(["adamw", "sgd"])}, loader=loader
+    )
+    stops = [
+        (rng.choice(HOOKS), rng.randint(1, 5), rng.choice(["raise", "kill"]))
+        for _ in range(rng.randint(2, 5))
+    ]
     return setting, stops
 
 
@@ -129,7 +137,9 @@ class Kills(Ends):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(folder: Path, name: str, seed: int, stop: StopAt | None = None, ckpt_path: Path | None = None) -> None:
+def train(
+    folder: Path, name: str, seed: int, stop: StopAt | None = None, ckpt_path: Path | None = None
+) -> None:
     """A program: fit on two ranks, which it starts or which run it, until the stop; save each step."""
     trainer = Trainer(
         strategy=AutomodelStrategy(start_method="fork", timeout=1),
@@ -170,4 +180,6 @@ def test_killed_again_and_again(pool2: RankPool, seed: int, tmp_path: Path) -> N
     assert status == 0
     for rank in range(2):
         whole, resumed = (torch.load(tmp_path / f"{name}-{rank}.pt") for name in ("whole", f"run{index}"))
-        assert all(torch.equal(weight, resumed["weights"][name]) for name, weight in whole["weights"].items())
+        assert all(
+            torch.equal(weight, resumed["weights"][name]) for name, weight in whole["weights"].items()
+        )

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    WeightAveraging,
+)
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor
 
@@ -79,7 +84,9 @@ def stopped_by(end: str, engine: dict[str, Any], hook: str, when: int, folder: P
     ],
 )
 @pytest.mark.timeout(400)
-def test_stopped(pool2: RankPool, engine: dict[str, Any], end: str, hook: str, when: int, tmp_path: Path) -> None:
+def test_stopped(
+    pool2: RankPool, engine: dict[str, Any], end: str, hook: str, when: int, tmp_path: Path
+) -> None:
     for differing in pool2.run(stopped_by, end, engine, hook, when, tmp_path, timeout_s=300):
         assert differing == []
 
@@ -179,7 +186,14 @@ def early_stopping() -> list[Callback]:
             marks=pytest.mark.sweep,
         ),
     ],
-    ids=["by hand", "by hand, stepped", "by hand, replicated", "stopping", "callbacks", "callbacks, validated"],
+    ids=[
+        "by hand",
+        "by hand, stepped",
+        "by hand, replicated",
+        "stopping",
+        "callbacks",
+        "callbacks, validated",
+    ],
 )
 @pytest.mark.timeout(400)
 def test_with(pool2: RankPool, setting: Setting, stops: Any, tmp_path: Path) -> None:
@@ -199,8 +213,13 @@ def fit_exact(accumulate: int, folder: Path, saves: bool) -> dict[str, Tensor]:
     """Runs on every rank: weights after two epochs, of which half of one may have been trained by others."""
     disturb(torch.distributed.get_rank())
     path = folder / "shared.ckpt"
-    setting = Setting(FSDP2, {"precision": "64-true", "accumulate_grad_batches": accumulate}, loader="distributed")
-    trainer, learner = make_trainer(setting, [Saver("on_train_batch_end", 2, path)] if saves else []), Exact()
+    setting = Setting(
+        FSDP2, {"precision": "64-true", "accumulate_grad_batches": accumulate}, loader="distributed"
+    )
+    trainer, learner = (
+        make_trainer(setting, [Saver("on_train_batch_end", 2, path)] if saves else []),
+        Exact(),
+    )
     rows = torch.utils.data.Subset(Quiet(), range(24))
     loader = torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True, collate_fn=collate)
     trainer.fit(learner, loader, ckpt_path=None if saves else path)
@@ -269,7 +288,9 @@ def test_new_processes(pool2: RankPool, tmp_path: Path) -> None:
     assert launched.run(train, tmp_path, name="resumed", ckpt_path=tmp_path / "died.ckpt") == 0
     for rank in range(2):
         whole, resumed = (torch.load(tmp_path / f"{name}-{rank}.pt") for name in ("whole", "resumed"))
-        assert all(torch.equal(weight, resumed["weights"][name]) for name, weight in whole["weights"].items())
+        assert all(
+            torch.equal(weight, resumed["weights"][name]) for name, weight in whole["weights"].items()
+        )
         assert torch.equal(whole["random"], resumed["random"])
         assert 0 < len(resumed["lines"]) < len(whole["lines"])
         assert resumed["lines"] == whole["lines"][-len(resumed["lines"]) :]

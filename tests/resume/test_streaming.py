@@ -22,7 +22,12 @@ from tests.rank_pool import RankPool
 from tests.resume.resuming import Saver, Setting, disturb, make_trainer
 
 NUM_ROWS = 44
-STOPS = (("on_train_batch_end", 3), ("on_train_epoch_end", 1), ("on_train_batch_start", 7), ("on_train_batch_end", 8))
+STOPS = (
+    ("on_train_batch_end", 3),
+    ("on_train_epoch_end", 1),
+    ("on_train_batch_start", 7),
+    ("on_train_batch_end", 8),
+)
 
 
 class Noting(LightningModule):
@@ -84,13 +89,17 @@ def write(library: str, folder: Path) -> None:
     else:
         import litdata
 
-        litdata.optimize(row_of, list(range(NUM_ROWS)), str(folder), chunk_size=8, num_workers=1, verbose=False)
+        litdata.optimize(
+            row_of, list(range(NUM_ROWS)), str(folder), chunk_size=8, num_workers=1, verbose=False
+        )
 
 
 FITS = itertools.count()
 
 
-def fit(setting: Setting, library: str, folder: Path, num_workers: int, *savers: Callback, path: Any = None) -> Any:
+def fit(
+    setting: Setting, library: str, folder: Path, num_workers: int, *savers: Callback, path: Any = None
+) -> Any:
     """Rows that were seen, and weights."""
     disturb(next(FITS))
     trainer, module = make_trainer(setting, list(savers)), Noting()
@@ -114,7 +123,9 @@ def compared(options: dict[str, Any], library: str, folder: Path, num_workers: i
 
 
 @pytest.mark.parametrize("library", LOADERS)
-@pytest.mark.parametrize(("num_workers", "limit"), [(0, None), (0, 5), pytest.param(2, None, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    ("num_workers", "limit"), [(0, None), (0, 5), pytest.param(2, None, marks=pytest.mark.sweep)]
+)
 @pytest.mark.every_case
 @pytest.mark.timeout(600)
 def test_goes_on(pool2: RankPool, library: str, num_workers: int, limit: int | None, tmp_path: Path) -> None:
@@ -122,5 +133,7 @@ def test_goes_on(pool2: RankPool, library: str, num_workers: int, limit: int | N
     mosaic() if library == "streaming" else pytest.importorskip(library)
     write(library, tmp_path / "data")
     options = {"data_parallel": "ddp"}
-    for differing in pool2.run(compared, options, library, tmp_path / "data", num_workers, limit, timeout_s=400):
+    for differing in pool2.run(
+        compared, options, library, tmp_path / "data", num_workers, limit, timeout_s=400
+    ):
         assert differing == []

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BackboneFinetuning, GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
 from torch import Tensor, nn
 from torchmetrics import SumMetric
 
@@ -89,7 +93,9 @@ class Keeping(Learner):
 @pytest.mark.parametrize(
     ("setting", "stops"),
     [
-        pytest.param(Setting(FSDP2, DOUBLE, callbacks=accumulating), SECOND_EPOCH + VALIDATED, marks=pytest.mark.sweep),
+        pytest.param(
+            Setting(FSDP2, DOUBLE, callbacks=accumulating), SECOND_EPOCH + VALIDATED, marks=pytest.mark.sweep
+        ),
         (Setting(FSDP2, DOUBLE, module=WithBackbone, callbacks=finetuning), SECOND_EPOCH),
         pytest.param(
             Setting(UNUSED, DOUBLE, module=WithBackbone, callbacks=finetuning),
@@ -97,14 +103,22 @@ class Keeping(Learner):
             marks=pytest.mark.sweep,
         ),
         pytest.param(
-            Setting(FSDP2, {**DOUBLE, "val_check_interval": 3}, module=Switching), SECOND_EPOCH, marks=pytest.mark.sweep
-        ),
-        pytest.param(Setting(DDP, DOUBLE, module=Keeping), (("on_train_batch_start", 5),), marks=pytest.mark.sweep),
-        pytest.param(
-            Setting(FSDP2, DOUBLE, module=WithBackbone, callbacks=finetuning), VALIDATED, marks=pytest.mark.sweep
+            Setting(FSDP2, {**DOUBLE, "val_check_interval": 3}, module=Switching),
+            SECOND_EPOCH,
+            marks=pytest.mark.sweep,
         ),
         pytest.param(
-            Setting(FSDP2, {**DOUBLE, "val_check_interval": 3}, module=Switching), VALIDATED, marks=pytest.mark.sweep
+            Setting(DDP, DOUBLE, module=Keeping), (("on_train_batch_start", 5),), marks=pytest.mark.sweep
+        ),
+        pytest.param(
+            Setting(FSDP2, DOUBLE, module=WithBackbone, callbacks=finetuning),
+            VALIDATED,
+            marks=pytest.mark.sweep,
+        ),
+        pytest.param(
+            Setting(FSDP2, {**DOUBLE, "val_check_interval": 3}, module=Switching),
+            VALIDATED,
+            marks=pytest.mark.sweep,
         ),
     ],
     ids=[
@@ -127,6 +141,9 @@ def test_switched(pool2: RankPool, setting: Setting, stops: Any, tmp_path: Path)
 @pytest.mark.timeout(400)
 def test_switched_and_stopped_twice(pool2: RankPool, tmp_path: Path) -> None:
     """The second checkpoint, too, tells what was switched before the first."""
-    setting, stops = Setting(FSDP2, DOUBLE, module=Switching), (("on_train_batch_end", 9), ("on_train_batch_end", 2))
+    setting, stops = (
+        Setting(FSDP2, DOUBLE, module=Switching),
+        (("on_train_batch_end", 9), ("on_train_batch_end", 2)),
+    )
     for differing in pool2.run(compare_chain, setting, tmp_path, *stops, timeout_s=300):
         assert differing == []

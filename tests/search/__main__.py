@@ -1,7 +1,7 @@
 """`python -m tests.search --seconds 600 --seed 7`: search for a run that does not equal one process.
 
-Prints the seed, what came of the cases, and for each finding the smallest case that shows it. `--case 123` runs one
-number of the seed again, `--dict "{'engine': 'ddp'}"` a case as it was printed.
+Prints the seed, what came of the cases, and for each finding the smallest case that shows it. `--case 123`
+runs one number of the seed again, `--dict "{'engine': 'ddp'}"` a case as it was printed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def main() -> int:
 def _run(case: Case, pool: Callable[[int], RankPool]) -> bool:
     """Whether something is wrong with a case, which is printed."""
     verdict = judge(pool(case.num_ranks), case)
-    print(f"{case.as_dict()}: {verdict.what or f'{verdict.finding.kind}: {verdict.finding.text}'}", flush=True)
+    print(
+        f"{case.as_dict()}: {verdict.what or f'{verdict.finding.kind}: {verdict.finding.text}'}", flush=True
+    )
     return verdict.finding is not None
 
 

@@ -53,7 +53,9 @@ class Stops(Checkpoint):
     def __init__(self, after: int, path: Path) -> None:
         self.after, self.path = after, path
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if trainer.current_epoch * pl_module.case.num_batches + batch_idx + 1 == self.after:
             trainer.save_checkpoint(self.path)
             trainer.should_stop = True

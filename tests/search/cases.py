@@ -16,7 +16,8 @@ class Case:
     Attributes:
         seed: Of the initial weights and of the data.
         engine: "fsdp2", "ddp", or "hsdp" on four ranks.
-        experts: Ranks that the experts of each block are spread over; 4 brings four ranks. Without, blocks have none.
+        experts: Ranks that the experts of each block are spread over; 4 brings four ranks. Without, blocks
+            have none.
         task: What is predicted, "tokens" or "rows".
         container: How the module holds its blocks, and how it calls them.
         output: What a block returns.
@@ -24,7 +25,8 @@ class Case:
         parts: Extra parameters: see `Net`.
         counter: A buffer that counts forwards and scales the output: "persistent" or "transient".
         frozen: What is not trained: "embedding", "block" or "biases".
-        thaw: When a part that was frozen is unfrozen, or the other way round: "epoch", "window" or "mid_window".
+        thaw: When a part that was frozen is unfrozen, or the other way round: "epoch", "window" or
+            "mid_window".
         penalty: A loss on weights in `training_step`: "full_tensor".
         batch: What a batch looks like.
         num_batches: Micro-batches of an epoch on each rank.
@@ -48,7 +50,8 @@ class Case:
         manual_clip: How it clips: "strategy", "self" or "torch".
         callbacks: Callbacks of the Trainer.
         stops: Micro-batches after which the fit is stopped and resumed.
-        fits: What an estimate says that fits unsharded, "nothing", "gradients" or "all": of each fit between stops.
+        fits: What an estimate says that fits unsharded, "nothing", "gradients" or "all": of each fit between
+            stops.
         strategy: More options of the strategy.
         trainer: More options of the Trainer.
 

@@ -45,7 +45,9 @@ def data(case: Case) -> list[list[tuple[Tensor, Tensor]]]:
             # Ranks must call backward equally often: each batch has two chunks.
             shape = (rng.randint(2 if case.manual == "chunks" else 1, 3), rng.randint(2, 5))
             ids = torch.randint(VOCABULARY, shape, generator=generator)
-            labels = torch.randint(VOCABULARY, shape if case.task == "tokens" else shape[:1], generator=generator)
+            labels = torch.randint(
+                VOCABULARY, shape if case.task == "tokens" else shape[:1], generator=generator
+            )
             if case.task == "tokens":
                 ignored = torch.rand(shape, generator=generator) < rng.random()
                 ignored[0, -1] = False
@@ -122,7 +124,9 @@ def aux_loss(hidden: Tensor) -> Tensor:
     return 0.1 * hidden.square().mean()
 
 
-def critic_loss(case: Case, critic: nn.Module, hidden: Tensor, labels: Tensor, sign: float, reduction: str) -> Tensor:
+def critic_loss(
+    case: Case, critic: nn.Module, hidden: Tensor, labels: Tensor, sign: float, reduction: str
+) -> Tensor:
     """[] how well a critic knows the hidden states at positions that count."""
     scores = critic(hidden)
     labels = used(case, labels)

@@ -14,11 +14,23 @@ VALUES: dict[str, Callable[[random.Random], Any]] = {
     "engine": lambda rng: rng.choice(["ddp", "ddp", "ddp", "ddp", "ddp", "ddp", "hsdp"]),
     "task": lambda rng: "rows",
     "container": lambda rng: rng.choice(
-        ["sequential", "groups", "iterated", "indexed", "dict", "nested", "reused", "dict_of_groups", "direct"]
+        [
+            "sequential",
+            "groups",
+            "iterated",
+            "indexed",
+            "dict",
+            "nested",
+            "reused",
+            "dict_of_groups",
+            "direct",
+        ]
     ),
     "output": lambda rng: rng.choice(["tuple", "dict"]),
     "norm": lambda rng: rng.choice(["layer", "batch"]),
-    "parts": lambda rng: _some(rng, ["tied", "scalar", "vector", "gate", "unused", "sometimes", "empty", "teacher"]),
+    "parts": lambda rng: _some(
+        rng, ["tied", "scalar", "vector", "gate", "unused", "sometimes", "empty", "teacher"]
+    ),
     "counter": lambda rng: rng.choice(["persistent", "transient"]),
     "frozen": lambda rng: rng.choice(["embedding", "block", "biases"]),
     "thaw": lambda rng: rng.choice(["epoch", "window", "mid_window"]),
@@ -61,7 +73,18 @@ VALUES: dict[str, Callable[[random.Random], Any]] = {
     ),
     "skip": lambda rng: tuple(sorted(rng.sample(range(4), rng.choice([1, 1, 2])))),
     "manual": lambda rng: rng.choice(
-        ["each", "window", "unclosed", "add", "two_losses", "gan", "gan_window", "two_optimizers", "chunks", "closure"]
+        [
+            "each",
+            "window",
+            "unclosed",
+            "add",
+            "two_losses",
+            "gan",
+            "gan_window",
+            "two_optimizers",
+            "chunks",
+            "closure",
+        ]
     ),
     "callbacks": lambda rng: _some(
         rng, ["checkpoint", "save_in_mid_window", "ema", "swa", "monitor", "early", "finetuning", "validate"]
@@ -122,15 +145,17 @@ def _experts(rng: random.Random, wanted: bool) -> int:
     return rng.choice([2, 2, 4]) if wanted or rng.random() < 0.2 else 0
 
 
-def draw_case(seed: int, number: int, without: frozenset[str] = frozenset(), kinds: tuple[str, ...] = ()) -> Case:
+def draw_case(
+    seed: int, number: int, without: frozenset[str] = frozenset(), kinds: tuple[str, ...] = ()
+) -> Case:
     """The case of this number.
 
     Args:
         seed: Of the search.
         number: Of the case.
         without: Traits of `KNOWN` to leave out.
-        kinds: Kinds of user code (`kinds.KINDS`) that it has; by default the number decides. "experts" are no user
-            code: with it, experts are spread unless the engine is DDP.
+        kinds: Kinds of user code (`kinds.KINDS`) that it has; by default the number decides. "experts" are
+            no user code: with it, experts are spread unless the engine is DDP.
     """
     rng = random.Random(f"{seed}-{number}")
     density = rng.choice([0.1, 0.2, 0.3])
@@ -148,6 +173,8 @@ def draw_case(seed: int, number: int, without: frozenset[str] = frozenset(), kin
         # Drawn apart, so that a number has the same other traits with and without these.
         fits=_fits(random.Random(f"{seed}-{number}-fits")),
         experts=_experts(random.Random(f"{seed}-{number}-experts"), EXPERTS in kinds),
-        **draw_kinds(random.Random(f"{seed}-{number}-kinds"), tuple(kind for kind in kinds if kind != EXPERTS)),
+        **draw_kinds(
+            random.Random(f"{seed}-{number}-kinds"), tuple(kind for kind in kinds if kind != EXPERTS)
+        ),
     )
     return made_valid(case, without)

@@ -40,13 +40,20 @@ REFUSALS: dict[str, Callable[[Case], Any]] = {
             or ("validate" in c.callbacks and c.manual == "gan_window")
         )
     ),
-    r"activation_checkpointing=.* finds no blocks": lambda c: c.container in ("direct", "dict", "dict_of_groups"),
+    r"activation_checkpointing=.* finds no blocks": lambda c: (
+        c.container in ("direct", "dict", "dict_of_groups")
+    ),
     r"got a gradient that it does not reduce": lambda c: c.penalty == "full_tensor" and c.engine != "ddp",
     # torch's anomaly mode looks for NaN by an operator that DTensors lack, before that.
-    r"_is_any_true.default does not have a sharding": lambda c: c.penalty == "full_tensor" and has(c, "detect_anomaly"),
+    r"_is_any_true.default does not have a sharding": lambda c: (
+        c.penalty == "full_tensor" and has(c, "detect_anomaly")
+    ),
     r"manual_backward is called again for the same batch": lambda c: c.manual == "chunks",
-    r"A sharded parameter met a plain tensor": lambda c: c.container in ("iterated", "indexed") and c.engine != "ddp",
-    # Torch's own: the option leaves what an evaluation in mid-window has gathered, and the hook writes to that.
+    r"A sharded parameter met a plain tensor": lambda c: (
+        c.container in ("iterated", "indexed") and c.engine != "ddp"
+    ),
+    # Torch's own: the option leaves what an evaluation in mid-window has gathered, and the hook writes to
+    # that.
     r"copy_.default got mixed torch.Tensor and DTensor": lambda c: (
         "swap_in_mid_window" in c.hooks and has(c, "reshard_after_forward")
     ),
@@ -106,7 +113,8 @@ def judge(pool: RankPool, case: Case, run: Callable[[Case, str], Outcome] = trai
     for rank, outcome in enumerate(outcomes):
         wrong = "; ".join(differences(case, outcome, expected, rank))
         if wrong and not any(differences(case, outcome, expected, rank, ROUNDING)):
-            # Chaotic, as a GAN may be: how far apart are two single processes that begin a rounding error apart?
+            # Chaotic, as a GAN may be: how far apart are two single processes that begin a rounding error
+            # apart?
             disturbed = Reference(case, disturbance=1e-15).run()
             apart = max(
                 relative_error(disturbed.weights[name], weight)
@@ -140,14 +148,18 @@ def differences(
             yield f"{name} is {float(outcome.buffers[name]):g} instead of {float(buffer):g}"
     if len(outcome.norms) != len(expected.norms):
         yield f"{len(outcome.norms)} norms instead of {len(expected.norms)}"
-    elif any(relative_error(a, b) > 10 * tolerance for a, b in zip(outcome.norms, expected.norms, strict=True)):
+    elif any(
+        relative_error(a, b) > 10 * tolerance for a, b in zip(outcome.norms, expected.norms, strict=True)
+    ):
         yield f"norms {outcome.norms} instead of {expected.norms}"
     # A rank without data has padding batches, whose gradients nobody asks for.
     if not case.more_batches:
-        own = expected.foreign[rank][-len(outcome.foreign) :] if outcome.foreign else []  # since it was resumed
+        # Since it was resumed.
+        own = expected.foreign[rank][-len(outcome.foreign) :] if outcome.foreign else []
         if len(own) != len(outcome.foreign) or (own == [] and expected.foreign[rank] and not case.stops):
             yield f"{len(outcome.foreign)} foreign gradients instead of {len(expected.foreign[rank])}"
-        # A gradient that should be zero is rounding, beside the others: BatchNorm of one row takes all of a rank's.
+        # A gradient that should be zero is rounding, beside the others: BatchNorm of one row takes all of a
+        # rank's.
         floor = 1e-3 * max((norm for of_rank in expected.foreign for norm in of_rank), default=0.0)
         errors = [abs(a - b) / max(b, floor, 1e-300) for a, b in zip(outcome.foreign, own, strict=False)]
         if max(errors, default=0.0) > 10 * tolerance:
@@ -198,7 +210,9 @@ def _raised(text: str) -> tuple[str, str]:
     if not places:
         return "", text.strip()[-300:]
     body = last[places[-1].end() :]
-    found = re.search(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Stop\w*)\b.*", body, re.MULTILINE | re.DOTALL)
+    found = re.search(
+        r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Stop\w*)\b.*", body, re.MULTILINE | re.DOTALL
+    )
     line = found[0].strip() if found else body.strip()
     return places[-1][1], line.rpartition(".")[2] if line.count(":") == 0 else line
 

@@ -32,7 +32,9 @@ def _write(rng: random.Random) -> tuple[str, ...]:
     if what in ("teacher", "unit"):
         place = rng.choice(["step", "forward", "after_forward", "batch_end"])
         return (f"{what}_{rng.choice(_TEACHING)}@{place}",)
-    return (f"{what}@{rng.choice(['step', 'forward', 'batch_end', 'block' if what == 'clamp' else 'forward'])}",)
+    return (
+        f"{what}@{rng.choice(['step', 'forward', 'batch_end', 'block' if what == 'clamp' else 'forward'])}",
+    )
 
 
 def _crossed(*lists: list[str]) -> Callable[[random.Random], str]:
@@ -87,7 +89,9 @@ def _without_places(*places: str) -> Callable[[Case], tuple[str, ...]]:
 def _dropped(name: str, *values: str) -> Callable[[Case], tuple[Any, ...]]:
     def kept(case: Case) -> tuple[Any, ...]:
         return tuple(
-            value for value in getattr(case, name) if (value[0] if isinstance(value, tuple) else value) not in values
+            value
+            for value in getattr(case, name)
+            if (value[0] if isinstance(value, tuple) else value) not in values
         )
 
     return kept
@@ -102,7 +106,10 @@ _GANS = ("gan", "gan_window")
 _SEVERAL_LOSSES = (*_GANS, "two_losses", "chunks")
 
 RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
-    (lambda c: c.soft, {"task": "rows", "gap": None, "tell": lambda c: "callable" if c.tell == "key" else c.tell}),
+    (
+        lambda c: c.soft,
+        {"task": "rows", "gap": None, "tell": lambda c: "callable" if c.tell == "key" else c.tell},
+    ),
     (lambda c: c.soft and c.manual in _GANS, {"manual": "each"}),
     # Labels of floats are counted by their elements, as in a regression.
     (lambda c: c.soft and c.tell == "labels" and c.loss_reduction == "sum", {"tell": "callable"}),
@@ -136,7 +143,10 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
             "hooks": _dropped("hooks", "warm_up"),
         },
     ),
-    (lambda c: c.changed is not None and c.changed.endswith("train_start"), {"optimizer": "sgd", "thaw": None}),
+    (
+        lambda c: c.changed is not None and c.changed.endswith("train_start"),
+        {"optimizer": "sgd", "thaw": None},
+    ),
     (lambda c: c.changed is not None and c.frozen == "biases", {"frozen": None}),
     (lambda c: c.rows is not None, {"parts": _dropped("parts", "tied")}),
     (
@@ -157,7 +167,10 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
     # A resumed window begins anew, with what its first micro-batches have written before.
     (lambda c: _teaches(c), {"more_batches": 0, "stops": ()}),
     # One process raises: the first forward has saved what the second one writes.
-    (lambda c: "normalize@forward" in c.writes, {"forwards": 1, "foreign": _without_places("after_forward")}),
+    (
+        lambda c: "normalize@forward" in c.writes,
+        {"forwards": 1, "foreign": _without_places("after_forward")},
+    ),
     (lambda c: "max_norm" in c.writes, {"parts": _dropped("parts", "tied")}),
     (lambda c: "max_norm" in c.writes, {"hooks": _dropped("hooks", "swap_in_mid_window")}),
     (lambda c: c.inner is not None and c.manual in (*_GANS, "chunks"), {"inner": None}),
@@ -193,14 +206,23 @@ KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
     ),
     r"embeddings with max_norm, whose forward shortens the rows": lambda c: "max_norm" in c.writes,
     r"was used past the module, so that its gradient would be lost": lambda c: c.alias,
-    # torch's own: a gradient by the module's parameter, where the forward has used the one that was kept past it.
+    # torch's own: a gradient by the module's parameter, where the forward has used the one that was kept
+    # past it.
     r"appears to not have been used in the graph": lambda c: c.alias and c.foreign,
-    r"have gradient hooks .* which it never calls": lambda c: c.backward and c.backward.startswith("parameter_hook"),
-    r"parameters that the module got after it was distributed": lambda c: c.changed and c.changed.startswith("append"),
-    r"were replaced after the module was distributed": lambda c: c.changed and c.changed.startswith("replace"),
+    r"have gradient hooks .* which it never calls": lambda c: (
+        c.backward and c.backward.startswith("parameter_hook")
+    ),
+    r"parameters that the module got after it was distributed": lambda c: (
+        c.changed and c.changed.startswith("append")
+    ),
+    r"were replaced after the module was distributed": lambda c: (
+        c.changed and c.changed.startswith("replace")
+    ),
     r"A slice of a sharded parameter or gradient was written in place": lambda c: c.rows in ("slice", "one"),
     r"A sharded parameter met a plain tensor.*A mask of a gradient": lambda c: c.rows in ("fill", "mask"),
-    r"A sharded parameter met a plain tensor.*An average of weights": lambda c: any("_" in each for each in c.writes),
+    r"A sharded parameter met a plain tensor.*An average of weights": lambda c: any(
+        "_" in each for each in c.writes
+    ),
     r"must be finite and not negative, got -": lambda c: c.negative,
 }
 """Messages of errors that name the kind, and which cases may end in them."""
@@ -213,6 +235,8 @@ KIND_WARNED: dict[str, Callable[[Case], Any]] = {
 """Warnings that name the kind, beside which weights may differ, and in which cases."""
 
 DOCUMENTED: dict[str, Callable[[Case], Any]] = {
-    "an autograd function that is not linear sees gradients of count x loss": lambda c: c.backward == "function_clip",
+    "an autograd function that is not linear sees gradients of count x loss": lambda c: (
+        c.backward == "function_clip"
+    ),
 }
 """What differs without a message; `ExactnessCheck` finds it."""

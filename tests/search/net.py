@@ -21,9 +21,9 @@ from tests.search.data import VOCABULARY, WIDTH
 class Net(nn.Module):
     """Embedding, four blocks in a container, head, and parts that a case asks for.
 
-    Parts: "tied" head; a "scalar" and a "vector" of the root itself; a "gate" with one output, of which most ranks have
-    an empty shard; an "unused" layer, one that is used "sometimes", depending on the data of a rank; an "empty"
-    parameter; a frozen "teacher" whose forward runs without gradients.
+    Parts: "tied" head; a "scalar" and a "vector" of the root itself; a "gate" with one output, of which most
+    ranks have an empty shard; an "unused" layer, one that is used "sometimes", depending on the data of a
+    rank; an "empty" parameter; a frozen "teacher" whose forward runs without gradients.
     """
 
     def __init__(self, case: Case) -> None:
@@ -44,7 +44,9 @@ class Net(nn.Module):
         elif container == "dict":
             self.blocks = nn.ModuleDict({"first": made[0], "second": made[1]})
         elif container == "dict_of_groups":
-            self.blocks = nn.ModuleDict({"first": nn.Sequential(*made[:2]), "second": nn.Sequential(*made[2:])})
+            self.blocks = nn.ModuleDict(
+                {"first": nn.Sequential(*made[:2]), "second": nn.Sequential(*made[2:])}
+            )
         elif container == "nested":
             self.blocks = nn.Sequential(nn.Sequential(*made[:2]), nn.Sequential(nn.Sequential(*made[2:])))
         elif container == "reused":
@@ -220,7 +222,9 @@ def make_schedule(optimizer: torch.optim.Optimizer) -> Any:
 
 def part_to_thaw(net: Any) -> nn.Module:
     """The part of the module whose training is switched on and off: the head, and layers that ranks may not use."""
-    return nn.ModuleList([net.head, *(getattr(net, name) for name in ("unused", "sometimes") if hasattr(net, name))])
+    return nn.ModuleList(
+        [net.head, *(getattr(net, name) for name in ("unused", "sometimes") if hasattr(net, name))]
+    )
 
 
 def trains(case: Case, epoch: int, index: int) -> bool:

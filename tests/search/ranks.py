@@ -166,7 +166,9 @@ class Searched(LightningModule):
         else:
             super().configure_gradient_clipping(optimizer, *args, **kwargs)
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         if "warm_up" in self.case.hooks:
             for group in optimizer.param_groups:
                 group.setdefault("base_lr", group["lr"])
@@ -228,10 +230,14 @@ class Searched(LightningModule):
                 with optimizers[player].toggle_model(sync_grad=last):
                     logits, hidden = self.net(ids)
                     if player == 1:
-                        loss = critic_loss(case, self.critic, hidden.detach(), labels, 1.0, case.loss_reduction)
+                        loss = critic_loss(
+                            case, self.critic, hidden.detach(), labels, 1.0, case.loss_reduction
+                        )
                     else:
                         loss = cross_entropy(case, logits, labels, case.loss_reduction)
-                        loss = loss + 0.1 * critic_loss(case, self.critic, hidden, labels, -1.0, case.loss_reduction)
+                        loss = loss + 0.1 * critic_loss(
+                            case, self.critic, hidden, labels, -1.0, case.loss_reduction
+                        )
                     self._backward(loss, labels)
                 if last:
                     self._step(optimizers[player])
@@ -254,7 +260,9 @@ class Searched(LightningModule):
         elif kind == "self":
             self.clip_gradients(optimizer, gradient_clip_val=CLIP_NORM, gradient_clip_algorithm="norm")
         elif kind == "torch":
-            nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], CLIP_NORM)
+            nn.utils.clip_grad_norm_(
+                [p for group in optimizer.param_groups for p in group["params"]], CLIP_NORM
+            )
 
     def _step(self, optimizer: Any) -> None:
         self._clip(optimizer)
@@ -323,14 +331,20 @@ def _memory_for(fits: tuple[str, ...], number: int) -> AbstractContextManager[No
     """What a fit may keep unsharded."""
     if not fits:
         return nullcontext()
-    names = {"nothing": [], "gradients": ["deferred_gradients"], "all": ["deferred_gradients", "unsharded_parameters"]}
+    names = {
+        "nothing": [],
+        "gradients": ["deferred_gradients"],
+        "all": ["deferred_gradients", "unsharded_parameters"],
+    }
     chosen = names[fits[number % len(fits)]]
     state = ["sharded_state"] if chosen else []
     # A little more: the figures of ranks with small shards and those with large ones are compared.
     return pretended(lambda needed: 1.15 * sum(needed[name] for name in (*chosen, *state)))
 
 
-def _fit(case: Case, folder: Path, number: int, stop: int | None, path: Path | None) -> tuple[Searched, Trainer]:
+def _fit(
+    case: Case, folder: Path, number: int, stop: int | None, path: Path | None
+) -> tuple[Searched, Trainer]:
     module = Searched(case)
     callbacks = make_callbacks(case, folder / str(number))
     if stop is not None:

@@ -1,8 +1,8 @@
 """One plain process that trains a case: torch alone, no Lightning, nothing of the package, no ranks.
 
-It follows what Lightning documents: windows of `accumulate_grad_batches` batches of an epoch, the last one short; the
-objective of a window is the sum of its token losses over all ranks, divided by its label tokens. Each rank has buffers
-of its own.
+It follows what Lightning documents: windows of `accumulate_grad_batches` batches of an epoch, the last one
+short; the objective of a window is the sum of its token losses over all ranks, divided by its label tokens.
+Each rank has buffers of its own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Outcome:
         buffers: By name, of each rank in the reference, of its own on a rank.
         norms: Gradient norms that hooks have seen.
         last: Label tokens, micro-batches and loss of the last window under automatic optimization.
-        foreign: Norms of gradients computed beside training, of each rank in the reference, its own on a rank.
+        foreign: Norms of gradients computed beside training, of each rank in the reference, its own on a
+            rank.
         warnings: Messages, on a rank.
     """
 
@@ -161,7 +162,9 @@ class Reference:
     def _unfreeze(self) -> None:
         optimizer, embedding = self.optimizers[0], self.module.net.embedding
         embedding.requires_grad_(True)
-        optimizer.add_param_group({"params": list(embedding.parameters()), "lr": optimizer.param_groups[0]["lr"] / 10})
+        optimizer.add_param_group(
+            {"params": list(embedding.parameters()), "lr": optimizer.param_groups[0]["lr"] / 10}
+        )
 
     # --- One batch of all ranks ---------------------------------------------------------------------------------------
 

@@ -26,7 +26,9 @@ def _without(name: str, *values: str) -> Callable[[Case], tuple[Any, ...]]:
 
     def kept(case: Case) -> tuple[Any, ...]:
         return tuple(
-            value for value in getattr(case, name) if (value[0] if isinstance(value, tuple) else value) not in values
+            value
+            for value in getattr(case, name)
+            if (value[0] if isinstance(value, tuple) else value) not in values
         )
 
     return kept
@@ -59,7 +61,12 @@ _RULES: list[Rule] = [
             "aux": False,
             "strategy": _without("strategy", "count_window_ahead"),
             "hooks": _without(
-                "hooks", "own_clipping", "clip_by_own_rule", "warm_up", "zero_in_mid_window", "swap_in_mid_window"
+                "hooks",
+                "own_clipping",
+                "clip_by_own_rule",
+                "warm_up",
+                "zero_in_mid_window",
+                "swap_in_mid_window",
             ),
             "trainer": _without("trainer", "max_steps"),
             "callbacks": _without("callbacks", "finetuning", "swa"),
@@ -67,7 +74,10 @@ _RULES: list[Rule] = [
             "stops": (),
         },
     ),
-    (lambda c, out: c.manual in ("gan", "gan_window", "two_optimizers"), {"callbacks": _without("callbacks", "swa")}),
+    (
+        lambda c, out: c.manual in ("gan", "gan_window", "two_optimizers"),
+        {"callbacks": _without("callbacks", "swa")},
+    ),
     # It would end before the stop.
     (lambda c, out: has(c, "limit_train_batches"), {"stops": ()}),
     # The penalty of a parameter that is frozen again has no gradient.
@@ -79,7 +89,10 @@ _RULES: list[Rule] = [
     (lambda c, out: c.manual in ("gan", "gan_window"), {"weighted": False, "forwards": 1}),
     (lambda c, out: c.manual == "chunks", {"tell": "labels", "batch": "dict", "forwards": 1}),
     (lambda c, out: "own_clipping" in c.hooks or "clip_by_own_rule" in c.hooks, {"clip": None}),
-    (lambda c, out: "warm_up" in c.hooks, {"schedule": None, "callbacks": _without("callbacks", "swa", "finetuning")}),
+    (
+        lambda c, out: "warm_up" in c.hooks,
+        {"schedule": None, "callbacks": _without("callbacks", "swa", "finetuning")},
+    ),
     (lambda c, out: "zero_set_to_zero" in c.hooks, {"hooks": _without("hooks", "norm_after_backward")}),
     (lambda c, out: c.counter is not None, {"more_batches": 0, "callbacks": _without("callbacks", "ema")}),
     (lambda c, out: c.stops, {"hooks": _without("hooks", "norm_after_backward", "norm_before_step")}),
@@ -106,7 +119,10 @@ _RULES: list[Rule] = [
         {"strategy": lambda c: (*c.strategy, ("count_window_ahead", True))},
     ),
     (lambda c, out: c.aux and c.loss_reduction == "sum", {"aux": False}),
-    (lambda c, out: has(c, "count_window_ahead"), {"skip": (), "hooks": _without("hooks", "zero_in_mid_window")}),
+    (
+        lambda c, out: has(c, "count_window_ahead"),
+        {"skip": (), "hooks": _without("hooks", "zero_in_mid_window")},
+    ),
     (lambda c, out: c.gap == "rank" and c.tell == "equal", {"gap": None}),
     (lambda c, out: c.thaw is not None, {"frozen": None, "callbacks": _without("callbacks", "finetuning")}),
     (lambda c, out: "finetuning" in c.callbacks, {"frozen": None, "optimizer": "sgd", "schedule": None}),
@@ -133,7 +149,10 @@ _RULES: list[Rule] = [
     (lambda c, out: c.more_batches > 0 and c.norm == "batch", {"norm": "layer"}),
     (
         lambda c, out: c.more_batches > 0 and has(c, "uneven_inputs"),
-        {"hooks": _without("hooks", "swap_in_mid_window"), "thaw": lambda c: None if c.thaw != "epoch" else c.thaw},
+        {
+            "hooks": _without("hooks", "swap_in_mid_window"),
+            "thaw": lambda c: None if c.thaw != "epoch" else c.thaw,
+        },
     ),
     (lambda c, out: c.stream, {"trainer": _without("trainer", "limit_train_batches")}),
     (
@@ -167,7 +186,10 @@ _RULES: list[Rule] = [
             c.engine == "ddp"
             and not has(c, "ddp_kwargs")
             and (
-                {"unused", "sometimes"} & set(c.parts) or c.thaw or c.manual is not None or "finetuning" in c.callbacks
+                {"unused", "sometimes"} & set(c.parts)
+                or c.thaw
+                or c.manual is not None
+                or "finetuning" in c.callbacks
             )
         ),
         {"strategy": lambda c: (*c.strategy, ("ddp_kwargs", (("find_unused_parameters", True),)))},

@@ -25,7 +25,10 @@ PLANTED_WITHIN = 6
 
 FOUND = {
     "gradients_scaled_after_a_forward_in_on_after_backward": Case(
-        seed=541811, epochs=2, hooks=("clip_by_own_rule", "scale_before_step"), foreign=("input@after_backward",)
+        seed=541811,
+        epochs=2,
+        hooks=("clip_by_own_rule", "scale_before_step"),
+        foreign=("input@after_backward",),
     ),
     "gradients_scaled_after_a_forward_in_on_before_optimizer_step": Case(
         manual="each",
@@ -41,7 +44,9 @@ FOUND = {
         foreign=("forward@after_backward", "forward@batch_end"),
     ),
     "gradients_by_shards_where_some_are_unused": Case(parts=("unused",), foreign=("parameters@batch_end",)),
-    "resumed_with_a_part_frozen_after_its_training": Case(thaw="window", epochs=2, optimizer="adam", stops=(3,)),
+    "resumed_with_a_part_frozen_after_its_training": Case(
+        thaw="window", epochs=2, optimizer="adam", stops=(3,)
+    ),
     "resumed_with_a_value_of_its_own_in_a_group": Case(hooks=("warm_up",), stops=(1,)),
     "frozen_by_toggling_after_some_ranks_have_used_it": Case(
         seed=951778, parts=("sometimes",), num_batches=4, accumulation=(3,), manual="gan_window"
@@ -71,7 +76,9 @@ FOUND = {
     "loss_of_all_ranks": Case(num_batches=4, accumulation=(2,), over_ranks=True),
     "rows_of_a_gradient": Case(num_batches=1, rows="assign"),
     "hook_that_is_not_linear": Case(num_batches=1, backward="full_hook_squash"),
-    "gradients_by_spread_experts": Case(seed=464896, experts=2, num_batches=1, foreign=("parameters@before_step",)),
+    "gradients_by_spread_experts": Case(
+        seed=464896, experts=2, num_batches=1, foreign=("parameters@before_step",)
+    ),
 }
 """What the search has found, and is mended."""
 
@@ -145,7 +152,9 @@ def _last_window_lost(case: Case, folder: str) -> Outcome:
 def _slightly_off(case: Case, folder: str) -> Outcome:
     """A factor that is wrong in the twelfth digit."""
     right = rescale_clip.gradient_factor
-    with mock.patch.object(rescale_clip, "gradient_factor", lambda *args: right(*args) * (1 + 1e3 * TOLERANCE)):
+    with mock.patch.object(
+        rescale_clip, "gradient_factor", lambda *args: right(*args) * (1 + 1e3 * TOLERANCE)
+    ):
         return train(case, folder)
 
 
@@ -153,7 +162,9 @@ def _slightly_off(case: Case, folder: str) -> Outcome:
 def test_a_planted_defect_is_found(pool2: RankPool, planted: Callable[[Case, str], Outcome]) -> None:
     """The search bites within a handful of cases."""
     drawn = (case for case in cases(0, 40) if case.num_ranks == 2)
-    findings = (judge(pool2, case, planted).finding for _, case in zip(range(PLANTED_WITHIN), drawn, strict=False))
+    findings = (
+        judge(pool2, case, planted).finding for _, case in zip(range(PLANTED_WITHIN), drawn, strict=False)
+    )
     assert any(finding is not None and finding.kind == "differs" for finding in findings)
 
 

@@ -218,7 +218,9 @@ def attach(case: Case, net: Any) -> None:
         net.teacher_block = nn.ModuleList([copy.deepcopy(block)]).requires_grad_(False)
     change = _scaled if case.backward is not None and "scale" in case.backward else _squashed
     if case.backward in ("full_hook_scale", "full_hook_squash"):
-        block.register_full_backward_hook(lambda _, given, __: tuple(g if g is None else change(g) for g in given))
+        block.register_full_backward_hook(
+            lambda _, given, __: tuple(g if g is None else change(g) for g in given)
+        )
     elif case.backward in ("pre_hook_scale", "pre_hook_squash"):
         block.register_full_backward_pre_hook(lambda _, given: tuple(change(g) for g in given))
     elif case.backward in ("parameter_hook_scale", "parameter_hook_squash"):

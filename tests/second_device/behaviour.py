@@ -68,7 +68,11 @@ def streams_wait_for_each_other() -> None:
 def memory_that_a_copy_reads_must_live() -> None:
     """Freed before the other stream has copied it, and used again, it holds anything, unless that was recorded."""
     for recorded, reused in itertools.product((False, True), repeat=2):
-        tensor, side, pinned = torch.ones(4, device=HERE), torch.Stream(HERE), torch.zeros(4, pin_memory=True)
+        tensor, side, pinned = (
+            torch.ones(4, device=HERE),
+            torch.Stream(HERE),
+            torch.zeros(4, pin_memory=True),
+        )
         side.wait_stream(torch.accelerator.current_stream())
         with side:
             pinned.copy_(tensor, non_blocking=True)

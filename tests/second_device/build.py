@@ -74,9 +74,23 @@ def _compile(library: Path) -> None:
     """All sources at once: most of the time goes into torch's headers, which are then read once."""
     made = library.with_suffix(f".{os.getpid()}")
     includes = [f"-I{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_paths()["include"])]
-    searched = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
+    searched = [
+        flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")
+    ]
     libraries = ("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
-    command = [str(compiler()), *FLAGS, *includes, "-shared", "-x", "c++", "-", *searched, *libraries, "-o", str(made)]
+    command = [
+        str(compiler()),
+        *FLAGS,
+        *includes,
+        "-shared",
+        "-x",
+        "c++",
+        "-",
+        *searched,
+        *libraries,
+        "-o",
+        str(made),
+    ]
     everything = "".join(f'#include "{HERE / name}"\n' for name in SOURCES)
     done = subprocess.run(command, input=everything, capture_output=True, text=True)
     if done.returncode:

@@ -1,6 +1,7 @@
 """Pools whose ranks train on the second device, under the names that the tests of other rooms ask for.
 
-By default a test of another room runs its first set of parameters for two ranks here: it runs others on the CPU.
+By default a test of another room runs its first set of parameters for two ranks here: it runs others on the
+CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave other sets of parameters than the first to the sweep."""
     seen: set[str] = set()
     for item in items:
-        own = item.path.parent != Path(__file__).parent or item.function.__module__.startswith("tests.second_device")
+        own = item.path.parent != Path(__file__).parent or item.function.__module__.startswith(
+            "tests.second_device"
+        )
         if own or item.get_closest_marker("sweep"):
             continue
         name = item.nodeid.split("[")[0]
@@ -44,7 +47,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _is_chosen(item: pytest.Item) -> bool:
     """Whether it needs no more than two ranks, and trains on something."""
     case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
-    return "pool4" not in item.fixturenames and (case is None or (case.world_size <= 2 and case.gap != "everything"))
+    return "pool4" not in item.fixturenames and (
+        case is None or (case.world_size <= 2 and case.gap != "everything")
+    )
 
 
 def _pool(num_ranks: int) -> Iterator[RankPool]:

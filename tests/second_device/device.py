@@ -1,7 +1,7 @@
 """Registers the device of `device.cpp` with torch as `hostdev`, its collectives as `hostccl`, and with Lightning.
 
-Importing it builds the extension if this torch has none yet (`build.py`). It is a process-wide registration: import it
-where nothing else is tested, such as in a rank of a pool.
+Importing it builds the extension if this torch has none yet (`build.py`). It is a process-wide registration:
+import it where nothing else is tested, such as in a rank of a pool.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def _device_module() -> types.ModuleType:
             extension.default_generator(index).manual_seed(seed) for index in range(extension.NUM_DEVICES)
         ],
         get_rng_state=lambda device=TYPE: extension.default_generator(_index(device)).get_state(),
-        set_rng_state=lambda state, device=TYPE: extension.default_generator(_index(device)).set_state(state),
+        set_rng_state=lambda state, device=TYPE: extension.default_generator(_index(device)).set_state(
+            state
+        ),
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
         empty_cache=_empty_cache,
         memory_allocated=lambda device=None: accelerator.memory_allocated(_index(device)),
@@ -127,7 +129,9 @@ def _cast(arguments: Any, dtype: torch.dtype) -> Any:
 
 
 def _without_casts(op: Any, args: Any, kwargs: Any) -> Any:
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+    with torch._C._ExcludeDispatchKeyGuard(
+        torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    ):
         return op(*args, **kwargs)
 
 
@@ -162,7 +166,9 @@ def _float32_result(op: Any) -> Callable[..., Any]:
 def _widest(op: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         found: list[torch.dtype] = []
-        tree_map_only(Tensor, lambda each: found.append(each.dtype) if _is_cast(each) else None, (args, kwargs))
+        tree_map_only(
+            Tensor, lambda each: found.append(each.dtype) if _is_cast(each) else None, (args, kwargs)
+        )
         if found:
             args, kwargs = _cast((args, kwargs), functools.reduce(torch.promote_types, found))
         return _without_casts(op, args, kwargs)
@@ -172,7 +178,12 @@ def _widest(op: Any) -> Callable[..., Any]:
 
 def _register_autocast() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
-    for names, make in ((_LOWER, _lower), (_FLOAT32, _float32), (_FLOAT32_RESULT, _float32_result), (_WIDEST, _widest)):
+    for names, make in (
+        (_LOWER, _lower),
+        (_FLOAT32, _float32),
+        (_FLOAT32_RESULT, _float32_result),
+        (_WIDEST, _widest),
+    ):
         for name in names.split():
             packet, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -230,7 +241,8 @@ def _make_backend(store: dist.Store, rank: int, size: int, timeout: Any) -> Any:
 def recorded_waits() -> Iterator[Counter[tuple[str, str]]]:
     """What made the host wait for the device in this block, and the innermost line outside of torch, with how often.
 
-    Copies from memory that is not pinned (`PAGEABLE`) are recorded too: those that do not block make nobody wait.
+    Copies from memory that is not pinned (`PAGEABLE`) are recorded too: those that do not block make nobody
+    wait.
     """
     waits: Counter[tuple[str, str]] = Counter()
 

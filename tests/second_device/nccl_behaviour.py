@@ -176,7 +176,9 @@ def destructors_abort() -> None:
     """A backend that nobody refers to ends its threads, though the other rank still has it."""
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
-    made = device._make_backend(dist.PrefixStore("destructor", store), dist.get_rank(), 2, datetime.timedelta(0, 60))
+    made = device._make_backend(
+        dist.PrefixStore("destructor", store), dist.get_rank(), 2, datetime.timedelta(0, 60)
+    )
     made.eager_connect_single_device(_here())
     dist.barrier()
     if dist.get_rank() == 0:

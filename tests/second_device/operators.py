@@ -1,6 +1,7 @@
 """Runs torch's own operator samples on the second device and on the CPU, and says where they differ.
 
-`python -m tests.second_device.operators [FIRST] [STEP]` takes each STEP-th operator of torch's list from the FIRST on.
+`python -m tests.second_device.operators [FIRST] [STEP]` takes each STEP-th operator of torch's list from the
+FIRST on.
 """
 
 from __future__ import annotations
@@ -111,7 +112,10 @@ def _difference(here: Any, there: Any) -> str | None:
             raise NotImplementedError(NOT_DENSE)
         if (own.shape, own.dtype) != (other.shape, other.dtype):
             return f"{index}: {own.shape}, {own.dtype} != {other.shape}, {other.dtype}"
-        got, expected = own.detach().cpu().resolve_conj().resolve_neg(), other.detach().resolve_conj().resolve_neg()
+        got, expected = (
+            own.detach().cpu().resolve_conj().resolve_neg(),
+            other.detach().resolve_conj().resolve_neg(),
+        )
         if torch.equal(got, expected):
             continue
         tolerance = 1e-12 if expected.dtype in (torch.float64, torch.complex128) else 1e-5
@@ -121,13 +125,19 @@ def _difference(here: Any, there: Any) -> str | None:
 
 
 def _gradients(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    leaves = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor) and each.requires_grad]
+    leaves = [
+        each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor) and each.requires_grad
+    ]
     results = [
-        each for each in tree_flatten(function(*args, **kwargs))[0] if isinstance(each, Tensor) and each.requires_grad
+        each
+        for each in tree_flatten(function(*args, **kwargs))[0]
+        if isinstance(each, Tensor) and each.requires_grad
     ]
     if not leaves or not results:
         return []
-    weights = [torch.linspace(0.5, 1.5, each.numel(), dtype=torch.float64).view(each.shape) for each in results]
+    weights = [
+        torch.linspace(0.5, 1.5, each.numel(), dtype=torch.float64).view(each.shape) for each in results
+    ]
     ones = [weight.to(each.device, each.dtype) for weight, each in zip(weights, results, strict=True)]
     return torch.autograd.grad(results, leaves, ones, allow_unused=True)
 
@@ -164,7 +174,9 @@ def _in_place(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def differences(op: Any, dtype: torch.dtype) -> Iterator[str]:
     """Where an operator does something else on the device than on the CPU, and how."""
-    samples = list(op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd and dtype.is_floating_point))
+    samples = list(
+        op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd and dtype.is_floating_point)
+    )
     # The first samples are the plain ones, the last the odd ones.
     for sample in [*samples[: SAMPLES // 2], *samples[SAMPLES // 2 :][-SAMPLES // 2 :]]:
         given = (sample.input, *sample.args), sample.kwargs

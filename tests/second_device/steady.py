@@ -1,7 +1,7 @@
 """What makes the host wait for the device in the steady state of a fit, by feature, and the line that does.
 
-A GPU computes behind the host. Whatever needs a number on the host (`.item()`, a copy that blocks) stops the host until
-the device has caught up, and then the device waits for the host.
+A GPU computes behind the host. Whatever needs a number on the host (`.item()`, a copy that blocks) stops the
+host until the device has caught up, and then the device waits for the host.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ class Recorder(Callback):
             self.found = self._recording.enter_context(device.recorded_waits())
             self.launched = self._recording.enter_context(kernels.recorded_kernels())
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == LAST - 1:
             self._recording.close()
 
@@ -158,8 +160,12 @@ def measure(layout_name: str, feature: str) -> Waits | str:
         kwargs["ddp_kwargs"] = {"find_unused_parameters": True}
     options = {"accumulate_grad_batches": ACCUMULATE, "callbacks": [recorder]}
     try:
-        trainer = make_trainer(AutomodelStrategy(**kwargs, **switched_on.options), **options | switched_on.trainer)
-        trainer.fit(module, DataLoader(micro_batches(case)[dist.get_rank() // layout.peers], batch_size=None))
+        trainer = make_trainer(
+            AutomodelStrategy(**kwargs, **switched_on.options), **options | switched_on.trainer
+        )
+        trainer.fit(
+            module, DataLoader(micro_batches(case)[dist.get_rank() // layout.peers], batch_size=None)
+        )
     except ValueError as error:
         return str(error)
     found = recorder.found.items()

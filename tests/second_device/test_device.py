@@ -47,7 +47,15 @@ def test_behaviour(pool2: RankPool, name: str) -> None:
 @pytest.mark.parametrize("share", range(SHARES))
 def test_operators(extension: None, share: int) -> None:
     """Those of torch's own list, on its samples: results, gradients, `out=`, in place."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.second_device.operators", str(share), str(SHARES)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.second_device.operators",
+        str(share),
+        str(SHARES),
+    ]
     status, printed = run_anew(command, ROOT, 1700.0)
     assert status == 0, printed[-4000:]
     assert (found := re.fullmatch(r"(\d+) compared", printed.strip())), printed[-4000:]

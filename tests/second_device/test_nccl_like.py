@@ -59,7 +59,9 @@ def test_behaviour(nccl_pool2: RankPool, name: str) -> None:
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}], ids=["fsdp2", "ddp"])
-def test_fits_are_those_of_the_plain_device(pool2: RankPool, nccl_pool2: RankPool, options: dict[str, Any]) -> None:
+def test_fits_are_those_of_the_plain_device(
+    pool2: RankPool, nccl_pool2: RankPool, options: dict[str, Any]
+) -> None:
     """To the bit."""
     expected, found = (pool.run(fits.trained, **options)[0] for pool in (pool2, nccl_pool2))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -73,7 +75,9 @@ def _join(rank: int, binds: bool = False) -> torch.device:
 
     own = torch.device(device.TYPE, rank)
     torch.accelerator.set_device_index(rank)
-    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0, timeout=timedelta(seconds=60))
+    store = dist.TCPStore(
+        "127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0, timeout=timedelta(seconds=60)
+    )
     dist.init_process_group(
         f"{device.TYPE}:{device.BACKEND}",
         store=store,
@@ -175,7 +179,11 @@ def _be(rank: int, scenario: str, port: int, folder: Path) -> None:
     [
         ("peer_dies", (-signal.SIGABRT, 3), ["queued", "ran ahead", "OpType=ALLREDUCE, Timeout(ms)=1500"]),
         ("error_in_a_kernel", (0, 0), ["all raised"]),
-        ("error_in_a_kernel_beside_a_collective", (-signal.SIGABRT, None), ["second device error: device-side assert"]),
+        (
+            "error_in_a_kernel_beside_a_collective",
+            (-signal.SIGABRT, None),
+            ["second device error: device-side assert"],
+        ),
         ("a_bound_device_connects_at_once", (0, 0), ["connected", "sum 8"]),
     ],
 )

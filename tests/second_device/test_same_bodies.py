@@ -1,7 +1,8 @@
 """Fits on the second device: the bodies that run on the CPU, with ranks that have another device (`conftest.py`).
 
-What is imported here is collected here. One set of parameters of each runs by default, the others in the sweep.
-`-k test_cell -m "sweep or not sweep" --support-table docs/support.md` writes how much of the matrix of support has run.
+What is imported here is collected here. One set of parameters of each runs by default, the others in the
+sweep. `-k test_cell -m "sweep or not sweep" --support-table docs/support.md` writes how much of the matrix
+of support has run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.test_fits import test_a_missing_checkpoint_raises_on_every_rank, test_resumes_where_it_stopped
+from tests.checkpoint.test_fits import (
+    test_a_missing_checkpoint_raises_on_every_rank,
+    test_resumes_where_it_stopped,
+)
 from tests.checkpoint.test_saving import (
     test_failure_in_the_background,
     test_training_goes_on_while_a_checkpoint_is_written,
@@ -36,9 +40,17 @@ from tests.rank_pool import RankPool
 from tests.resume.test_fit import test_from_everywhere
 from tests.trainer.support import CELLS, FEATURES, LAYOUTS, PRECISIONS, Cell
 from tests.trainer.test_evaluation import test_around_a_fit
-from tests.trainer.test_exactness import pool, test_weights_equal_one_process, test_weights_equal_one_process_everywhere
+from tests.trainer.test_exactness import (
+    pool,
+    test_weights_equal_one_process,
+    test_weights_equal_one_process_everywhere,
+)
 from tests.trainer.test_layouts import test_use_that_differs_between_ranks
-from tests.trainer.test_lightning_callbacks import test_early_stopping, test_on_exception_checkpoint, test_watchers
+from tests.trainer.test_lightning_callbacks import (
+    test_early_stopping,
+    test_on_exception_checkpoint,
+    test_watchers,
+)
 from tests.trainer.test_models import test_unused_once_it_is_unfrozen
 from tests.trainer.test_support import check
 
@@ -122,18 +134,25 @@ def as_markdown(found: dict[Cell, str]) -> str:
     """How many features passed or were refused, by precision and layout."""
     layouts = [layout for layout in LAYOUTS if any(cell.layout == layout for cell in found)]
     lines = [
-        f"{datetime.date.today()}, torch {torch.__version__}: how many of the {len(FEATURES)} features passed on the"
-        " second device of `tests/second_device`, by the tolerances of the tables above, and how many were refused as"
-        " there.",
+        f"{datetime.date.today()}, torch {torch.__version__}: how many of the {len(FEATURES)} features"
+        " passed on the second device of `tests/second_device`, by the tolerances of the tables above, and"
+        " how many were refused as there.",
         "",
     ]
     rows = {}
     for precision in PRECISIONS:
         counts = [
-            Counter(status for cell, status in found.items() if (cell.layout, cell.precision) == (layout, precision))
+            Counter(
+                status
+                for cell, status in found.items()
+                if (cell.layout, cell.precision) == (layout, precision)
+            )
             for layout in layouts
         ]
-        cells = [", ".join(f"{number} {word}" for word, number in count.items()) or "not selected" for count in counts]
+        cells = [
+            ", ".join(f"{number} {word}" for word, number in count.items()) or "not selected"
+            for count in counts
+        ]
         rows[precision] = cells
     return "\n".join([*lines, *merged_table(["precision", *layouts], rows, "precisions")]) + "\n"
 

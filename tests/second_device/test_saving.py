@@ -22,7 +22,9 @@ class Saves(Callback):
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 1:
             trainer.save_checkpoint(self.path)
 

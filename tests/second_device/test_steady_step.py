@@ -1,6 +1,7 @@
 """In the steady state of a fit the host waits for nothing, but for what is named here, and launches few kernels.
 
-`-m "sweep or not sweep" --support-table docs/support.md` writes the table of waits there, and a record of kernels.
+`-m "sweep or not sweep" --support-table docs/support.md` writes the table of waits there, and a record of
+kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from tests.second_device.steady import ACCUMULATE, FIRST, LAST, STEADY, STEADY_L
 
 PACKAGE = "lightning_automodel"
 COMMAND = (
-    'python -m pytest tests/second_device/test_steady_step.py -m "sweep or not sweep" --support-table docs/support.md'
+    'python -m pytest tests/second_device/test_steady_step.py -m "sweep or not sweep"'
+    " --support-table docs/support.md"
 )
 BY_DEFAULT = {
     ("FSDP2", "activations in host memory"),
@@ -50,8 +52,8 @@ NAMED = [
         "^(?!DDP)",
         "CPU offload",
         r"copy to the host at gradients/rescale_clip\.py:",
-        "Gradients that are on the host are divided and clipped there: the number of label tokens comes to them, and"
-        " with clipping the norm, once a step each.",
+        "Gradients that are on the host are divided and clipped there: the number of label tokens comes to"
+        " them, and with clipping the norm, once a step each.",
     ),
     (
         "TP",
@@ -84,7 +86,9 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
     yield found
     if (path := request.config.getoption("--support-table")) and found:
         written = f"<!-- waits -->\n{as_markdown(found)}<!-- /waits -->"
-        page = re.sub("<!-- waits -->.*<!-- /waits -->", lambda _: written, Path(path).read_text(), flags=re.DOTALL)
+        page = re.sub(
+            "<!-- waits -->.*<!-- /waits -->", lambda _: written, Path(path).read_text(), flags=re.DOTALL
+        )
         Path(path).write_text(page)
         write_record("kernels", kernels_as_markdown(found))
 
@@ -98,7 +102,9 @@ def table(request: pytest.FixtureRequest) -> Iterator[Table]:
         for feature in STEADY
     ],
 )
-def test_the_host_waits_for_nothing(request: pytest.FixtureRequest, layout: str, feature: str, table: Table) -> None:
+def test_the_host_waits_for_nothing(
+    request: pytest.FixtureRequest, layout: str, feature: str, table: Table
+) -> None:
     """But for what is named, and it copies nothing from pageable memory but the batch. What is named does wait."""
     pool = request.getfixturevalue(f"pool{STEADY_LAYOUTS[layout].world_size}")
     found = pool.run(measure, layout, feature, timeout_s=120)
@@ -111,7 +117,9 @@ def test_the_host_waits_for_nothing(request: pytest.FixtureRequest, layout: str,
         named = [pattern for _, pattern in _named(layout, feature)]
         assert {site for site in sites if not any(re.search(pattern, site) for pattern in named)} == set()
         assert {line for _, line in each.pageable if not line.startswith(BATCH_TO_DEVICE)} == set()
-        on_lists = sum(count for (who, _, name), count in each.launched.items() if who == PACKAGE and is_on_lists(name))
+        on_lists = sum(
+            count for (who, _, name), count in each.launched.items() if who == PACKAGE and is_on_lists(name)
+        )
         assert on_lists / NUM_STEPS <= most_on_lists(feature)
         if feature == "non-finite check":
             assert sum(count for (what, _), count in each.waits.items() if what == "item") == NUM_STEPS
@@ -125,8 +133,9 @@ def is_on_lists(operator: str) -> bool:
 def most_on_lists(feature: str) -> int:
     """Kernels on lists of gradients that this package may launch in a window of one dtype.
 
-    One product at the end of a window; where they are clipped, one more with a norm, or two bounds. Half precision goes
-    by way of float32 for a product; gradients of parameters that are not sharded are averaged in one buffer.
+    One product at the end of a window; where they are clipped, one more with a norm, or two bounds. Half
+    precision goes by way of float32 for a product; gradients of parameters that are not sharded are averaged
+    in one buffer.
     """
     trainer = STEADY[feature].trainer
     options = STEADY[feature].options
@@ -150,9 +159,9 @@ def _named(layout: str, feature: str) -> list[tuple[int, str]]:
 def as_markdown(found: Table) -> str:
     """Features down, layouts across: waits of rank 0 a micro-batch, with the notes that name them."""
     lines = [
-        f"{datetime.date.today()}, torch {torch.__version__}, written by `{COMMAND}`: how often the host waits for the"
-        f" second device in a micro-batch, over micro-batches {FIRST} to {LAST - 1} of a fit that accumulates"
-        f" {ACCUMULATE}. The batch alone is copied from pageable memory.",
+        f"{datetime.date.today()}, torch {torch.__version__}, written by `{COMMAND}`: how often the host"
+        f" waits for the second device in a micro-batch, over micro-batches {FIRST} to {LAST - 1} of a fit"
+        f" that accumulates {ACCUMULATE}. The batch alone is copied from pageable memory.",
         "",
         f"Features: {'; '.join(STEADY)}.",
         "",
@@ -171,14 +180,17 @@ def kernels_as_markdown(found: Table) -> str:
     lines = [
         "# Kernels of a window",
         "",
-        f"{datetime.date.today()}, torch {torch.__version__}, written by `{COMMAND}`: operators that launch a kernel on"
-        f" rank 0, in a window of {ACCUMULATE} micro-batches, by who calls them: this package (of these on lists of"
-        " gradients) + FSDP2 + the optimizer. The model's own are left out.",
+        f"{datetime.date.today()}, torch {torch.__version__}, written by `{COMMAND}`: operators that launch"
+        f" a kernel on rank 0, in a window of {ACCUMULATE} micro-batches, by who calls them: this package"
+        " (of these on lists of gradients) + FSDP2 + the optimizer. The model's own are left out.",
         "",
         f"Features: {'; '.join(STEADY)}.",
         "",
     ]
-    rows = {feature: [_kernel_cell(found.get((layout, feature))) for layout in STEADY_LAYOUTS] for feature in STEADY}
+    rows = {
+        feature: [_kernel_cell(found.get((layout, feature))) for layout in STEADY_LAYOUTS]
+        for feature in STEADY
+    }
     lines += merged_table(["feature", *STEADY_LAYOUTS], rows, "features")
     return "\n".join(lines) + "\n"
 
@@ -202,5 +214,9 @@ def _cell(layout: str, feature: str, found: Waits | str | None) -> str:
     if not found.waits:
         return "0"
     sites = [f"{what} at {line}" for what, line in found.waits]
-    numbers = [str(number) for number, pattern in _named(layout, feature) if any(re.search(pattern, s) for s in sites)]
+    numbers = [
+        str(number)
+        for number, pattern in _named(layout, feature)
+        if any(re.search(pattern, s) for s in sites)
+    ]
     return f"{sum(found.waits.values()) / (LAST - FIRST):.3g} ({', '.join(numbers)})"

@@ -157,7 +157,9 @@ def test_what_is_kept_is_not_computed_again(pool2: RankPool, options: dict[str, 
     assert 2 * (selective - nothing) == everything - nothing > 0
 
 
-@pytest.mark.parametrize("options", by_default({name: OPTIONS[name] for name in ("resharded", "ddp")}, "resharded"))
+@pytest.mark.parametrize(
+    "options", by_default({name: OPTIONS[name] for name in ("resharded", "ddp")}, "resharded")
+)
 @pytest.mark.parametrize(
     ("choice", "described", "factor"),
     [
@@ -188,7 +190,9 @@ def test_chosen_classes(
 
 @pytest.mark.parametrize(
     "options",
-    by_default({**OPTIONS, "prefetched": {"prefetch": 2, "reshard_during_accumulation": True}}, "kept", "ddp"),
+    by_default(
+        {**OPTIONS, "prefetched": {"prefetch": 2, "reshard_during_accumulation": True}}, "kept", "ddp"
+    ),
 )
 def test_inputs_of_blocks_wait_in_host_memory(pool2: RankPool, options: dict[str, Any]) -> None:
     """Exact; of what recomputation keeps, autograd keeps all but those, which hooks of our own take."""
@@ -288,7 +292,10 @@ class RunningNorm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.by_batch, self.by_position = nn.BatchNorm1d(WIDTH), nn.InstanceNorm1d(WIDTH, track_running_stats=True)
+        self.by_batch, self.by_position = (
+            nn.BatchNorm1d(WIDTH),
+            nn.InstanceNorm1d(WIDTH, track_running_stats=True),
+        )
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("largest", torch.ones(()), persistent=False)
         self.register_buffer("latest", None, persistent=False)
@@ -375,7 +382,10 @@ def test_units_of_the_user(pool2: RankPool) -> None:
 
 def _fit_again_and_again(options: dict[str, Any]) -> list[int]:
     module = ModelModule(filled_decoder())
-    return [fit_module(module, options, choice).forwards for choice in (True, "offload", False, {Block}, {TinyDecoder})]
+    return [
+        fit_module(module, options, choice).forwards
+        for choice in (True, "offload", False, {Block}, {TinyDecoder})
+    ]
 
 
 @pytest.mark.parametrize("options", by_default({name: OPTIONS[name] for name in ("kept", "ddp")}, "kept"))
@@ -420,9 +430,21 @@ class WithoutBlocks(nn.Module):
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (True, "activation_checkpointing=True finds no blocks in ModelModule: pass a set of classes of modules that"),
-        ({Block}, f"activation_checkpointing={ {Block}!r} finds no blocks in ModelModule: pass a set of classes of"),
-        (set(), "activation_checkpointing=set() finds no blocks in ModelModule: pass a set of classes of modules that"),
+        (
+            True,
+            "activation_checkpointing=True finds no blocks in ModelModule: pass a set of classes of modules"
+            " that",
+        ),
+        (
+            {Block},
+            f"activation_checkpointing={ {Block}!r} finds no blocks in ModelModule: pass a set of classes"
+            " of",
+        ),
+        (
+            set(),
+            "activation_checkpointing=set() finds no blocks in ModelModule: pass a set of classes of"
+            " modules that",
+        ),
     ],
 )
 def test_nothing_to_recompute_raises(choice: Any, message: str) -> None:
@@ -470,7 +492,11 @@ def test_hugging_face_layers(pool2: RankPool, options: dict[str, Any]) -> None:
 
 def _fit_llama(options: dict[str, Any]) -> tuple[Run, Run, Run]:
     module = ModelModule(llama())
-    return fit(options, False, llama), fit_module(module, options, "offload"), fit_module(module, options, False)
+    return (
+        fit(options, False, llama),
+        fit_module(module, options, "offload"),
+        fit_module(module, options, False),
+    )
 
 
 def test_hugging_face_layers_in_evaluation_mode_raise() -> None:

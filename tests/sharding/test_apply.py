@@ -43,13 +43,17 @@ class SameBatch(ModelModule):
         self.losses: list[float] = []
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(self({"input_ids": torch.ones(2, 3).long(), "labels": torch.ones(2, 3).long()})))
+        self.losses.append(
+            float(self({"input_ids": torch.ones(2, 3).long(), "labels": torch.ones(2, 3).long()}))
+        )
 
 
 def _statistics(options: dict[str, Any], folder: str) -> tuple[list[float], Tensor, Tensor]:
     """Validation losses; running means after the fit, and as somebody finds them who loads the checkpoint."""
     module, loaded, path = SameBatch(), SameBatch(), f"{folder}/checkpoint"
-    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, val_check_interval=4)
+    trainer = make_trainer(
+        AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, val_check_interval=4
+    )
     trainer.fit(module, loader(), [0])
     trainer.save_checkpoint(path)
     make_trainer(AutomodelStrategy(**options)).validate(loaded, [0], path, verbose=False)
@@ -88,7 +92,9 @@ class Complex(nn.Module):
         fill(self)
         generator = torch.Generator().manual_seed(7)
         self.turn = nn.Parameter(torch.randn(VOCABULARY, dtype=torch.complex128, generator=generator))
-        self.decoder.blocks[0].turn = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128, generator=generator))
+        self.decoder.blocks[0].turn = nn.Parameter(
+            torch.randn(WIDTH, dtype=torch.complex128, generator=generator)
+        )
 
     def forward(self, input_ids: Tensor) -> Tensor:
         turned = self.decoder(input_ids) * self.turn
@@ -114,7 +120,9 @@ def test_complex_parameters_stay_whole(pool2: RankPool) -> None:
     expected = prefixed(plain_weights(Complex(), ACCUMULATE))
     for outcome, described in pool2.run(_fit, _complex, STRATEGIES["kept"]):
         assert weight_error(_real(outcome), _real(expected)) <= TOLERANCE
-        assert described["replicated"] == dict.fromkeys(("model.turn", "model.decoder.blocks.0.turn"), "complex")
+        assert described["replicated"] == dict.fromkeys(
+            ("model.turn", "model.decoder.blocks.0.turn"), "complex"
+        )
 
 
 def _differs(by: str, options: dict[str, Any]) -> str:
@@ -132,9 +140,11 @@ def _differs(by: str, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("by", "second"), [("shape", "(12, 7) and trainable"), ("requires_grad", "(11, 7) and not trainable")]
 )
-def test_ranks_with_different_models_raise(pool2: RankPool, by: str, second: str, options: dict[str, Any]) -> None:
+def test_ranks_with_different_models_raise(
+    pool2: RankPool, by: str, second: str, options: dict[str, Any]
+) -> None:
     for message in pool2.run(_differs, by, options):
         assert message == (
-            f"Ranks hold different models: model.head.weight is (11, 7) and trainable on rank 0 and {second} on rank 1"
-            " (of ranks [1]). Build and freeze the same model on every rank."
+            f"Ranks hold different models: model.head.weight is (11, 7) and trainable on rank 0 and {second}"
+            " on rank 1 (of ranks [1]). Build and freeze the same model on every rank."
         )

@@ -62,7 +62,9 @@ class Saves(Callback):
     def __init__(self, path: Path, after: int = 1) -> None:
         self.path, self.after = path, after
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == self.after:
             trainer.save_checkpoint(self.path)
             module.note("saved")
@@ -90,7 +92,9 @@ def _resume(options: dict[str, Any], folder: Path) -> list[list[Tensor]]:
     seen = []
     for path in (None, folder / "saved"):
         module = Normalised(True, 3)
-        trainer = make_trainer(AutomodelStrategy(count="samples", **options), callbacks=[Saves(folder / "saved", 2)])
+        trainer = make_trainer(
+            AutomodelStrategy(count="samples", **options), callbacks=[Saves(folder / "saved", 2)]
+        )
         trainer.fit(module, DataLoader(rows, batch_size=4), ckpt_path=path)
         seen.append([*module.seen["start"][-3:], *module.seen["end"][-3:]])
     return seen
@@ -105,7 +109,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp
 def test_all_ranks_evaluate_one_model(pool2: RankPool, layout: str, is_manual: bool, tmp_path: Path) -> None:
     """In the middle of a window too, as docs/layouts.md has it; an average of weights is what validation sees.
 
-    A save there leaves each rank its own; ``tests/checkpoint/test_buffers_by_rank.py`` has what is in a checkpoint.
+    A save there leaves each rank its own; ``tests/checkpoint/test_buffers_by_rank.py`` has what is in a
+    checkpoint.
     """
     first, second = pool2.run(_train, is_manual, LAYOUTS[layout], tmp_path)
     assert first["validation"]
@@ -173,7 +178,9 @@ def test_a_buffer_of_another_shape_on_each_rank(pool2: RankPool, layout: str, si
 def test_a_buffer_of_another_shape_on_each_rank_is_not_saved(pool2: RankPool, layout: str) -> None:
     """Gloo would copy a part of rank 0's over it."""
     for message in pool2.run(_collect, True, 1, LAYOUTS[layout]):
-        assert message.startswith("The buffer 'bank' of Collects is [4, 3] of torch.float32, [6, 3] of torch.float32")
+        assert message.startswith(
+            "The buffer 'bank' of Collects is [4, 3] of torch.float32, [6, 3] of torch.float32"
+        )
 
 
 class Late(Collects):

@@ -134,7 +134,9 @@ class Embeds(Writer):
 
     def step(self, batch: Tensor, batch_idx: int) -> Tensor:
         chosen = batch[:, 0].mul(10).long().remainder(7)
-        return F.mse_loss(self.student(batch + self.embedding(chosen)), batch[:, :3], reduction="sum") / len(batch)
+        return F.mse_loss(self.student(batch + self.embedding(chosen)), batch[:, :3], reduction="sum") / len(
+            batch
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([*self.student.parameters(), *self.embedding.parameters()], lr=0.5)

@@ -46,7 +46,9 @@ class PenaltyOfConvolutions(GradientPenalty):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2), nn.SiLU(), nn.Conv2d(3, 1, 1))
+        self.net = nn.Sequential(
+            nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2), nn.SiLU(), nn.Conv2d(3, 1, 1)
+        )
 
 
 class NormOfWeightsFirst(Net):
@@ -83,23 +85,27 @@ class Refused:
 
 
 UNREDUCED = (
-    "DistributedDataParallel did not reduce all gradients of this window: parameters {} took no part in its last"
+    "DistributedDataParallel did not reduce all gradients of this window: parameters {} took no part in its"
+    " last"
 )
 FREED = (
-    "A backward needed parameters that FSDP2 had freed. It gathers those of a unit again when a gradient reaches what"
-    " the unit has returned."
+    "A backward needed parameters that FSDP2 had freed. It gathers those of a unit again when a gradient"
+    " reaches what the unit has returned."
 )
 REFUSED: dict[str, Refused] = {
     "gradient-penalty": Refused(GradientPenalty, FREED, RESHARDS),
     "gradient-penalty-of-convolutions": Refused(PenaltyOfConvolutions, FREED, RESHARDS),
     "norm-before-the-forward": Refused(
         NormOfWeightsFirst,
-        "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit when the unit is called, so"
-        " code that uses them outside of that, or calls only modules in the unit, sees shards. Call the unit itself"
-        " (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of what is called. For"
-        " a penalty on weights, use weight_decay. Add the penalty's gradient",
+        "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit when the unit is"
+        " called, so code that uses them outside of that, or calls only modules in the unit, sees shards."
+        " Call the unit itself (strategy.describe()['units'] has them), or pass an auto_wrap_policy with"
+        " the classes of what is called. For a penalty on weights, use weight_decay. Add the penalty's"
+        " gradient",
     ),
-    "unused": Refused(Unused, UNREDUCED.format("extra.weight, extra.bias"), DDP, {"accumulate_grad_batches": 2}),
+    "unused": Refused(
+        Unused, UNREDUCED.format("extra.weight, extra.bias"), DDP, {"accumulate_grad_batches": 2}
+    ),
     "frozen-later": Refused(
         FreezesLater,
         UNREDUCED.format("net.0.weight, net.0.bias")
@@ -109,14 +115,14 @@ REFUSED: dict[str, Refused] = {
     ),
     "static-graph-by-hand": Refused(
         StepsByHand,
-        "ddp_kwargs: static_graph=True works under automatic optimization alone: DDP learns the graph from one backward"
-        " for each training_step, and manual optimization may run any number.",
+        "ddp_kwargs: static_graph=True works under automatic optimization alone: DDP learns the graph from"
+        " one backward for each training_step, and manual optimization may run any number.",
         {**DDP, "ddp_kwargs": {"static_graph": True}},
     ),
     "static-graph-accumulating": Refused(
         Net,
-        "ddp_kwargs: static_graph=True works without accumulation alone, since DDP learns the graph from a backward"
-        " that synchronises: leave it out, or pass accumulate_grad_batches=1.",
+        "ddp_kwargs: static_graph=True works without accumulation alone, since DDP learns the graph from a"
+        " backward that synchronises: leave it out, or pass accumulate_grad_batches=1.",
         {**DDP, "ddp_kwargs": {"static_graph": True}},
         {"accumulate_grad_batches": 2},
     ),

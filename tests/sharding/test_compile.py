@@ -1,9 +1,11 @@
 """Compiled blocks and models train like eager ones, whoever compiles them and when, and stay units of their own.
 
-What wraps blocks under FSDP2 is trained in every run by the test of a resumed checkpoint; the rest is a sweep.
+What wraps blocks under FSDP2 is trained in every run by the test of a resumed checkpoint; the rest is a
+sweep.
 
-The backend is the one that traces forward and backward and runs what it traced eagerly: what it may change is what
-matters here (graphs, hooks, parameters that FSDP2 exchanges), not the code that another backend would generate.
+The backend is the one that traces forward and backward and runs what it traced eagerly: what it may change
+is what matters here (graphs, hooks, parameters that FSDP2 exchanges), not the code that another backend
+would generate.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Compiled(ModelModule):
         if how == "in place":
             self._compile_blocks()
         elif how == "wrapped":
-            self.model.blocks = nn.ModuleList(torch.compile(block, backend=BACKEND) for block in self.model.blocks)
+            self.model.blocks = nn.ModuleList(
+                torch.compile(block, backend=BACKEND) for block in self.model.blocks
+            )
         elif how == "model":
             self.model = torch.compile(self.model, backend=BACKEND)
 
@@ -64,7 +68,9 @@ def fit(options: dict[str, Any], how: str) -> tuple[Outcome, list[str], int]:
 
 
 def _eager_names(module: nn.Module) -> Outcome:
-    return Outcome({name.replace("_orig_mod.", ""): weight for name, weight in full_weights(module).items()}, None)
+    return Outcome(
+        {name.replace("_orig_mod.", ""): weight for name, weight in full_weights(module).items()}, None
+    )
 
 
 @pytest.mark.timeout(600)
@@ -73,8 +79,12 @@ def _eager_names(module: nn.Module) -> Outcome:
     [
         pytest.param("in place", STRATEGIES["kept"], marks=pytest.mark.sweep),
         pytest.param("wrapped", STRATEGIES["resharded"], marks=pytest.mark.sweep),
-        pytest.param("wrapped", {**STRATEGIES["kept"], "activation_checkpointing": True}, marks=pytest.mark.sweep),
-        pytest.param("model", {**STRATEGIES["kept"], "activation_checkpointing": True}, marks=pytest.mark.sweep),
+        pytest.param(
+            "wrapped", {**STRATEGIES["kept"], "activation_checkpointing": True}, marks=pytest.mark.sweep
+        ),
+        pytest.param(
+            "model", {**STRATEGIES["kept"], "activation_checkpointing": True}, marks=pytest.mark.sweep
+        ),
         pytest.param("after sharding", STRATEGIES["undeferred"], marks=pytest.mark.sweep),
         pytest.param("wrapped", STRATEGIES["ddp"], marks=pytest.mark.sweep),
     ],
@@ -167,5 +177,7 @@ def test_compiled_blocks_are_not_offloaded() -> None:
     """Tracing gives up where tensors move to the host, so that nothing would be compiled."""
     with pytest.raises(ValueError, match="activation_checkpointing='offload' does not work with compile"):
         AutomodelStrategy(activation_checkpointing="offload", compile=True)
-    with pytest.raises(ValueError, match=r"'offload' does not work with model\.blocks\.0 \(Block\), which is compiled"):
+    with pytest.raises(
+        ValueError, match=r"'offload' does not work with model\.blocks\.0 \(Block\), which is compiled"
+    ):
         checkpoint_blocks(Compiled("in place"), "offload", None, True, PatchStack())

@@ -18,7 +18,9 @@ from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, loader, make_t
 
 
 def _layers() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH)), nn.Tanh()
+    )
 
 
 class Stacked(nn.Module):
@@ -99,7 +101,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def fit(make_model: Callable[[], nn.Module], options: dict[str, Any], accumulate: int) -> tuple[Outcome, Any]:
+def fit(
+    make_model: Callable[[], nn.Module], options: dict[str, Any], accumulate: int
+) -> tuple[Outcome, Any]:
     """Weights, and the units."""
     module, strategy = ModelModule(make_model()), AutomodelStrategy(**options)
     make_trainer(strategy, accumulate_grad_batches=accumulate).fit(module, loader())
@@ -109,7 +113,9 @@ def fit(make_model: Callable[[], nn.Module], options: dict[str, Any], accumulate
 @pytest.mark.parametrize("accumulate", [2, pytest.param(1, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("options", by_default(OPTIONS, "recomputed"))
 @pytest.mark.parametrize("make_model", MODELS)
-def test_containers(pool2: RankPool, make_model: type[Stacked], options: dict[str, Any], accumulate: int) -> None:
+def test_containers(
+    pool2: RankPool, make_model: type[Stacked], options: dict[str, Any], accumulate: int
+) -> None:
     """Exact; a Sequential in a list is one unit, those in a dictionary are none."""
     expected = prefixed(plain_weights(make_model(), accumulate))
     if make_model is Experts and "activation_checkpointing" in options:
@@ -144,7 +150,9 @@ def _fit_with(policy: Any) -> Outcome:
 def test_the_policy_that_the_message_names(pool2: RankPool) -> None:
     """Trains."""
     expected = prefixed(plain_weights(Opened(), 2))
-    assert all(weight_error(weights, expected) <= TOLERANCE for weights in pool2.run(_fit_with, {nn.Sequential}))
+    assert all(
+        weight_error(weights, expected) <= TOLERANCE for weights in pool2.run(_fit_with, {nn.Sequential})
+    )
 
 
 def _iterate(policy: Any) -> Outcome:
@@ -156,7 +164,9 @@ def test_a_sequential_that_is_iterated_over(pool2: RankPool) -> None:
     with pytest.raises(RankError, match="calls only modules in the unit, sees shards"):
         pool2.run(_iterate, None)
     expected = prefixed(plain_weights(Iterated(), 2))
-    assert all(weight_error(weights, expected) <= TOLERANCE for weights in pool2.run(_iterate, {nn.Linear, Block}))
+    assert all(
+        weight_error(weights, expected) <= TOLERANCE for weights in pool2.run(_iterate, {nn.Linear, Block})
+    )
 
 
 def _switch_validation_off() -> tuple[bool, str]:

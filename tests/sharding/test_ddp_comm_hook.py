@@ -14,12 +14,21 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Outcome, full_weights, micro_batches, weight_error
+from tests.trainer.exactness import (
+    LEARNING_RATE,
+    MOMENTUM,
+    Outcome,
+    full_weights,
+    micro_batches,
+    weight_error,
+)
 from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, make_trainer, mean_loss
 
 
 def _power_sgd() -> Any:
-    return powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    return powerSGD_hook.PowerSGDState(
+        process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2
+    )
 
 
 HOOKS: dict[str, tuple[Any, Any, Any]] = {
@@ -49,7 +58,9 @@ def _both_ways(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     for start in range(0, CASE.num_batches, 2):
         window = [batch for batches in micro_batches(CASE) for batch in batches[start : start + 2]]
-        factor = dist.get_world_size() / max(sum(int((batch["labels"] != -100).sum()) for batch in window), 1)
+        factor = dist.get_world_size() / max(
+            sum(int((batch["labels"] != -100).sum()) for batch in window), 1
+        )
         with ddp.no_sync():
             (mean_loss(ddp, own[start], "sum") * factor).backward()
         (mean_loss(ddp, own[start + 1], "sum") * factor).backward()

@@ -17,7 +17,15 @@ from tests.free_memory import pretended
 from tests.gradients.test_manual_optimization import UsesRightFirst, _plain_right_first
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, full_weights, weight_error
-from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, by_default, loader, make_trainer, train_plainly
+from tests.trainer.runs import (
+    CASE,
+    TOLERANCE,
+    LabelledModule,
+    by_default,
+    loader,
+    make_trainer,
+    train_plainly,
+)
 
 PLENTY = 1e6
 WINDOWS = [[0, 1, 2], [3, 4, 5], [6, 7], [0, 1], [2, 3], [4, 5], [6, 7]]
@@ -141,7 +149,8 @@ class Full(LabelledModule):
 
 class FullHost(Full):
     text = (
-        "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+        "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to"
+        " allocate 8 bytes"
     )
     error = RuntimeError
 
@@ -158,7 +167,9 @@ def test_out_of_memory_names_the_options(pool2: RankPool, make: type[Full], name
     """Those that would help; the type and the first words stay, which Lightning's tuner reads."""
     with_both = {"defer_fsdp_grad_sync": True, "reshard_during_accumulation": False}
     for told in pool2.run(_out_of_memory, make, with_both):
-        assert told.startswith(f"{name}: {make.text} To need less memory: defer_fsdp_grad_sync=False (a window of")
+        assert told.startswith(
+            f"{name}: {make.text} To need less memory: defer_fsdp_grad_sync=False (a window of"
+        )
         assert "MiB of gradients), reshard_during_accumulation=True (" in told
         assert "activation_checkpointing=True, lightning_automodel.token_loss in place" in told
 
@@ -169,7 +180,8 @@ def test_out_of_memory_names_the_options(pool2: RankPool, make: type[Full], name
     }
     told, _ = pool2.run(_out_of_memory, make, with_neither)
     assert told.endswith(
-        "To need less memory: lightning_automodel.token_loss in place of all logits, fewer rows in a micro-batch."
+        "To need less memory: lightning_automodel.token_loss in place of all logits, fewer rows in a"
+        " micro-batch."
     )
     told, _ = pool2.run(_out_of_memory, make, {"data_parallel": "ddp"})
     assert "To need less memory: activation_checkpointing=True, data_parallel='fsdp2', " in told

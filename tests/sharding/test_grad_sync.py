@@ -34,7 +34,11 @@ class Training:
         self.sync = FSDPGradSync(self.model, defer, retain)
 
     def micro_batch(
-        self, step: int, is_last: bool, forward: Callable[[Net, Tensor], Tensor] | None = None, fail: bool = False
+        self,
+        step: int,
+        is_last: bool,
+        forward: Callable[[Net, Tensor], Tensor] | None = None,
+        fail: bool = False,
     ) -> None:
         features, _ = micro_batch(0, dist.get_rank(), step, COUNT)
         with self.sync.micro_batch(is_last):
@@ -47,7 +51,9 @@ class Training:
             self.sync.reduce(list(self.model.parameters()), set())
             self.sync.keep()
 
-    def window(self, *steps: int, forward: Callable[[Net, Tensor], Tensor] | None = None) -> dict[str, Tensor]:
+    def window(
+        self, *steps: int, forward: Callable[[Net, Tensor], Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """Whole gradients of a window of these steps."""
         for step in steps:
             self.micro_batch(step, step == steps[-1], forward)
@@ -71,7 +77,10 @@ def _raise(gradient: Tensor) -> None:
 
 
 def _expected(
-    world_size: int, *steps: int, forward: Callable[[Net, Tensor], Tensor] | None = None, net: Net | None = None
+    world_size: int,
+    *steps: int,
+    forward: Callable[[Net, Tensor], Tensor] | None = None,
+    net: Net | None = None,
 ) -> dict[str, Tensor]:
     """Gradients of one process with everybody's data, averaged over ranks."""
     net = net or Net()
@@ -182,7 +191,9 @@ def _retain(change: str) -> tuple[list[int], bool, bool, dict[str, Tensor]]:
 
 
 def _storages(units: Iterable[Any]) -> list[Tensor]:
-    params = [p for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params]
+    params = [
+        p for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params
+    ]
     return [tensor for param in params for tensor in param.all_gather_outputs if tensor.numel() > 0]
 
 
@@ -199,7 +210,8 @@ def _change(training: Training, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "gathers"), [("", [3, 0, 0]), ("write", [3, 1, 0]), ("forward", [3, 3, 0]), ("release", [3, 3, 0])]
+    ("change", "gathers"),
+    [("", [3, 0, 0]), ("write", [3, 1, 0]), ("forward", [3, 3, 0]), ("release", [3, 3, 0])],
 )
 def test_parameters_are_retained(pool2: RankPool, change: str, gathers: list[int]) -> None:
     """Gathered once a window, unless somebody has written or freed them; others see an ordinary sharded module."""

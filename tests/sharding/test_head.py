@@ -73,7 +73,9 @@ def _make(kind: type[TinyDecoder]) -> nn.Module:
     return kind(CASE2.seed).double()
 
 
-def _fit(kind: type[TinyDecoder], options: dict[str, Any], num_ranks: int, fits: int = 1) -> dict[str, Tensor]:
+def _fit(
+    kind: type[TinyDecoder], options: dict[str, Any], num_ranks: int, fits: int = 1
+) -> dict[str, Tensor]:
     module = ModelModule(_make(kind))
     case = replace(CASE4, num_ranks=num_ranks)
     with every_head():
@@ -147,7 +149,11 @@ def _reduced(threshold: int) -> tuple[list[int], int, int]:
         make_trainer(AutomodelStrategy()).fit(module, loader(CASE2))
     root = [module.model.embedding, module.model.norm]
     head = sum(parameter.numel() for parameter in module.model.head.parameters())
-    return module.scatters.numels, head, sum(parameter.numel() for part in root for parameter in part.parameters())
+    return (
+        module.scatters.numels,
+        head,
+        sum(parameter.numel() for part in root for parameter in part.parameters()),
+    )
 
 
 def test_its_gradient_is_reduced_first(pool2: RankPool) -> None:
@@ -211,8 +217,8 @@ def test_called_on_some_ranks_alone(pool2: RankPool) -> None:
     """Others would reduce its gradient at another time."""
     for message in pool2.run(_refused):
         assert message.startswith(
-            "Ranks use different FSDP units in the same forward: rank 0 begins the backward while rank 1 begins the"
-            " backward without having called model.head, so one rank gets"
+            "Ranks use different FSDP units in the same forward: rank 0 begins the backward while rank 1"
+            " begins the backward without having called model.head, so one rank gets"
         )
 
 

@@ -50,7 +50,9 @@ def make_model(kind: str) -> nn.Module:
     """A tiny model of random weights."""
     import transformers
 
-    config = getattr(transformers, f"{kind.removesuffix('-tied')}Config")(**SIZES, tie_word_embeddings="tied" in kind)
+    config = getattr(transformers, f"{kind.removesuffix('-tied')}Config")(
+        **SIZES, tie_word_embeddings="tied" in kind
+    )
     model = Logits(transformers.AutoModelForCausalLM.from_config(config))
     fill(model)
     return model
@@ -62,7 +64,11 @@ def fit(kind: str) -> tuple[dict[str, Tensor], list[str]]:
     strategy = AutomodelStrategy(tensor_parallel_size=TENSOR)
     trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, gradient_clip_val=CLIP)
     trainer.fit(module, DataLoader(micro_batches(CASE)[0], batch_size=None))
-    cut = [name for name, p in module.model.named_parameters() if isinstance(p, DTensor) and p.device_mesh.ndim == 2]
+    cut = [
+        name
+        for name, p in module.model.named_parameters()
+        if isinstance(p, DTensor) and p.device_mesh.ndim == 2
+    ]
     return full_weights(module.model), cut
 
 
@@ -79,11 +85,17 @@ def test_trains_like_one_process(pool2: RankPool, kind: str) -> None:
     """Norms of whole rows stay plain; Qwen3's norms of single heads are whole with gradients to be added up."""
     pytest.importorskip("transformers")
     expected = plain_weights(
-        make_model(kind), ACCUMULATE, CASE, clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, CLIP)
+        make_model(kind),
+        ACCUMULATE,
+        CASE,
+        clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, CLIP),
     )
     for weights, cut in pool2.run(fit, kind):
         assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= ROUNDING
-        assert weight_error(Outcome(weights, None), Outcome(plain_weights(make_model(kind), 1, CASE), None)) > WRONG
+        assert (
+            weight_error(Outcome(weights, None), Outcome(plain_weights(make_model(kind), 1, CASE), None))
+            > WRONG
+        )
         assert any("q_proj" in name for name in cut)
         assert any("embed_tokens" in name for name in cut)
         assert ("lm_head.weight" in " ".join(cut)) == ("tied" not in kind)
@@ -95,5 +107,6 @@ def test_heads_are_not_cut(pool2: RankPool) -> None:
     pytest.importorskip("transformers")
     for message in pool2.run(error_of_fit):
         assert message == (
-            "tensor_parallel_size=2 does not divide num_key_value_heads=3 of LlamaForCausalLM: choose a size that does."
+            "tensor_parallel_size=2 does not divide num_key_value_heads=3 of LlamaForCausalLM: choose a size"
+            " that does."
         )

@@ -32,8 +32,14 @@ MEMINFO = f"MemTotal: {99 * 2**20} kB\nMemFree: 1 kB\nMemAvailable:   {8 * 2**20
     [
         ({}, 8 * GIB),
         ({"/sys/fs/cgroup/memory.max": "max\n", "/sys/fs/cgroup/memory.current": str(GIB)}, 8 * GIB),
-        ({"/sys/fs/cgroup/memory.max": f"{4 * GIB}\n", "/sys/fs/cgroup/memory.current": f"{GIB}\n"}, 3 * GIB),
-        ({"/sys/fs/cgroup/memory.max": f"{40 * GIB}\n", "/sys/fs/cgroup/memory.current": f"{GIB}\n"}, 8 * GIB),
+        (
+            {"/sys/fs/cgroup/memory.max": f"{4 * GIB}\n", "/sys/fs/cgroup/memory.current": f"{GIB}\n"},
+            3 * GIB,
+        ),
+        (
+            {"/sys/fs/cgroup/memory.max": f"{40 * GIB}\n", "/sys/fs/cgroup/memory.current": f"{GIB}\n"},
+            8 * GIB,
+        ),
     ],
 )
 def test_host_memory_is_what_kernel_and_control_group_leave(
@@ -59,7 +65,9 @@ def test_this_host_has_memory() -> None:
     assert free > 2**20
 
 
-@pytest.mark.parametrize(("dtype", "moments"), [(torch.bfloat16, 8), (torch.float32, 8), (torch.float64, 16)])
+@pytest.mark.parametrize(
+    ("dtype", "moments"), [(torch.bfloat16, 8), (torch.float32, 8), (torch.float64, 16)]
+)
 def test_estimate_without_units(dtype: torch.dtype, moments: int) -> None:
     """Gradients and two moments, float32 at least, of every trainable parameter, and nothing to gather."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2, bias=False).requires_grad_(False)).to(dtype)
@@ -102,7 +110,10 @@ def test_choice(defer: Any, keep: Any, budget: int | None, expected: tuple[Any, 
     assert (choice.defer, choice.keep) == expected
     assert choice.defer_reason.startswith("auto: ") == (defer == "auto")
     assert choice.keep_reason.startswith("auto: ") == (keep == "auto")
-    figures = {"True": "fits into 50% of the free memory of every", "False": "exceeds 50% of the free memory of some"}
+    figures = {
+        "True": "fits into 50% of the free memory of every",
+        "False": "exceeds 50% of the free memory of some",
+    }
     if budget is not None and defer == "auto":
         with_parameters = NEEDED["unsharded_parameters"] if keep is True else 0
         assert f"an estimated {60 + with_parameters} MiB" in choice.defer_reason

@@ -19,7 +19,9 @@ def _estimate(**dtypes: torch.dtype) -> dict[str, int]:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5).requires_grad_(False))
     for unit in (*model, model):
         fully_shard(
-            unit, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=MixedPrecisionPolicy(**dtypes)
+            unit,
+            mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
+            mp_policy=MixedPrecisionPolicy(**dtypes),
         )
     initialise_fsdp2(model, dist.get_world_size())
     return estimate(model, torch.device("cpu"))

@@ -23,11 +23,17 @@ CLIPPING: dict[str, tuple[float, Any]] = {
 }
 
 
-def fit(options: dict[str, Any], num_ranks: int, clipping: str | None = None) -> tuple[Outcome, set[str], Any]:
+def fit(
+    options: dict[str, Any], num_ranks: int, clipping: str | None = None
+) -> tuple[Outcome, set[str], Any]:
     """Weights; devices of the optimizer's tensors; what `describe` says."""
     module = ModelModule(Scalars())
     strategy = AutomodelStrategy(**options)
-    clip = {} if clipping is None else {"gradient_clip_algorithm": clipping, "gradient_clip_val": CLIPPING[clipping][0]}
+    clip = (
+        {}
+        if clipping is None
+        else {"gradient_clip_algorithm": clipping, "gradient_clip_val": CLIPPING[clipping][0]}
+    )
     trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, **clip)
     trainer.fit(module, loader(replace(CASE, num_ranks=num_ranks)))
     state = [v for s in trainer.optimizers[0].state.values() for v in s.values() if isinstance(v, Tensor)]
@@ -69,7 +75,11 @@ def test_offloaded_replicas_are_clipped(pool4: RankPool, deferral: Any) -> None:
         {
             "two": {"reshard_after_forward": 2},
             "two-undeferred": {"reshard_after_forward": 2, "defer_fsdp_grad_sync": False},
-            "two-offloaded": {"reshard_after_forward": 2, "cpu_offload": True, "activation_checkpointing": True},
+            "two-offloaded": {
+                "reshard_after_forward": 2,
+                "cpu_offload": True,
+                "activation_checkpointing": True,
+            },
             "all": {"reshard_after_forward": 4},
             "never": {"reshard_after_forward": False},
         },

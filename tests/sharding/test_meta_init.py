@@ -22,7 +22,9 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
         return make()
 
 
-def filled(make: Callable[[], nn.Module], convert: Callable[[nn.Module], Any] = lambda model: None) -> nn.Module:
+def filled(
+    make: Callable[[], nn.Module], convert: Callable[[nn.Module], Any] = lambda model: None
+) -> nn.Module:
     """The model from the meta device, with values."""
     model = on_meta(make)
     convert(model)
@@ -261,7 +263,9 @@ class Fails(Forgetful):
 
 def _forgetful() -> nn.Module:
     model = on_meta(
-        lambda: nn.Sequential(nn.Linear(2, 2), Forgetful(), nn.ModuleList([nn.ParameterList([torch.ones(2)])]))
+        lambda: nn.Sequential(
+            nn.Linear(2, 2), Forgetful(), nn.ModuleList([nn.ParameterList([torch.ones(2)])])
+        )
     )
     materialize(model, CPU, offload=False)
     return model
@@ -274,9 +278,10 @@ def test_what_nobody_initialises_is_named() -> None:
         with pytest.raises(ValueError, match="never initialized") as raised:
             check_initialized(model, CPU)
         assert str(raised.value) == (
-            "3 parameters or buffers of Sequential were created on the meta device and never initialized: 1.scale"
-            " (Forgetful), 1.mask (Forgetful), 2.0.0 (ParameterList). Give their classes a reset_parameters() that"
-            " fills them, as torch's layers have, load a checkpoint that holds them, or create them on a real device."
+            "3 parameters or buffers of Sequential were created on the meta device and never initialized:"
+            " 1.scale (Forgetful), 1.mask (Forgetful), 2.0.0 (ParameterList). Give their classes a"
+            " reset_parameters() that fills them, as torch's layers have, load a checkpoint that holds them,"
+            " or create them on a real device."
         )
 
 
@@ -300,7 +305,13 @@ def test_an_initialiser_that_fails_leaves_no_garbage() -> None:
         check_initialized(model, CPU)
 
 
-SIZES = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "vocab_size": 11, "num_attention_heads": 2}
+SIZES = {
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "vocab_size": 11,
+    "num_attention_heads": 2,
+}
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -322,7 +333,9 @@ def test_hugging_face_decoders(tied: bool) -> None:
 def test_hugging_face_models_that_draw_elsewhere() -> None:
     """A layer whose constructor draws is initialised by its model; random numbers come in another order then."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=64, n_positions=8, eos_token_id=0)
+    config = transformers.GPT2Config(
+        n_embd=64, n_layer=1, n_head=2, vocab_size=64, n_positions=8, eos_token_id=0
+    )
     config.bos_token_id = 0
     torch.manual_seed(3)
     model = filled(lambda: transformers.GPT2LMHeadModel(config))

@@ -177,7 +177,8 @@ def test_gradient_hooks_that_would_not_be_called_are_refused(pool2: RankPool, wh
     """A mask that is dropped without a word trains what it was to keep."""
     for message in pool2.run(_fit_masked, ENGINES["fsdp2"], when):
         assert message.startswith(
-            "1 parameters that FSDP2 shards have gradient hooks (model.blocks.0.linear.weight), which it never calls"
+            "1 parameters that FSDP2 shards have gradient hooks (model.blocks.0.linear.weight), which it"
+            " never calls"
         )
 
 

@@ -38,7 +38,10 @@ OWN: dict[str, Any] = {"cast_forward_inputs": False}
 )
 def test_policy_of_each_precision(plugin: Precision, dtype: torch.dtype, expected: dict[str, Any]) -> None:
     """Half precision is reduced in float32; only mixed precision casts."""
-    parameters = [nn.Parameter(torch.zeros(1, dtype=dtype)), nn.Parameter(torch.zeros(1), requires_grad=False)]
+    parameters = [
+        nn.Parameter(torch.zeros(1, dtype=dtype)),
+        nn.Parameter(torch.zeros(1), requires_grad=False),
+    ]
     assert resolve_policy(plugin, None, parameters) == MixedPrecisionPolicy(**expected)
 
 
@@ -104,7 +107,12 @@ def test_range_of_sums() -> None:
     """Room for sixteen times what the first micro-batch lets expect, then for the largest window: powers of two."""
     scaling = _scaling(True)
     assert scaling.start_window(1000) == 2.0**-14
-    for denominator, factor in ((1500.0, 2.0**-14), (0.0, 2.0**-14), (16_500.0, 2.0**-15), (1100.0, 2.0**-15)):
+    for denominator, factor in (
+        (1500.0, 2.0**-14),
+        (0.0, 2.0**-14),
+        (16_500.0, 2.0**-15),
+        (1100.0, 2.0**-15),
+    ):
         scaling.window_ended([], torch.tensor(denominator, dtype=FP64))
         assert scaling.start_window(1) == factor
 

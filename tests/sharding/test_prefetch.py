@@ -74,7 +74,9 @@ def fit(
 ) -> tuple[Any, list[str], dict[str, Any]]:
     """Weights, events of the micro-batch `batch_idx`, and what `describe` says."""
     module, events, strategy = ModelModule(make_model()), Events(batch_idx), AutomodelStrategy(**options)
-    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, callbacks=[events, *callbacks], **kwargs)
+    trainer = make_trainer(
+        strategy, accumulate_grad_batches=ACCUMULATE, callbacks=[events, *callbacks], **kwargs
+    )
     trainer.fit(module, loader(CASE), loader(CASE) if kwargs.get("limit_val_batches") else None)
     described = strategy.describe()
     assert torch_internals.gathering(torch_internals.fsdp_units(module)) == []
@@ -89,7 +91,9 @@ FORWARD = {
 
 @pytest.mark.parametrize("ahead", [1, 2])
 @pytest.mark.parametrize("options", by_default(LAYOUTS, "resharded", "kept"))
-def test_weights_are_exact_and_gathers_start_ahead(pool2: RankPool, options: dict[str, Any], ahead: int) -> None:
+def test_weights_are_exact_and_gathers_start_ahead(
+    pool2: RankPool, options: dict[str, Any], ahead: int
+) -> None:
     """The unit behind (or two) is being gathered while one computes, and none more often than without."""
     expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
     first, second = pool2.run(fit, {**options, "prefetch": ahead})
@@ -99,7 +103,9 @@ def test_weights_are_exact_and_gathers_start_ahead(pool2: RankPool, options: dic
     forward, backward = events[: events.index("backward")], events[events.index("backward") + 1 :]
     assert forward == FORWARD[ahead]
     is_kept = options.get("reshard_during_accumulation") is False
-    assert [e for e in backward if e.startswith("gather")] == ([] if is_kept else ["gather 2", "gather 1", "gather 0"])
+    assert [e for e in backward if e.startswith("gather")] == (
+        [] if is_kept else ["gather 2", "gather 1", "gather 0"]
+    )
     assert (described["prefetch"], described["prefetch_reason"]) == (ahead, f"prefetch={ahead}")
 
 
@@ -152,7 +158,9 @@ def _scale(model: nn.Module) -> None:
 class Evaluates(Callback):
     """After each optimizer step a forward without gradients that leaves out a block, and then other weights."""
 
-    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if (batch_idx + 1) % ACCUMULATE == 0:
             module.model.step = 0
             with torch.no_grad():
@@ -169,7 +177,9 @@ class PlainSGD(torch.optim.SGD):
 
 
 def _scaling_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    optimizer = PlainSGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, momentum=MOMENTUM)
+    optimizer = PlainSGD(
+        [p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, momentum=MOMENTUM
+    )
     optimizer.model = model
     return optimizer
 
@@ -180,7 +190,11 @@ def test_weights_that_a_callback_writes_are_used(pool2: RankPool, limit_val_batc
     options = {**LAYOUTS["resharded"], "prefetch": 2}
     steps = {"max_steps": CASE.num_batches // ACCUMULATE}
     expected = prefixed(plain_weights(Irregular(), ACCUMULATE, make_optimizer=_scaling_sgd, **steps))
-    kwargs = {"callbacks": (Evaluates(),), "limit_val_batches": limit_val_batches, "val_check_interval": ACCUMULATE}
+    kwargs = {
+        "callbacks": (Evaluates(),),
+        "limit_val_batches": limit_val_batches,
+        "val_check_interval": ACCUMULATE,
+    }
     for weights, _, _ in pool2.run(fit, options, Irregular, **kwargs, **steps):
         assert weight_error(weights, expected) <= TOLERANCE
 

@@ -56,7 +56,11 @@ class Codes(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+        if func in (
+            torch.ops.aten.detach.default,
+            torch.ops.aten.clone.default,
+            torch.ops.aten._to_copy.default,
+        ):
             parts = (args[0].codes, args[0].scale)
             return cls(*(func(part) for part in parts))
         raise NotImplementedError(f"{func} of {cls.__name__}")
@@ -176,13 +180,13 @@ def _refused(options: dict[str, Any]) -> str:
 def test_codes_to_be_trained_are_refused(pool1: RankPool) -> None:
     """At set-up, with the name, the class and what works."""
     assert pool1.run(_refused, {}) == [
-        "model.blocks.0.base.weight is to be trained and is a Codes, which FSDP2 cannot shard: its class has no"
-        " fsdp_pre_all_gather. Freeze it and train an adapter beside it (LoRA), quantise after training, or choose a"
-        " class that has one, such as those of torchao for float8 training."
+        "model.blocks.0.base.weight is to be trained and is a Codes, which FSDP2 cannot shard: its class has"
+        " no fsdp_pre_all_gather. Freeze it and train an adapter beside it (LoRA), quantise after training,"
+        " or choose a class that has one, such as those of torchao for float8 training."
     ]
     assert pool1.run(_refused, {"data_parallel": "ddp"}) == [
-        "model.blocks.0.base.weight is to be trained and is a Codes, which DDP cannot hold: pass data_parallel='fsdp2'"
-        " (for float8 also enable_fsdp_float8_all_gather=False), or freeze it."
+        "model.blocks.0.base.weight is to be trained and is a Codes, which DDP cannot hold: pass"
+        " data_parallel='fsdp2' (for float8 also enable_fsdp_float8_all_gather=False), or freeze it."
     ]
 
 
@@ -239,7 +243,9 @@ def _eight_bit() -> nn.Module:
     return Net(lambda: Linear8bitLt(WIDTH, WIDTH, bias=False, has_fp16_weights=False).to("cpu"))
 
 
-def _fit_installed(make: Callable[..., nn.Module], args: tuple[Any, ...], options: dict[str, Any], path: str) -> Any:
+def _fit_installed(
+    make: Callable[..., nn.Module], args: tuple[Any, ...], options: dict[str, Any], path: str
+) -> Any:
     module = ModelModule(make(*args))
     trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE)
     trainer.fit(module, loader())
@@ -247,7 +253,9 @@ def _fit_installed(make: Callable[..., nn.Module], args: tuple[Any, ...], option
     trainer.save_checkpoint(path)
     dist.barrier()
     again = ModelModule(make(*args))
-    make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE).fit(again, loader(), ckpt_path=path)
+    make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE).fit(
+        again, loader(), ckpt_path=path
+    )
     return outcome, _trained(again)
 
 
@@ -272,7 +280,9 @@ def test_installed_classes(
     if is_ddp and (args == (True,) or make is _four_bit):
         pytest.skip("float8 all-gathers are FSDP2's; what Linear4bit saves, it does not load")
     expected = _expected(make(*args))
-    for outcome, loaded in pool2.run(_fit_installed, make, args, options, str(tmp_path / "x.ckpt"), timeout_s=200):
+    for outcome, loaded in pool2.run(
+        _fit_installed, make, args, options, str(tmp_path / "x.ckpt"), timeout_s=200
+    ):
         assert weight_error(outcome, expected) <= 1e-5
         assert weight_error(loaded, expected) <= 1e-5
 
@@ -288,7 +298,7 @@ def test_eight_bit_layers_of_bitsandbytes_are_refused(pool1: RankPool) -> None:
     """What they save could not be told apart from the unknown."""
     pytest.importorskip("bitsandbytes")
     assert pool1.run(_message, _eight_bit) == [
-        "model.blocks.0.base.weight is a Int8Params: its layer adds to the state dict what belongs to no parameter or"
-        " buffer, so a sharded model could not be saved. Load the model in 4 bit (Linear4bit), or pass"
-        " data_parallel='ddp'."
+        "model.blocks.0.base.weight is a Int8Params: its layer adds to the state dict what belongs to no"
+        " parameter or buffer, so a sharded model could not be saved. Load the model in 4 bit (Linear4bit),"
+        " or pass data_parallel='ddp'."
     ]

@@ -65,7 +65,10 @@ def _fit_sharded_by_hand(
             if name.startswith(plain_parts):
                 parameter.add_(dist.get_rank())
     trainer = make_trainer(
-        AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, gradient_clip_val=CLIP, max_epochs=2
+        AutomodelStrategy(**options),
+        accumulate_grad_batches=ACCUMULATE,
+        gradient_clip_val=CLIP,
+        max_epochs=2,
     )
     trainer.fit(module, loader())
     plain = [name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)]
@@ -73,7 +76,9 @@ def _fit_sharded_by_hand(
     return full_weights(module), plain
 
 
-@pytest.mark.parametrize("options", by_default({name: STRATEGIES[name] for name in ("kept", "resharded")}, "kept"))
+@pytest.mark.parametrize(
+    "options", by_default({name: STRATEGIES[name] for name in ("kept", "resharded")}, "kept")
+)
 @pytest.mark.parametrize(
     ("make_module", "plain_parts"),
     [(ShardsByHand, PLAIN_PARTS), (ShardsOverShards, PLAIN_PARTS), (ShardsManyRoots, ("model.norm.",))],
@@ -122,7 +127,9 @@ def _fit_replicas(make_module: type[ModelModule], differing: bool) -> dict[str, 
     module = make_module(filled_decoder())
     if differing:
         differ_by_rank(module)
-    make_trainer(AutomodelStrategy(**REPLICAS), accumulate_grad_batches=ACCUMULATE).fit(module, loader(CASE4))
+    make_trainer(AutomodelStrategy(**REPLICAS), accumulate_grad_batches=ACCUMULATE).fit(
+        module, loader(CASE4)
+    )
     return full_weights(module)
 
 

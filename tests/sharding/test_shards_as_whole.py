@@ -66,11 +66,23 @@ RIGHT: dict[str, Callable[[Tensor], Any]] = {
     "norm recipe": _limited,
 }
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "slice": (lambda p: p.grad[3:].zero_(), "A slice of a sharded parameter or gradient was written in place"),
+    "slice": (
+        lambda p: p.grad[3:].zero_(),
+        "A slice of a sharded parameter or gradient was written in place",
+    ),
     "row": (lambda p: p.grad[4].mul_(2), "A slice of a sharded parameter or gradient was written in place"),
-    "narrow": (lambda p: p.grad.narrow(0, 2, 3).zero_(), "A slice of a sharded parameter or gradient was written"),
-    "weights": (lambda p: p.data[3:].zero_(), "A slice of a sharded parameter or gradient was written in place"),
-    "norm": (lambda p: p.grad.mul_(float(p.grad.norm())), "The number of a sharded parameter or gradient was read"),
+    "narrow": (
+        lambda p: p.grad.narrow(0, 2, 3).zero_(),
+        "A slice of a sharded parameter or gradient was written",
+    ),
+    "weights": (
+        lambda p: p.data[3:].zero_(),
+        "A slice of a sharded parameter or gradient was written in place",
+    ),
+    "norm": (
+        lambda p: p.grad.mul_(float(p.grad.norm())),
+        "The number of a sharded parameter or gradient was read",
+    ),
     "mask": (lambda p: p.grad.mul_(MASK.double().view(5, 1)), "A sharded parameter met a plain tensor"),
 }
 
@@ -103,7 +115,9 @@ def _fit_indexing(options: dict[str, Any], what: str) -> dict[str, Tensor]:
 
 def _norm_of_one_rank() -> float:
     weights = fit({}, "Indexes", ("norm", False))
-    return weight_error(Outcome(weights, None), Outcome(fit_plainly("Indexes", ("norm", False), num_ranks=1), None))
+    return weight_error(
+        Outcome(weights, None), Outcome(fit_plainly("Indexes", ("norm", False), num_ranks=1), None)
+    )
 
 
 def test_numbers_on_one_rank(pool1: RankPool) -> None:

@@ -1,7 +1,7 @@
 """Tensor parallelism beside FSDP2: ranks that compute one micro-batch together, and plain parameters beside theirs.
 
-Four ranks are two data-parallel ones of two tensor-parallel ones. Widths and the vocabulary are odd, so that all shards
-are uneven. Every run has a short last window.
+Four ranks are two data-parallel ones of two tensor-parallel ones. Widths and the vocabulary are odd, so that
+all shards are uneven. Every run has a short last window.
 """
 
 from __future__ import annotations
@@ -179,7 +179,9 @@ def test_a_gradient_that_is_not_finite_stops_every_rank(pool4: RankPool) -> None
 @pytest.mark.sweep
 def test_a_model_that_takes_no_part(pool2: RankPool) -> None:
     for message in pool2.run(start_of_fit_error, ModelModule, {}):
-        assert message.startswith("tensor_parallel_size=2, but no parameter of ModelModule is distributed for it")
+        assert message.startswith(
+            "tensor_parallel_size=2, but no parameter of ModelModule is distributed for it"
+        )
 
 
 class ShardedWithoutPlan(ModelModule):
@@ -191,8 +193,13 @@ class ShardedWithoutPlan(ModelModule):
 
 def test_a_sharded_model_that_takes_no_part(pool2: RankPool) -> None:
     for message in pool2.run(start_of_fit_error, ShardedWithoutPlan, {}):
-        assert message.startswith("tensor_parallel_size=2, but no parameter of ShardedWithoutPlan is distributed")
-        assert "self.device_mesh['tensor_parallel'], plan) in configure_model, before any fully_shard" in message
+        assert message.startswith(
+            "tensor_parallel_size=2, but no parameter of ShardedWithoutPlan is distributed"
+        )
+        assert (
+            "self.device_mesh['tensor_parallel'], plan) in configure_model, before any fully_shard"
+            in message
+        )
 
 
 def test_ddp_refuses(pool2: RankPool) -> None:
@@ -229,7 +236,9 @@ def fit_with_dropout_and_own_seeds() -> tuple[dict[str, Tensor], list[int]]:
     trainer = make_trainer(strategy, accumulate_grad_batches=2, use_distributed_sampler=True)
     data = Remembers()
     trainer.fit(module, DataLoader(data, batch_size=1))
-    local = {name: p.full_tensor().detach().clone() for name, p in module.named_parameters() if "norm" in name}
+    local = {
+        name: p.full_tensor().detach().clone() for name, p in module.named_parameters() if "norm" in name
+    }
     return local, data.drawn
 
 

@@ -69,7 +69,9 @@ class PreActivation(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+        )
 
     def losses(self, inputs: Tensor) -> Tensor:
         return self.blocks(self.stem(inputs)).square().sum(1)

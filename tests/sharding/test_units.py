@@ -44,15 +44,23 @@ def _blocks(count: int = 2) -> list[Block]:
     return [Block() for _ in range(count)]
 
 
-def _plan(model: nn.Module, policy: Any = None, root_is_model: bool = True) -> tuple[list[str], list[str], dict]:
+def _plan(
+    model: nn.Module, policy: Any = None, root_is_model: bool = True
+) -> tuple[list[str], list[str], dict]:
     """Names of units and roots, and what stays replicated."""
     plan = plan_sharding(model, policy, root_is_model)
     names = {id(module): name for name, module in model.named_modules()}
-    return [names[id(unit)] for unit in plan.units], [names[id(root)] for root in plan.roots], plan.replicated
+    return (
+        [names[id(unit)] for unit in plan.units],
+        [names[id(root)] for root in plan.roots],
+        plan.replicated,
+    )
 
 
 def _tied_to_head() -> Model:
-    model = Model(embedding=nn.Embedding(3, 2), blocks=nn.ModuleList(_blocks()), head=nn.Linear(2, 3, bias=False))
+    model = Model(
+        embedding=nn.Embedding(3, 2), blocks=nn.ModuleList(_blocks()), head=nn.Linear(2, 3, bias=False)
+    )
     model.head.weight = model.embedding.weight
     return model
 
@@ -98,7 +106,10 @@ def _same_block_in_two_lists() -> Model:
 UNITS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "nothing_repeats": (lambda: Model(linear=nn.Linear(2, 2)), []),
     "list": (lambda: Model(blocks=nn.ModuleList(_blocks())), ["blocks.0", "blocks.1"]),
-    "deep_list": (lambda: Model(a=WithForward(b=WithForward(c=nn.ModuleList(_blocks())))), ["a.b.c.0", "a.b.c.1"]),
+    "deep_list": (
+        lambda: Model(a=WithForward(b=WithForward(c=nn.ModuleList(_blocks())))),
+        ["a.b.c.0", "a.b.c.1"],
+    ),
     "two_lists": (
         lambda: Model(encoder=nn.ModuleList(_blocks()), decoder=nn.ModuleList(_blocks(1))),
         ["encoder.0", "encoder.1", "decoder.0"],
@@ -124,11 +135,15 @@ UNITS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
         ["heads.a.0"],
     ),
     "dictionary_of_sequentials": (
-        lambda: Model(experts=nn.ModuleDict({"a": nn.Sequential(*_blocks()), "b": nn.ModuleList(_blocks(1))})),
+        lambda: Model(
+            experts=nn.ModuleDict({"a": nn.Sequential(*_blocks()), "b": nn.ModuleList(_blocks(1))})
+        ),
         ["experts.b.0"],
     ),
     "no_split_modules": (
-        lambda: Model(hf=HuggingFace(layers=nn.ModuleList(_blocks()), more=nn.ModuleList([nn.Linear(2, 2)]))),
+        lambda: Model(
+            hf=HuggingFace(layers=nn.ModuleList(_blocks()), more=nn.ModuleList([nn.Linear(2, 2)]))
+        ),
         ["hf.layers.0", "hf.layers.1"],
     ),
     "no_split_modules_elsewhere": (

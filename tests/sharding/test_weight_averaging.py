@@ -1,6 +1,7 @@
 """Averages of weights by Lightning's callbacks: exact against torch's averages in the plain loop, on shards and copies.
 
-Validation in mid-window swaps the average in and out: training must not notice, gathered parameters not outlive it.
+Validation in mid-window swaps the average in and out: training must not notice, gathered parameters not
+outlive it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import VOCABULARY, Outcome, full_weights, micro_batches, relative_error, weight_error
+from tests.trainer.exactness import (
+    VOCABULARY,
+    Outcome,
+    full_weights,
+    micro_batches,
+    relative_error,
+    weight_error,
+)
 from tests.trainer.plain import ModelModule, filled_decoder, sgd, windows
 from tests.trainer.runs import (
     CASE,
@@ -142,7 +150,12 @@ def averaged_plainly(name: str, epochs: int = EPOCHS) -> tuple[dict[str, Tensor]
 
 def _fit(options: dict[str, Any], callback: Callback, **kwargs: Any) -> tuple[Evaluates, Trainer]:
     module = Evaluates(Tempered())
-    settings = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, "callbacks": [callback], **kwargs}
+    settings = {
+        "max_epochs": EPOCHS,
+        "accumulate_grad_batches": ACCUMULATE,
+        "callbacks": [callback],
+        **kwargs,
+    }
     trainer = make_trainer(AutomodelStrategy(**options), **settings)
     trainer.fit(module, loader(), loader() if "val_check_interval" in kwargs else None)
     return module, trainer
@@ -184,7 +197,9 @@ class Follows(Evaluates):
 
     def __init__(self, wraps: bool) -> None:
         norm = nn.BatchNorm1d(3)
-        super().__init__(nn.Sequential(checkpoint_wrapper(norm) if wraps else norm, nn.Linear(3, 1)).double())
+        super().__init__(
+            nn.Sequential(checkpoint_wrapper(norm) if wraps else norm, nn.Linear(3, 1)).double()
+        )
         self.seen: Tensor | None = None
 
     def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
@@ -216,7 +231,8 @@ def _average_statistics(engine: str, wraps: bool, folder: Path) -> tuple[Tensor,
 def test_averages_of_running_statistics(pool2: RankPool, tmp_path: Path, wraps: bool) -> None:
     """All ranks validate with the average of the first rank's, which is the saved one, under FSDP2 as under DDP.
 
-    Also those of a module that torch's wrapper for activation checkpointing holds, which state dicts do not name.
+    Also those of a module that torch's wrapper for activation checkpointing holds, which state dicts do not
+    name.
     """
     found = [pool2.run(_average_statistics, engine, wraps, tmp_path) for engine in ENGINES]
     (seen, saved), *others = (result for by_rank in found for result in by_rank)
@@ -323,7 +339,11 @@ class ShardedByHand(Evaluates):
 
 def _average_by_hand() -> dict[str, Tensor]:
     module = ShardedByHand(Tempered())
-    settings = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, "val_check_interval": VALIDATE_EVERY}
+    settings = {
+        "max_epochs": EPOCHS,
+        "accumulate_grad_batches": ACCUMULATE,
+        "val_check_interval": VALIDATE_EVERY,
+    }
     trainer = make_trainer(AutomodelStrategy(), callbacks=[_ema()], **settings)
     trainer.fit(module, loader(), loader())
     return state(module.model)
@@ -336,7 +356,9 @@ def test_average_of_a_model_sharded_by_hand(pool2: RankPool) -> None:
         assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
 
 
-def _average_from_meta(options: dict[str, Any], make_callback: Callable[[], Callback], meta: bool) -> dict[str, Tensor]:
+def _average_from_meta(
+    options: dict[str, Any], make_callback: Callable[[], Callback], meta: bool
+) -> dict[str, Tensor]:
     torch.manual_seed(3)
     module = ModelModule(nn.Identity())
     with torch.device("meta" if meta else "cpu"):
@@ -354,7 +376,9 @@ def test_average_of_a_model_from_the_meta_device(
 ) -> None:
     """It has no values yet when the callback copies it."""
     expected = pool2.run(_average_from_meta, options, make_callback, meta=False)
-    for weights, wanted in zip(pool2.run(_average_from_meta, options, make_callback, meta=True), expected, strict=True):
+    for weights, wanted in zip(
+        pool2.run(_average_from_meta, options, make_callback, meta=True), expected, strict=True
+    ):
         assert all(torch.equal(weight, wanted[name]) for name, weight in weights.items())
 
 
@@ -365,7 +389,9 @@ class Teacher(Callback):
         self.module = copy.deepcopy(pl_module)
 
     @torch.no_grad()
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *args: Any
+    ) -> None:
         self.loss = self.module(batch)
 
 

@@ -106,7 +106,9 @@ def _load_after_a_fit(options: dict[str, Any]) -> tuple[list[Any], list[Any], li
     plain = LabelledModule()
     plain.load_state_dict({f"model.{name}": value for name, value in full_weights(module.model).items()})
     outcomes = _outcomes(module, whole), _outcomes(plain, whole)
-    with pytest.raises(RuntimeError, match="float32, and assign=True would change that of a sharded parameter"):
+    with pytest.raises(
+        RuntimeError, match="float32, and assign=True would change that of a sharded parameter"
+    ):
         module.load_state_dict(_altered(whole, "dtype"), assign=True)
     module.load_state_dict(whole, assign=True)
     kinds = {(type(p.data).__name__, str(p.dtype), p.requires_grad) for p in module.parameters()}
@@ -129,7 +131,9 @@ def _load_on_one_rank() -> bool:
     if torch.distributed.get_rank() == 1:
         module.load_state_dict({f"model.{name}": value for name, value in other_weights().items()})
     changed = [
-        not torch.equal(p.to_local(), before[name]) for name, p in module.named_parameters() if p.to_local().numel()
+        not torch.equal(p.to_local(), before[name])
+        for name, p in module.named_parameters()
+        if p.to_local().numel()
     ]
     assert all(isinstance(p, DTensor) for p in module.parameters())
     return all(changed)

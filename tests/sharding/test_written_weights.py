@@ -97,7 +97,9 @@ def _error(pool: RankPool, options: dict[str, Any], case: str, **kwargs: Any) ->
         options = {**options, "ddp_kwargs": {"find_unused_parameters": True}}
     expected = Outcome(fit_plainly(name, args, **kwargs), None)
     kwargs.pop("num_ranks", None)
-    return max(weight_error(Outcome(w, None), expected) for w in pool.run(fit, options, name, args, **kwargs))
+    return max(
+        weight_error(Outcome(w, None), expected) for w in pool.run(fit, options, name, args, **kwargs)
+    )
 
 
 @pytest.mark.every_case

@@ -1,7 +1,7 @@
 """What users write to weights while they train, run by the strategy on ranks and by one plain process.
 
-A module's hooks and `training_step` are the same code in both. Its batch holds the rows of all ranks in one process,
-and a loss is a mean over rows.
+A module's hooks and `training_step` are the same code in both. Its batch holds the rows of all ranks in one
+process, and a loss is a mean over rows.
 
 Shapes: n rows, d width.
 """
@@ -244,7 +244,9 @@ class Normalises(Writer):
                 block.linear.weight.data = F.normalize(block.linear.weight.data, dim=1)
         elif self.how == "vector":
             with torch.no_grad():
-                nn.utils.vector_to_parameters(torch.linspace(-1, 1, 18, dtype=torch.float64), head.parameters())
+                nn.utils.vector_to_parameters(
+                    torch.linspace(-1, 1, 18, dtype=torch.float64), head.parameters()
+                )
         elif self.how == "reset" and batch_idx % 2:
             nn.init.constant_(head.weight, 0.25)
             nn.init.zeros_(head.bias)
@@ -416,7 +418,9 @@ def fit(
     return full_weights(module)
 
 
-def fit_plainly(name: str, args: Iterable[Any], num_ranks: int = 2, accumulate: int = ACCUMULATE) -> dict[str, Tensor]:
+def fit_plainly(
+    name: str, args: Iterable[Any], num_ranks: int = 2, accumulate: int = ACCUMULATE
+) -> dict[str, Tensor]:
     """The same in one process, whose batches hold the rows of all ranks."""
     module = copy.deepcopy(MODULES[name](*args))
     batches = [torch.cat([rows(rank, step) for rank in range(num_ranks)]) for step in range(NUM_BATCHES)]

@@ -12,7 +12,9 @@ from torch import Tensor
 T = TypeVar("T")
 
 Engine = Literal["fsdp2", "ddp"]
-Telling = Literal["returned_int", "returned_tensor", "callable_int", "callable_tensor", "labels", "label_key"]
+Telling = Literal[
+    "returned_int", "returned_tensor", "callable_int", "callable_tensor", "labels", "label_key"
+]
 Gap = Literal["none", "micro_batches", "rank", "window", "everything"]
 Clipping = Literal["none", "norm", "value"]
 Layout = Literal["fsdp2", "hsdp", "tensor_parallel", "own_mesh", "offload", "ddp"]
@@ -25,9 +27,12 @@ class Case:
     Attributes:
         seed: of the initial weights and of the data.
         layout: how the ranks hold the model; `engine`, `replicas` and `tensor` say what that means.
-        accumulation: micro-batches a window, for each epoch; different values bring a `GradientAccumulationScheduler`.
-        num_batches: micro-batches of an epoch on each rank; not a multiple of `accumulation`: the last window is short.
-        ragged: shapes and label counts differ by rank, step and row; otherwise all are equal and fully labelled.
+        accumulation: micro-batches a window, for each epoch; different values bring a
+            `GradientAccumulationScheduler`.
+        num_batches: micro-batches of an epoch on each rank; not a multiple of `accumulation`: the last
+            window is short.
+        ragged: shapes and label counts differ by rank, step and row; otherwise all are equal and fully
+            labelled.
         gap: what has no label token at all: some micro-batches, one rank, one window, the whole run.
         telling: how the strategy learns the number of label tokens.
         loss_reduction: what `training_step` returns.
@@ -36,7 +41,8 @@ class Case:
         per_token_loss: False weighs every micro-batch the same.
         defer: `defer_fsdp_grad_sync`; "all_reduce" has an effect of its own with replicas only.
         recompute: `activation_checkpointing`.
-        reshard_after_forward: between forward and backward of a unit, where parameters are not kept for the window.
+        reshard_after_forward: between forward and backward of a unit, where parameters are not kept for the
+            window.
         reshard: `reshard_during_accumulation`, where there is something to reshard.
         clipping: the Trainer's gradient clipping.
         clip_val: its threshold, small enough to change the gradients of most windows.
@@ -92,8 +98,18 @@ class Case:
         return (self.used_labels(batch) != self.ignore_index).sum()
 
     def __str__(self) -> str:
-        words = [self.layout, "k" + "".join(map(str, self.accumulation)), f"n{self.num_batches}", self.telling]
-        words += [self.loss_reduction, f"shift{self.label_shift}", f"gap_{self.gap}", f"clip_{self.clipping}"]
+        words = [
+            self.layout,
+            "k" + "".join(map(str, self.accumulation)),
+            f"n{self.num_batches}",
+            self.telling,
+        ]
+        words += [
+            self.loss_reduction,
+            f"shift{self.label_shift}",
+            f"gap_{self.gap}",
+            f"clip_{self.clipping}",
+        ]
         words += [] if self.per_token_loss else ["per_micro_batch"]
         words += {True: [], False: ["undeferred"], "all_reduce": ["all_reduce"]}[self.defer]
         words += [f"reshard_{self.reshard}"] if self.engine == "fsdp2" else []
@@ -115,7 +131,9 @@ def draw_cases(seed: int, count: int) -> list[Case]:
         column([1, 2, 3, 4, 5]),
         column(["one_epoch", "two_epochs", "scheduler"]),
         column(["none", "micro_batches", "rank", "window", "none", "micro_batches", "window", "everything"]),
-        column(["returned_int", "callable_int", "labels", "returned_tensor", "callable_tensor", "label_key"]),
+        column(
+            ["returned_int", "callable_int", "labels", "returned_tensor", "callable_tensor", "label_key"]
+        ),
         column(["mean", "sum"]),
         column([0, 1]),
         column([-100, -1]),
@@ -165,7 +183,9 @@ def draw_cases(seed: int, count: int) -> list[Case]:
                 reshard_after_forward=reshard_after_forward,
                 recompute=recompute,
                 clipping=clipping,
-                clip_val={"none": None, "norm": rng.choice([0.05, 0.2]), "value": rng.choice([0.005, 0.02])}[clipping],
+                clip_val={"none": None, "norm": rng.choice([0.05, 0.2]), "value": rng.choice([0.005, 0.02])}[
+                    clipping
+                ],
                 precision=bits,
                 num_ranks=4 if layout == "hsdp" else 2,
                 tensor=2 if layout in ("tensor_parallel", "own_mesh") else 1,

@@ -1,8 +1,8 @@
 """Train one case with a Lightning strategy on the rank pool, and with a plain single-process loop, and compare weights.
 
-The loop knows neither ranks nor micro-batches: it sums the token losses of a whole window over all ranks and divides by
-the window's label tokens. In float64 the two must agree to rounding; `TOLERANCE` is a thousand times what that costs.
-SGD with momentum, because Adam hides a wrong constant.
+The loop knows neither ranks nor micro-batches: it sums the token losses of a whole window over all ranks and
+divides by the window's label tokens. In float64 the two must agree to rounding; `TOLERANCE` is a thousand
+times what that costs. SGD with momentum, because Adam hides a wrong constant.
 
 Shapes: b rows, s positions, d width, v vocabulary.
 """
@@ -137,7 +137,9 @@ class TinyModule(LightningModule):
         num_label_tokens = case.num_label_tokens(batch)
         return {
             "loss": loss,
-            "num_label_tokens": num_label_tokens.item() if case.telling == "returned_int" else num_label_tokens,
+            "num_label_tokens": num_label_tokens.item()
+            if case.telling == "returned_int"
+            else num_label_tokens,
         }
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -158,7 +160,10 @@ def token_loss(case: Case, logits: Tensor, batch: Batch, reduction: str) -> Tens
     """Cross entropy of [b, s, v] logits over the label tokens; NaN as a mean over none of them."""
     logits = logits[:, : logits.shape[1] - case.label_shift]
     return F.cross_entropy(
-        logits.flatten(0, 1), case.used_labels(batch).flatten(), ignore_index=case.ignore_index, reduction=reduction
+        logits.flatten(0, 1),
+        case.used_labels(batch).flatten(),
+        ignore_index=case.ignore_index,
+        reduction=reduction,
     )
 
 
@@ -185,7 +190,10 @@ def _unlabelled(case: Case, rng: random.Random) -> Iterator[tuple[int, int]]:
                 case.gap == "everything"
                 or (case.gap == "rank" and rank == empty_rank)
                 or (case.gap == "window" and step // window == empty_window)
-                or (case.gap == "micro_batches" and (rng.random() < 0.3 or (rank, step) == (empty_rank, first_empty)))
+                or (
+                    case.gap == "micro_batches"
+                    and (rng.random() < 0.3 or (rank, step) == (empty_rank, first_empty))
+                )
             ):
                 yield rank, step
 
@@ -205,12 +213,16 @@ def _micro_batch(case: Case, rng: random.Random, empty: bool) -> Batch:
     return {"input_ids": input_ids, case.label_key: labels}
 
 
-def fit(case: Case, make_strategy: Callable[[Case], Strategy], make_module: type[TinyModule] = TinyModule) -> Outcome:
+def fit(
+    case: Case, make_strategy: Callable[[Case], Strategy], make_module: type[TinyModule] = TinyModule
+) -> Outcome:
     """Runs on every rank: train `case` with `Trainer.fit`, then gather the full weights."""
     module = make_module(case)
     strategy = make_strategy(case)
     scheduled = len(set(case.accumulation)) > 1
-    callbacks: list[Callback] = [GradientAccumulationScheduler(dict(enumerate(case.accumulation)))] if scheduled else []
+    callbacks: list[Callback] = (
+        [GradientAccumulationScheduler(dict(enumerate(case.accumulation)))] if scheduled else []
+    )
     trainer = Trainer(
         strategy=strategy,
         accelerator=devices.accelerator(case.world_size),

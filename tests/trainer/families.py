@@ -98,15 +98,21 @@ FAMILIES = {
     "GPT-2": Family("GPT2LMHeadModel", {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2}),
     "GPT-NeoX": Family("GPTNeoXForCausalLM", _TEXT),
     "GPT-J": Family(
-        "GPTJForCausalLM", {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4}
+        "GPTJForCausalLM",
+        {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4},
     ),
     "OPT": Family("OPTForCausalLM", {**_TEXT, "ffn_dim": 24, "word_embed_proj_dim": 16}),
-    "BLOOM": Family("BloomForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 2}),
+    "BLOOM": Family(
+        "BloomForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 2}
+    ),
     "Falcon": Family("FalconForCausalLM", _TEXT),
     "Mixtral": Family("MixtralForCausalLM", {**_GROUPED, **_EXPERTS, "num_local_experts": 4}),
-    "Qwen3-MoE": Family("Qwen3MoeForCausalLM", {**_GROUPED, **_EXPERTS, "num_experts": 4, "moe_intermediate_size": 12}),
+    "Qwen3-MoE": Family(
+        "Qwen3MoeForCausalLM", {**_GROUPED, **_EXPERTS, "num_experts": 4, "moe_intermediate_size": 12}
+    ),
     "Mamba": Family(
-        "MambaForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+        "MambaForCausalLM",
+        {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
     ),
     # Encoders.
     "BERT": Family("BertForMaskedLM", _TEXT, "masked"),
@@ -114,7 +120,14 @@ FAMILIES = {
     "XLM-RoBERTa": Family("XLMRobertaForMaskedLM", _TEXT, "masked"),
     "DistilBERT": Family(
         "DistilBertForMaskedLM",
-        {"vocab_size": VOCABULARY, "dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 2, "pad_token_id": 0},
+        {
+            "vocab_size": VOCABULARY,
+            "dim": 16,
+            "hidden_dim": 24,
+            "n_layers": 2,
+            "n_heads": 2,
+            "pad_token_id": 0,
+        },
         "masked",
     ),
     "ALBERT": Family("AlbertForMaskedLM", {**_TEXT, "embedding_size": 8}, "masked"),
@@ -163,7 +176,13 @@ FAMILIES = {
     ),
     "ResNet": Family(
         "ResNetForImageClassification",
-        {"embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1], "layer_type": "basic", "num_labels": 3},
+        {
+            "embedding_size": 8,
+            "hidden_sizes": [8, 8],
+            "depths": [1, 1],
+            "layer_type": "basic",
+            "num_labels": 3,
+        },
         "images",
         _STATISTICS,
     ),

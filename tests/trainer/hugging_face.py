@@ -112,7 +112,9 @@ def lora_llama(**options: Any) -> nn.Module:
     """`tied_llama`, frozen, with adapters of rank 2 beside the queries and the first feed-forward matrix."""
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=4, target_modules=["q_proj", "up_proj"], **options)
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=2, lora_alpha=4, target_modules=["q_proj", "up_proj"], **options
+    )
     model = get_peft_model(tied_llama(), config)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return filled(model, only=trainable)
@@ -160,7 +162,10 @@ def token_sum(case: Case, model: nn.Module, batch: Batch) -> Tensor:
     if case.label_shift:
         logits = logits.float()[:, : -case.label_shift]
     return F.cross_entropy(
-        logits.flatten(0, 1), case.used_labels(batch).flatten(), ignore_index=case.ignore_index, reduction="sum"
+        logits.flatten(0, 1),
+        case.used_labels(batch).flatten(),
+        ignore_index=case.ignore_index,
+        reduction="sum",
     )
 
 
@@ -172,8 +177,8 @@ def train_plainly(
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Train `model` in place on one process; return its weights and the gradient norms of the windows.
 
-    Gradients are divided after backward, not the loss before it: these models compute parts in float32, whose rounding
-    would otherwise depend on the divisor.
+    Gradients are divided after backward, not the loss before it: these models compute parts in float32,
+    whose rounding would otherwise depend on the divisor.
     """
     optimizer, norms = sgd(model), []
     for window in windows(case, ACCUMULATE):
@@ -181,7 +186,11 @@ def train_plainly(
         optimizer.zero_grad()
         for batch in batches:
             objective(case, model, batch).backward()
-        divisor = sum(int(case.num_label_tokens(batch)) for batch in batches) if case.per_token_loss else len(batches)
+        divisor = (
+            sum(int(case.num_label_tokens(batch)) for batch in batches)
+            if case.per_token_loss
+            else len(batches)
+        )
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         for gradient in gradients:
             gradient.div_(divisor)

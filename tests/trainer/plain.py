@@ -11,7 +11,15 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from tests.trainer.cases import Case
-from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Batch, Outcome, TinyDecoder, full_weights, micro_batches
+from tests.trainer.exactness import (
+    LEARNING_RATE,
+    MOMENTUM,
+    Batch,
+    Outcome,
+    TinyDecoder,
+    full_weights,
+    micro_batches,
+)
 from tests.trainer.runs import CASE, mean_loss
 
 Gradients = list[dict[str, Tensor]]

@@ -1,8 +1,9 @@
 """One training run in each precision: by the strategy, and by a single-process loop that rounds where it must.
 
-The loop is what a person would write for one device: master weights, a copy in the dtype of the computation for each
-micro-batch, gradients summed in float32, one division by the label tokens of the window. It shares with the strategy
-the roundings that the precision itself asks for, and knows nothing of ranks, shards and scales.
+The loop is what a person would write for one device: master weights, a copy in the dtype of the computation
+for each micro-batch, gradients summed in float32, one division by the label tokens of the window. It shares
+with the strategy the roundings that the precision itself asks for, and knows nothing of ranks, shards and
+scales.
 """
 
 from __future__ import annotations

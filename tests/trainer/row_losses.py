@@ -50,7 +50,9 @@ class RowModule(LightningModule):
         return self.model.losses(batch.clone()).mean()
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader([rows(dist.get_rank(), index) for window in WINDOWS for index in window], batch_size=None)
+        return DataLoader(
+            [rows(dist.get_rank(), index) for window in WINDOWS for index in window], batch_size=None
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return sgd(self.model)
@@ -80,7 +82,9 @@ def fit_rows(module: RowModule, options: dict[str, Any]) -> dict[str, Tensor] | 
     """Weights after a fit on the ranks of the pool, or the message of its RuntimeError."""
     accumulate = 2 if module.automatic_optimization else 1
     try:
-        make_trainer(AutomodelStrategy(count="samples", **options), accumulate_grad_batches=accumulate).fit(module)
+        make_trainer(AutomodelStrategy(count="samples", **options), accumulate_grad_batches=accumulate).fit(
+            module
+        )
     except RuntimeError as error:
         return str(error)
     return full_weights(module.model)

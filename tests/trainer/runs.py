@@ -16,7 +16,15 @@ from torch.utils.data import DataLoader
 
 from tests import devices
 from tests.trainer.cases import Case
-from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, SILENT, Batch, TinyDecoder, full_weights, micro_batches
+from tests.trainer.exactness import (
+    LEARNING_RATE,
+    MOMENTUM,
+    SILENT,
+    Batch,
+    TinyDecoder,
+    full_weights,
+    micro_batches,
+)
 from tests.trainer.exactness import TOLERANCE as TOLERANCE
 
 CASE = Case(seed=20, telling="labels", num_batches=8, gap="micro_batches")
@@ -39,13 +47,16 @@ def by_default(values: Mapping[str, Any], *names: str) -> list[Any]:
 def first_by_default(values: Iterable[Any], count: int = 1) -> list[Any]:
     """All values as parameters; those behind the first `count` run in the sweep alone."""
     return [
-        pytest.param(value, marks=[] if index < count else [pytest.mark.sweep]) for index, value in enumerate(values)
+        pytest.param(value, marks=[] if index < count else [pytest.mark.sweep])
+        for index, value in enumerate(values)
     ]
 
 
 def mean_loss(model: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor:
     """Cross entropy of the model over the label tokens of a batch."""
-    return F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction=reduction)
+    return F.cross_entropy(
+        model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction=reduction
+    )
 
 
 class LabelledModule(LightningModule):
@@ -96,8 +107,8 @@ def train_plainly(
     """Weights of one plain process.
 
     Args:
-        steps: For each step its window, the indices of micro-batches that all ranks contribute to it; or the windows
-            whose means add up for it.
+        steps: For each step its window, the indices of micro-batches that all ranks contribute to it; or the
+            windows whose means add up for it.
         case: Makes the data.
         clip_norm: Clips each step's gradients.
     """
@@ -108,7 +119,9 @@ def train_plainly(
         for window in step if isinstance(step[0], list) else [step]:
             batches = [by_rank[index] for by_rank in micro_batches(case) for index in window]  # type: ignore[union-attr]
             num_label_tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
-            loss = torch.stack([mean_loss(model, batch, "sum") for batch in batches]).sum() / max(num_label_tokens, 1)
+            loss = torch.stack([mean_loss(model, batch, "sum") for batch in batches]).sum() / max(
+                num_label_tokens, 1
+            )
             loss.backward()
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip_norm)

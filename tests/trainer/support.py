@@ -1,7 +1,8 @@
 """What is claimed to work: every layout with every precision and every feature, each trained for real.
 
-A cell trains the same tiny decoder on ragged data, with a short last window, and its weights are compared with those of
-a plain single-process float64 loop. What a lower precision may be off by is a few of its rounding steps.
+A cell trains the same tiny decoder on ragged data, with a short last window, and its weights are compared
+with those of a plain single-process float64 loop. What a lower precision may be off by is a few of its
+rounding steps.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class Layout:
     @property
     def case(self) -> Case:
         """The data."""
-        return Case(seed=SEED, telling="labels", num_batches=5, num_ranks=self.num_ranks, gap="micro_batches")
+        return Case(
+            seed=SEED, telling="labels", num_batches=5, num_ranks=self.num_ranks, gap="micro_batches"
+        )
 
 
 @dataclass(frozen=True)
@@ -123,13 +126,14 @@ PRECISIONS = {
     "16-mixed": 4e-3,
     "16-true": 4e-3,
 }
-"""By how much weights may differ from the float64 loop, relative to the largest of their tensor: about 100 rounding
-steps of float32, or 4 of the half precision that activations or weights are rounded to."""
+"""By how much weights may differ from the float64 loop, relative to the largest of their tensor: about 100
+rounding steps of float32, or 4 of the half precision that activations or weights are rounded to."""
 
 FEATURES = {
     "accumulation, short window": Feature(),
     "clip by norm": Feature(
-        trainer={"gradient_clip_val": 0.05}, clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.05)
+        trainer={"gradient_clip_val": 0.05},
+        clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.05),
     ),
     "clip by value": Feature(
         trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
@@ -140,7 +144,9 @@ FEATURES = {
     "parameters resharded": Feature({"reshard_during_accumulation": True}),
     "reduction each micro-batch": Feature({"defer_fsdp_grad_sync": False}),
     "all-reduce once": Feature({"defer_fsdp_grad_sync": "all_reduce"}),
-    "no reshard after forward": Feature({"reshard_after_forward": False, "reshard_during_accumulation": True}),
+    "no reshard after forward": Feature(
+        {"reshard_after_forward": False, "reshard_during_accumulation": True}
+    ),
     "CPU offload": Feature({"cpu_offload": True}),
     "activation checkpointing": Feature({"activation_checkpointing": {Block}}),
     "activations in host memory": Feature({"activation_checkpointing": "offload"}),
@@ -163,7 +169,9 @@ class SupportModule(ModelModule):
 
     def configure_model(self) -> None:
         if self.layout.tensor > 1:
-            parallelize_module(self.model, self.device_mesh["tp" if self.layout.mesh else "tensor_parallel"], PLAN)
+            parallelize_module(
+                self.model, self.device_mesh["tp" if self.layout.mesh else "tensor_parallel"], PLAN
+            )
         if self.feature.compile_blocks:
             for block in self.model.blocks:
                 block.compile(backend="aot_eager")
@@ -211,7 +219,9 @@ def train(cell: Cell) -> dict[str, Tensor] | str:
     options = {**layout.options, **feature.options}
     if layout.mesh:
         kind = devices.device_type(dist.get_world_size())
-        options["device_mesh"] = init_device_mesh(kind, (layout.num_ranks, layout.tensor), mesh_dim_names=layout.mesh)
+        options["device_mesh"] = init_device_mesh(
+            kind, (layout.num_ranks, layout.tensor), mesh_dim_names=layout.mesh
+        )
     batches = micro_batches(layout.case)[dist.get_rank() // layout.peers]
     try:
         trainer = make_trainer(
@@ -243,4 +253,9 @@ def reason_not_to_run(cell: Cell, num_devices: int) -> str | None:
     return None
 
 
-CELLS = [Cell(layout, precision, feature) for feature in FEATURES for layout in LAYOUTS for precision in PRECISIONS]
+CELLS = [
+    Cell(layout, precision, feature)
+    for feature in FEATURES
+    for layout in LAYOUTS
+    for precision in PRECISIONS
+]

@@ -27,7 +27,9 @@ class OwnNames(ModelModule):
             parallelize_module(self.model, self.device_mesh["tp"], PLAN)
 
 
-def fit_over(shape: tuple[int, ...], names: tuple[str, ...] | None, **options: Any) -> tuple[dict[str, Tensor], Any]:
+def fit_over(
+    shape: tuple[int, ...], names: tuple[str, ...] | None, **options: Any
+) -> tuple[dict[str, Tensor], Any]:
     """Train over a mesh of this shape; twice, as meshes of the caller's outlive a fit."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     by_rank = micro_batches(CASE4 if "tp" not in (names or ()) else CASE2)
@@ -48,7 +50,11 @@ def fit_over(shape: tuple[int, ...], names: tuple[str, ...] | None, **options: A
         ((2, 2), ("dp_replicate", "dp_shard"), {"defer_fsdp_grad_sync": "all_reduce"}, {"dp_shard": 2}),
         ((2, 2), ("dp", "tp"), {}, {"dp": 2, "tp": 2, "data_parallel": 2}),
         pytest.param(
-            (2, 2), ("replicate", "shard"), {"data_parallel": "ddp"}, {"data_parallel": 4}, marks=pytest.mark.sweep
+            (2, 2),
+            ("replicate", "shard"),
+            {"data_parallel": "ddp"},
+            {"data_parallel": 4},
+            marks=pytest.mark.sweep,
         ),
     ],
     ids=["unnamed", "hsdp", "tensor_parallel", "ddp"],

@@ -1,7 +1,7 @@
 """Collectives of one steady optimizer step, counted at the dispatcher, and host reads, of which there are none.
 
-The module has U FSDP units: its blocks, and the root with what is left. Lightning's own broadcast of its SIGTERM flag
-comes before the counted part of a micro-batch.
+The module has U FSDP units: its blocks, and the root with what is left. Lightning's own broadcast of its
+SIGTERM flag comes before the counted part of a micro-batch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class _Counts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        # `all_gather_object` of torch 2.15 runs the operator that gathers weights, on bytes and their numbers.
+        # `all_gather_object` of torch 2.15 runs the operator that gathers weights, on bytes and their
+        # numbers.
         if name != GATHER or args[0].is_floating_point():
             self.ops[name] += 1
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -65,7 +66,10 @@ class CountsWindow(Callback):
 def _count(options: dict[str, Any], accumulate: int, **trainer_options: Any) -> Counter[str]:
     counter = CountsWindow(accumulate)
     trainer = make_trainer(
-        AutomodelStrategy(**options), accumulate_grad_batches=accumulate, callbacks=[counter], **trainer_options
+        AutomodelStrategy(**options),
+        accumulate_grad_batches=accumulate,
+        callbacks=[counter],
+        **trainer_options,
     )
     trainer.fit(LabelledModule(CASE.seed), loader(CASE))
     return counter.counts.ops

@@ -26,7 +26,9 @@ class Records(LabelledModule):
 
 
 def _seen(options: dict[str, Any]) -> list[int]:
-    rows = [{"input_ids": torch.ones(1, dtype=torch.long), "labels": torch.tensor([index])} for index in range(8)]
+    rows = [
+        {"input_ids": torch.ones(1, dtype=torch.long), "labels": torch.tensor([index])} for index in range(8)
+    ]
     module = Records()
     trainer = make_trainer(AutomodelStrategy(**options), use_distributed_sampler=True)
     trainer.fit(module, DataLoader(rows, batch_size=2))
@@ -48,7 +50,10 @@ class Rows(Dataset):
         return 8
 
     def __getitem__(self, indices: list[int]) -> dict[str, Tensor]:
-        return {"input_ids": torch.ones(len(indices), 1, dtype=torch.long), "labels": torch.tensor(indices)[:, None]}
+        return {
+            "input_ids": torch.ones(len(indices), 1, dtype=torch.long),
+            "labels": torch.tensor(indices)[:, None],
+        }
 
 
 class RowLoader(DataLoader):
@@ -68,12 +73,19 @@ def _shapes_and_warnings(loader: type[DataLoader]) -> tuple[list[tuple[int, ...]
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             shapes.append(tuple(batch["labels"].shape))
             return super().training_step(
-                {"input_ids": batch["input_ids"].view(-1, 1), "labels": batch["labels"].view(-1, 1)}, batch_idx
+                {"input_ids": batch["input_ids"].view(-1, 1), "labels": batch["labels"].view(-1, 1)},
+                batch_idx,
             )
 
-        def train_dataloader(self) -> DataLoader:  # in a hook, Lightning repeats the arguments that it was made with
+        def train_dataloader(
+            self,
+        ) -> DataLoader:  # in a hook, Lightning repeats the arguments that it was made with
             batches = BatchSampler(SequentialSampler(Rows()), 2, drop_last=False)
-            return RowLoader(Rows()) if loader is RowLoader else DataLoader(Rows(), sampler=batches, batch_size=None)
+            return (
+                RowLoader(Rows())
+                if loader is RowLoader
+                else DataLoader(Rows(), sampler=batches, batch_size=None)
+            )
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -93,4 +105,6 @@ def test_batches_of_batches(pool2: RankPool, loader: type[DataLoader]) -> None:
     else:
         assert shapes == [(1, 2, 1), (1, 2, 1)]
         assert len(told) == 1
-        assert "the RowLoader that Lightning has made of it for several ranks collates batch_size=1" in told[0]
+        assert (
+            "the RowLoader that Lightning has made of it for several ranks collates batch_size=1" in told[0]
+        )

@@ -82,7 +82,11 @@ def _around_a_fit(options: dict[str, Any], fresh: bool) -> tuple[Any, ...]:
     trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE)
 
     def renewed() -> Any:
-        return make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE) if fresh else trainer
+        return (
+            make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE)
+            if fresh
+            else trainer
+        )
 
     before = renewed().predict(module, loader())
     renewed().validate(module, loader(), verbose=False)
@@ -117,10 +121,14 @@ def test_around_a_fit(pool2: RankPool, options: dict[str, Any], fresh: bool) -> 
 
 def _fit_twice(options: dict[str, Any], fresh: bool) -> tuple[dict[str, Tensor], list[float]]:
     module = Evaluates(decoder())
-    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, num_sanity_val_steps=2)
+    trainer = make_trainer(
+        AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, num_sanity_val_steps=2
+    )
     trainer.fit(module, loader(), loader())
     if fresh:
-        trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, num_sanity_val_steps=2)
+        trainer = make_trainer(
+            AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, num_sanity_val_steps=2
+        )
     else:
         trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader(), loader())
@@ -155,7 +163,9 @@ class EvaluatesWithGradients(Evaluates):
             super().validation_step(batch, batch_idx)
 
 
-def _validate_with_gradients(options: dict[str, Any], inference_mode: bool) -> tuple[dict[str, Tensor], list[float]]:
+def _validate_with_gradients(
+    options: dict[str, Any], inference_mode: bool
+) -> tuple[dict[str, Tensor], list[float]]:
     module = EvaluatesWithGradients(decoder())
     trainer = make_trainer(
         AutomodelStrategy(**options),
@@ -169,7 +179,9 @@ def _validate_with_gradients(options: dict[str, Any], inference_mode: bool) -> t
 
 @pytest.mark.parametrize("inference_mode", [True, False])
 @pytest.mark.parametrize("options", by_default(ENGINES, "kept"))
-def test_validation_that_enables_gradients(pool2: RankPool, options: dict[str, Any], inference_mode: bool) -> None:
+def test_validation_that_enables_gradients(
+    pool2: RankPool, options: dict[str, Any], inference_mode: bool
+) -> None:
     """A forward for which no backward comes leaves nothing gathered that training would use."""
     expected, losses_at_end = Outcome(plain_weights(decoder(), ACCUMULATE), None), plain_losses(None)
     found = pool2.run(_validate_with_gradients, options, inference_mode)

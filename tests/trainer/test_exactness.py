@@ -1,7 +1,7 @@
 """`AutomodelStrategy` trains to the weights of one plain single-process loop, whatever the options and the data.
 
-The default run takes a balanced sample of the space of cases; `pytest -m sweep` takes many more. A failing case is
-reproduced by its id: `pytest tests/trainer/test_exactness.py -m "sweep or not sweep" -k <id>`.
+The default run takes a balanced sample of the space of cases; `pytest -m sweep` takes many more. A failing
+case is reproduced by its id: `pytest tests/trainer/test_exactness.py -m "sweep or not sweep" -k <id>`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def automodel(case: Case) -> Strategy:
     if case.telling == "callable_int":
         options["count_label_tokens"] = lambda batch: int(case.num_label_tokens(batch))
     if case.telling in ("labels", "label_key"):
-        options.update(label_key=case.label_key, ignore_index=case.ignore_index, label_shift=case.label_shift)
+        options.update(
+            label_key=case.label_key, ignore_index=case.ignore_index, label_shift=case.label_shift
+        )
     return AutomodelStrategy(
         data_parallel=case.engine,
         per_token_loss=case.per_token_loss,
@@ -158,7 +160,9 @@ def test_a_model_that_shards_itself_is_exact(pool2: RankPool, make_module: type[
 
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
 @pytest.mark.parametrize("make_strategy", [per_micro_batch, blind_to_the_shift])
-def test_a_wrong_weight_is_caught(pool2: RankPool, make_strategy: Callable[[Case], Strategy], engine: Engine) -> None:
+def test_a_wrong_weight_is_caught(
+    pool2: RankPool, make_strategy: Callable[[Case], Strategy], engine: Engine
+) -> None:
     """The harness bites: means of micro-batches, and a count that takes in dropped labels, are far off."""
     case = replace(UNEVEN, layout=engine, gap="none")
     for outcome in pool2.run(fit, case, make_strategy):

@@ -48,7 +48,9 @@ LIGHTNING = pytest.mark.parametrize(
 def errors(
     pool: RankPool, case: Case, make_strategy: Callable[[Case], Strategy], make_module: type[TinyModule]
 ) -> list[float]:
-    return [weight_error(outcome, reference(case)) for outcome in pool.run(fit, case, make_strategy, make_module)]
+    return [
+        weight_error(outcome, reference(case)) for outcome in pool.run(fit, case, make_strategy, make_module)
+    ]
 
 
 @LIGHTNING
@@ -61,7 +63,9 @@ def test_lightning_is_exact_for_even_work(
 
 
 @LIGHTNING
-@pytest.mark.parametrize("case", [RAGGED, RAGGED_WINDOWS, SHORT_WINDOW], ids=["ragged", "ragged_windows", "short"])
+@pytest.mark.parametrize(
+    "case", [RAGGED, RAGGED_WINDOWS, SHORT_WINDOW], ids=["ragged", "ragged_windows", "short"]
+)
 def test_lightning_is_caught_for_uneven_work(
     pool2: RankPool, case: Case, make_strategy: Callable[[Case], Strategy], make_module: type[TinyModule]
 ) -> None:

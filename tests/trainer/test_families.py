@@ -1,7 +1,7 @@
 """One step of families of transformers, replicated and sharded on two ranks, beside one process with the whole batch.
 
-`pytest tests/trainer/test_families.py -m sweep --support-table docs/support.md` writes the table there, and a dated
-record of every family.
+`pytest tests/trainer/test_families.py -m sweep --support-table docs/support.md` writes the table there, and
+a dated record of every family.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Family(LightningModule):
         self.name, self.model = name, make_model(name)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return own_loss(self.name, self.model, batch, lambda x: self.all_gather(x, sync_grads=True).flatten(0, 1))
+        return own_loss(
+            self.name, self.model, batch, lambda x: self.all_gather(x, sync_grads=True).flatten(0, 1)
+        )
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.gradients = gradients_of(self.model)
@@ -58,7 +60,9 @@ class Family(LightningModule):
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """The gradients by name, gathered where they are sharded: a collective."""
-    named = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    named = {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
     return {name: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for name, g in named.items()}
 
 
@@ -124,10 +128,10 @@ def method(found: dict[str, list[float]]) -> str:
 
     return (
         f"{len(found)} families, {datetime.date.today()}, transformers {transformers.__version__}, torch"
-        f" {torch.__version__}, Lightning {lightning.__version__}, written by `{COMMAND}`: one step in float32 on the"
-        " loss that the model computes itself, on two ranks with different numbers of labels, compared with one process"
-        " that has the whole batch. Dropout is off. A number is the largest deviation of a gradient, relative to the"
-        " largest of its tensor."
+        f" {torch.__version__}, Lightning {lightning.__version__}, written by `{COMMAND}`: one step in"
+        " float32 on the loss that the model computes itself, on two ranks with different numbers of labels,"
+        " compared with one process that has the whole batch. Dropout is off. A number is the largest"
+        " deviation of a gradient, relative to the largest of its tensor."
     )
 
 

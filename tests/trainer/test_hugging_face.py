@@ -107,7 +107,11 @@ def test_units_of_nested_models() -> None:
 @pytest.mark.parametrize("options", by_default(ENGINES, "kept"))
 @pytest.mark.parametrize(("make_model", "case", "expected_units"), MODELS.values(), ids=MODELS)
 def test_own_loss(
-    pool2: RankPool, make_model: Callable[[], nn.Module], case: Case, expected_units: list[str], options: dict[str, Any]
+    pool2: RankPool,
+    make_model: Callable[[], nn.Module],
+    case: Case,
+    expected_units: list[str],
+    options: dict[str, Any],
 ) -> None:
     """`label_shift=1` weighs the loss of a causal model right, 0 that of an encoder-decoder, and no warning is due."""
     expected, _ = train_plainly(make_model(), case)
@@ -138,7 +142,9 @@ def test_which_models_shift_labels() -> None:
     ("make_model", "case", "shift", "advice"),
     [(tied_llama, CAUSAL, 0, "pass label_shift=1"), (t5, SEQ2SEQ, 1, "Leave label_shift at 0")],
 )
-def test_wrong_shift(pool2: RankPool, make_model: Callable[[], nn.Module], case: Case, shift: int, advice: str) -> None:
+def test_wrong_shift(
+    pool2: RankPool, make_model: Callable[[], nn.Module], case: Case, shift: int, advice: str
+) -> None:
     """Counting a label that the loss drops, or dropping one that it uses, is said once and seen in the weights."""
     expected, _ = train_plainly(make_model(), case)
     results = pool2.run(fit, make_model, case, {"label_shift": shift})
@@ -205,9 +211,13 @@ def test_aux_loss_that_is_reported(pool2: RankPool, options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("options", by_default(ENGINES, "kept"))
 @pytest.mark.parametrize(
-    ("case", "make_module"), [(CAUSAL, OwnLoss), (EQUAL_WEIGHTS, ReturnsAuxLoss)], ids=["by_tokens", "equally"]
+    ("case", "make_module"),
+    [(CAUSAL, OwnLoss), (EQUAL_WEIGHTS, ReturnsAuxLoss)],
+    ids=["by_tokens", "equally"],
 )
-def test_aux_loss_that_trains(pool2: RankPool, case: Case, make_module: type[OwnLoss], options: dict[str, Any]) -> None:
+def test_aux_loss_that_trains(
+    pool2: RankPool, case: Case, make_module: type[OwnLoss], options: dict[str, Any]
+) -> None:
     """In the model's own loss it weighs like the rest: by label tokens, or with `per_token_loss=False` equally."""
     weigh = {"label_shift": 1} if case.per_token_loss else {"label_shift": 0, "per_token_loss": False}
 
@@ -225,5 +235,7 @@ def test_aux_loss_that_trains(pool2: RankPool, case: Case, make_module: type[Own
 
 def test_aux_loss_beside_token_losses_is_refused(pool2: RankPool) -> None:
     """A loss of its own weight needs the window's label tokens before the first backward."""
-    with pytest.raises(RankError, match="training_step returned 'aux_loss', whose weight beside a token loss depends"):
+    with pytest.raises(
+        RankError, match="training_step returned 'aux_loss', whose weight beside a token loss depends"
+    ):
         pool2.run(fit, mixtral, CAUSAL, {}, ReturnsAuxLoss)

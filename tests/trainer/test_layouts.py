@@ -50,7 +50,9 @@ def fit_model(
     options: dict[str, Any], case: Case, model: nn.Module | None = None, **trainer_options: Any
 ) -> dict[str, Tensor]:
     module = ModelModule(decoder() if model is None else model)
-    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, **trainer_options)
+    trainer = make_trainer(
+        AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, **trainer_options
+    )
     trainer.fit(module, loader(case))
     return full_weights(module.model)
 
@@ -134,13 +136,17 @@ SCHEDULES = {
 }
 
 
-def _fit_partly_used(options: dict[str, Any], case: Case, schedule: tuple[set[int], ...]) -> dict[str, Tensor]:
+def _fit_partly_used(
+    options: dict[str, Any], case: Case, schedule: tuple[set[int], ...]
+) -> dict[str, Tensor]:
     return fit_model(options, case, PartlyUsed(*schedule))
 
 
 @pytest.mark.parametrize("schedule", by_default(SCHEDULES, "unit-last", "unused-in-the-second-window"))
 @pytest.mark.parametrize("mode", first_by_default(["all_reduce-resharded", "all_reduce-kept", "True-kept"]))
-def test_parts_that_some_micro_batches_leave_out(pool4: RankPool, mode: str, schedule: tuple[set[int], ...]) -> None:
+def test_parts_that_some_micro_batches_leave_out(
+    pool4: RankPool, mode: str, schedule: tuple[set[int], ...]
+) -> None:
     """No gradient of an earlier micro-batch is lost where the last one does not use the part, nor the other way."""
     expected = plain_weights(PartlyUsed(*schedule), ACCUMULATE, CASE4)
     for weights in pool4.run(_fit_partly_used, REPLICAS | MODES[mode], CASE4, schedule):
@@ -195,7 +201,9 @@ def _plain_weights_by_rank(case: Case, schedule: tuple[set[int], ...]) -> dict[s
     return full_weights(model)
 
 
-def _fit_used_by_one_rank(options: dict[str, Any], case: Case, schedule: tuple[set[int], ...]) -> dict[str, Tensor]:
+def _fit_used_by_one_rank(
+    options: dict[str, Any], case: Case, schedule: tuple[set[int], ...]
+) -> dict[str, Tensor]:
     return fit_model(options, case, UsedByOneRank(*schedule))
 
 
@@ -210,7 +218,11 @@ BY_RANK = {
 @pytest.mark.parametrize("schedule", BY_RANK.values(), ids=BY_RANK)
 @pytest.mark.parametrize(
     "options",
-    [*(MODES[mode] for mode in ("True-kept", "True-resharded", "False-resharded")), {"cpu_offload": True}, DDP],
+    [
+        *(MODES[mode] for mode in ("True-kept", "True-resharded", "False-resharded")),
+        {"cpu_offload": True},
+        DDP,
+    ],
     ids=["kept", "resharded", "undeferred", "offloaded", "ddp"],
 )
 def test_use_that_differs_between_ranks(
@@ -222,7 +234,9 @@ def test_use_that_differs_between_ranks(
         assert deviation(weights, expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("mode", [pytest.param("True-kept", marks=pytest.mark.sweep), "all_reduce-resharded"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("True-kept", marks=pytest.mark.sweep), "all_reduce-resharded"]
+)
 def test_use_that_differs_between_replicas(pool4: RankPool, mode: str) -> None:
     """The same over replicas of shards."""
     for schedule in BY_RANK.values():
@@ -246,7 +260,9 @@ def _fit_after_an_abandoned_window(options: dict[str, Any]) -> dict[str, Tensor]
     return full_weights(module.model)
 
 
-@pytest.mark.parametrize("mode", ["all_reduce-kept", pytest.param("all_reduce-resharded", marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "mode", ["all_reduce-kept", pytest.param("all_reduce-resharded", marks=pytest.mark.sweep)]
+)
 def test_an_abandoned_window_leaves_no_partly_reduced_gradients(pool4: RankPool, mode: str) -> None:
     """What was reduce-scattered but never all-reduced does not reach the next fit."""
     expected = plain_weights(decoder(), ACCUMULATE, CASE4)
@@ -270,7 +286,9 @@ def pool1() -> Any:
 def test_world_of_one(pool1: RankPool, options: dict[str, Any]) -> None:
     """`devices=1` is exact as well, clipped and with parts left out."""
     schedule = SCHEDULES["unit-first"]
-    expected = plain_weights(PartlyUsed(*schedule), ACCUMULATE, CASE1, clip=lambda p: nn.utils.clip_grad_norm_(p, CLIP))
+    expected = plain_weights(
+        PartlyUsed(*schedule), ACCUMULATE, CASE1, clip=lambda p: nn.utils.clip_grad_norm_(p, CLIP)
+    )
     (weights,) = pool1.run(_fit_partly_used_clipped, options, schedule)
     assert deviation(weights, expected) <= TOLERANCE
 
@@ -314,7 +332,9 @@ def test_describe_replicas(pool4: RankPool) -> None:
 
 def test_describe_ddp(pool2: RankPool) -> None:
     """DDP copies the model over every rank: replicas, no shards."""
-    for described in pool2.run(_describe, {"data_parallel": "ddp", "ddp_kwargs": {"bucket_cap_mb": 3}}, CASE2):
+    for described in pool2.run(
+        _describe, {"data_parallel": "ddp", "ddp_kwargs": {"bucket_cap_mb": 3}}, CASE2
+    ):
         assert described["data_parallel"] == "ddp"
         assert described["gradient_divisor"] == 2
         assert described["mesh"]["data_parallel_replicate"] == 2
@@ -333,7 +353,10 @@ def _error_of_sizes(options: dict[str, Any]) -> str:
     [
         ({"data_parallel_size": 3}, ["data_parallel_size=3", "world size 2", "start 3 processes", "'auto'"]),
         ({"data_parallel_size": 1, "data_parallel": "ddp"}, ["data_parallel_size=1", "world size 2"]),
-        ({"data_parallel_replicate_size": 3}, ["data_parallel_replicate_size=3", "2 data-parallel ranks", "are 1, 2"]),
+        (
+            {"data_parallel_replicate_size": 3},
+            ["data_parallel_replicate_size=3", "2 data-parallel ranks", "are 1, 2"],
+        ),
     ],
 )
 def test_sizes_that_do_not_fit_raise(pool2: RankPool, options: dict[str, Any], parts: list[str]) -> None:

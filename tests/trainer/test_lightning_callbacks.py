@@ -49,7 +49,15 @@ from tests.trainer.exactness import (
     weight_error,
 )
 from tests.trainer.plain import ModelModule
-from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, first_by_default, loader, make_trainer, train_plainly
+from tests.trainer.runs import (
+    CASE,
+    TOLERANCE,
+    LabelledModule,
+    first_by_default,
+    loader,
+    make_trainer,
+    train_plainly,
+)
 
 ACCUMULATE = 3
 EPOCH = [[0, 1, 2], [3, 4, 5], [6, 7]]
@@ -70,7 +78,9 @@ class Recorder(DummyLogger):
 
 def trainer_with(engine: str, callbacks: list[Callback], **settings: Any) -> Trainer:
     strategy = AutomodelStrategy(data_parallel=engine)
-    return make_trainer(strategy, **{"accumulate_grad_batches": ACCUMULATE, "callbacks": callbacks, **settings})
+    return make_trainer(
+        strategy, **{"accumulate_grad_batches": ACCUMULATE, "callbacks": callbacks, **settings}
+    )
 
 
 def assert_trained(weights: dict[str, Tensor], windows: list[list[int]]) -> None:
@@ -79,7 +89,9 @@ def assert_trained(weights: dict[str, Tensor], windows: list[list[int]]) -> None
 
 def _count_lambda_calls(engine: str) -> tuple[dict[str, Tensor], Any]:
     calls: list[int] = []
-    callback = LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, batch, index: calls.append(index))
+    callback = LambdaCallback(
+        on_train_batch_end=lambda trainer, module, outputs, batch, index: calls.append(index)
+    )
     return _fit(engine, [callback]), calls
 
 
@@ -152,7 +164,13 @@ class KeepsSummary(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         summary = ModelSummary(pl_module, max_depth=3)
         names = [name.removeprefix("FSDP") for name in summary.layer_types]
-        self.found = (summary.total_parameters, summary.param_nums, summary.out_sizes, summary.total_flops, names)
+        self.found = (
+            summary.total_parameters,
+            summary.param_nums,
+            summary.out_sizes,
+            summary.total_flops,
+            names,
+        )
 
 
 def _summarise(engine: str) -> tuple[Any, dict[str, Tensor]]:
@@ -212,7 +230,11 @@ def _keep_best(engine: str, folder: str) -> tuple[dict[str, Tensor], str, list[s
     trainer = trainer_with(engine, [keeps], max_epochs=3, enable_checkpointing=True)
     trainer.fit(module, loader(), loader())
     trainer.test(module, loader(), ckpt_path="best", verbose=False)
-    return full_weights(module.model), Path(keeps.best_model_path).name, sorted(p.name for p in Path(folder).iterdir())
+    return (
+        full_weights(module.model),
+        Path(keeps.best_model_path).name,
+        sorted(p.name for p in Path(folder).iterdir()),
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -285,7 +307,14 @@ class Writes(BasePredictionWriter):
         self.epoch: Any = None
 
     def write_on_batch_end(
-        self, trainer: Any, pl_module: Any, prediction: Any, batch_indices: Any, batch: Any, batch_idx: int, _: int
+        self,
+        trainer: Any,
+        pl_module: Any,
+        prediction: Any,
+        batch_indices: Any,
+        batch: Any,
+        batch_idx: int,
+        _: int,
     ) -> None:
         self.batches.append((prediction, batch_idx))
 
@@ -349,7 +378,9 @@ class SavesSamples(LabelledModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self(batch)
-        self.log("loss", loss.detach(), on_step=False, on_epoch=True, batch_size=1, prog_bar=True, sync_dist=True)
+        self.log(
+            "loss", loss.detach(), on_step=False, on_epoch=True, batch_size=1, prog_bar=True, sync_dist=True
+        )
         return loss
 
     def on_train_epoch_end(self) -> None:

@@ -39,7 +39,8 @@ class Adapted(OwnLoss):
                     for group in torch_internals.fsdp_param_groups(self)
                     for param in group.fsdp_params
                     for name in [str(param._param_fqn)]
-                    if param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
+                    if param.unsharded_accumulated_grad is not None
+                    or param._unsharded_param.grad is not None
                 }
             )
 
@@ -68,7 +69,9 @@ def fit(options: dict[str, Any], adapter: Path) -> Fitted:
     module = Adapted(adapter)
     differ_by_rank(module)
     strategy = AutomodelStrategy(label_shift=1, **options)
-    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, gradient_clip_val=CLIP_NORM).fit(module, loader(CAUSAL))
+    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, gradient_clip_val=CLIP_NORM).fit(
+        module, loader(CAUSAL)
+    )
     assert strategy.last_step is not None
     grad_norm = strategy.last_step.grad_norm.item()
     return Fitted(full_weights(module), grad_norm, module.held, module.generated, strategy.describe())
@@ -89,7 +92,9 @@ def test_lora(pool2: RankPool, options: dict[str, Any], tmp_path: Path) -> None:
 
     for weights, grad_norm, held, generated, described in pool2.run(fit, options, adapter):
         assert weight_error(Outcome(weights, None), prefixed(expected)) <= TOLERANCE
-        assert all(torch.equal(weights[f"model.{name}"], before[name]) == (name not in trainable) for name in before)
+        assert all(
+            torch.equal(weights[f"model.{name}"], before[name]) == (name not in trainable) for name in before
+        )
         assert relative_error(grad_norm, norms[-1]) <= TOLERANCE
         assert generated == generate(plain)
         if "data_parallel" not in options:
@@ -102,4 +107,5 @@ def test_lora(pool2: RankPool, options: dict[str, Any], tmp_path: Path) -> None:
     assert (adapter / "adapter_model.safetensors").stat().st_size < 2 * adapter_bytes + 4096
     loaded = PeftModel.from_pretrained(tied_llama(), adapter)
     batch = micro_batches(CAUSAL)[0][0]
-    assert relative_error(loaded(**batch).logits, plain(**batch).logits) <= 1e-7  # which computes parts in float32
+    # Which computes parts in float32.
+    assert relative_error(loaded(**batch).logits, plain(**batch).logits) <= 1e-7

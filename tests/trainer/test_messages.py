@@ -31,7 +31,9 @@ class CountsNothing(ModelModule):
     """Its batches hide their labels from the strategy."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        inputs, targets = batch if isinstance(batch, (list, tuple)) else (batch["input_ids"], batch["targets"])
+        inputs, targets = (
+            batch if isinstance(batch, (list, tuple)) else (batch["input_ids"], batch["targets"])
+        )
         return mean_loss(self.model, {"input_ids": inputs, "labels": targets})
 
 
@@ -70,13 +72,17 @@ def hidden_labels(kind: str) -> DataLoader:
     batches = micro_batches(CASE)[dist.get_rank()]
     if kind == "tuple":
         return DataLoader([(b["input_ids"], b["labels"]) for b in batches], batch_size=None)
-    return DataLoader([{"input_ids": b["input_ids"], "targets": b["labels"]} for b in batches], batch_size=None)
+    return DataLoader(
+        [{"input_ids": b["input_ids"], "targets": b["labels"]} for b in batches], batch_size=None
+    )
 
 
 def _no_count_found(options: dict[str, Any], kind: str, accumulate: int) -> tuple[str, bool]:
     module = CountsNothing(decoder())
     with pytest.raises(ValueError, match="label tokens") as raised:
-        make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=accumulate).fit(module, hidden_labels(kind))
+        make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=accumulate).fit(
+            module, hidden_labels(kind)
+        )
     before, after = full_weights(decoder()), full_weights(module.model)
     return str(raised.value), all(torch.equal(before[name], after[name]) for name in before)
 
@@ -86,7 +92,9 @@ def _no_count_found(options: dict[str, Any], kind: str, accumulate: int) -> tupl
     ("kind", "accumulate", "found"),
     [("tuple", 1, "a list"), ("dict", 3, "a dict with the keys ['input_ids', 'targets']")],
 )
-def test_no_count_found(pool2: RankPool, kind: str, accumulate: int, found: str, options: dict[str, Any]) -> None:
+def test_no_count_found(
+    pool2: RankPool, kind: str, accumulate: int, found: str, options: dict[str, Any]
+) -> None:
     """At the first step, on every rank, before any weight has changed: what was found, three ways, and the way out."""
     for message, unchanged in pool2.run(_no_count_found, options, kind, accumulate):
         assert unchanged
@@ -99,7 +107,10 @@ def test_no_count_found(pool2: RankPool, kind: str, accumulate: int, found: str,
 
 
 def _error(
-    make_module: type[ModelModule], options: dict[str, Any], trainer_options: dict[str, Any], count: Any = None
+    make_module: type[ModelModule],
+    options: dict[str, Any],
+    trainer_options: dict[str, Any],
+    count: Any = None,
 ) -> tuple[str, str]:
     """Kind and text of what a fit raises."""
     module = make_module(decoder())
@@ -231,7 +242,9 @@ def _errors_of_clipping() -> list[str]:
 def test_errors_of_clipping(pool2: RankPool) -> None:
     """The offending value and the valid ones."""
     for messages in pool2.run(_errors_of_clipping):
-        assert all(expected in message for expected, message in zip(WRONG_CLIPPING, messages, strict=True)), messages
+        assert all(
+            expected in message for expected, message in zip(WRONG_CLIPPING, messages, strict=True)
+        ), messages
 
 
 def _warnings(make_module: type[ModelModule], options: dict[str, Any], fits: int = 1) -> list[str]:
@@ -269,7 +282,9 @@ def test_a_half_precision_loss_warns_once(pool2: RankPool, options: dict[str, An
         ({"ddp_kwargs": {"bucket_cap_mb": 1}}, ["ddp_kwargs has no effect with data_parallel='fsdp2'."]),
     ],
 )
-def test_options_without_effect_are_told_once(pool2: RankPool, options: dict[str, Any], expected: list[str]) -> None:
+def test_options_without_effect_are_told_once(
+    pool2: RankPool, options: dict[str, Any], expected: list[str]
+) -> None:
     """By rank 0, one sentence for each, for two fits once."""
     told, silent = pool2.run(_warnings, ModelModule, options, 2)
     assert [message for message in told if "no effect" in message] == expected

@@ -37,7 +37,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 class Layer(nn.Module):
     """A residual block with a parameter and buffers of its own, whose initialiser also scales a child.
 
-    Notes, where a test asks for it, what else is whole on this rank while its children and it are initialised.
+    Notes, where a test asks for it, what else is whole on this rank while its children and it are
+    initialised.
     """
 
     whole: list[list[str]] | None = None
@@ -252,8 +253,12 @@ def _resume(options: dict[str, Any], folder: str, persistent: tuple[bool, bool],
         return straight, str(error)
 
 
-@pytest.mark.parametrize("options", first_by_default([LAYOUTS["kept"], LAYOUTS["ddp"]]), ids=["fsdp2", "ddp"])
-def test_a_checkpoint_fills_a_model_without_values(pool2: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", first_by_default([LAYOUTS["kept"], LAYOUTS["ddp"]]), ids=["fsdp2", "ddp"]
+)
+def test_a_checkpoint_fills_a_model_without_values(
+    pool2: RankPool, tmp_path: Path, options: dict[str, Any]
+) -> None:
     """Also what has no initialiser, and not before the initialisers have run."""
     for straight, resumed in pool2.run(_resume, options, str(tmp_path), (True, True), True):
         assert isinstance(resumed, Outcome)
@@ -279,7 +284,9 @@ def _error_without_initialiser(options: dict[str, Any]) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("options", first_by_default([LAYOUTS["kept"], LAYOUTS["ddp"]]), ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize(
+    "options", first_by_default([LAYOUTS["kept"], LAYOUTS["ddp"]]), ids=["fsdp2", "ddp"]
+)
 def test_what_nobody_initialises_raises(pool2: RankPool, options: dict[str, Any]) -> None:
     """On every rank, by name, as often as it is tried."""
     for message in pool2.run(_error_without_initialiser, options):

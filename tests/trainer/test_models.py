@@ -354,7 +354,9 @@ class Unfreezes(ModelModule):
 
 def _unfreeze(options: dict[str, Any]) -> dict[str, Tensor]:
     module = Unfreezes(Scalars())
-    make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, max_epochs=2).fit(module, loader())
+    make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, max_epochs=2).fit(
+        module, loader()
+    )
     return full_weights(module.model)
 
 
@@ -384,7 +386,9 @@ class UnfreezesWhatIsUnused(ModelModule):
 
 def _decayed(options: dict[str, Any]) -> Tensor:
     module = UnfreezesWhatIsUnused()
-    make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, max_epochs=2).fit(module, loader())
+    make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, max_epochs=2).fit(
+        module, loader()
+    )
     return full_weights(module.model)["unused"]
 
 

@@ -114,9 +114,13 @@ def _plainly(weights: Tensor | None, batch_size: int = BATCH_SIZE) -> tuple[Outc
 
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize(
-    ("make", "weights"), [(Classifier, None), (WeightedClasses, WeightedClasses.weights)], ids=["plain", "weighted"]
+    ("make", "weights"),
+    [(Classifier, None), (WeightedClasses, WeightedClasses.weights)],
+    ids=["plain", "weighted"],
 )
-def test_classifier(pool2: RankPool, make: type[Classifier], weights: Tensor | None, options: dict[str, Any]) -> None:
+def test_classifier(
+    pool2: RankPool, make: type[Classifier], weights: Tensor | None, options: dict[str, Any]
+) -> None:
     """Weights, accuracy and loss of one process, the short last window included; float counts are not rounded."""
     outcome, accuracy, loss = _plainly(weights)
     for found in pool2.run(_classify, make, {**options, "per_token_loss": weights is not None}):
@@ -151,7 +155,9 @@ class Graphs(LightningModule):
 def _count_graphs(options: dict[str, Any]) -> None:
     sizes = (3, 3 + 6 * dist.get_rank(), 3)
     batches = [{"nodes": torch.ones(size, FEATURES).double(), "graph": torch.ones(3)} for size in sizes]
-    make_trainer(AutomodelStrategy(count="samples", **options)).fit(Graphs(), DataLoader(batches, batch_size=None))
+    make_trainer(AutomodelStrategy(count="samples", **options)).fit(
+        Graphs(), DataLoader(batches, batch_size=None)
+    )
 
 
 AHEAD = {"count_window_ahead": True}

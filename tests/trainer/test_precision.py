@@ -1,10 +1,10 @@
 """Every Trainer precision under both engines, against a loop that rounds alike and against one in float64.
 
-Errors are relative to the largest weight of a tensor, in units of `eps`, the spacing of a dtype at 1. Mixed precisions
-round activations and gradients in half precision exactly as the loop does, and sum in float32: what is left between the
-two is float32 rounding, a few `eps` of float32. True precisions also round each gradient and weight to half precision;
-there a last bit may fall to the other side: one `eps` of it. Against float64, three steps cost up to 2 `eps` of the
-dtype that is computed in.
+Errors are relative to the largest weight of a tensor, in units of `eps`, the spacing of a dtype at 1. Mixed
+precisions round activations and gradients in half precision exactly as the loop does, and sum in float32:
+what is left between the two is float32 rounding, a few `eps` of float32. True precisions also round each
+gradient and weight to half precision; there a last bit may fall to the other side: one `eps` of it. Against
+float64, three steps cost up to 2 `eps` of the dtype that is computed in.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def test_equals_one_process(pool2: RankPool, precision: str, options: dict[str, 
         assert math.isfinite(loss)
 
 
-@pytest.mark.parametrize("precision", first_by_default(["bf16-mixed", *(p for p in PRECISIONS if p != "bf16-mixed")]))
+@pytest.mark.parametrize(
+    "precision", first_by_default(["bf16-mixed", *(p for p in PRECISIONS if p != "bf16-mixed")])
+)
 def test_wrong_weighting_is_farther_off(pool2: RankPool, precision: str) -> None:
     """What the tolerances would have to catch is five times as far away as the widest of them."""
     for weights, _, _ in pool2.run(fit, precision, {"per_token_loss": False}):
@@ -113,7 +115,9 @@ def test_hsdp(pool4: RankPool, defer: Any) -> None:
 def test_any_units(pool2: RankPool, policy: set[type[nn.Module]]) -> None:
     """A unit right below the LightningModule answers in float32 too, and small ones pass on what they get."""
     for weights, _, _ in pool2.run(fit, "bf16-mixed", {"auto_wrap_policy": policy}):
-        assert weight_error(Outcome(weights, None), loop("bf16-mixed", "fsdp2")) <= tolerances("bf16-mixed")[0]
+        assert (
+            weight_error(Outcome(weights, None), loop("bf16-mixed", "fsdp2")) <= tolerances("bf16-mixed")[0]
+        )
 
 
 def _unreduced(precision: str) -> set[tuple[torch.dtype | None, bool]]:
@@ -122,11 +126,15 @@ def _unreduced(precision: str) -> set[tuple[torch.dtype | None, bool]]:
 
     def look(batch: Batch, batch_idx: int) -> None:
         if batch_idx % ACCUMULATE == 1:
-            params = [param for group in torch_internals.fsdp_param_groups(module) for param in group.fsdp_params]
+            params = [
+                param for group in torch_internals.fsdp_param_groups(module) for param in group.fsdp_params
+            ]
             if torch_internals.ACCUMULATES_IN_LEAF:
                 seen.update((p.unsharded_param.grad.dtype, True) for p in params)
             else:
-                seen.update((p.unsharded_accumulated_grad.dtype, p.unsharded_param.grad is None) for p in params)
+                seen.update(
+                    (p.unsharded_accumulated_grad.dtype, p.unsharded_param.grad is None) for p in params
+                )
 
     module.on_train_batch_start = look
     settings = {"accumulate_grad_batches": ACCUMULATE, **precision_options(precision)}
@@ -134,7 +142,9 @@ def _unreduced(precision: str) -> set[tuple[torch.dtype | None, bool]]:
     return seen
 
 
-@pytest.mark.parametrize("precision", first_by_default(["bf16-mixed", "bf16-true", "16-mixed", "16-true"], 2))
+@pytest.mark.parametrize(
+    "precision", first_by_default(["bf16-mixed", "bf16-true", "16-mixed", "16-true"], 2)
+)
 def test_gradients_wait_in_float32(pool2: RankPool, precision: str) -> None:
     """Also where parameters are half: what several micro-batches add up to is rounded once, after the reduction."""
     assert pool2.run(_unreduced, precision) == [{(torch.float32, True)}] * 2
@@ -155,16 +165,22 @@ class Probe(WideLossModule):
         return wide_loss(logits, batch)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.seen["validation"] = f"{torch.is_autocast_enabled('cpu')} {self.model(batch['input_ids']).dtype}"
+        self.seen["validation"] = (
+            f"{torch.is_autocast_enabled('cpu')} {self.model(batch['input_ids']).dtype}"
+        )
 
 
 def _probe(precision: str, options: dict[str, Any]) -> tuple[dict[str, str], set[torch.dtype], bool]:
     module = Probe(decoder())
     settings = precision_options(precision)
-    trainer = make_trainer(AutomodelStrategy(**options), limit_train_batches=1, limit_val_batches=1, **settings)
+    trainer = make_trainer(
+        AutomodelStrategy(**options), limit_train_batches=1, limit_val_batches=1, **settings
+    )
     trainer.fit(module, loader(), loader())
     plugin = trainer.precision_plugin
-    patched = any(name in plugin.__dict__ for name in ("forward_context", "clip_gradients", "_after_closure"))
+    patched = any(
+        name in plugin.__dict__ for name in ("forward_context", "clip_gradients", "_after_closure")
+    )
     return module.seen, {parameter.dtype for parameter in module.parameters()}, patched
 
 
@@ -175,7 +191,14 @@ def _probe(precision: str, options: dict[str, Any]) -> tuple[dict[str, str], set
         ("16-mixed", {}, "torch.float16", "torch.float32", torch.float32, "False"),
         ("bf16-true", {}, "torch.bfloat16", "torch.bfloat16", torch.bfloat16, "False"),
         ("bf16-mixed", DDP, "torch.float32", "torch.bfloat16", torch.float32, "True"),
-        ("32-true", {"mp_policy": BF16_REDUCTION}, "torch.bfloat16", "torch.float32", torch.float32, "False"),
+        (
+            "32-true",
+            {"mp_policy": BF16_REDUCTION},
+            "torch.bfloat16",
+            "torch.float32",
+            torch.float32,
+            "False",
+        ),
     ],
 )
 def test_who_casts(
@@ -261,7 +284,9 @@ def _fit_used_late(precision: str, options: dict[str, Any], repaired: bool) -> d
 
 @pytest.mark.parametrize("precision", first_by_default(["bf16-mixed", "bf16-true", "16-mixed"]))
 @pytest.mark.parametrize("options", by_default(STRATEGIES, "kept", "undeferred")[:3])
-def test_first_used_in_the_last_micro_batch(pool2: RankPool, precision: str, options: dict[str, Any]) -> None:
+def test_first_used_in_the_last_micro_batch(
+    pool2: RankPool, precision: str, options: dict[str, Any]
+) -> None:
     """Beside parameters of its unit that have a float32 gradient already: FSDP2 alone refuses two dtypes."""
     own = loop(precision, "fsdp2", UsedLate(), TWO_WINDOWS)
     for weights in pool2.run(_fit_used_late, precision, options, True):
@@ -319,7 +344,11 @@ class TwoNames(WideLossModule):
 
 def _fit_two_names(precision: str) -> tuple[dict[str, Tensor], set[torch.dtype]]:
     module = TwoNames(WithEncoder())
-    settings = {"accumulate_grad_batches": ACCUMULATE, "limit_val_batches": 1, **precision_options(precision)}
+    settings = {
+        "accumulate_grad_batches": ACCUMULATE,
+        "limit_val_batches": 1,
+        **precision_options(precision),
+    }
     make_trainer(AutomodelStrategy(), **settings).fit(module, loader(), loader())
     return full_weights(module), module.seen
 
@@ -333,7 +362,9 @@ def test_module_under_two_names(pool2: RankPool, precision: str) -> None:
         assert weight_error(Outcome(weights, None), own) <= tolerances(precision)[0]
 
 
-@pytest.mark.skipif(torch_internals.ACCUMULATES_IN_LEAF, reason="from torch 2.15 on, FSDP2 accepts two dtypes")
+@pytest.mark.skipif(
+    torch_internals.ACCUMULATES_IN_LEAF, reason="from torch 2.15 on, FSDP2 accepts two dtypes"
+)
 def test_fsdp2_alone_refuses_that(pool2: RankPool) -> None:
     """The repair is needed."""
     with pytest.raises(RankError, match="uniform gradient dtype"):
@@ -363,7 +394,9 @@ def _fit_normalised(precision: str) -> tuple[dict[str, Tensor], dict[str, Any], 
     module.on_before_optimizer_step = lambda optimizer: grads.update(
         p.grad.dtype for p in (module.model.norm.weight, module.model.scale)
     )
-    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, **precision_options(precision)).fit(module, loader())
+    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, **precision_options(precision)).fit(
+        module, loader()
+    )
     weights = full_weights(module)
     return weights, strategy.describe()["replicated"], grads | {module.model.shift.dtype}
 

@@ -35,8 +35,8 @@ DDP = {"data_parallel": "ddp"}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PLUGINS = {"fsdp": FSDPPrecision, "engine": TransformerEnginePrecision, "bits": BitsandbytesPrecision}
 OTHER = (
-    ", or a precision that computes in it (torch.float16 needs the gradient scaler of '16-mixed'; under '32-true'"
-    " mp_policy alone decides)."
+    ", or a precision that computes in it (torch.float16 needs the gradient scaler of '16-mixed'; under"
+    " '32-true' mp_policy alone decides)."
 )
 
 
@@ -63,19 +63,20 @@ def policy(dtype: torch.dtype | None) -> dict[str, Any]:
         (
             "engine",
             {},
-            "data_parallel='fsdp2' does not work with TransformerEnginePrecision: choose Trainer(precision=...) from"
-            f" {NAMES}, or data_parallel='ddp'.",
+            "data_parallel='fsdp2' does not work with TransformerEnginePrecision: choose"
+            f" Trainer(precision=...) from {NAMES}, or data_parallel='ddp'.",
         ),
         (
             "bits",
             {},
-            "data_parallel='fsdp2' does not work with BitsandbytesPrecision: choose Trainer(precision=...) from"
-            f" {NAMES}, or data_parallel='ddp'.",
+            "data_parallel='fsdp2' does not work with BitsandbytesPrecision: choose Trainer(precision=...)"
+            f" from {NAMES}, or data_parallel='ddp'.",
         ),
         (
             "fsdp",
             DDP,
-            f"data_parallel='ddp' does not work with FSDPPrecision: choose Trainer(precision=...) from {NAMES}.",
+            "data_parallel='ddp' does not work with FSDPPrecision: choose Trainer(precision=...) from"
+            f" {NAMES}.",
         ),
         (
             "64-true",
@@ -86,7 +87,8 @@ def policy(dtype: torch.dtype | None) -> dict[str, Any]:
         (
             "bf16-mixed",
             policy(None),
-            f"precision='bf16-mixed' beside mp_policy with param_dtype=None: pass param_dtype=torch.bfloat16{OTHER}",
+            "precision='bf16-mixed' beside mp_policy with param_dtype=None: pass"
+            f" param_dtype=torch.bfloat16{OTHER}",
         ),
         (
             "32-true",
@@ -180,7 +182,12 @@ def _said(
         warnings.simplefilter("always")
         trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
     messages = [str(warning.message) for warning in told]
-    return messages, strategy.describe()["precision"], int(strategy.last_step.num_label_tokens), full_weights(module)
+    return (
+        messages,
+        strategy.describe()["precision"],
+        int(strategy.last_step.num_label_tokens),
+        full_weights(module),
+    )
 
 
 COUNT = "The number of label tokens is a torch.bfloat16 tensor, which rounds numbers above 256"
@@ -196,17 +203,28 @@ NO_EFFECT = "mp_policy has no effect on a model that was sharded before, with an
         (HalfModel, {}, "bf16-mixed", [MASTER]),
         pytest.param(HalfModel, {}, "bf16-true", [], marks=pytest.mark.sweep),
         (ShardsItself, policy(BF16), "bf16-mixed", [NO_EFFECT]),
-        (WideLossModule, {**policy(BF16), "data_parallel": "ddp"}, "bf16-mixed", ["mp_policy has no effect with"]),
+        (
+            WideLossModule,
+            {**policy(BF16), "data_parallel": "ddp"},
+            "bf16-mixed",
+            ["mp_policy has no effect with"],
+        ),
     ],
 )
 def test_said_once(
-    pool2: RankPool, make_module: type[WideLossModule], options: dict[str, Any], precision: str, said: list[str]
+    pool2: RankPool,
+    make_module: type[WideLossModule],
+    options: dict[str, Any],
+    precision: str,
+    said: list[str],
 ) -> None:
     """What rounds or is without effect is said by rank 0, and nothing else is."""
     ours = ("The number of label tokens", "updates parameters in", "mp_policy")
     results = pool2.run(_said, make_module, options, precision)
     told, silent = ([m for m in result[0] if any(part in m for part in ours)] for result in results)
-    assert [message.startswith(start) for message, start in zip(told, said, strict=True)] == [True] * len(said)
+    assert [message.startswith(start) for message, start in zip(told, said, strict=True)] == [True] * len(
+        said
+    )
     assert silent == []
 
 
@@ -299,13 +317,27 @@ UNITS_OF_BEFORE = "has no effect on a model that was sharded before, with anothe
     [
         ("bf16-mixed", "32-true", "", [f"precision='32-true' {UNITS_OF_BEFORE}"]),
         pytest.param(
-            "bf16-mixed", "16-mixed", "", [f"precision='16-mixed' {UNITS_OF_BEFORE}"], marks=pytest.mark.sweep
+            "bf16-mixed",
+            "16-mixed",
+            "",
+            [f"precision='16-mixed' {UNITS_OF_BEFORE}"],
+            marks=pytest.mark.sweep,
         ),
         ("bf16-mixed", "bf16-mixed", "", []),
         pytest.param("bf16-true", "bf16-true", "", [], marks=pytest.mark.sweep),
-        ("32-true", "bf16-true", "precision='bf16-true' would convert the module to torch.bfloat16, but an", []),
+        (
+            "32-true",
+            "bf16-true",
+            "precision='bf16-true' would convert the module to torch.bfloat16, but an",
+            [],
+        ),
         pytest.param(
-            *("32-true", "64-true", "precision='64-true' would convert the module to torch.float64, but an", []),
+            *(
+                "32-true",
+                "64-true",
+                "precision='64-true' would convert the module to torch.float64, but an",
+                [],
+            ),
             marks=pytest.mark.sweep,
         ),
     ],
@@ -345,7 +377,11 @@ class FailsTwice(Callback):
 
 def _plugin_of_a_user() -> tuple[float, list[str]]:
     strategy, plugin, callback = AutomodelStrategy(track_grad_norm=True), ClipsItsOwnWay(), FailsTwice()
-    settings = {"plugins": [LightningEnvironment(), plugin], "callbacks": [callback], "gradient_clip_val": 1.0}
+    settings = {
+        "plugins": [LightningEnvironment(), plugin],
+        "callbacks": [callback],
+        "gradient_clip_val": 1.0,
+    }
     trainer = make_trainer(strategy, gradient_clip_algorithm="value", limit_train_batches=1, **settings)
     module = WideLossModule(decoder())
     with contextlib.suppress(ValueError):

@@ -44,7 +44,10 @@ def expected_weights(case: Case = CASE) -> Outcome:
 
 def test_registered_names() -> None:
     """All of them, and no others."""
-    assert {name for name in StrategyRegistry.available_strategies() if "automodel" in name} == {*NAMES, *CLASSIFIERS}
+    assert {name for name in StrategyRegistry.available_strategies() if "automodel" in name} == {
+        *NAMES,
+        *CLASSIFIERS,
+    }
     for name, options in CLASSIFIERS.items():
         assert StrategyRegistry.get(name).describe()["options"].items() >= options.items()
 
@@ -54,7 +57,11 @@ def _fit_by_name(name: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
     trainer = make_trainer(name, accumulate_grad_batches=ACCUMULATE)
     trainer.fit(module, loader())
     strategy = trainer.strategy
-    return full_weights(module.model), isinstance(strategy, AutomodelStrategy), strategy.describe()["options"]
+    return (
+        full_weights(module.model),
+        isinstance(strategy, AutomodelStrategy),
+        strategy.describe()["options"],
+    )
 
 
 @pytest.mark.parametrize("name", first_by_default(reversed(NAMES), 2))
@@ -143,7 +150,10 @@ def _fit_from_yaml(text: str, folder: str) -> tuple[dict[str, Any], dict[str, An
     ("text", "expected", "seconds"),
     [
         pytest.param(
-            BY_CLASS.format(data_parallel="fsdp2", timeout=5), {"data_parallel": "fsdp2"}, 300, marks=pytest.mark.sweep
+            BY_CLASS.format(data_parallel="fsdp2", timeout=5),
+            {"data_parallel": "fsdp2"},
+            300,
+            marks=pytest.mark.sweep,
         ),
         pytest.param(
             BY_CLASS.format(data_parallel="fsdp2", timeout="'0:02:00'"),
@@ -167,7 +177,9 @@ def _fit_from_yaml(text: str, folder: str) -> tuple[dict[str, Any], dict[str, An
     ],
     ids=["class", "class-timedelta", "name", "every-option"],
 )
-def test_from_yaml(pool2: RankPool, tmp_path: Path, text: str, expected: dict[str, Any], seconds: float) -> None:
+def test_from_yaml(
+    pool2: RankPool, tmp_path: Path, text: str, expected: dict[str, Any], seconds: float
+) -> None:
     """LightningCLI reads the strategy both ways, every option included, and trains exactly with it."""
     for weights, described, found_seconds in pool2.run(_fit_from_yaml, text, str(tmp_path)):
         assert found_seconds == seconds

@@ -1,7 +1,7 @@
 """The table of what works with what: each cell passed, refused with a message, or not run here for a reason.
 
-A default run takes a sample. `pytest tests/trainer/test_support.py -m "sweep or not sweep" --support-table PATH` runs
-all cells and writes the table.
+A default run takes a sample. `pytest tests/trainer/test_support.py -m "sweep or not sweep" --support-table
+PATH` runs all cells and writes the table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ import torch
 from tests.markdown import merged_table
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, weight_error
-from tests.trainer.support import CELLS, FEATURES, LAYOUTS, PRECISIONS, Cell, expected_weights, reason_not_to_run, train
+from tests.trainer.support import (
+    CELLS,
+    FEATURES,
+    LAYOUTS,
+    PRECISIONS,
+    Cell,
+    expected_weights,
+    reason_not_to_run,
+    train,
+)
 
 BY_DEFAULT = {
     Cell("one process", "64-true", "manual optimization"),
@@ -33,8 +42,16 @@ BY_DEFAULT = {
 """Each kind of layout, and each precision that a machine without devices can run; the whole table is a sweep."""
 
 REFUSED = {
-    (".*(TP|tp).*", ".*", "compiled blocks"): r"model\.blocks\.0 is compiled and holds tensor-parallel parameters",
-    ("CP.*", ".*", "window counted ahead"): "context_parallel_size=2 does not work with count_window_ahead=True",
+    (
+        ".*(TP|tp).*",
+        ".*",
+        "compiled blocks",
+    ): r"model\.blocks\.0 is compiled and holds tensor-parallel parameters",
+    (
+        "CP.*",
+        ".*",
+        "window counted ahead",
+    ): "context_parallel_size=2 does not work with count_window_ahead=True",
 }
 """Regular expressions of (layout, precision, feature) that are refused, with the message."""
 
@@ -57,7 +74,9 @@ def table(request: pytest.FixtureRequest) -> Iterator[dict[Cell, Status]]:
     yield found
     if path := request.config.getoption("--support-table"):
         # What stands below is written by .ci/versions.
-        _, heading, releases = Path(path).read_text().partition("\n## Releases\n") if Path(path).exists() else [""] * 3
+        _, heading, releases = (
+            Path(path).read_text().partition("\n## Releases\n") if Path(path).exists() else [""] * 3
+        )
         Path(path).write_text(as_markdown(found) + heading + releases)
 
 
@@ -112,10 +131,11 @@ def as_markdown(found: dict[Cell, Status]) -> str:
         f"# What works with what, {datetime.date.today()}",
         "",
         f"Written by `{COMMAND}` with torch {torch.__version__}, Lightning {lightning.__version__}, Python"
-        f" {platform.python_version()} and {torch.cuda.device_count()} CUDA devices. Each of the {len(CELLS):,}"
-        " combinations trains on ragged data with a short last window. *passed*: the weights are those of a plain"
-        " single-process float64 loop. The number behind a precision is the tolerance, relative to the largest weight"
-        " of each tensor. *refused* and *not run* point to the message or the reason below.",
+        f" {platform.python_version()} and {torch.cuda.device_count()} CUDA devices. Each of the"
+        f" {len(CELLS):,} combinations trains on ragged data with a short last window. *passed*: the"
+        " weights are those of a plain single-process float64 loop. The number behind a precision is the"
+        " tolerance, relative to the largest weight of each tensor. *refused* and *not run* point to the"
+        " message or the reason below.",
         "",
         f"Features: {'; '.join(FEATURES)}.",
         "",
@@ -134,7 +154,9 @@ def as_markdown(found: dict[Cell, Status]) -> str:
     return "\n".join(lines) + "\n"
 
 
-COMMAND = 'python -m pytest tests/trainer/test_support.py -m "sweep or not sweep" --support-table docs/support.md'
+COMMAND = (
+    'python -m pytest tests/trainer/test_support.py -m "sweep or not sweep" --support-table docs/support.md'
+)
 
 
 def _shown(status: Status | None, notes: list[str]) -> str:

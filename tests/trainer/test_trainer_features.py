@@ -1,8 +1,8 @@
 """What a Trainer can be told: under both engines it trains on the batches that it should, as the plain loop does.
 
 Callbacks are tested in `test_lightning_callbacks.py` and `test_tuning_callbacks.py`, averages of weights in
-`test_weight_averaging.py`, evaluation around a fit in `test_evaluation.py`, `GradientAccumulationScheduler` in the
-exactness sweep.
+`test_weight_averaging.py`, evaluation around a fit in `test_evaluation.py`, `GradientAccumulationScheduler`
+in the exactness sweep.
 """
 
 from __future__ import annotations
@@ -219,7 +219,11 @@ class Reloads(LabelledModule):
 def _reload(engine: str) -> dict[str, Tensor]:
     module = Reloads()
     strategy = AutomodelStrategy(data_parallel=engine)
-    settings = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1, "accumulate_grad_batches": ACCUMULATE}
+    settings = {
+        "max_epochs": 2,
+        "reload_dataloaders_every_n_epochs": 1,
+        "accumulate_grad_batches": ACCUMULATE,
+    }
     make_trainer(strategy, **settings).fit(module)
     return full_weights(module.model)
 
@@ -277,7 +281,10 @@ def _measured_plainly(model: nn.Module, stage: str) -> dict[str, float]:
         logits = torch.cat([model(batch["input_ids"]).flatten(0, 1) for batch in batches])
     used = labels != -100
     correct = (logits.argmax(dim=1) == labels)[used].double().mean().item()
-    return {f"{stage}_accuracy": correct, f"{stage}_loss": nn.functional.cross_entropy(logits, labels).item()}
+    return {
+        f"{stage}_accuracy": correct,
+        f"{stage}_loss": nn.functional.cross_entropy(logits, labels).item(),
+    }
 
 
 @pytest.mark.parametrize("engine", ENGINES)

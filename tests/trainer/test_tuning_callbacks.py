@@ -42,11 +42,17 @@ class Rated(ModelModule):
 SEARCHED, SEARCH = 16, {"min_lr": 1e-3, "max_lr": 0.5, "early_stop_threshold": None}
 
 
-def _find_rate(engine: str, by_tuner: bool, folder: str) -> tuple[dict[str, list[float]], float, dict[str, Tensor]]:
+def _find_rate(
+    engine: str, by_tuner: bool, folder: str
+) -> tuple[dict[str, list[float]], float, dict[str, Tensor]]:
     module, finder = Rated(), LearningRateFinder(num_training_steps=SEARCHED, **SEARCH)
     settings = {"accumulate_grad_batches": 1, "max_epochs": 3, "default_root_dir": folder}
     trainer = trainer_with(engine, [] if by_tuner else [finder], **settings)
-    found = Tuner(trainer).lr_find(module, loader(GAPLESS), num_training=SEARCHED, **SEARCH) if by_tuner else None
+    found = (
+        Tuner(trainer).lr_find(module, loader(GAPLESS), num_training=SEARCHED, **SEARCH)
+        if by_tuner
+        else None
+    )
     trainer.fit(module, loader(GAPLESS))
     found = found or finder.optimal_lr
     return found.results, module.lr, full_weights(module.model)
@@ -149,9 +155,14 @@ def test_model_pruning(pool2: RankPool) -> None:
     """Exact under DDP; where parameters are sharded it is refused before anything is."""
     model = TinyDecoder(CASE.seed).double()
     optimizer = sgd(model)
-    leaves = [module for module in model.modules() if isinstance(getattr(module, "weight", None), nn.Parameter)]
+    leaves = [
+        module for module in model.modules() if isinstance(getattr(module, "weight", None), nn.Parameter)
+    ]
     names = [
-        (module, name) for name in ("weight", "bias") for module in leaves if getattr(module, name, None) is not None
+        (module, name)
+        for name in ("weight", "bias")
+        for module in leaves
+        if getattr(module, name, None) is not None
     ]
     for _ in range(2):
         train_model_plainly(model, ACCUMULATE, make_optimizer=lambda _: optimizer)

@@ -24,8 +24,9 @@ from lightning_automodel.internals import lightning as lightning_internals
 
 _NO_COUNT = CountResult(
     results.NOT_CHECKED,
-    "none was given, and nothing in the batch can be counted, so that every micro-batch weighs the same here: pass"
-    " ExactnessCheck(count_label_tokens=<function of the batch>), or per_token_loss=False if that is meant",
+    "none was given, and nothing in the batch can be counted, so that every micro-batch weighs the same"
+    " here: pass ExactnessCheck(count_label_tokens=<function of the batch>), or per_token_loss=False if"
+    " that is meant",
     is_decisive=True,
 )
 
@@ -103,8 +104,8 @@ class Comparison:
         callbacks = changes_gradients(self._trainer)
         if step.is_wrong and callbacks and not step.explanation and step.problem is None:
             step.problem = (
-                f"they are {results.percent(step.gradient_error)} off, which the callback {callbacks[0]} may do on"
-                " purpose: check without it"
+                f"they are {results.percent(step.gradient_error)} off, which the callback {callbacks[0]} may"
+                " do on purpose: check without it"
             )
 
     def _replay_gradients(
@@ -168,8 +169,8 @@ class Comparison:
             # This class chose the count, so it is not the user's mistake.
             if check.better is None:
                 raise ReplayError(
-                    f"the weight of micro-batches is not known, as {count.text}: tell ExactnessCheck the count, or"
-                    " return it as num_label_tokens"
+                    f"the weight of micro-batches is not known, as {count.text}: tell ExactnessCheck the"
+                    " count, or return it as num_label_tokens"
                 )
             self._weighting = check.better
             count = CountResult(results.EXACT, "agrees with the loss")
@@ -248,7 +249,9 @@ def _by_data_rank(windows: list[Window], num_slices: int, is_sum: bool) -> list[
 def _whole(slices: Sequence[MicroBatch], num_slices: int, is_sum: bool) -> MicroBatch:
     """The micro-batch of which ranks had ``slices``, with its count and its loss."""
     share = num_slices / len(slices)  # tensor-parallel ranks have the same slice
-    counted = [(part.loss, part.returned_count) for part in slices if part.loss is not None and part.returned_count]
+    counted = [
+        (part.loss, part.returned_count) for part in slices if part.loss is not None and part.returned_count
+    ]
     if not counted:
         return slices[0]
     count = share * sum(count for _, count in counted)

@@ -66,7 +66,9 @@ class CountCheck:
         """Check the batches whose parts differ most in their counts, at most three."""
         tried = self._splits()
         if not tried:
-            return CountResult(NOT_CHECKED, "not checked, as no micro-batch has two rows that can be told apart")
+            return CountResult(
+                NOT_CHECKED, "not checked, as no micro-batch has two rows that can be told apart"
+            )
         checked: list[CountResult] = []
         for window, record, batch, parts in tried[:_TRIED]:
             checked.append(self._check_one(window, record, batch, parts))
@@ -107,15 +109,15 @@ class CountCheck:
             if fit.is_of_means:
                 return CountResult(
                     NOT_CHECKED,
-                    "no single count is right, as the loss has terms that are divided by different numbers, or by"
-                    f" statistics of the batch ({percent(fit.left)} of the gradient of a batch is no sum of those of"
-                    " its parts)",
+                    "no single count is right, as the loss has terms that are divided by different numbers,"
+                    f" or by statistics of the batch ({percent(fit.left)} of the gradient of a batch is no"
+                    " sum of those of its parts)",
                     is_decisive=True,
                 )
             return CountResult(
                 NOT_CHECKED,
-                f"not checked, as a row's loss depends on the other rows of its batch ({percent(fit.left)} of its"
-                " gradient), so that the verdict is for the count given",
+                f"not checked, as a row's loss depends on the other rows of its batch ({percent(fit.left)}"
+                " of its gradient), so that the verdict is for the count given",
             )
         tolerance = max(_AGREES, 20 * fit.noise)
         where = " in evaluation" if fit.evaluates else ""
@@ -124,7 +126,9 @@ class CountCheck:
         if any(abs(factor) < 1e-6 for factor in fit.factors):
             return CountResult(NOT_CHECKED, "not checked, as a part of a batch has no weight in its loss")
         if _has_shared_values(batch):
-            return CountResult(NOT_CHECKED, "not checked, as a batch holds values that do not belong to single rows")
+            return CountResult(
+                NOT_CHECKED, "not checked, as a batch holds values that do not belong to single rows"
+            )
         remedy = self._remedy(parts, fit.factors, tolerance)
         loss = _ratio(fit.factors)
         count = _ratio(fit.counts)
@@ -137,7 +141,9 @@ class CountCheck:
         plain = replace(own, loss_reduction="mean", count_label_tokens=None, label_shift=0)
         candidates = {
             "loss_reduction='sum', as the loss is a sum": replace(own, loss_reduction="sum"),
-            "count='samples', as the loss is a mean over rows": replace(plain, count_label_tokens=count_samples),
+            "count='samples', as the loss is a mean over rows": replace(
+                plain, count_label_tokens=count_samples
+            ),
             "label_shift=0": plain,
             "label_shift=1": replace(plain, label_shift=1),
         }
@@ -160,7 +166,9 @@ class CountCheck:
 
     # --- Fitting ------------------------------------------------------------------------------------------
 
-    def _best_fit(self, window: Window, record: MicroBatch, batch: Any, parts: list[Any]) -> tuple[_Fit | None, str]:
+    def _best_fit(
+        self, window: Window, record: MicroBatch, batch: Any, parts: list[Any]
+    ) -> tuple[_Fit | None, str]:
         """The better of the fits in training and evaluation, and the reason if there is none.
 
         Evaluation is tried if the fit in training is not good, as where a row's loss depends on other rows.
@@ -217,7 +225,8 @@ class CountCheck:
             fit.is_random = "training_step is not repeatable"
         elif _are_apart(gradient(batch, seed=1)[0], whole):
             fit.is_random = (
-                "training_step draws random numbers, so that the parts of a batch cannot be compared with all of it"
+                "training_step draws random numbers, so that the parts of a batch cannot be compared with"
+                " all of it"
             )
         if left > max(_FITS, 10 * fit.noise):
             with suppress(Exception):
@@ -326,7 +335,9 @@ def _joined(parts: Sequence[Any], fills: Mapping[Any, int], key: Any = None) -> 
     if hasattr(one, "keys") and set(one.keys()) == set(other.keys()):
         return {name: _joined([one[name], other[name]], fills, name) for name in one.keys()}  # noqa: SIM118
     if isinstance(one, (list, tuple)) and key is None:
-        return type(one)(_joined(pair, fills, index) for index, pair in enumerate(zip(one, other, strict=True)))
+        return type(one)(
+            _joined(pair, fills, index) for index, pair in enumerate(zip(one, other, strict=True))
+        )
     if isinstance(one, list):
         return one + other
     if isinstance(one, (str, bool, type(None))) and one == other:

@@ -25,7 +25,8 @@ from lightning_automodel.callbacks.running_strategy import context_of, options_o
 from lightning_automodel.internals import lightning as lightning_internals
 
 # Gradients may be off by this many times the rounding that the replay shows, which comes from one order of
-# summation out of many. Single parameters may be off by this many times their own rounding times that factor.
+# summation out of many. Single parameters may be off by this many times their own rounding times that
+# factor.
 _FACTOR = 4
 _FACTOR_IF_PERTURBED = 8  # multiplies both if rounding is known only from perturbed weights
 # This many roundings are no error even if the replay shows no rounding.
@@ -36,8 +37,8 @@ _MOST_ROUNDING = 0.01  # largest rounding in single precision with which gradien
 _HALF = 1e-4  # precisions that round more cannot tell a small error from rounding
 
 _NOT_REPEATABLE = (
-    "training_step is not repeatable, as it draws from something other than the global generators of torch, numpy and"
-    " Python, or keeps a state that is no attribute of a module"
+    "training_step is not repeatable, as it draws from something other than the global generators of torch,"
+    " numpy and Python, or keeps a state that is no attribute of a module"
 )
 
 
@@ -141,7 +142,11 @@ class GradientCheck:
             step.problem = f"rounding is {percent(step.rounding)} of them: check with precision='64-true'"
 
     def _one_batch(
-        self, replayed: Replayed, weights: dict[str, Tensor], dtype: torch.dtype | None, sample: dict[str, Tensor]
+        self,
+        replayed: Replayed,
+        weights: dict[str, Tensor],
+        dtype: torch.dtype | None,
+        sample: dict[str, Tensor],
     ) -> tuple[Replayed, Gradients, float]:
         """The gradients to compare with, the same with rounding, and how many times the rounding is no error."""
         replay = self._replay
@@ -167,7 +172,9 @@ class GradientCheck:
         other = replay.one_batch(self._windows, self._shares, perturbed, dtype, sample)
         return replayed, other.gradients, _FACTOR * _FACTOR_IF_PERTURBED
 
-    def _compare(self, run: Gradients, exact: Gradients, rounded: Gradients, factor: float) -> dict[str, float]:
+    def _compare(
+        self, run: Gradients, exact: Gradients, rounded: Gradients, factor: float
+    ) -> dict[str, float]:
         """Fill in errors. Returns the parameters without a gradient that have one in one batch."""
         step = self._step
         least = self._least
@@ -207,12 +214,13 @@ class GradientCheck:
         elif step.is_wrong or step.gradient_error > 2 * step.rounding + self._eps / 2:
             step.is_wrong = False
             step.problem = (
-                f"they are {percent(step.gradient_error)} off, which {self._precision} may do by rounding (here"
-                f" {percent(step.rounding)}): check with precision='32-true'"
+                f"they are {percent(step.gradient_error)} off, which {self._precision} may do by rounding"
+                f" (here {percent(step.rounding)}): check with precision='32-true'"
             )
         elif step.rounding > 0.1:
             step.problem = (
-                f"rounding in {self._precision} is {percent(step.rounding)} of them: check with precision='32-true'"
+                f"rounding in {self._precision} is {percent(step.rounding)} of them: check with"
+                " precision='32-true'"
             )
 
     def _fit(self, run: Gradients, contributions: list[Tensor], sample: dict[str, Tensor]) -> _Fit:
@@ -227,7 +235,9 @@ class GradientCheck:
         left = float((matrix @ factors - target).norm() / target.norm().clamp_min(1e-300))
         difference = (target - matrix.sum(dim=1)).norm().clamp_min(1e-300)
         explained = float((matrix @ (factors - 1)).norm() / difference)
-        right = torch.tensor([counts[index] / self._shares.denominator for index in used], dtype=torch.float64)
+        right = torch.tensor(
+            [counts[index] / self._shares.denominator for index in used], dtype=torch.float64
+        )
         return _Fit(factors * right, right, float((factors - 1).abs().max()), left, explained)
 
     def _written(
@@ -253,8 +263,8 @@ class GradientCheck:
             return ""
         record, loss = unequal[0]
         return (
-            f"{len(unequal)} of {len(pairs)} losses are others in the replay, as {record.loss:.6g} in the run and"
-            f" {loss:.6g} in the replay: "
+            f"{len(unequal)} of {len(pairs)} losses are others in the replay, as {record.loss:.6g} in the"
+            f" run and {loss:.6g} in the replay: "
         )
 
     def _why_unequal(self, dtype: torch.dtype | None, sample: dict[str, Tensor]) -> str:
@@ -265,7 +275,9 @@ class GradientCheck:
             return _NOT_REPEATABLE
         if self._has_slices:
             return "training_step depends on the rank, as by random numbers that each draws for its slice"
-        return "training_step depends on the rank, or on something other than weights, buffers and attributes"
+        return (
+            "training_step depends on the rank, or on something other than weights, buffers and attributes"
+        )
 
     def _repeats(self, dtype: torch.dtype | None, sample: dict[str, Tensor]) -> bool:
         """Whether a micro-batch has the same gradient twice."""
@@ -297,7 +309,11 @@ def _rounding_unit(trainer: pl.Trainer) -> float:
     precision = str(trainer.precision_plugin.precision)
     options = options_of(trainer)
     # These communicate in half precision.
-    hooks = (lightning_internals.ddp_comm_hook(trainer), options.get("ddp_comm_hook"), options.get("mp_policy"))
+    hooks = (
+        lightning_internals.ddp_comm_hook(trainer),
+        options.get("ddp_comm_hook"),
+        options.get("mp_policy"),
+    )
     if "bf16" in precision or any(hook is not None for hook in hooks):
         dtype = torch.bfloat16
     elif precision.startswith("16"):

@@ -76,7 +76,9 @@ class _Isolation(TorchFunctionMode):
             raise ReplayError(f"training_step communicates with other ranks ({func.__name__})")
         is_read = func.__name__ in ("__get__", "size", "numel", "dim")
         if not is_read and any(_address(tensor) in self._of_run for tensor in tensors_in((args, kwargs))):
-            raise ReplayError("training_step uses weights past the attributes of its module, as by a global variable")
+            raise ReplayError(
+                "training_step uses weights past the attributes of its module, as by a global variable"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -91,6 +93,6 @@ def _address(tensor: Tensor) -> int:
 def _refuse_module(module: nn.Module, of_run: set[nn.Module]) -> None:
     if module in of_run:
         raise ReplayError(
-            f"training_step calls the {type(module).__name__} of the run past the attributes of its module, as by a"
-            " global variable"
+            f"training_step calls the {type(module).__name__} of the run past the attributes of its module,"
+            " as by a global variable"
         )

@@ -42,7 +42,10 @@ def copy_module(module: pl.LightningModule, trainer: pl.Trainer) -> pl.Lightning
             del vars(copied)[name]  # compiled, with the original module
     for submodule in copied.modules():
         attributes = vars(submodule)
-        holders: list[Any] = [attributes, *(value for value in attributes.values() if isinstance(value, dict))]
+        holders: list[Any] = [
+            attributes,
+            *(value for value in attributes.values() if isinstance(value, dict)),
+        ]
         for holder in holders:
             for key in list(holder):
                 holder[key] = _rebound(holder[key], copies)
@@ -64,7 +67,9 @@ def whole_copy(
         copied = copy_module(module, trainer)
     shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     if copied is None or {name: parameter.shape for name, parameter in copied.named_parameters()} != shapes:
-        raise ReplayError("configure_model creates parameters and shards them at once; create them in __init__")
+        raise ReplayError(
+            "configure_model creates parameters and shards them at once; create them in __init__"
+        )
     return copied
 
 
@@ -79,7 +84,9 @@ def reason_against(trainer: pl.Trainer, module: pl.LightningModule) -> str | Non
     if lightning_internals.draws_its_batches(module.training_step):
         return "training_step(dataloader_iter) draws its batches itself"
     if any(isinstance(submodule, nn.SyncBatchNorm) for submodule in module.modules()):
-        return "SyncBatchNorm takes statistics over the batches of all ranks, which the replay takes one by one"
+        return (
+            "SyncBatchNorm takes statistics over the batches of all ranks, which the replay takes one by one"
+        )
     if any(isinstance(getattr(wrapped, "optimizer", wrapped), torch.optim.LBFGS) for wrapped in optimizers):
         return "LBFGS computes gradients several times in a step"
     return None
@@ -113,8 +120,8 @@ def tensors_of(module: nn.Module) -> dict[tuple[str, str], torch.Tensor | None]:
 def set_tensors(module: nn.Module, values: dict[tuple[str, str], torch.Tensor | None]) -> None:
     """Set the tensors of :func:`tensors_of`. Deletes those that were made since, such as caches.
 
-    An attribute that is None here and not a tensor in the run, such as a process group that ``configure_model``
-    has set, stays None.
+    An attribute that is None here and not a tensor in the run, such as a process group that
+    ``configure_model`` has set, stays None.
     """
     owners = dict(module.named_modules())
     for (owner, name), value in tensors_of(module).items():

@@ -70,7 +70,9 @@ class OptimizerCheck:
         own = dict(replay.module.named_parameters())
         self._optimizer = _copy(optimizer, names, own)
         for name, state in states.items():
-            self._optimizer.state[own[name]] = {key: _placed(value, own[name]) for key, value in state.items()}
+            self._optimizer.state[own[name]] = {
+                key: _placed(value, own[name]) for key, value in state.items()
+            }
 
     def step(self, gradients: Gradients) -> None:
         """Step with the run's gradients, after hooks and clipping."""

@@ -108,8 +108,8 @@ class Recorder:
         window = self.window = self.window or self._begin_window(now)
         if _changed(self._after, now):
             window.problem = (
-                "a hook changes weights between the micro-batches of a window, where one process with one batch would"
-                " call it once"
+                "a hook changes weights between the micro-batches of a window, where one process with one"
+                " batch would call it once"
             )
         try:
             arguments = move_data_to_device(copy.deepcopy(args), "cpu")
@@ -138,7 +138,9 @@ class Recorder:
             for name, parameter in self.module.named_parameters()
             if keeps_whole or isinstance(parameter, DTensor)
         }
-        self.trainable = {name: parameter.requires_grad for name, parameter in self.module.named_parameters()}
+        self.trainable = {
+            name: parameter.requires_grad for name, parameter in self.module.named_parameters()
+        }
         self.training = {name: submodule.training for name, submodule in self.module.named_modules()}
         return Window(sampler.get("rank", self.trainer.global_rank), tensors)
 

@@ -132,12 +132,17 @@ class Replay:
 
     def sample(self, names: set[str]) -> dict[str, Tensor]:
         """Positions of entries by parameter: all if there are few, else random ones, in parameters ``names``."""
-        numel = {name: p.numel() for name, p in self.module.named_parameters() if name in names and p.numel()}
+        numel = {
+            name: p.numel() for name, p in self.module.named_parameters() if name in names and p.numel()
+        }
         share = min(1.0, _SAMPLED / max(1, sum(numel.values())))
         if share == 1:
             return {name: torch.arange(n) for name, n in numel.items()}
         generator = torch.Generator().manual_seed(0)
-        return {name: torch.randint(n, (max(1, round(n * share)),), generator=generator) for name, n in numel.items()}
+        return {
+            name: torch.randint(n, (max(1, round(n * share)),), generator=generator)
+            for name, n in numel.items()
+        }
 
     @property
     def sharded_dtype(self) -> torch.dtype | None:
@@ -230,7 +235,9 @@ class Replay:
                 values[key] = tensor.to(self.device, torch.float64 if is_widened else None, copy=True)
         module_copy.set_tensors(self.module, values)
 
-    def call(self, record: MicroBatch, batch: Any, dtype: torch.dtype | None, seed: int | None = None) -> Any:
+    def call(
+        self, record: MicroBatch, batch: Any, dtype: torch.dtype | None, seed: int | None = None
+    ) -> Any:
         """Run ``training_step`` on ``batch`` with the random states and counters of ``record``, or from a seed."""
         set_global_states(record.random, self.device)
         module_copy.set_attributes(self.module, record.numbers)

@@ -108,8 +108,8 @@ def report_of(steps: list[StepResult], count: CountResult | None, unit: str, is_
     counts = {number for step in checked for number in step.counts}
     if len(counts) == 1 and unit != "micro-batch" and not is_ours and not any(map(_is_wrong, steps)):
         lines.append(
-            f"Every micro-batch held {number_of(counts.pop(), unit)}: micro-batches of unequal counts, as in a short"
-            " last window, were not seen."
+            f"Every micro-batch held {number_of(counts.pop(), unit)}: micro-batches of unequal counts, as in"
+            " a short last window, were not seen."
         )
     return lines
 
@@ -186,7 +186,9 @@ def _of_weights(steps: list[StepResult]) -> list[str]:
     lines = []
     written = {name: error for step in steps for name, error in step.written.items()}
     if written:
-        lines.append(f"Weights written in training_step are not those that one process writes: {_named(written)}.")
+        lines.append(
+            f"Weights written in training_step are not those that one process writes: {_named(written)}."
+        )
     unequal = sorted({name for step in steps for name in step.unequal})
     if unequal:
         lines.append(f"Ranks hold different weights: {_listed(unequal)}.")
@@ -199,8 +201,8 @@ def _of_optimizer(steps: list[StepResult]) -> list[str]:
     wrong = {name: error for step in steps for name, error in step.optimizer_parameters.items()}
     if wrong:
         lines.append(
-            f"The optimizer's step is {percent(max(checked))} off that on whole tensors, with the same gradients:"
-            f" {_named(wrong)}."
+            f"The optimizer's step is {percent(max(checked))} off that on whole tensors, with the same"
+            f" gradients: {_named(wrong)}."
         )
     elif checked:
         lines.append(f"The optimizer's steps are {percent(max(checked))} off those on whole tensors.")
