@@ -1,9 +1,9 @@
 """Trains a small byte transformer to write docstrings, sharded over two CPU processes, in under two minutes.
 
-    python examples/finetune_docstrings.py python examples/finetune_docstrings.py --strategy automodel_ddp  #
-    replicated: the same losses python examples/finetune_docstrings.py --ckpt-path
-    outputs/finetune_docstrings/step=60.ckpt  # resumes from it python examples/finetune_docstrings.py
-    --strategy ddp --check --max-steps 4  # are the gradients those of one batch?
+    python examples/finetune_docstrings.py
+    python examples/finetune_docstrings.py --strategy automodel_ddp  # replicated: the same losses
+    python examples/finetune_docstrings.py --ckpt-path outputs/finetune_docstrings/step=60.ckpt  # resumes
+    python examples/finetune_docstrings.py --strategy ddp --check --max-steps 4  # one batch's gradients?
 
 The data is the Python standard library of this machine: a function is the prompt, its docstring has the
 labels. Lengths differ, so micro-batches and ranks hold different numbers of label tokens. At the end the run

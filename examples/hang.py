@@ -76,7 +76,7 @@ class DebugServer(L.Callback):
         self.port, self.folder = port, folder
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        # Torchrun sets it, Lightning's own launcher does not.
+        # torchrun sets it, Lightning's own launcher does not.
         os.environ.setdefault("RANK", str(trainer.global_rank))
         start_debug_server(
             self.port,

@@ -1,8 +1,7 @@
 """Fine-tunes a Hugging Face model, keeps the checkpoint with the best perplexity, and exports it for `from_pretrained`.
 
     python examples/hugging_face.py                                        # a small Llama with random weights
-    python examples/hugging_face.py --model outputs/hugging_face/model --lora 8  # adapters on what that has
-    exported
+    python examples/hugging_face.py --model outputs/hugging_face/model --lora 8  # adapters on its export
 
 The loss is the model's own: `label_shift=1` says that it drops the first label of each row. At the end the
 export is loaded in one process, without this package, and its perplexity is printed beside the one that the

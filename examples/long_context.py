@@ -1,8 +1,8 @@
 """Fine-tunes SmolLM2-135M-Instruct on whole files of the standard library, at lengths that would not fit otherwise.
 
-    python examples/long_context.py python examples/long_context.py --length 8192 --max-steps 2 python
-    examples/long_context.py --plain  # for comparison: a sequence for each rank, without the three things
-    below
+    python examples/long_context.py
+    python examples/long_context.py --length 8192 --max-steps 2
+    python examples/long_context.py --plain  # for comparison: without the three things below
 
 Three things make the sequences fit. Two ranks share each sequence and hold a slice of it
 (`context_parallel_size=2`); the loss never holds all logits (`token_loss`); and the activations of each

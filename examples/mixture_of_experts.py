@@ -1,7 +1,7 @@
 """Trains a tiny Qwen3 mixture of experts to write docstrings, its experts spread over two or four CPU processes.
 
-    python examples/mixture_of_experts.py python examples/mixture_of_experts.py --ranks 4
-    --expert-parallel-size 2  # two copies of each expert, on two ranks
+    python examples/mixture_of_experts.py
+    python examples/mixture_of_experts.py --ranks 4 --expert-parallel-size 2  # each expert on two ranks
 
 Each rank holds some of the experts, and each layer sends the tokens of all ranks to them: nothing in the
 model's code says so, since Hugging Face's models have a plan for it. At the end the first steps are repeated

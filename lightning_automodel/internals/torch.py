@@ -641,9 +641,8 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
     tensors = list(tensors)
     try:
         return [tensor._version for tensor in tensors]
-    except (
-        RuntimeError
-    ):  # those of inference mode have none, and asking each first takes longer than all the rest
+    except RuntimeError:
+        # Those of inference mode have none, and asking each first takes longer than all the rest.
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
