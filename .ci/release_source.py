@@ -33,7 +33,8 @@ def urls(repository: str, version: str) -> str:
 
 def main() -> None:
     """Copy, then fill in."""
-    folder, repository = Path(sys.argv[1]), sys.argv[2].removesuffix(".git")
+    folder = Path(sys.argv[1])
+    repository = sys.argv[2].removesuffix(".git")
     tracked = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout

@@ -4,7 +4,8 @@ import datetime
 import sys
 from pathlib import Path
 
-BEGIN, END = "<!-- versions -->", "<!-- /versions -->"
+BEGIN = "<!-- versions -->"
+END = "<!-- /versions -->"
 TIERS = ("unit", "sharding", "distributed", "gradients", "exactness", "trainer")
 HEADER = ["torch", "Lightning", *TIERS, "date"]
 
@@ -19,7 +20,8 @@ def release(key: tuple[str, str]) -> list[int]:
     return [int(number) for version in key for number in version.split(".")]
 
 
-results, document = sys.argv[1], Path(sys.argv[2])
+results = sys.argv[1]
+document = Path(sys.argv[2])
 before, rest = document.read_text().split(BEGIN)
 section, after = rest.split(END)
 table = [cells(line) for line in section.splitlines() if line.startswith("| 2")]

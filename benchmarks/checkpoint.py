@@ -71,7 +71,8 @@ class Turns(pl.Callback):
     """Measures between the steps of a run, for some rounds, then stops it."""
 
     def __init__(self, folder: Path, rounds: int) -> None:
-        self.folder, self.rounds = folder, rounds
+        self.folder = folder
+        self.rounds = rounds
         self.raw: list[float] = []
         self.raw_cpu: list[float] = []
         self.at_once: list[float] = []
@@ -107,7 +108,8 @@ class Turns(pl.Callback):
         path = self.folder / f"raw{dist.get_rank()}"
         block = memoryview(bytearray(os.urandom(MEGABYTE) * (BLOCK // MEGABYTE)))
         dist.barrier()
-        start, start_cpu = perf_counter(), process_time()
+        start = perf_counter()
+        start_cpu = process_time()
         with open(path, "wb", buffering=0) as file:
             for begin in range(0, self.state_bytes, BLOCK):
                 file.write(block[: min(BLOCK, self.state_bytes - begin)])
@@ -120,7 +122,8 @@ class Turns(pl.Callback):
 
     def _save(self, trainer: pl.Trainer, in_background: bool) -> float:
         """Seconds that training waits for the call."""
-        checkpoints, path = trainer.strategy._checkpoints, self.folder / "saved.ckpt"
+        checkpoints = trainer.strategy._checkpoints
+        path = self.folder / "saved.ckpt"
         checkpoints.in_background = in_background
         with high_water() as used:
             dist.barrier()
@@ -167,7 +170,8 @@ class Turns(pl.Callback):
 def high_water() -> Iterator[list[int]]:
     """Gives a list that holds, after the block, the bytes by which this process grew at most inside it."""
     Path("/proc/self/clear_refs").write_text("5")
-    before, used = _status("VmRSS"), [0]
+    before = _status("VmRSS")
+    used = [0]
     yield used
     used[0] = _status("VmHWM") - before
 
@@ -197,7 +201,8 @@ def run(rank: int, folder: str, ranks: int, megabytes: int, rounds: int, results
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     data = DataLoader([torch.ones(8, WIDTH)] * 10_000, batch_size=None)
     turns = Turns(Path(folder), rounds)
-    trainer, module = _trainer(AutomodelStrategy(), ranks, callbacks=[turns]), Layers(megabytes)
+    trainer = _trainer(AutomodelStrategy(), ranks, callbacks=[turns])
+    module = Layers(megabytes)
     trainer.fit(module, data)
     path = Path(folder) / "loaded.ckpt"
     trainer.save_checkpoint(path)

@@ -84,7 +84,8 @@ class Module(pl.LightningModule):
     def on_train_end(self) -> None:
         self.zero_grad()
         before = start_peak("cpu")
-        start, start_cpu = perf_counter(), process_time()
+        start = perf_counter()
+        start_cpu = process_time()
         export_hugging_face(self, f"{self.folder}/live", max_shard_size=SHARD_SIZE, prefix="model")
         self.measured = [peak("cpu") - before, perf_counter() - start, process_time() - start_cpu]
 

@@ -121,7 +121,9 @@ def idle_times(events: Iterable[tuple[float, float, str]]) -> dict[str, Any]:
 
     Times are in the unit of the events.
     """
-    gaps, busy_until, begin = [], None, None
+    gaps = []
+    busy_until = None
+    begin = None
     for start, end, name in sorted(events):
         begin = start if begin is None else begin
         if busy_until is not None and start > busy_until:
@@ -298,11 +300,14 @@ STAGES: dict[str, Callable[[argparse.Namespace, Case], str]] = {
 
 def stage_case(stage: str, device: str, gigabytes: float) -> Case:
     """What a stage starts from, on a card of so much memory; on a CPU a toy."""
-    shape, length, rows = "narrow", 64, 1
+    shape = "narrow"
+    length = 64
+    rows = 1
     if device == "cuda":
         by_memory = STAGE_SHAPES.get(stage, {80: ""})
         shape = by_memory[max((size for size in by_memory if size <= gigabytes), default=80)]
-        length, rows = 4096, 2
+        length = 4096
+        rows = 2
     sizes: dict[str, Any] = {"rows": rows, "accumulate": 2, "warm_up": 2, "steps": 2}
     return Case("automodel", shape, device, length, **sizes, is_chunked=True, recompute=True)
 

@@ -74,7 +74,8 @@ def measure(layers: int, rounds: int) -> dict[str, Cost]:
     for key, training in trainings.items():
         counter = CollectiveCounter()
         training.step(counter)
-        costs[key].operators, costs[key].collectives = counter.operators, counter.counts.total()
+        costs[key].operators = counter.operators
+        costs[key].collectives = counter.counts.total()
         training.finish()
     return costs
 

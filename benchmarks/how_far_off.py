@@ -29,7 +29,9 @@ from tests.rank_pool import RankPool
 from tests.trainer.exactness import SILENT, full_weights
 from tests.trainer.runs import make_trainer
 
-ACCUMULATE, MICRO_BATCHES, RANKS = 4, 11, 2
+ACCUMULATE = 4
+MICRO_BATCHES = 11
+RANKS = 2
 
 
 class Supervised(L.LightningModule):

@@ -41,7 +41,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_automodel import AutomodelStrategy
 
-RANKS, ROWS, ACCUMULATE, LENGTH, VOCABULARY = 2, 5, 4, 32, 512
+RANKS = 2
+ROWS = 5
+ACCUMULATE = 4
+LENGTH = 32
+VOCABULARY = 512
 QUIET = dict.fromkeys(
     ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
 )
@@ -82,7 +86,8 @@ class Meter:
     """Measures the second half of the optimizer steps of this rank."""
 
     def __init__(self, num_steps: int) -> None:
-        self.num_steps, self.first = num_steps, num_steps // 2
+        self.num_steps = num_steps
+        self.first = num_steps // 2
         self.steps = 0
         self.counter = ByteCounter()
         self.before = start_peak("cpu")
@@ -153,7 +158,8 @@ class AfterStep(L.Callback):
     """Calls `on_step` after each optimizer step."""
 
     def __init__(self, on_step: Callable[[], None]) -> None:
-        self.on_step, self.last = on_step, 0
+        self.on_step = on_step
+        self.last = 0
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step > self.last:

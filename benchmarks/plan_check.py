@@ -115,7 +115,8 @@ def plan(case: Case, assumed: Assumptions = DEVICES["cpu"], local_ranks: int | N
         "context_parallel_size": case.context,
         "activation_checkpointing": case.recompute,
     }
-    options, batch = StrategyOptions(**dict(case.options), **chosen), list(case.batches())[-1]
+    options = StrategyOptions(**dict(case.options), **chosen)
+    batch = list(case.batches())[-1]
     micro = run_micro_batch(lambda: (LlamaModule(case), batch), case.precision or "32-true", options)
     return Plan(micro, options, case.ranks, case.accumulate, assumed, local_ranks or case.ranks)
 
@@ -178,7 +179,8 @@ def title(case: Case, planned: Plan) -> str:
 def compare(case: Case, found: dict[str, Any]) -> list[str]:
     """A row of the table."""
     planned = plan(case)
-    times, num_bytes = Counter[str](), Counter[str]()
+    times = Counter[str]()
+    num_bytes = Counter[str]()
     for (_, kind, size), number in planned.sent.items():
         times[kind] += number
         num_bytes[kind] += size * number
@@ -196,7 +198,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, help="also write the report to this file")
-    parsed, rows = parser.parse_args(), []
+    parsed = parser.parse_args()
+    rows = []
     for ranks in (2, 4):
         chosen = [case for case in cases() if case.ranks == ranks]
         rows += [compare(case, found) for case, found in zip(chosen, measure(chosen), strict=True)]

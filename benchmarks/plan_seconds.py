@@ -55,15 +55,19 @@ def machine() -> dict[str, float]:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rows, weight, page = torch.randn(256, 512), torch.randn(512, 1376), torch.randn(1 << 22)
-    small, large = torch.ones(1), torch.ones(1 << 21)
+    rows = torch.randn(256, 512)
+    weight = torch.randn(512, 1376)
+    page = torch.randn(1 << 22)
+    small = torch.ones(1)
+    large = torch.ones(1 << 21)
     gathered = {each: torch.empty(2 * each.numel()) for each in (small, large)}
     latency = seconds(lambda: dist.all_gather_into_tensor(gathered[small], small))
     gather = seconds(lambda: dist.all_gather_into_tensor(gathered[large], large)) - latency
     copy = seconds(lambda: page.clone())
     speeds = {}
     for name, dtype in {"flops": torch.bfloat16, "flops_32": torch.float32}.items():
-        left, right = rows.to(dtype), weight.to(dtype)
+        left = rows.to(dtype)
+        right = weight.to(dtype)
         product = seconds(lambda left=left, right=right: [left @ right for _ in range(20)]) / 20  # type: ignore[misc]
         speeds[name] = 2 * rows.numel() * weight.shape[1] / product
     dist.destroy_process_group()
@@ -93,7 +97,8 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit", help="what each node may send (%(default)s)")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps of each case (%(default)s)")
     parser.add_argument("--output", type=Path, help="also write the report to this file")
-    parsed, rows = parser.parse_args(), []
+    parsed = parser.parse_args()
+    rows = []
     chosen = [case for case in cases() if case.ranks == 2 and case.context == 1]
     chosen = [case for case in chosen if "tensor_parallel_size" not in dict(case.options)]
     with connect_two_nodes() as nodes:

@@ -19,7 +19,8 @@ from lightning_automodel.options import StrategyOptions
 from lightning_automodel.plan.layouts import DEVICES, Plan
 from lightning_automodel.plan.recording import run
 
-NODE, GIB = 8, 1 << 30
+NODE = 8
+GIB = 1 << 30
 CASES = [("8B", build_8b, 1), ("70B", build_70b, 1), ("70B", build_70b, NODE)]
 HEADER = [
     "model",
@@ -39,7 +40,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, help="also write the report to this file")
-    parsed, rows = parser.parse_args(), []
+    parsed = parser.parse_args()
+    rows = []
     for name, build, tensor in CASES:
         options = StrategyOptions(
             tensor_parallel_size=tensor, activation_checkpointing=True, reshard_during_accumulation=True

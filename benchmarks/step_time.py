@@ -97,7 +97,8 @@ def measure(
     for number in range(rounds):
         turn = number % len(keys)
         for key in keys[turn:] + keys[:turn]:
-            start, cpu_start = perf_counter(), process_time()
+            start = perf_counter()
+            cpu_start = process_time()
             for _ in range(steps):
                 trainings[key].step()
             wall[key].append((perf_counter() - start) / steps)
@@ -149,7 +150,8 @@ def format_section(
     ratios = []
     for key, baseline, target in RATIOS:
         if key in titles and baseline in titles:
-            ours, theirs = measured[key], measured[baseline]
+            ours = measured[key]
+            theirs = measured[baseline]
             wall = [a / b for a, b in zip(ours.seconds, theirs.seconds, strict=True)]
             cpu = [a / b for a, b in zip(ours.cpu_seconds, theirs.cpu_seconds, strict=True)]
             ratios.append(

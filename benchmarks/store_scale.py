@@ -39,7 +39,11 @@ SIZES = (64, 128, 256, 512, 1024)
 TIMEOUT = timedelta(minutes=10)
 MOST_BEATS = 400
 BEAT_OPERATIONS = 2
-MOST_A_BEAT, MOST_A_SECOND, MOST_A_RANK, MOST_GROWTH, MOST_STORE_S = 3.0, 4000.0, 5.0, 2.2, 5.0
+MOST_A_BEAT = 3.0
+MOST_A_SECOND = 4000.0
+MOST_A_RANK = 5.0
+MOST_GROWTH = 2.2
+MOST_STORE_S = 5.0
 
 
 class Server:
@@ -74,7 +78,9 @@ class World:
 
     def __init__(self, size: int, store: dist.Store, draw: random.Random) -> None:
         self.counted: Counter[str] = Counter()
-        self.now, self.store, self._draw = 0.0, store, draw
+        self.now = 0.0
+        self.store = store
+        self._draw = draw
         self.ranks = [Rank(rank, size, self) for rank in range(size)]
         self.interval_s = self.ranks[0].board.interval_s
         for _ in range(3):
@@ -111,17 +117,21 @@ class Rank:
     """One rank: its watchdog without its threads, and what its main thread does."""
 
     def __init__(self, rank: int, size: int, world: World) -> None:
-        self.rank, self.is_dead = rank, False
+        self.rank = rank
+        self.is_dead = False
         played = SimpleNamespace(
             get_rank=lambda: rank, get_world_size=lambda: size, group=SimpleNamespace(WORLD=_Group())
         )
         real = watchdog_module.dist, watchdog_module.connect_again
-        watchdog_module.dist, watchdog_module.connect_again = played, lambda *_: None  # type: ignore[assignment]
+        # Type: ignore[assignment]
+        watchdog_module.dist = played
+        watchdog_module.connect_again = lambda *_: None
         try:
             self.watchdog = Watchdog(TIMEOUT, lambda: "training_step", raises_on_sigterm=False)
         finally:
             watchdog_module.dist, watchdog_module.connect_again = real
-        self.board, self._store = self.watchdog.board, _Counting(world.store, world.counted)
+        self.board = self.watchdog.board
+        self._store = _Counting(world.store, world.counted)
         self.board.clock = lambda: world.now  # type: ignore[assignment]
         self.watchdog.begin_step(3, is_training=True)
         self.stand_at(True, "train.py:39 in training_step")
@@ -157,7 +167,8 @@ class _Counting:
     """Passes calls on to a store, and counts them and the keys that they touch."""
 
     def __init__(self, store: dist.Store, counted: Counter[str]) -> None:
-        self._store, self._counted = store, counted
+        self._store = store
+        self._counted = counted
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self._store, name)
@@ -206,7 +217,8 @@ def random_faults(size: int, number: int, server: Server, draw: random.Random) -
     """Inflict faults, each on a new world; returns in how many the right rank was named on all ranks."""
     right = 0
     for index in range(number):
-        fault, victim = FAULTS[index % len(FAULTS)], draw.randrange(size)
+        fault = FAULTS[index % len(FAULTS)]
+        victim = draw.randrange(size)
         dead = range(victim, victim + 8) if fault == "a node is killed" else [victim]
         others = [rank for rank in range(size) if rank not in dead]
         world = World(size, server.new_store(), draw)
@@ -234,12 +246,15 @@ def measure(size: int, server: Server, draw: random.Random) -> dict[str, float]:
     for _ in range(4):
         world.beat()
     a_beat = (world.counted["operations"] - before["operations"]) / (4 * size)
-    before, beats = Counter(world.counted), sum(rank.board.beats for rank in world.ranks)
-    began_s, store_s = world.now, server.seconds()
+    before = Counter(world.counted)
+    beats = sum(rank.board.beats for rank in world.ranks)
+    began_s = world.now
+    store_s = server.seconds()
     inflict(world, "killed", size // 2, [rank for rank in range(size) if rank != size // 2])
     found = world.verdicts()
     assert {each.rank for each in found} == {size // 2}, found
-    counted, beats = world.counted - before, sum(rank.board.beats for rank in world.ranks) - beats
+    counted = world.counted - before
+    beats = sum(rank.board.beats for rank in world.ranks) - beats
     return {
         "a beat": a_beat,
         "a second": a_beat * size / world.interval_s,
@@ -260,14 +275,16 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args()
-    server, draw = Server(), random.Random(args.seed)
+    server = Server()
+    draw = random.Random(args.seed)
     if args.faults:
         right = random_faults(args.sizes[0], args.faults, server, draw)
         print(f"{args.sizes[0]} ranks: the right one named in {right} of {args.faults} faults")
         sys.exit(right != args.faults)
     print("| ranks | a beat | a second | killed: a rank | all | growth | keys | seconds | store s |")
     print(f"|{' --- |' * 9}")
-    last, is_good = None, True
+    last = None
+    is_good = True
     for size in args.sizes:
         row = measure(size, server, draw)
         growth = row["operations"] / last[1] if last is not None and last[0] * 2 == size else float("nan")

@@ -31,7 +31,9 @@ FONTS = ("DejaVu*[!y].ttf", "STIXGeneral*.ttf", "cm[brt]*.ttf")  # matplotlib's 
 
 def draw_digits(fonts: Sequence[Path], copies: int) -> TensorDataset:
     """Draws each digit in each font, at random sizes, places and angles, with noise."""
-    drawing, images, labels = random.Random(0), [], []
+    drawing = random.Random(0)
+    images = []
+    labels = []
     for path in fonts:
         for digit in list(range(10)) * copies:
             font = ImageFont.truetype(path, drawing.randint(14, 18))
@@ -100,7 +102,8 @@ def main() -> None:
         logger=False,
         callbacks=[ModelCheckpoint("outputs/classify_images", monitor="accuracy", mode="max")],
     )
-    module, loader = Classifier(), DataLoader(unseen, batch_size=64)
+    module = Classifier()
+    loader = DataLoader(unseen, batch_size=64)
     trainer.fit(module, DataLoader(train, batch_size=16, shuffle=True), loader)
     trainer.test(module, loader, ckpt_path="best", verbose=False)
     if trainer.is_global_zero:

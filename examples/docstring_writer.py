@@ -23,7 +23,8 @@ def rotate(x: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     frequencies = 10_000.0 ** -(torch.arange(half, device=x.device) / half)
     angles = torch.arange(x.shape[-2], device=x.device)[:, None] * frequencies  # [s, e / 2]
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    cos = angles.cos().to(x.dtype)
+    sin = angles.sin().to(x.dtype)
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1)
 

@@ -30,7 +30,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 IGNORE_INDEX = -100
-START, END, PAD = 256, 257, 258  # the byte values come first
+# The byte values come first.
+START = 256
+END = 257
+PAD = 258
 VOCABULARY_SIZE = 259
 SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"}
 SAMPLE_PROMPT = """\

@@ -34,7 +34,8 @@ warnings.filterwarnings("ignore", ".*(LeafSpec|many workers|is not empty|no `val
 def main() -> None:
     args = parse_arguments()
     L.seed_everything(0, verbose=False)
-    monitor, summary = StepMonitor(), Summary()
+    monitor = StepMonitor()
+    summary = Summary()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=NUM_RANKS,

@@ -120,7 +120,8 @@ class BeforeAndAfter(L.Callback):
         if trainer.is_global_zero:
             pl_module.tokenizer.save_pretrained(self.folder)
         say(trainer, f"\nPrompt:\n{indent(SAMPLE_PROMPT, '    ')}\nAfter:\n{indent(completion, '    ')}\n")
-        before, after = self.losses[0], self.losses[-1]
+        before = self.losses[0]
+        after = self.losses[-1]
         say(
             trainer,
             f"Validation loss: {before:.3f} -> {after:.3f} nats per token, {trainer.global_step} steps",

@@ -49,7 +49,8 @@ class Gan(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.generator, self.discriminator = network(NOISE, 2), network(2, 1)
+        self.generator = network(NOISE, 2)
+        self.discriminator = network(2, 1)
 
     def setup(self, stage: str) -> None:
         # Otherwise all ranks draw the same noise.
@@ -106,7 +107,8 @@ class Gan(L.LightningModule):
         if not self.trainer.is_global_zero:
             return
         points = torch.load(FOLDER / f"epoch={self.trainer.max_epochs - 1}.pt")
-        distance, angle = points.norm(dim=1), torch.atan2(points[:, 1], points[:, 0])
+        distance = points.norm(dim=1)
+        angle = torch.atan2(points[:, 1], points[:, 0])
         share = torch.histc(angle, bins=8, min=-torch.pi, max=torch.pi) / len(points)
         print("\nDistance from the centre: 1.00 +- 0.05 on the ring,", end=" ")
         print(f"{distance.mean():.2f} +- {distance.std():.2f} generated")

@@ -73,7 +73,8 @@ class DebugServer(L.Callback):
     """Serves pages about all ranks at `port`, and writes their stacks to `folder` every two seconds."""
 
     def __init__(self, port: int, folder: Path) -> None:
-        self.port, self.folder = port, folder
+        self.port = port
+        self.folder = folder
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         # torchrun sets it, Lightning's own launcher does not.

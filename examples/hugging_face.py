@@ -49,10 +49,8 @@ def rows() -> list[Row]:
     found = []
     for module in map(importlib.import_module, MODULES):
         for name, member in inspect.getmembers(module, callable):
-            prompt, answer = (
-                f"{module.__name__}.{name}: ".encode(),
-                (inspect.getdoc(member) or "").encode()[:200],
-            )
+            prompt = f"{module.__name__}.{name}: ".encode()
+            answer = (inspect.getdoc(member) or "").encode()[:200]
             if answer:
                 ids = torch.tensor(list(prompt + answer))
                 found.append(

@@ -42,7 +42,8 @@ class SourceFiles(L.LightningDataModule):
 
     def __init__(self, cache_dir: Path, length: int) -> None:
         super().__init__()
-        self.cache_dir, self.length = cache_dir, length
+        self.cache_dir = cache_dir
+        self.length = length
 
     def setup(self, stage: str) -> None:
         tokenizer = load_tokenizer(self.cache_dir)
@@ -78,7 +79,8 @@ class LongContextModel(L.LightningModule):
 
     def __init__(self, cache_dir: Path, keeps_logits: bool) -> None:
         super().__init__()
-        self.cache_dir, self.keeps_logits = cache_dir, keeps_logits
+        self.cache_dir = cache_dir
+        self.keeps_logits = keeps_logits
         self.model: nn.Module | None = None
 
     def configure_model(self) -> None:
@@ -89,10 +91,8 @@ class LongContextModel(L.LightningModule):
         labels = batch.pop("labels")
         if self.keeps_logits:
             logits = self.model(**batch, use_cache=False).logits
-            loss, n = (
-                F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"),
-                (labels >= 0).sum(),
-            )
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            n = (labels >= 0).sum()
         else:
             hidden = self.model.model(**batch, use_cache=False).last_hidden_state
             loss, n = token_loss(hidden, self.model.lm_head, labels)

@@ -88,7 +88,8 @@ def without_first(labels: Tensor) -> Tensor:
 
 def document_of(example: Example) -> Document:
     """A function with its docstring; each label is at the position of its token."""
-    prompt, answer = encode_prompt(example.prompt), [*example.docstring.encode(), END]
+    prompt = encode_prompt(example.prompt)
+    answer = [*example.docstring.encode(), END]
     labels = [IGNORE_INDEX] * len(prompt) + answer
     return {"input_ids": torch.tensor(prompt + answer), "labels": torch.tensor(labels)}
 

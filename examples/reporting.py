@@ -14,7 +14,8 @@ from one_process import NUM_RANKS, Writer, draw_windows, relative_distance, trai
 matplotlib.use("Agg")  # no display is needed
 import matplotlib.pyplot as plt
 
-OURS, DDP = "AutomodelStrategy", "Lightning DDPStrategy"
+OURS = "AutomodelStrategy"
+DDP = "Lightning DDPStrategy"
 COMPARED_STEPS = 3
 
 FirstSteps = dict[str, tuple[float, float]]

@@ -44,12 +44,10 @@ matplotlib.use("Agg")  # no display is needed
 import matplotlib.pyplot as plt
 
 SIZE = {"width": 64, "num_layers": 2}
-DDP, FSDP2, OURS, TRUTH = (
-    "Lightning DDPStrategy",
-    "Lightning ModelParallelStrategy",
-    "AutomodelStrategy",
-    "the truth",
-)
+DDP = "Lightning DDPStrategy"
+FSDP2 = "Lightning ModelParallelStrategy"
+OURS = "AutomodelStrategy"
+TRUTH = "the truth"
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     DDP: DDPStrategy,
     FSDP2: partial(ModelParallelStrategy, data_parallel_size=NUM_RANKS, tensor_parallel_size=1),
@@ -120,7 +118,8 @@ def draw_picture(errors: dict[str, list[float]], excess: dict[str, list[float]],
         "Same model, same data, same windows: which gradient is that of one big batch?", weight="bold"
     )
     for place, name in enumerate(STRATEGIES):
-        color, steps = COLORS[name], range(1, len(errors[name]) + 1)
+        color = COLORS[name]
+        steps = range(1, len(errors[name]) + 1)
         # Lightning's two curves overlap: a thin dashed line on a thick one shows both.
         dashed = {"color": "black", "linestyle": "--", "linewidth": 1}
         left.semilogy(steps, errors[name], **dashed if name == FSDP2 else {"color": color, "linewidth": 3.5})

@@ -46,7 +46,10 @@ class Advice:
                 " the loss in float32 (logits.float()) for exact gradients."
             )
         if isinstance(count, Tensor) and count.dtype in HALF:
-            limit = 2048 if count.dtype == torch.float16 else 256
+            if count.dtype == torch.float16:
+                limit = 2048
+            else:
+                limit = 256
             self.say_once(
                 f"The number of label tokens is a {count.dtype} tensor, which rounds numbers above {limit}:"
                 " count in integers or float32 (mask.sum(dtype=torch.float32)) for exact gradients."

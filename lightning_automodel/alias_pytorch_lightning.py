@@ -21,11 +21,9 @@ class _AliasFinder(MetaPathFinder, Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return (
-            ModuleSpec(name, self)
-            if name.partition(".")[0] in _ALIASES and find_spec(_aliased(name))
-            else None
-        )
+        if name.partition(".")[0] in _ALIASES and find_spec(_aliased(name)):
+            return ModuleSpec(name, self)
+        return None
 
     def exec_module(self, module: ModuleType) -> None:
         # Replaced, not renamed: each module is there once, and its classes are the same under both names.

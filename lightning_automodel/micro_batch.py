@@ -45,8 +45,14 @@ class MicroBatches:
         inputs: UnevenInputs,
         advice: Advice,
     ) -> None:
-        self.module, self.plugin, self.engine, self.windows = module, plugin, engine, windows
-        self.context, self.inputs, self.ahead, self.advice = context, inputs, inputs.ahead, advice
+        self.module = module
+        self.plugin = plugin
+        self.engine = engine
+        self.windows = windows
+        self.context = context
+        self.inputs = inputs
+        self.ahead = inputs.ahead
+        self.advice = advice
         self.weighting = windows.weighting
         # Checkpointed blocks compute their attention again in the backward.
         self._recomputing: Callable[[], AbstractContextManager[None]] = (
@@ -62,7 +68,10 @@ class MicroBatches:
     def training_step(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``step``. What it returns under automatic optimization is counted in its backward."""
         args, attention = self.sliced(args, "training_step")
-        batch = args[0] if args else next(iter(kwargs.values()), None)
+        if args:
+            batch = args[0]
+        else:
+            batch = next(iter(kwargs.values()), None)
         self._step = _Step(batch)
         # Only in the first window, since it reads the device.
         if self.ahead is not None and self.windows.last_step is None and not self.inputs.is_filler:
@@ -202,9 +211,10 @@ class MicroBatches:
         if self.inputs.is_filler:
             kwargs.pop("num_label_tokens", None)
             return 0, 1, None
-        given = (
-            {"num_label_tokens": kwargs.pop("num_label_tokens")} if "num_label_tokens" in kwargs else None
-        )
+        if "num_label_tokens" in kwargs:
+            given = {"num_label_tokens": kwargs.pop("num_label_tokens")}
+        else:
+            given = None
         if given is None and self.weighting.per_token_loss:
             self._check_not_counted_before()
         return self._checked_count(given), 1, None
@@ -239,8 +249,11 @@ class MicroBatches:
         Only warn where both may be of all of it: a GAN's samples, or SAM's with a step or ``zero_grad`` in
         between.
         """
-        key, resets, counted = self.windows.toggled, self.windows.num_resets, self._step.counted
-        before, counted[key] = counted.get(key), resets
+        key = self.windows.toggled
+        resets = self.windows.num_resets
+        counted = self._step.counted
+        before = counted.get(key)
+        counted[key] = resets
         counts_samples = self.weighting.unit == "sample"
         if before is None or (counts_samples and before != resets):
             return

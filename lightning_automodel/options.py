@@ -205,7 +205,10 @@ class StrategyOptions:
             unused = self._changed(("loss_reduction", *_LABELS, *_COUNTERS))
             notes += [f"{name} has no effect with per_token_loss=False." for name in unused]
         elif self.count_label_tokens is not None or self.count == "samples":
-            counter = "count='samples'" if self.count_label_tokens is None else "count_label_tokens"
+            if self.count_label_tokens is None:
+                counter = "count='samples'"
+            else:
+                counter = "count_label_tokens"
             notes += [f"{name} has no effect beside {counter}." for name in self._changed(_LABELS)]
         return notes
 
@@ -242,16 +245,15 @@ def from_keywords(
         def with_keywords(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
             init(self, options(*args, **kwargs))
 
-        own, signature = (
-            inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY),
-            inspect.signature(options),
-        )
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        signature = inspect.signature(options)
         signature = signature.replace(parameters=[own, *signature.parameters.values()])
         vars(with_keywords).update(__signature__=signature)
         options.__init__.__qualname__ = init.__qualname__  # what a wrong keyword is told of
         # By its name command lines find it from subclasses' ``super().__init__(**kwargs)``, and its
         # documentation.
-        with_keywords.__name__, with_keywords.__qualname__ = init.__name__, init.__qualname__
+        with_keywords.__name__ = init.__name__
+        with_keywords.__qualname__ = init.__qualname__
         return with_keywords
 
     return decorate

@@ -212,7 +212,10 @@ class AutomodelStrategy(ParallelStrategy):
         AutomodelStrategy.__init__(copied, **vars(self._options))
         # Not the properties, which create a default: a Trainer takes that for the user's choice.
         for argument in inspect.signature(ParallelStrategy).parameters:
-            name = argument if argument in vars(self) else f"_{argument}"
+            if argument in vars(self):
+                name = argument
+            else:
+                name = f"_{argument}"
             setattr(copied, name, vars(self)[name])
         copied.num_nodes = self.num_nodes
         if copied.cluster_environment is not None:
@@ -242,7 +245,9 @@ class AutomodelStrategy(ParallelStrategy):
 
         Always None in a process that started the ranks as workers.
         """
-        return None if self._run is None else self._run.windows.last_step
+        if self._run is None:
+            return None
+        return self._run.windows.last_step
 
     @property
     def is_filler(self) -> bool:
@@ -252,12 +257,16 @@ class AutomodelStrategy(ParallelStrategy):
     @property
     def seconds_drawing(self) -> float:
         """Seconds of this fit in which ``count_window_ahead`` has drawn batches ahead; for ``StepMonitor``."""
-        return self._run.inputs.seconds_drawing if self._run is not None else 0.0
+        if self._run is not None:
+            return self._run.inputs.seconds_drawing
+        return 0.0
 
     @property
     def num_processes(self) -> int:
         """Ranks on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+        if self.parallel_devices is not None:
+            return len(self.parallel_devices)
+        return 0
 
     @property
     def process_group_backend(self) -> str:
@@ -303,7 +312,8 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        start_method, environment = self._options.start_method, self.cluster_environment
+        start_method = self._options.start_method
+        environment = self.cluster_environment
         self._launcher = make_launcher(
             self, start_method, self.num_processes, self.num_nodes, self._supervisor
         )
@@ -346,7 +356,8 @@ class AutomodelStrategy(ParallelStrategy):
         leave(Left.DEVICE_MESH)
 
     def _make_mesh(self, timeout: timedelta) -> RunMesh:
-        options, device_type = self._options, self.root_device.type
+        options = self._options
+        device_type = self.root_device.type
         if options.device_mesh is not None:
             return adopt_mesh(options.device_mesh, device_type, options.data_parallel, options.given_sizes())
         sizes = resolve_sizes(
@@ -402,7 +413,10 @@ class AutomodelStrategy(ParallelStrategy):
         if module is None:
             return "set-up"
         trainer = module._trainer
-        stage = None if trainer is None else trainer.state.stage or trainer.state.fn
+        if trainer is None:
+            stage = None
+        else:
+            stage = trainer.state.stage or trainer.state.fn
         return lightning_internals.current_hook(module) or (stage.value if stage is not None else "set-up")
 
     # --- Setting up ---------------------------------------------------------------------------------------------------
@@ -479,7 +493,8 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
-        self.optimizers, self.lr_scheduler_configs = [], []
+        self.optimizers = []
+        self.lr_scheduler_configs = []
         super().setup_optimizers(trainer)
         self._required_run.take_optimizers(self.optimizers)
 
@@ -694,7 +709,9 @@ class AutomodelStrategy(ParallelStrategy):
         ``ModelCheckpoint(save_on_exception=True)`` asks, which would wait for ranks that stand in other
         collectives.
         """
-        return decision if self._supervisor.is_alone() else super().reduce_boolean_decision(decision, all)
+        if self._supervisor.is_alone():
+            return decision
+        return super().reduce_boolean_decision(decision, all)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -734,7 +751,10 @@ class AutomodelStrategy(ParallelStrategy):
         if not self._options.is_sharded or self._supervisor.has_failed:
             return self._as_saved(optimizer_state(self._module, optimizer))
         collectives.named_barrier("optimizer_state", self._options.parsed_timeout)
-        group = collectives.host_group(self._options.parsed_timeout) if self.world_size > 1 else None
+        if self.world_size > 1:
+            group = collectives.host_group(self._options.parsed_timeout)
+        else:
+            group = None
         gather = partial(collectives.gather_objects, group=group)
         state = restorable_state(self._module, optimizer, gather, self._owned(optimizer))
         if not self._checkpoints.as_directory:
@@ -743,7 +763,9 @@ class AutomodelStrategy(ParallelStrategy):
 
     def _owned(self, optimizer: Optimizer) -> dict[nn.Parameter, bool]:
         """The parameters of ``optimizer`` that are stepped whole, and whether this rank owns them."""
-        return {} if self._run is None else self._run.steps.whole.of(optimizer)
+        if self._run is None:
+            return {}
+        return self._run.steps.whole.of(optimizer)
 
     def _as_saved(self, state: dict[str, Any]) -> dict[str, Any]:
         """``state`` with this rank's shards for a directory, for one file whole on rank 0 and empty on the others.
@@ -813,7 +835,8 @@ class AutomodelStrategy(ParallelStrategy):
         Raises ``CheckpointError`` on every rank, if any cannot read it.
         """
         self._required_run.engine.sync.release()
-        weights_only = self._supervisor.weights_only if weights_only is None else weights_only
+        if weights_only is None:
+            weights_only = self._supervisor.weights_only
         checkpoint = self._checkpoints.open(
             checkpoint_path, weights_only, self.checkpoint_io, self.local_rank == 0
         )
@@ -825,7 +848,10 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        optimizers = self.optimizers if self._module.trainer.state.fn == TrainerFn.FITTING else []
+        if self._module.trainer.state.fn == TrainerFn.FITTING:
+            optimizers = self.optimizers
+        else:
+            optimizers = []
         self._checkpoints.fill_model(cast(dict[str, Any], checkpoint), self._module, optimizers, strict)
 
     @override
@@ -872,7 +898,10 @@ class AutomodelStrategy(ParallelStrategy):
                 self._supervisor.close()
 
     def _teardown_training(self) -> None:
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        if self.lightning_module is None:
+            trainer = None
+        else:
+            trainer = self.lightning_module._trainer
         had_run = self._run is not None
         self._close_run()
         self.model = self.lightning_module
@@ -900,5 +929,8 @@ class AutomodelStrategy(ParallelStrategy):
 
     def describe(self) -> dict[str, Any]:
         """What was decided and why: mesh, units, divisors, modes, dtypes, memory. Before set-up, only the options."""
-        described = {} if self._run is None else self._run.describe()
+        if self._run is None:
+            described = {}
+        else:
+            described = self._run.describe()
         return {"options": dict(vars(self._options)), **described}

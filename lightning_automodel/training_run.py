@@ -68,8 +68,12 @@ class TrainingRun:
         patches: PatchStack,
     ) -> None:
         self.patches = patches
-        self.module, self.plugin, self.device, self.advice = module, plugin, device, advice
-        self._options, self._mesh = options, mesh
+        self.module = module
+        self.plugin = plugin
+        self.device = device
+        self.advice = advice
+        self._options = options
+        self._mesh = mesh
         self._check(fitting)
         self._prepare(fitting)
         checks.check_equal_models(module, host_group)
@@ -78,7 +82,9 @@ class TrainingRun:
 
     def _check(self, fitting: bool) -> None:
         """Refuse what cannot be trained, before anything is changed, and tell of options without effect."""
-        module, plugin, options = self.module, self.plugin, self._options
+        module = self.module
+        plugin = self.plugin
+        options = self._options
         precision.check_precision(plugin, options.data_parallel)
         if options.is_sharded:
             precision.check_conversion(plugin, module)
@@ -91,7 +97,9 @@ class TrainingRun:
 
     def _prepare(self, fitting: bool) -> None:
         """Change the module as it must be changed before it is distributed."""
-        module, options, mesh = self.module, self._options, self._mesh.context_parallel
+        module = self.module
+        options = self._options
+        mesh = self._mesh.context_parallel
         self._context: ContextParallelSteps | None = None
         if mesh is not None:
             self._context = ContextParallelSteps(
@@ -101,8 +109,12 @@ class TrainingRun:
         self.plugin.convert_module(module)
         self.move_to_device()
         checks.check_hooks(module, options.count_window_ahead)
-        checkpointed = options.activation_checkpointing if fitting else False
-        policy, is_automatic = options.auto_wrap_policy, module.automatic_optimization
+        if fitting:
+            checkpointed = options.activation_checkpointing
+        else:
+            checkpointed = False
+        policy = options.auto_wrap_policy
+        is_automatic = module.automatic_optimization
         self._checkpointed = checkpoint_blocks(module, checkpointed, policy, is_automatic, self.patches)
         # After activation checkpointing, which compile traces, and before sharding, whose hooks it must not
         # trace.
@@ -130,13 +142,11 @@ class TrainingRun:
 
     def _make_training(self, fitting: bool, host_group: dist.ProcessGroup) -> None:
         """What trains the distributed module, from its data to its optimizer steps."""
-        module, options, mesh, weighting, ahead = (
-            self.module,
-            self._options,
-            self._mesh,
-            self._make_weighting(),
-            None,
-        )
+        module = self.module
+        options = self._options
+        mesh = self._mesh
+        weighting = self._make_weighting()
+        ahead = None
         in_float16 = precision.passes_float16(self.plugin, module) and not options.count_window_ahead
         scaler = precision.enabled_scaler(self.plugin)
         scaling = LossScaling(scaler, in_float16, mesh, self.device, options.is_sharded, self.patches)
@@ -189,7 +199,8 @@ class TrainingRun:
 
     def _make_engine(self, local_ranks: int) -> tuple[Engine, MixedPrecisionPolicy | None]:
         """The engine, and the policy of units that this strategy makes."""
-        module, options = self.module, self._options
+        module = self.module
+        options = self._options
         self.advice.about_master_weights(str(self.plugin.precision), module)
         if not self._options.is_sharded:
             return DDPEngine(self._mesh, self.device, options), None
@@ -197,7 +208,10 @@ class TrainingRun:
         has_foreign_policy = units.is_sharded(module) and not precision.is_applied(policy, module)
         computed_in = precision.unit_dtypes(module) - {policy.param_dtype}
         if has_foreign_policy and (options.mp_policy is not None or computed_in):
-            option = f"precision={self.plugin.precision!r}" if options.mp_policy is None else "mp_policy"
+            if options.mp_policy is None:
+                option = f"precision={self.plugin.precision!r}"
+            else:
+                option = "mp_policy"
             self.advice.say_once(
                 f"{option} has no effect on a model that was sharded before, with another policy."
             )
@@ -323,7 +337,10 @@ class TrainingRun:
 
         def join() -> None:
             # Only beside spread experts does a rank without data run forwards, and with them attention.
-            context = self._context if self._mesh.sizes.expert > 1 else None
+            if self._mesh.sizes.expert > 1:
+                context = self._context
+            else:
+                context = None
             with nullcontext() if context is None else context.step(step.__name__):
                 self.engine.join_evaluation()
 

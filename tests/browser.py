@@ -28,8 +28,11 @@ class Page:
     """
 
     def __init__(self, commands: int, answers: int) -> None:
-        self._commands, self._answers, self._received = commands, answers, b""
-        self._number, self._session = 0, {}
+        self._commands = commands
+        self._answers = answers
+        self._received = b""
+        self._number = 0
+        self._session = {}
         self._loaded = False
         self.errors: list[Any] = []
         self.fetched: list[str] = []
@@ -91,7 +94,8 @@ class Page:
             self._take(answer)
 
     def _take(self, event: dict[str, Any]) -> None:
-        method, told = event.get("method"), event.get("params", {})
+        method = event.get("method")
+        told = event.get("params", {})
         if method == "Runtime.exceptionThrown":
             self.errors.append(told["exceptionDetails"])
         elif method == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning"):

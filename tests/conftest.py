@@ -104,7 +104,9 @@ def extension() -> None:
 @pytest.fixture(autouse=True)
 def isolated() -> Iterator[None]:
     """Undo what a test did to this process: environment, dtype, threads, seed; a process group left is an error."""
-    environment, dtype, threads = os.environ.copy(), torch.get_default_dtype(), torch.get_num_threads()
+    environment = os.environ.copy()
+    dtype = torch.get_default_dtype()
+    threads = torch.get_num_threads()
     torch.manual_seed(0)
     yield
     os.environ.clear()

@@ -171,7 +171,8 @@ class Shown(pl.LightningModule):
         kind = Balanced if "balance" in self.text else nn.Sequential
         self.model: nn.Module = kind(nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY))
         if "x, y = batch" in self.text:
-            self.model, self.class_weights = nn.Linear(4, 3), torch.tensor([0.5, 1.0, 3.0])
+            self.model = nn.Linear(4, 3)
+            self.class_weights = torch.tensor([0.5, 1.0, 3.0])
         elif "**batch" in self.text or "hugging_face" in self.text:
             self.model = mixtral().float() if "router" in self.text else untied_llama().float()
 

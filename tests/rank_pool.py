@@ -313,7 +313,8 @@ class _Membership:
         store = dist.PrefixStore(f"group{number}", self._store)
         backend = devices.backend(self._num_ranks)
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=self._num_ranks)
-        self._number, self._group = number, dist.group.WORLD
+        self._number = number
+        self._group = dist.group.WORLD
 
     def leave(self) -> None:
         self._group = None
@@ -353,7 +354,8 @@ def _answer(call: _Call, membership: _Membership) -> _Answer:
         num_threads = len(os.listdir("/proc/self/task")) if os.path.exists("/proc/self/task") else 0
         return _Answer(value=value, in_group=membership.intact, num_threads=num_threads)
     except BaseException:
-        error, failed_at = traceback.format_exc(), time.monotonic()
+        error = traceback.format_exc()
+        failed_at = time.monotonic()
         membership.hang_up()
         return _Answer(error=error, failed_at=failed_at, in_group=False)
     finally:
@@ -379,7 +381,9 @@ def _pickled(value: Any) -> bytes:
 @contextlib.contextmanager
 def _clean_slate(main_port: int) -> Iterator[None]:
     """Same seeds at the start of every call; environment, folder, dtype and warning filters as before at its end."""
-    environment, folder, dtype = os.environ.copy(), Path.cwd(), torch.get_default_dtype()
+    environment = os.environ.copy()
+    folder = Path.cwd()
+    dtype = torch.get_default_dtype()
     os.environ["MASTER_PORT"] = str(main_port)
     random.seed(0)
     torch.manual_seed(0)

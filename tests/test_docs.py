@@ -72,7 +72,8 @@ def test_commands() -> None:
         )
         for room in ("checkpoint", "plan")
     }
-    called, missing = 0, []
+    called = 0
+    missing = []
     for page in PAGES:
         for line in (line for block in blocks(page, "bash") for line in block.text.splitlines()):
             words = shlex.split(line, comments=True)
@@ -347,7 +348,8 @@ def test_diagrams() -> None:
     charts = [block for page in PAGES for block in MERMAID.findall(page.read_text())]
     for number, block in enumerate(charts):
         picture = xml.etree.ElementTree.fromstring(svg_of(block, number))
-        title, description = picture[0], picture[1]
+        title = picture[0]
+        description = picture[1]
         assert picture.attrib["aria-labelledby"] == f"{title.attrib['id']} {description.attrib['id']}"
         assert title.text
         assert description.text

@@ -26,7 +26,9 @@ EXAMPLES = ROOT / "examples"
 
 def _run(folder: str, script: str, arguments: list[str]) -> str:
     """Runs a script on this rank as if it had been started with these arguments; what it prints."""
-    logger, before, path = logging.getLogger("lightning.pytorch"), os.getcwd(), list(sys.path)
+    logger = logging.getLogger("lightning.pytorch")
+    before = os.getcwd()
+    path = list(sys.path)
     level = logger.level
     try:
         os.chdir(folder)
@@ -70,7 +72,8 @@ class Folder:
     """A folder that examples run in, two ranks together."""
 
     def __init__(self, pool: RankPool, path: Path) -> None:
-        self.pool, self.path = pool, path
+        self.pool = pool
+        self.path = path
 
     def run(self, script: str, *arguments: str) -> str:
         """What the first rank prints; the second prints nothing but a progress bar, if that."""

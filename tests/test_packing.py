@@ -82,7 +82,8 @@ def test_documents_do_not_see_each_other() -> None:
 
 def test_as_in_rows_of_their_own() -> None:
     """Loss, count and gradients."""
-    packed_model, model = untied_llama(), untied_llama()
+    packed_model = untied_llama()
+    model = untied_llama()
     packed = Packer(LENGTH)(documents())
     loss, count = sums(packed_model, packed)
     alone = [sums(model, {name: value[None] for name, value in each.items()}) for each in documents()]

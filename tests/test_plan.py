@@ -18,7 +18,9 @@ from lightning_automodel.plan.__main__ import _parser, _plans, main
 from lightning_automodel.plan.layouts import DEVICES, Plan
 from lightning_automodel.plan.recording import CannotPlanError, MicroBatch, run
 
-WIDTH, ROWS, BLOCKS = 64, 32, 3
+WIDTH = 64
+ROWS = 32
+BLOCKS = 3
 BLOCK = WIDTH * WIDTH * 4  # bytes of a weight in float32
 
 

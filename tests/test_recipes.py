@@ -21,7 +21,9 @@ from tests.rank_pool import RankPool
 from tests.trainer.exactness import SILENT, full_weights, relative_error
 from tests.trainer.runs import TOLERANCE, make_trainer
 
-VOCABULARY, WIDTH, LENGTH = 7, 6, 9
+VOCABULARY = 7
+WIDTH = 6
+LENGTH = 9
 SIZES = [[3, 1, 2, 2], [2, 4, 1, 3]]
 """Samples of each micro-batch, by rank."""
 CLASS_WEIGHTS = torch.tensor([0.5, 1.0, 4.0])
@@ -40,7 +42,8 @@ class Rewards(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 1)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.embedding(ids).tanh().mean(1)).squeeze(-1)

@@ -173,7 +173,8 @@ def plain_program() -> float:
     assert get_rank_safe() < get_world_size_safe()
     shard: tuple[int, int] | None = dp_eval_sample_shard("ddp", info.rank, info.world_size)
     assert shard in ((info.rank, info.world_size), None)
-    model, group = nn.Linear(8, VOCABULARY), dist.group.WORLD
+    model = nn.Linear(8, VOCABULARY)
+    group = dist.group.WORLD
     losses: list[Tensor] = []
     batches: Iterator[Batch] = iter(DataLoader(Sequences(), batch_size=2))
     tokens = torch.tensor(0)

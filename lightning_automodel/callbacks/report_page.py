@@ -122,7 +122,10 @@ def _chart(heading: str, caption: str, curves: _Curves, is_stacked: bool = False
             stackgroup="all" if is_stacked else None,
         )
         if broken := [str(step) for step, value in points.items() if not math.isfinite(value)]:
-            more = f" and {len(broken) - 10} more" if len(broken) > 10 else ""
+            if len(broken) > 10:
+                more = f" and {len(broken) - 10} more"
+            else:
+                more = ""
             caption += f"; not finite in {name} at step {', '.join(broken[:10])}{more}"
     text = (
         f'<figure class="{"wide" if is_stacked else "half"}"><h2>{_escape(heading)}</h2>'

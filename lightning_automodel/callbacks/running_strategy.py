@@ -13,27 +13,37 @@ from lightning_automodel.training_run import TrainingRun
 
 def automodel(trainer: pl.Trainer) -> AutomodelStrategy | None:
     """The ``AutomodelStrategy`` of ``trainer``; None under another strategy."""
-    return trainer.strategy if isinstance(trainer.strategy, AutomodelStrategy) else None
+    if isinstance(trainer.strategy, AutomodelStrategy):
+        return trainer.strategy
+    return None
 
 
 def options_of(trainer: pl.Trainer) -> Mapping[str, Any]:
     """The options of the ``AutomodelStrategy`` of ``trainer``; empty under another strategy."""
     strategy = automodel(trainer)
-    return {} if strategy is None else strategy.describe()["options"]
+    if strategy is None:
+        return {}
+    return strategy.describe()["options"]
 
 
 def weighting_of(trainer: pl.Trainer) -> TokenWeighting | None:
     """How ``AutomodelStrategy`` counts and weighs micro-batches in the present run; None under another strategy."""
     run = _run_of(trainer)
-    return None if run is None else run.windows.weighting
+    if run is None:
+        return None
+    return run.windows.weighting
 
 
 def context_of(trainer: pl.Trainer) -> ContextParallelSteps | None:
     """The steps on slices of ``AutomodelStrategy`` in the present run; None without context parallelism."""
     run = _run_of(trainer)
-    return None if run is None else run.micro_batches.context
+    if run is None:
+        return None
+    return run.micro_batches.context
 
 
 def _run_of(trainer: pl.Trainer) -> TrainingRun | None:
     strategy = automodel(trainer)
-    return None if strategy is None else strategy._run
+    if strategy is None:
+        return None
+    return strategy._run

@@ -114,7 +114,10 @@ class StepMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         strategy = automodel(trainer)
-        self._drawn = strategy.seconds_drawing if strategy is not None else 0.0
+        if strategy is not None:
+            self._drawn = strategy.seconds_drawing
+        else:
+            self._drawn = 0.0
         self._enter("forward")
         self._flops.start(pl_module, batch)
 
@@ -304,7 +307,9 @@ class StepMonitor(Callback):
 def _last_step(trainer: pl.Trainer) -> StepReport | None:
     """The newest step's report; None under strategies other than ``AutomodelStrategy``."""
     strategy = automodel(trainer)
-    return None if strategy is None else strategy.last_step
+    if strategy is None:
+        return None
+    return strategy.last_step
 
 
 class _FlopMeter:

@@ -121,7 +121,10 @@ class TrainingReport(Callback):
                 validated=self._validated,
                 configuration=described,
             )
-            root = "" if "://" in self._path else trainer.default_root_dir
+            if "://" in self._path:
+                root = ""
+            else:
+                root = trainer.default_root_dir
             filesystem, path = fsspec.url_to_fs(os.path.join(root, self._path))
             filesystem.makedirs(os.path.dirname(path), exist_ok=True)
             with filesystem.open(path, "w", encoding="utf-8") as file:

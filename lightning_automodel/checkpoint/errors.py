@@ -72,6 +72,9 @@ def _combined(what: str, failed: Mapping[int, str]) -> CheckpointError:
         ranks_by_text.setdefault(text, []).append(str(rank))
     listed: list[str] = []
     for text, ranks in ranks_by_text.items():
-        noun = "ranks" if len(ranks) > 1 else "rank"
+        if len(ranks) > 1:
+            noun = "ranks"
+        else:
+            noun = "rank"
         listed.append(f"{noun} {', '.join(ranks)}: {text}")
     return CheckpointError(f"{what}: {'; '.join(listed)}")

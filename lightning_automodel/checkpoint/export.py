@@ -238,7 +238,10 @@ def _planned(
     dtypes = Counter(tensor.dtype for tensor in planned.values() if tensor.is_floating_point())
     if "config.json" in texts and dtypes:
         config = texts["config.json"]
-        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        if "torch_dtype" in config:
+            key = "torch_dtype"
+        else:
+            key = "dtype"
         config[key] = str(dtypes.most_common(1)[0][0]).removeprefix("torch.")
     if len(files) > 1:
         texts = {**texts, f"{stem}.safetensors.index.json": index_of(files)}

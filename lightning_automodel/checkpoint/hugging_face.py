@@ -78,7 +78,9 @@ def _plain(config: Any) -> Any:
 
 
 def _to_json(value: Any) -> Any:
-    return sorted(value) if isinstance(value, Set) else str(value)
+    if isinstance(value, Set):
+        return sorted(value)
+    return str(value)
 
 
 def _tied(model: nn.Module) -> list[str]:

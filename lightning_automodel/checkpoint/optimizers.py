@@ -84,7 +84,9 @@ def by_name(state: Any, names: list[str]) -> Any:
     """
 
     def names_of(ids: list[Any]) -> Mapping[Any, str]:
-        return dict(zip(ids, names, strict=True)) if len(ids) == len(names) else {}
+        if len(ids) == len(names):
+            return dict(zip(ids, names, strict=True))
+        return {}
 
     if has_groups(state):
         ids = _ids(state)

@@ -61,7 +61,10 @@ class RunCheckpoints:
         self.is_sharded = is_sharded
         self.in_background = in_background
         self._chosen_form = as_directory
-        self.as_directory = is_sharded if as_directory is None else as_directory
+        if as_directory is None:
+            self.as_directory = is_sharded
+        else:
+            self.as_directory = as_directory
         self._timeout = timeout
         self._opened: ShardDirectory | None = None
         self._loaded: dict[str, Any] = {}
@@ -198,7 +201,10 @@ class RunCheckpoints:
 
     def _background_group(self) -> dist.ProcessGroup | None:
         """A gloo group that training does not use: collectives of two threads must not mix in one group."""
-        world = dist.group.WORLD if dist.is_initialized() else None
+        if dist.is_initialized():
+            world = dist.group.WORLD
+        else:
+            world = None
         if world is None:
             return None
         if self._group is None or self._group[0] is not world:

@@ -236,7 +236,10 @@ def _is_written(
         return not leaf.is_meta
     if isinstance(leaf, DTensor) or group_rank() == 0:
         return True
-    name = path[1:2] if path[0] == MODEL else path[2:3]
+    if path[0] == MODEL:
+        name = path[1:2]
+    else:
+        name = path[2:3]
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and not parameters.isdisjoint(map(str, name))
 
 

@@ -132,10 +132,14 @@ def whole(state: Any, keep: bool) -> Any:
             tensor = tensor.full_tensor()
         if not keep:
             return None
-        return tensor if tensor.is_meta else tensor.cpu()
+        if tensor.is_meta:
+            return tensor
+        return tensor.cpu()
 
     converted = _converted(state, gathered)
-    return converted if keep else {}
+    if keep:
+        return converted
+    return {}
 
 
 def _converted(state: dict[str, Any], convert: Callable[[Tensor], Tensor | None]) -> dict[str, Any]:

@@ -36,7 +36,9 @@ def take_apart(tree: Any, path: Path = (), elsewhere: Set[str] = frozenset()) ->
             path = (*path[:-1], f"{path[-1]}'")
         taken.add(joined(path))
         leaves[path] = value
-        return {PLACE: joined(path)} if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            return {PLACE: joined(path)}
+        return value
 
     return walk(tree, path), leaves
 
@@ -149,4 +151,6 @@ class _Survey(pickle.Pickler):
     def persistent_id(self, value: Any) -> int | None:
         if isinstance(value, DTensor):
             self.has_shards = True
-        return 0 if isinstance(value, Tensor) else None
+        if isinstance(value, Tensor):
+            return 0
+        return None

@@ -31,7 +31,9 @@ class Slices:
     @property
     def num_ranks(self) -> int:
         """Number of ranks that share the batch."""
-        return 1 if self.group is None else self.group.size()
+        if self.group is None:
+            return 1
+        return self.group.size()
 
     def own_positions(self, device: torch.device) -> Tensor:
         """[s] this rank's positions in the whole sequence."""
@@ -52,7 +54,8 @@ _current: Slices | None = None
 def computing_on(slices: Slices | None) -> Iterator[None]:
     """Context in which attention crosses the ranks of ``slices``, or stays on this rank if that is None."""
     global _current
-    before, _current = _current, slices
+    before = _current
+    _current = slices
     try:
         yield
     finally:
@@ -126,7 +129,10 @@ def attend_across(
     key, value = whole(torch.cat([key, value], dim=-1), slices).split(
         [key.shape[-1], value.shape[-1]], dim=-1
     )
-    masks = (None, None) if mask is None else mask.split(slices.chunk, dim=-2)
+    if mask is None:
+        masks = (None, None)
+    else:
+        masks = mask.split(slices.chunk, dim=-2)
     parts = []
     with computing_on(None):  # torch's attention is right from here on
         for index, rows, part in zip(slices.chunks, query.split(slices.chunk, dim=-2), masks, strict=True):
@@ -153,7 +159,10 @@ def _mask(rows: Tensor, num_columns: int, is_causal: bool, attention_mask: Tenso
     A row always attends to its own position: the softmax over nothing would be NaN.
     """
     columns = torch.arange(num_columns, device=rows.device)
-    mask = rows[:, None] >= columns if is_causal else torch.ones_like(rows[:, None] >= columns)
+    if is_causal:
+        mask = rows[:, None] >= columns
+    else:
+        mask = torch.ones_like(rows[:, None] >= columns)
     return (mask & (attention_mask != 0)[:, None, None]) | (rows[:, None] == columns)
 
 

@@ -38,14 +38,16 @@ class FirstStepCheck:
     """
 
     def __init__(self, module: pl.LightningModule, plugin: Precision) -> None:
-        self._module, self._plugin = module, plugin
+        self._module = module
+        self._plugin = plugin
         self._calls: list[tuple[nn.Module, Any, Any]] = []
         self._draws = False
 
     @contextmanager
     def recording(self, slices: Slices) -> Iterator[None]:
         """Context of ``training_step``: remembers the outermost calls of modules, the LightningModule among them."""
-        original, depth = self._module.training_step, 0
+        original = self._module.training_step
+        depth = 0
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal depth
@@ -153,7 +155,10 @@ class FirstStepCheck:
         arguments = apply_to_collection(arguments, Tensor, self._cut, allow_frozen=True)
         in_slices = self._outputs(module, arguments, self._sliced)
         is_wide = torch.get_float32_matmul_precision() == "highest"
-        epsilon = 0.0 if is_wide else torch.finfo(torch.bfloat16).eps
+        if is_wide:
+            epsilon = 0.0
+        else:
+            epsilon = torch.finfo(torch.bfloat16).eps
         for (each, output), (_, own) in zip(whole, in_slices, strict=False):
             # A wide output may come from narrower ones.
             epsilon = max(epsilon, torch.finfo(output.dtype).eps)

@@ -54,7 +54,8 @@ def outermost_hugging_face_models(module: nn.Module) -> list[nn.Module]:
 
 
 def _check(model: Any) -> None:
-    name, config = type(model).__name__, model.config
+    name = type(model).__name__
+    config = model.config
     others = sorted(set(getattr(config, "layer_types", None) or _LAYERS) - _LAYERS)
     if others:
         raise ValueError(
@@ -130,7 +131,9 @@ def _make_mask(**kwargs: Any) -> Tensor | None:
     slices = attention.current()
     if slices is None:
         return masking_utils.sdpa_mask(**kwargs)
-    function, attention_mask, device = kwargs["mask_function"], kwargs["attention_mask"], kwargs["device"]
+    function = kwargs["mask_function"]
+    attention_mask = kwargs["attention_mask"]
+    device = kwargs["device"]
     if attention_mask is None or kwargs.get("use_vmap"):
         raise RuntimeError(
             "With context_parallel_size > 1 pass the batch's attention_mask and position_ids to the model,"
@@ -140,7 +143,8 @@ def _make_mask(**kwargs: Any) -> Tensor | None:
     documents = slices.documents
     if function is masking_utils.causal_mask_function and documents is None and not slices.is_masked:
         return None
-    rows, whole = slices.own_positions(device), slices.gather_mask(attention_mask)
+    rows = slices.own_positions(device)
+    whole = slices.gather_mask(attention_mask)
     batch, columns = (torch.arange(size, device=device) for size in whole.shape)
     mask = function(batch[:, None, None, None], batch.new_zeros(1, 1, 1, 1), rows[:, None], columns)
     mask = mask & whole[:, None, None]

@@ -14,7 +14,9 @@ from lightning_automodel.context_parallel.attention import Slices
 SHIFTED_LABELS = "shift_labels"
 """Key of labels at the position that predicts them, as Hugging Face models call them."""
 
-_IDS, _POSITIONS, _MASK = "input_ids", "position_ids", "attention_mask"
+_IDS = "input_ids"
+_POSITIONS = "position_ids"
+_MASK = "attention_mask"
 
 
 class SequenceSlices:
@@ -35,7 +37,9 @@ class SequenceSlices:
         adds_mask: bool = False,
     ) -> None:
         self.chunks = rank, 2 * size - 1 - rank
-        self._num_chunks, self._label_key, self._label_shift = 2 * size, label_key, label_shift
+        self._num_chunks = 2 * size
+        self._label_key = label_key
+        self._label_shift = label_shift
         self._adds_mask = adds_mask
         self._padding = {
             _IDS: 0,
@@ -48,7 +52,8 @@ class SequenceSlices:
     def describe(self, batch: Any, group: dist.ProcessGroup) -> Slices:
         """How the sequences of a batch are sliced across the ranks of ``group``."""
         length = self._length(batch)
-        chunk, is_masked = self._chunk_length(length), batch.get(_MASK) is not None
+        chunk = self._chunk_length(length)
+        is_masked = batch.get(_MASK) is not None
         return Slices(group, self.chunks, chunk, length, is_masked, self._documents(batch))
 
     def _length(self, batch: Any) -> int:
@@ -91,7 +96,10 @@ class SequenceSlices:
         raises.
         """
         length = self._length(batch)
-        sliced = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
+        if isinstance(batch, MutableMapping):
+            sliced = copy.copy(batch)
+        else:
+            sliced = dict(batch)
         if batch.get(_POSITIONS) is None:
             sliced[_POSITIONS] = torch.arange(length, device=batch[_IDS].device).expand(batch[_IDS].shape)
         if self._adds_mask and batch.get(_MASK) is None:

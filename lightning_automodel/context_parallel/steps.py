@@ -67,7 +67,10 @@ class ContextParallelSteps:
                     f"context_parallel_size={mesh.size()} slices the batch that {name} gets: let it take the"
                     " batch, not dataloader_iter."
                 )
-        self._module, self._group, self._device, self._tell = module, mesh.get_group(), device, tell
+        self._module = module
+        self._group = mesh.get_group()
+        self._device = device
+        self._tell = tell
         num_layers = let_models_attend_across(module, patches)
         self._num_layers = max(num_layers, 1)
         labels = options.label_key, options.ignore_index, options.label_shift
@@ -90,7 +93,8 @@ class ContextParallelSteps:
             check_same_batch(batch, self._group, self._device, "context-parallel")
         self._newest = self.slices.describe(batch, self._group)
         sliced = self.slices.slice(batch)
-        self._shape, self._whole = sliced["input_ids"].shape, batch
+        self._shape = sliced["input_ids"].shape
+        self._whole = batch
         return sliced
 
     def check_count(self, weighting: TokenWeighting, batch: Any, output: Any, step: str) -> None:
@@ -98,7 +102,8 @@ class ContextParallelSteps:
 
         A collective until a count is not 0: in training over all ranks, in evaluation over the group.
         """
-        whole, self._whole = self._whole, None
+        whole = self._whole
+        self._whole = None
         if step in self._counted or whole is None:
             return
         told = gather_objects(
@@ -130,7 +135,8 @@ class ContextParallelSteps:
         assert slices is not None
         check = None
         if name == "training_step":
-            check, self._check = self._check, None
+            check = self._check
+            self._check = None
         # Once for each kind of step, since it is called for every function of torch.
         watch = _Watch() if name in self._unwatched else nullcontext()
         self._unwatched.discard(name)
@@ -171,12 +177,19 @@ def _miscounted(
     counts, labels = zip(*told, strict=True)
     if not is_returned:
         of_whole = torch.as_tensor(weighting.count(whole))
-        tolerance = 8 * torch.finfo(of_whole.dtype).eps if of_whole.is_floating_point() else 0.0
-        return None if math.isclose(sum(counts), of_whole, rel_tol=tolerance) else float(of_whole)
+        if of_whole.is_floating_point():
+            tolerance = 8 * torch.finfo(of_whole.dtype).eps
+        else:
+            tolerance = 0.0
+        if math.isclose(sum(counts), of_whole, rel_tol=tolerance):
+            return None
+        return float(of_whole)
     if counts == labels or len(set(counts)) > 1 or counts[0] == 0:
         return None
     unsliced = [
         value for key, value in batch.items() if value is whole[key] and isinstance(value, Real | Tensor)
     ]
     known = {weighting.num_labels(whole), *(torch.as_tensor(value).sum().item() for value in unsliced)}
-    return counts[0] if counts[0] in known else None
+    if counts[0] in known:
+        return counts[0]
+    return None

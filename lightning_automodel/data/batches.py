@@ -41,7 +41,9 @@ class BatchHandle:
 
     def num_real(self) -> int:
         """How many ranks had a batch; 0 without padding. Waits until all ranks have drawn."""
-        return 0 if self.has_batch is None else int(self.has_batch.received().sum())
+        if self.has_batch is None:
+            return 0
+        return int(self.has_batch.received().sum())
 
 
 class TrackedLoader(Iterator[Any]):
@@ -101,11 +103,10 @@ class TrackedLoader(Iterator[Any]):
         self.num_handed_out = 0
         self.drawn_ahead.clear()
         batches = iter(self.loader)
-        source = (
-            self._padded(batches)
-            if self.pads
-            else ((BatchHandle(batch is None), batch) for batch in batches)
-        )
+        if self.pads:
+            source = self._padded(batches)
+        else:
+            source = ((BatchHandle(batch is None), batch) for batch in batches)
         self._source = map(self._counted, source)
         if self.if_empty is not None and not self.ahead(1):
             raise ValueError(self.if_empty)
@@ -142,7 +143,8 @@ class TrackedLoader(Iterator[Any]):
         return drawn
 
     def _padded(self, batches: Iterator[Any]) -> Iterator[tuple[BatchHandle, Any]]:
-        padding, is_first = None, True
+        padding = None
+        is_first = True
         while True:
             batch = next(batches, _END)
             has_batch = Exchange(self._group, int(batch is not _END))
@@ -172,7 +174,9 @@ class TrackedLoader(Iterator[Any]):
         """A copy of this rank's batch, or of rank ``source``'s if it has none. A collective over the group."""
         shared = [None if batch is _END else batch]
         dist.broadcast_object_list(shared, dist.get_global_rank(self._group, source), self._group)
-        return shared[0] if batch is _END else copy.deepcopy(batch)
+        if batch is _END:
+            return shared[0]
+        return copy.deepcopy(batch)
 
 
 def is_stateful(loader: Any) -> bool:
@@ -182,4 +186,6 @@ def is_stateful(loader: Any) -> bool:
 
 def users_own(loader: Any) -> Any:
     """The user's loader in a :class:`TrackedLoader`; any other loader unchanged."""
-    return loader.loader if isinstance(loader, TrackedLoader) else loader
+    if isinstance(loader, TrackedLoader):
+        return loader.loader
+    return loader

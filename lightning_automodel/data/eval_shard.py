@@ -25,7 +25,10 @@ def dp_eval_sample_shard(
         raise ValueError(
             f"dp_rank={dp_rank} is not in range(dp_size={dp_size}); pass the rank within the dp group."
         )
-    strategy = distributed_config if strategy is None else strategy
+    if strategy is None:
+        strategy = distributed_config
     engine = strategy if isinstance(strategy, str) else getattr(strategy, "data_parallel", None)
     is_replicated = engine == "ddp" or isinstance(strategy, DDPStrategy)
-    return (dp_rank, dp_size) if is_replicated and dp_size > 1 else None
+    if is_replicated and dp_size > 1:
+        return (dp_rank, dp_size)
+    return None

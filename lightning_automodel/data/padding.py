@@ -65,7 +65,8 @@ def _neutral_log(log: Callable[..., None]) -> Callable[..., None]:
     def log_neutral(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        value, reduction = given.arguments["value"], given.arguments["reduce_fx"]
+        value = given.arguments["value"]
+        reduction = given.arguments["reduce_fx"]
         # Torch.sum and the like have names.
         reduction = str(getattr(reduction, "__name__", reduction)).lower()
         if isinstance(value, Metric):
@@ -78,7 +79,10 @@ def _neutral_log(log: Callable[..., None]) -> Callable[..., None]:
                     f" {', '.join(map(repr, _NEUTRAL))}."
                 )
             tensor = torch.as_tensor(value)
-            dtype = tensor.dtype if tensor.is_floating_point() else torch.get_default_dtype()
+            if tensor.is_floating_point():
+                dtype = tensor.dtype
+            else:
+                dtype = torch.get_default_dtype()
             neutral_value = torch.full_like(tensor, _NEUTRAL[reduction], dtype=dtype)
             log(**{**given.arguments, "value": neutral_value, "batch_size": 0})
 

@@ -46,7 +46,10 @@ class UnevenInputs:
     def __init__(
         self, trainer: "pl.Trainer", group: dist.ProcessGroup, pads: bool, ahead: WindowAhead | None
     ) -> None:
-        self._trainer, self._group, self._pads, self.ahead = trainer, group, pads, ahead
+        self._trainer = trainer
+        self._group = group
+        self._pads = pads
+        self.ahead = ahead
         self.seconds_drawing = 0.0  # spent on drawing batches ahead of their steps
         self._before_padding: ModuleState | None = None
         self._may_differ: set[str] = set()
@@ -81,17 +84,21 @@ class UnevenInputs:
             )
             return loader
         own = copy.copy(sampler)
-        own.total_size, own.num_samples = total, len(range(own.rank, total, own.num_replicas))
+        own.total_size = total
+        own.num_samples = len(range(own.rank, total, own.num_replicas))
         return _with_sampler(loader, sampler, own)
 
     def process(self, loader: Any) -> Any:
         """What to iterate instead of a loader of the current stage. A collective, so in the same order on all ranks."""
         self._warn_of_batches_of_batches(loader)
         loader = self._tracked(loader)
-        return self.ahead.process(loader) if self.ahead is not None and self.is_training else loader
+        if self.ahead is not None and self.is_training:
+            return self.ahead.process(loader)
+        return loader
 
     def _tracked(self, loader: Any) -> Any:
-        length, ends_by_itself = sized_len(loader), may_end_early(loader)
+        length = sized_len(loader)
+        ends_by_itself = may_end_early(loader)
         told = (
             Exchange(self._group, _UNKNOWN if length is None else length, ends_by_itself).received().long()
         )
@@ -152,7 +159,10 @@ class UnevenInputs:
         prefetched = getattr(lightning_internals.training_data_fetcher(self._trainer), "batches", ())
         self._handle = handle = loader.begin(len(prefetched)) if isinstance(loader, TrackedLoader) else None
         self.is_filler = handle is not None and handle.is_filler
-        several = CombinedLoader(loader).flattened if handle is None else []
+        if handle is None:
+            several = CombinedLoader(loader).flattened
+        else:
+            several = []
         if any(isinstance(each, TrackedLoader) and each.pads for each in several):
             raise ValueError(
                 "uneven_inputs='pad' trains on one loader, and the loaders of a CombinedLoader have"
@@ -267,8 +277,10 @@ class UnevenInputs:
         Lightning would raise.
         """
         stops = begin()
-        self._handle, self.is_filler = None, False
-        is_last, self._sent = False, None
+        self._handle = None
+        self.is_filler = False
+        is_last = False
+        self._sent = None
         if self._stage in self._may_differ:
             is_last = self._is_last(args[2] if len(args) > 2 else 0)
             self._sent = Exchange(self._group, _IS_LAST if is_last else _GOES_ON)
@@ -289,7 +301,9 @@ class UnevenInputs:
 
     def _is_last(self, dataloader_idx: int) -> bool:
         """Whether the step that begins has this rank's last batch of a loader; ValueError if that is not known."""
-        trainer, stage, loop = self._trainer, self._stage, self._evaluation_loop
+        trainer = self._trainer
+        stage = self._stage
+        loop = self._evaluation_loop
         loaders = CombinedLoader(getattr(trainer, _LOADERS[stage])).flattened
         is_sequential = lightning_internals.is_sequential(loop)
         problem = None
@@ -316,11 +330,14 @@ class UnevenInputs:
         """Name of the running evaluation step or batch hook, which ranks without data do not run; else None."""
         where = lightning_internals.current_hook(self._trainer.lightning_module) or ""
         is_of_batch = self._is_in_step or where.endswith(("batch_start", "batch_end"))
-        return where if is_of_batch and not self.is_training else None
+        if is_of_batch and not self.is_training:
+            return where
+        return None
 
     def check_reduction(self) -> None:
         """Raise RuntimeError, before a reduction or gathering over ranks, if some are not in this step: they ended."""
-        where, answers = self._where_in_batch(), self._answers()
+        where = self._where_in_batch()
+        answers = self._answers()
         if where is None or not (self._is_in_step or _GOES_ON in answers):
             return
         # Hooks of a rank's last batch run when all others have ended.
@@ -346,7 +363,9 @@ class UnevenInputs:
             )
 
     def _answers(self) -> list[int]:
-        return [] if self._sent is None else self._sent.received()[:, 0].long().tolist()
+        if self._sent is None:
+            return []
+        return self._sent.received()[:, 0].long().tolist()
 
     @property
     def is_training(self) -> bool:

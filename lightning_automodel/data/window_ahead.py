@@ -25,7 +25,10 @@ class WindowAhead:
         copies: int,
         count_batch: Callable[[Any], float],
     ) -> None:
-        self._trainer, self._group, self._copies, self._count_batch = trainer, group, copies, count_batch
+        self._trainer = trainer
+        self._group = group
+        self._copies = copies
+        self._count_batch = count_batch
         self._window: list[BatchHandle] = []
         self._own_micro_batches = 0
         self._sent: Exchange
@@ -33,7 +36,10 @@ class WindowAhead:
 
     def process(self, loader: Any) -> TrackedLoader:
         """What tracks a training loader, to iterate instead."""
-        tracked = loader if isinstance(loader, TrackedLoader) else TrackedLoader(loader, self._group)
+        if isinstance(loader, TrackedLoader):
+            tracked = loader
+        else:
+            tracked = TrackedLoader(loader, self._group)
         tracked.count = self._count_batch
         return tracked
 

@@ -180,7 +180,12 @@ def sent_to_first(tensor: Tensor, source: int, device: torch.device) -> Tensor:
     if source == 0:
         return tensor
     rank = group_rank()
-    values = tensor if rank == source else torch.empty_like(tensor, device=device)
+    if rank == source:
+        values = tensor
+    else:
+        values = torch.empty_like(tensor, device=device)
     sent = values.to(device).contiguous()
     dist.broadcast(sent.reshape(-1).view(torch.uint8), source)  # as bytes: no backend knows every dtype
-    return sent if rank == 0 else tensor
+    if rank == 0:
+        return sent
+    return tensor

@@ -132,7 +132,10 @@ def open_store(found: Rendezvous, timeout: timedelta, deadline: float) -> dist.S
     if found.store is not None:
         return found.store
     if found.address is None:
-        separator = "&" if "?" in found.method else "?"
+        if "?" in found.method:
+            separator = "&"
+        else:
+            separator = "?"
         url = f"{found.method}{separator}rank={found.rank}&world_size={found.world_size}"
         store: dist.Store = next(dist.rendezvous(url, timeout=timeout))[0]
         return store

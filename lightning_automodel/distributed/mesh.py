@@ -71,7 +71,8 @@ def resolve_sizes(
     For replicas ``"auto"`` is the number of nodes; under DDP all data-parallel ranks are replicas.
     Expert-parallel ranks are some of those that parameters are sharded over.
     """
-    tensor, context = tensor_parallel_size, context_parallel_size
+    tensor = tensor_parallel_size
+    context = context_parallel_size
     told = {"tensor_parallel_size": tensor, "context_parallel_size": context}
     peers = [f"{name}={size}" for name, size in told.items() if size > 1]
     size = world_size // (tensor * context) or 1 if data_parallel_size == "auto" else data_parallel_size
@@ -138,7 +139,9 @@ class RunMesh:
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """This rank's groups that together span the world: :attr:`group`, then :attr:`tensor_group`, if any."""
-        return [self.group] if self.tensor_group is None else [self.group, self.tensor_group]
+        if self.tensor_group is None:
+            return [self.group]
+        return [self.group, self.tensor_group]
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:

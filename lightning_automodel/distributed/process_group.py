@@ -69,12 +69,16 @@ def get_local_world_size_preinit() -> int:
 
 def group_rank() -> int:
     """Rank of this process in the default group; 0 without one."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    if dist.is_initialized():
+        return dist.get_rank()
+    return 0
 
 
 def group_size() -> int:
     """Number of ranks in the default group; 1 without one."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return 1
 
 
 def _first_number(*names: str, default: int = 0) -> int:
@@ -87,7 +91,10 @@ def parse_timeout(timeout: timedelta | float, name: str = "timeout") -> timedelt
     if isinstance(timeout, bool) or not isinstance(timeout, (timedelta, int, float)):
         raise TypeError(f"{name} must be a timedelta or a number of minutes, got {timeout!r}.")
     try:
-        parsed = timeout if isinstance(timeout, timedelta) else timedelta(minutes=timeout)
+        if isinstance(timeout, timedelta):
+            parsed = timeout
+        else:
+            parsed = timedelta(minutes=timeout)
     except (OverflowError, ValueError):
         parsed = timedelta(0)
     if parsed <= timedelta(0):
@@ -199,7 +206,10 @@ def _use_existing(backend: str, device: torch.device) -> DistInfo:
     network.adopt_nccl_interface()  # for the groups that are still to be made
     config = str(dist.distributed_c10d.get_backend_config())
     names = {pair.rpartition(":")[2] for pair in config.split(",")}
-    actual = config if len(names) > 1 else next(iter(names))
+    if len(names) > 1:
+        actual = config
+    else:
+        actual = next(iter(names))
     if not {pair.rpartition(":")[2] for pair in backend.lower().split(",")} <= names:
         message = "The default process group exists already, with backend %s: %s has no effect."
         log.warning(message, actual, backend)
@@ -215,7 +225,10 @@ def _join(
 ) -> None:
     global _membership
     destroy_global_state()
-    bound = device if _binds(device, backend) else None
+    if _binds(device, backend):
+        bound = device
+    else:
+        bound = None
     joined = join.meet(found, backend, timeout, check)
     store = joined.store
     network.adopt_nccl_interface()

@@ -25,7 +25,9 @@ def launcher_hosts_store() -> bool:
 
 def family_of(address: str) -> socket.AddressFamily:
     """IPv6 or IPv4, for a numeric ``address``."""
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
+    if ":" in address:
+        return socket.AF_INET6
+    return socket.AF_INET
 
 
 def without_prefixes(store: dist.Store) -> dist.Store:

@@ -83,7 +83,9 @@ class DeviceProgress:
                 while marks and marks[0][1].query():
                     self._device_step = marks.popleft()[0]
                     self._device_since_s = self._clock()
-                return Device.IDLE if stream.query() else Device.BUSY
+                if stream.query():
+                    return Device.IDLE
+                return Device.BUSY
         except Exception:
             # Each later call raises the error of a kernel. The main thread will meet it too, and report it.
             return Device.FAILED

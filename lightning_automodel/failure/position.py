@@ -19,7 +19,10 @@ def main_thread_position(exception: BaseException | None = None) -> tuple[bool, 
     These are the line that Lightning called and the innermost one; without user code, the innermost of all.
     If an ``exception`` is given, these are the lines that it came through.
     """
-    frames = [*traceback.walk_tb(exception.__traceback__)][::-1] if exception else _main_thread_frames()
+    if exception:
+        frames = [*traceback.walk_tb(exception.__traceback__)][::-1]
+    else:
+        frames = _main_thread_frames()
     stack = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames]
     # Innermost frame first, without frames that wait for another thread, or in C++.
     stack = [entry for entry in stack if not any(part in entry[0] for part in WAITING)]

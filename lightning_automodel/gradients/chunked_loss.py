@@ -93,7 +93,8 @@ def token_loss(
         """The head's forward while FSDP2 has gathered its parameters and tensor parallelism has placed ``states``."""
         nonlocal mesh
         if isinstance(states, DTensor):
-            mesh, states = states.device_mesh, states.full_tensor()
+            mesh = states.device_mesh
+            states = states.full_tensor()
         if states.shape[:-1] != labels.shape:
             raise ValueError(
                 f"hidden {list(states.shape)} must be [..., s, d] for labels {list(labels.shape)} [..., s]."
@@ -102,8 +103,14 @@ def token_loss(
         # Zeros, not what stands at ignored positions: it may be NaN, and so would be zero times its
         # gradient.
         # [n, d]
-        rows = rows[places] if skip_ignored else rows.flatten(0, -2).masked_fill(~is_label[:, None], 0.0)
-        num_ranks = 1 if mesh is None else mesh.size()
+        if skip_ignored:
+            rows = rows[places]
+        else:
+            rows = rows.flatten(0, -2).masked_fill(~is_label[:, None], 0.0)
+        if mesh is None:
+            num_ranks = 1
+        else:
+            num_ranks = mesh.size()
         # Not under no_grad: autocast would cache a weight without its gradient.
         num_classes = logits_of(rows[:0]).shape[-1]
         num_rows = (chunk_elements or 2**22) * num_ranks // num_classes
@@ -112,7 +119,9 @@ def token_loss(
         loss = _sum_over_chunks(loss_of, rows, max(num_rows, 1))
         # One copy per tensor-parallel rank, since the plan may shard the output or replicate it; averaged
         # below.
-        return loss if mesh is None else DTensor.from_local(loss.expand(num_ranks), mesh, [Replicate()])
+        if mesh is None:
+            return loss
+        return DTensor.from_local(loss.expand(num_ranks), mesh, [Replicate()])
 
     with PatchStack() as patches:
         patches.set(head, "forward", chunked_forward)
@@ -158,7 +167,9 @@ def _sum_over_chunks(loss_of: Callable[[Tensor, slice], Tensor], rows: Tensor, n
                     wide = torch.promote_types(leaf.dtype, torch.float32)
                     gradients[leaf] = torch.zeros_like(leaf, dtype=wide)
                 gradients[leaf].add_(gradient)
-    return _WithGradients.apply(total, list(gradients.values()), *gradients) if gradients else total
+    if gradients:
+        return _WithGradients.apply(total, list(gradients.values()), *gradients)
+    return total
 
 
 class _WithGradients(torch.autograd.Function):
@@ -166,7 +177,8 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
-        ctx.gradients, ctx.dtypes = gradients, [each.dtype for each in inputs]
+        ctx.gradients = gradients
+        ctx.dtypes = [each.dtype for each in inputs]
         return value.clone()
 
     @staticmethod
@@ -175,7 +187,8 @@ class _WithGradients(torch.autograd.Function):
             raise RuntimeError(
                 "A token_loss can be backpropagated once: its gradients are not kept. Call it again."
             )
-        gradients, ctx.gradients = ctx.gradients, None
+        gradients = ctx.gradients
+        ctx.gradients = None
         # In place: the head's gradient is as large as its weight. In the dtype of the loss: half precision
         # would round the upstream gradient, which may be a number of tokens.
         scaled = (each.to(upstream.dtype).mul_(upstream[0]) for each in gradients)
@@ -208,13 +221,18 @@ def _cross_entropies(
     logits: Tensor, targets: Tensor, weight: Tensor | None, label_smoothing: float, z_loss: float
 ) -> Tensor:
     """[n] losses of the [n] targets, from [n, v] logits that may be sharded over the vocabulary."""
-    mesh, start, num_classes = None, 0, logits.shape[-1]
+    mesh = None
+    start = 0
+    num_classes = logits.shape[-1]
     if isinstance(logits, DTensor):
         mesh = logits.device_mesh
         logits = logits.redistribute(placements=[Shard(1)]).to_local()
         start = mesh.get_local_rank() * -(-num_classes // mesh.size())  # as DTensor shards
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    weight = None if weight is None else weight.to(logits.dtype)
+    if weight is None:
+        weight = None
+    else:
+        weight = weight.to(logits.dtype)
     log_partition = logits.logsumexp(-1)
     if mesh is None:
         label_logit = logits.gather(-1, targets[:, None]).squeeze(-1)

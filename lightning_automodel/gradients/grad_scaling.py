@@ -47,7 +47,8 @@ class LossScaling:
         self.scaler = scaler
         self.range_factor = torch.ones((), device=device) if in_float16 else None
         self._is_unset = in_float16
-        self._mesh, self._device = mesh, device
+        self._mesh = mesh
+        self._device = device
         self._is_checked: dict[Optimizer, bool] = {}
         if scaler is not None:
             scaler.scale(torch.zeros((), device=device))  # torch creates the scale with the first loss
@@ -58,7 +59,8 @@ class LossScaling:
     def restore_range(self, factor: Tensor | None) -> None:
         """Set the range factor of a saved run."""
         if self.range_factor is not None and factor is not None:
-            self.range_factor, self._is_unset = factor.to(self.range_factor), False
+            self.range_factor = factor.to(self.range_factor)
+            self._is_unset = False
 
     def start_window(self, expected: Count) -> Tensor | None:
         """[] the scale of a window of about ``expected`` tokens, if any. In float16 a collective once in a run."""

@@ -118,7 +118,9 @@ def _inputs(edge: _Edge) -> list[_Edge]:
 
 def _name(node: Any) -> str:
     """The name of a node's function: ``Mean`` for ``MeanBackward0``. None has an empty one."""
-    return "" if node is None else str(node.name()).rsplit("Backward", 1)[0].lstrip("_")
+    if node is None:
+        return ""
+    return str(node.name()).rsplit("Backward", 1)[0].lstrip("_")
 
 
 def _constant(node: Any, name: str, inputs: list[Any]) -> float | None:
@@ -129,7 +131,9 @@ def _constant(node: Any, name: str, inputs: list[Any]) -> float | None:
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
         return None
     try:
-        return None if value is None else float(value)
+        if value is None:
+            return None
+        return float(value)
     except RuntimeError:
         return (
             None  # under a dispatch mode, torch cannot read the tensor that it has made of a Python number
@@ -167,7 +171,9 @@ def _rows_of_probabilities(node: Any) -> float | None:
     if _name(negative) != "Neg":
         return None
     total = negative.next_functions[0][0]
-    return rows if _name(total) == "Sum" and _name(_without_factors(total)) == "LogSoftmax" else None
+    if _name(total) == "Sum" and _name(_without_factors(total)) == "LogSoftmax":
+        return rows
+    return None
 
 
 def _without_factors(total: Any) -> Any:
@@ -175,5 +181,8 @@ def _without_factors(total: Any) -> Any:
     node = total.next_functions[0][0]
     while _name(node) == "Mul":
         first, second = (each for each, _ in node.next_functions)
-        node = second if first is None else first
+        if first is None:
+            node = second
+        else:
+            node = first
     return node

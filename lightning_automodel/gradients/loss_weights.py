@@ -123,7 +123,8 @@ class _Comparison:
         return math.isclose(self.terms[0].factor, self.terms[1].factor, rel_tol=_ROUNDING)
 
     def _is_multiplied_by_count(self) -> bool:
-        (first, second), (count, other) = self.terms, self.counts
+        first, second = self.terms
+        count, other = self.counts
         return not self._has_one_factor() and math.isclose(
             first.factor * other, second.factor * count, rel_tol=_ROUNDING
         )

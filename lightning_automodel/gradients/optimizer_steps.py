@@ -84,7 +84,8 @@ class OptimizerSteps:
     ) -> None:
         """Watch ``module.zero_grad`` and optimizer toggling; ``on_toggle`` is called after each toggle."""
         self._is_automatic = module.automatic_optimization
-        toggle, untoggle = module.toggle_optimizer, module.untoggle_optimizer
+        toggle = module.toggle_optimizer
+        untoggle = module.untoggle_optimizer
 
         def toggle_optimizer(optimizer: OneOptimizer) -> None:
             toggle(optimizer)
@@ -184,7 +185,8 @@ class OptimizerSteps:
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise RuntimeError if an open window holds gradients of ``optimizer``, or nobody has synchronised them."""
-        parameters, name = optimizer_parameters(optimizer), type(optimizer).__name__
+        parameters = optimizer_parameters(optimizer)
+        name = type(optimizer).__name__
         for window in self._windows.unfinished.values():
             if window.ahead is not None and self._windows.in_backward:
                 continue  # counted ahead, so final at once: a gradient hook may step during backward

@@ -125,7 +125,10 @@ def _small_state(
         for name, value in state[like].items() if like in state else ():
             if isinstance(value, Tensor) and value.shape == like.shape:
                 local = torch_internals.local_tensor(value)
-                first = local.flatten()[0].item() if local.numel() > 0 else 0
+                if local.numel() > 0:
+                    first = local.flatten()[0].item()
+                else:
+                    first = 0
                 small[new][name] = torch.full_like(new.detach(), first, dtype=value.dtype)
             else:
                 small[new][name] = copy.deepcopy(value)
@@ -287,7 +290,10 @@ class OptimizerTrial:
         for index, parameter in zip(chosen, parameters, strict=True):
             reference = self._reference[index]
             change = (reference - self._tensors.values[index]).abs().max().double()
-            expected = self._tensors.part(index, reference) if on_shards else reference
+            if on_shards:
+                expected = self._tensors.part(index, reference)
+            else:
+                expected = reference
             found = torch_internals.local_tensor(parameter)
             allowed = (
                 4 * torch.finfo(expected.dtype).eps * expected.abs().double() + _RELATIVE_DIFFERENCE * change
@@ -306,7 +312,8 @@ def _numbers(optimizer: Optimizer, index: int) -> dict[str, float]:
     """What an optimizer keeps beside the states of parameters: a step size that it adapts to all of them, say."""
     found: dict[str, float] = {}
     for name, value in (*optimizer.param_groups[index].items(), *vars(optimizer).items()):
-        value = value.full_tensor() if isinstance(value, DTensor) else value
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
         if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
             found[name] = float(value)
     return found

@@ -102,7 +102,10 @@ def holders_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Holders:
         index.append(slice(None))
         # FSDP2 splits what tensor parallelism has left, though its dimensions of the mesh come first: torch
         # notes it.
-        applied = inner if hasattr(placement, "split_factor") else outer
+        if hasattr(placement, "split_factor"):
+            applied = inner
+        else:
+            applied = outer
         applied.append(Split(mesh_dim, tensor_dim, mesh.size(mesh_dim)))
     splits = (*outer, *inner)
     ranks = mesh.mesh[tuple(index)]
@@ -203,7 +206,10 @@ class OwnerExchange:
     ) -> list[list[Tensor]]:
         """Send tensors to each rank; returns those of the ``shapes`` that each rank sends. A collective."""
         flat = [part.reshape(-1) for parts in sent for part in parts]
-        outgoing = torch.cat(flat).to(self._device) if flat else like.new_empty(0, device=self._device)
+        if flat:
+            outgoing = torch.cat(flat).to(self._device)
+        else:
+            outgoing = like.new_empty(0, device=self._device)
         num_sent = [sum(part.numel() for part in parts) for parts in sent]
         num_received = [sum(map(math.prod, of_rank)) for of_rank in shapes]
         incoming = like.new_empty(sum(num_received), device=self._device)

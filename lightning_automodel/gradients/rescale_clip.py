@@ -88,10 +88,16 @@ def divide_(
 
     ``denominator`` is N; None if the losses were divided by it. Not a collective, no host read.
     """
-    factor = None if scale is None else 1 / scale
+    if scale is None:
+        factor = None
+    else:
+        factor = 1 / scale
     if denominator is not None:
         per_token = gradient_factor(denominator, divisor)
-        factor = per_token if factor is None else per_token * factor
+        if factor is None:
+            factor = per_token
+        else:
+            factor = per_token * factor
     if factor is not None:
         scale_gradients_(parameters, factor)
 
@@ -326,7 +332,9 @@ def _reduction_device(parameters: list[nn.Parameter]) -> torch.device:
             if local.device.type == device_type:
                 return local.device
             return torch.device(device_type, torch.get_device_module(device_type).current_device())
-    return parameters[0].device if parameters else torch.device("cpu")
+    if parameters:
+        return parameters[0].device
+    return torch.device("cpu")
 
 
 def _sum_of_squares(parameters: list[nn.Parameter], device: torch.device, foreach: bool) -> Tensor:

@@ -93,7 +93,10 @@ class TokenWeighting:
                 f" under batch[{self.label_key!r}] (label_key=, ignore_index=)."
             )
         count = self.count(batch)
-        number = count.item() if isinstance(count, Tensor) else count
+        if isinstance(count, Tensor):
+            number = count.item()
+        else:
+            number = count
         check_range(number)
         return number
 
@@ -148,7 +151,9 @@ class TokenWeighting:
     def num_labels(self, batch: Mapping[str, Any]) -> float | None:
         """Labels of the batch that the loss uses; None without labels. Reads the device."""
         labels = batch.get(self.label_key)
-        return float(self.count_labels(labels)) if isinstance(labels, Tensor) else None
+        if isinstance(labels, Tensor):
+            return float(self.count_labels(labels))
+        return None
 
     def _has_labels(self, batch: Any) -> bool:
         return isinstance(batch, Mapping) and self.label_key in batch
@@ -168,7 +173,10 @@ class TokenWeighting:
                 " label_shift at 0 where each sample has one label, add a dimension to single sequences"
                 " (labels[None]), or return num_label_tokens from training_step."
             )
-        used = labels[..., self.label_shift :] if self.label_shift else labels
+        if self.label_shift:
+            used = labels[..., self.label_shift :]
+        else:
+            used = labels
         return (used != self.ignore_index).sum()
 
     def objective(
@@ -188,7 +196,10 @@ class TokenWeighting:
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """[2] sum of losses and its denominator, of one evaluated batch; see :meth:`AutomodelStrategy.evaluated`."""
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(output, Mapping):
+            loss = output.get("loss")
+        else:
+            loss = output
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(
                 f"The mean loss of the evaluation needs the loss of each batch, and {step} returned"
@@ -205,16 +216,23 @@ class TokenWeighting:
         """What is counted for the denominator of a window's gradients, in singular."""
         if not self.per_token_loss:
             return "micro-batch"
-        return "sample" if self.count_label_tokens is count_samples else "label token"
+        if self.count_label_tokens is count_samples:
+            return "sample"
+        return "label token"
 
     @property
     def denominator_index(self) -> int:
         """Where the [3] totals of :func:`sums_of` have the denominator of the sum of losses."""
-        return 0 if self.per_token_loss else 2
+        if self.per_token_loss:
+            return 0
+        return 2
 
     def report(self, totals: Tensor) -> StepReport:
         """Report on a window from its [3] totals of :func:`sums_of`, over all ranks."""
-        num_label_tokens = totals[0] if self.per_token_loss else torch.zeros_like(totals[0])
+        if self.per_token_loss:
+            num_label_tokens = totals[0]
+        else:
+            num_label_tokens = torch.zeros_like(totals[0])
         return StepReport(
             loss=totals[1] / totals[0 if self.per_token_loss else 2],
             num_label_tokens=num_label_tokens,
@@ -229,7 +247,10 @@ def has_count(output: Any) -> bool:
 
 
 def _described(value: Any) -> str:
-    keys = f" with the keys {sorted(map(str, value))}" if isinstance(value, Mapping) else ""
+    if isinstance(value, Mapping):
+        keys = f" with the keys {sorted(map(str, value))}"
+    else:
+        keys = ""
     return f"a {type(value).__name__}{keys}"
 
 
@@ -248,11 +269,10 @@ def check_count(count: Any, source: str) -> Count:
             check_range(count.item(), source)
         return count
     if isinstance(count, bool) or not isinstance(count, Real):
-        shown = (
-            f"a tensor of shape {tuple(count.shape)}, {count.dtype}"
-            if isinstance(count, Tensor)
-            else repr(count)
-        )
+        if isinstance(count, Tensor):
+            shown = f"a tensor of shape {tuple(count.shape)}, {count.dtype}"
+        else:
+            shown = repr(count)
         raise TypeError(f"{source} must be a number or a tensor of one element, got {shown}.")
     number = int(count) if isinstance(count, Integral) else float(count)
     check_range(number, source)
@@ -276,20 +296,25 @@ def count_samples(batch: Any) -> int:
         tensor.size(0) for tensor in tensors if tensor.ndim and (tensor.ndim == 1 or tensor.size(0) != 1)
     ]
     if len(set(sizes)) > 1 or not tensors:
-        found = (
-            f"first dimensions of {', '.join(map(str, dict.fromkeys(sizes)))}" if tensors else "no tensors"
-        )
+        if tensors:
+            found = f"first dimensions of {', '.join(map(str, dict.fromkeys(sizes)))}"
+        else:
+            found = "no tensors"
         raise ValueError(
             "count='samples' counts the rows that all tensors of a batch have in common, and this one"
             f" ({_described(batch)}) has {found}: pass count_label_tokens=<function of the batch> instead,"
             " or return {'loss': loss, 'num_label_tokens': n} from the step."
         )
-    return sizes[0] if sizes else 1
+    if sizes:
+        return sizes[0]
+    return 1
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
     """float64 where the device has it."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    if device.type == "mps":
+        return torch.float32
+    return torch.float64
 
 
 def sums_of(objective: Tensor, count: Count) -> Tensor:

@@ -33,7 +33,10 @@ class TrialTensors:
         seen = set[Any]()
         for parameter in distinct(filter(can_train, parameters)):
             shape, layout = scaled_down(parameter)
-            sharding = sharding_of(parameter) if layout is not None else None
+            if layout is not None:
+                sharding = sharding_of(parameter)
+            else:
+                sharding = None
             key = (shape, parameter.dtype, sharding)
             if key not in seen and len(seen) < _NUM_KINDS:
                 seen.add(key)
@@ -60,7 +63,10 @@ class TrialTensors:
         dtype: torch.dtype | None,
         like: Tensor,
     ) -> Tensor:
-        wide = torch.complex64 if like.is_complex() else torch.float32
+        if like.is_complex():
+            wide = torch.complex64
+        else:
+            wide = torch.float32
         values = torch.randn(shape, generator=generator, dtype=wide) * scale
         if values.dim() > 0:  # another norm for each part
             rows = values.size(0)
@@ -101,7 +107,10 @@ def distinct(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """The first of the parameters of each shape, dtype and sharding: a model of many layers repeats a few."""
     found: dict[Any, nn.Parameter] = {}
     for parameter in parameters:
-        sharding = sharding_of(parameter) if is_split(parameter) else None
+        if is_split(parameter):
+            sharding = sharding_of(parameter)
+        else:
+            sharding = None
         found.setdefault((parameter.shape, parameter.dtype, parameter.device, sharding), parameter)
     return list(found.values())
 
@@ -114,7 +123,10 @@ def can_train(parameter: Tensor) -> bool:
 
 def scaled_down(parameter: Tensor) -> tuple[tuple[int, ...], Layout | None]:
     """A small shape in which a parameter's looks alike: wide or tall, rows that do not divide, fewer than ranks."""
-    holders = holders_of(*sharding_of(parameter)) if is_split(parameter) else None
+    if is_split(parameter):
+        holders = holders_of(*sharding_of(parameter))
+    else:
+        holders = None
     num_parts: dict[int, int] = defaultdict(lambda: 1)
     for split in holders.splits if holders is not None else ():
         num_parts[split.tensor_dim] *= split.num_parts

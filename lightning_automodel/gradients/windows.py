@@ -49,7 +49,9 @@ DIFFERENT_UNITS = (
 
 def unwrap(optimizer: OneOptimizer) -> Optimizer:
     """The user's optimizer behind Lightning's wrapper."""
-    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    if isinstance(optimizer, LightningOptimizer):
+        return optimizer.optimizer
+    return optimizer
 
 
 def optimizer_parameters(optimizer: OneOptimizer) -> list[nn.Parameter]:
@@ -64,7 +66,9 @@ def mixing_shards(optimizer: Optimizer) -> AbstractContextManager[None]:
     such mixtures.
     """
     is_mixed = len({isinstance(parameter, DTensor) for parameter in optimizer_parameters(optimizer)}) == 2
-    return implicit_replication() if is_mixed else nullcontext()
+    if is_mixed:
+        return implicit_replication()
+    return nullcontext()
 
 
 class Uses(NamedTuple):
@@ -127,9 +131,13 @@ class GradientWindows:
         # The [3] totals of the windows since its previous step.
         self.since_step: dict[Optimizer, Tensor] = {}
         self.measured: set[Optimizer] = set()  # since their previous step
-        self.weighting, self.scaling, self.divisor = weighting, scaling, mesh.sizes.divisor
+        self.weighting = weighting
+        self.scaling = scaling
+        self.divisor = mesh.sizes.divisor
         self.parameters = parameters
-        self._sync, self.mesh, self._device = sync, mesh, device
+        self._sync = sync
+        self.mesh = mesh
+        self._device = device
         self._group = mesh.group
         self._denominator_index = weighting.denominator_index
         self.unfinished: dict[Optimizer | None, Window] = {}  # the windows that have begun and not ended
@@ -206,7 +214,10 @@ class GradientWindows:
     def _begin(self, key: Optimizer | None, expected: Count) -> Window:
         """Open a window."""
         sums = torch.zeros(3, dtype=wide_dtype(self._device), device=self._device)
-        optimizers = self.optimizers if key is None else [key]
+        if key is None:
+            optimizers = self.optimizers
+        else:
+            optimizers = [key]
         window = Window(key, optimizers, self.scaling.start_window(expected), sums)
         self._check_owners(window)
         self.unfinished[key] = window
@@ -231,9 +242,10 @@ class GradientWindows:
         ahead = window.ahead
         objective = token_losses
         if ahead is not None:
-            denominator = (
-                ahead.num_label_tokens if self.weighting.per_token_loss else ahead.num_micro_batches
-            )
+            if self.weighting.per_token_loss:
+                denominator = ahead.num_label_tokens
+            else:
+                denominator = ahead.num_micro_batches
             objective = token_losses * (self.divisor / denominator if denominator else 0.0)
             if aux_loss is not None:
                 objective = objective + aux_loss * (self.divisor / ahead.num_micro_batches)
@@ -286,7 +298,10 @@ class GradientWindows:
         reads = not all(uses.by_parameter.values()) or self._device.type == "cpu"
         on_host = self._agrees_on_host and len(uses.by_parameter) > 0
         totals = window.sums
-        summed = totals if on_host else torch.cat([totals, _filled(own, totals)])
+        if on_host:
+            summed = totals
+        else:
+            summed = torch.cat([totals, _filled(own, totals)])
         if self.divisor > 1:
             dist.all_reduce(summed, group=self._group)
         if self.mesh.sizes.context > 1:
@@ -372,7 +387,10 @@ class GradientWindows:
                 parameter.grad = before
             elif before is not None:
                 # In place, as autograd accumulates: the user may hold this tensor.
-                parameter.grad = before + part if before.is_sparse or part.is_sparse else before.add_(part)
+                if before.is_sparse or part.is_sparse:
+                    parameter.grad = before + part
+                else:
+                    parameter.grad = before.add_(part)
 
     def close(self, window: Window, totals: Tensor) -> StepReport:
         """End a window with these [3] ``totals`` over all ranks. Returns the report on the next step, so far."""

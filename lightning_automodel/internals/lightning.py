@@ -40,7 +40,8 @@ from lightning_automodel.internals.patching import PatchStack
 
 def failing_hook(exception: BaseException) -> str | None:
     """Name of the innermost Lightning hook that ``exception`` came through, which only local variables hold."""
-    name, traceback = None, exception.__traceback__
+    name = None
+    traceback = exception.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
         if (
@@ -274,4 +275,5 @@ def set_metric_state(metric: Metric, saved: dict[str, Any]) -> None:
     for name, state in saved["states"].items():
         if name in metric.metric_state:
             setattr(metric, name, move_data_to_device(state, metric.device))
-    metric._update_count, metric._computed = saved["count"], None
+    metric._update_count = saved["count"]
+    metric._computed = None

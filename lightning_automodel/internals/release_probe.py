@@ -62,7 +62,10 @@ def check(library: str, owner: Any, *names: str, writable: bool = False) -> None
             declared = (
                 name in _assigned(base) or name in inspect.get_annotations(base) for base in owner.__mro__
             )
-            found = None if any(declared) else _MISSING
+            if any(declared):
+                found = None
+            else:
+                found = _MISSING
         if found is _MISSING or (writable and isinstance(found, property) and found.fset is None):
             described = getattr(owner, "__name__", type(owner).__name__)
             raise UnsupportedReleaseError(library, f"{'a writable ' if writable else ''}{described}.{name}")
@@ -71,4 +74,6 @@ def check(library: str, owner: Any, *names: str, writable: bool = False) -> None
 def _assigned(cls: type) -> tuple[str, ...]:
     """Names that ``cls.__init__`` uses, including attributes that it assigns."""
     code = getattr(vars(cls).get("__init__"), "__code__", None)
-    return () if code is None else code.co_names
+    if code is None:
+        return ()
+    return code.co_names

@@ -315,11 +315,15 @@ def _reset_if_sharded(group: FSDPParamGroup, reset: Callable[[], None]) -> None:
 
 def own_slice(param: FSDPParam) -> Tensor:
     """The part of an unsharded parameter, sharing its memory, that this rank holds as its shard."""
-    whole, shard = local_tensor(param.unsharded_param), local_tensor(param.sharded_param)
+    whole = local_tensor(param.unsharded_param)
+    shard = local_tensor(param.sharded_param)
     dim = param.fsdp_placement.dim
     # All ranks but the last have full chunks; the last ones may have none.
     start = getattr(param.mesh_info, "shard_mesh_rank", 0) * param.padded_sharded_param_size[dim]
-    length = shard.size(dim) if shard.numel() > 0 else 0
+    if shard.numel() > 0:
+        length = shard.size(dim)
+    else:
+        length = 0
     return whole.narrow(dim, min(start, whole.size(dim)), length)
 
 
@@ -331,7 +335,9 @@ def forward_order(groups: Iterable[FSDPParamGroup]) -> list[FSDPParamGroup]:
 
 def unsharded_numel(param: FSDPParam) -> int:
     """Number of elements of the unsharded parameter on this rank: under tensor parallelism, of its part."""
-    sharded, others = param.sharded_param, param.mesh_info.mesh.ndim  # FSDP2's dimensions come first
+    # FSDP2's dimensions come first.
+    sharded = param.sharded_param
+    others = param.mesh_info.mesh.ndim
     sizes = zip(sharded.device_mesh.shape[others:], sharded.placements[others:], strict=True)
     return sharded.numel() // math.prod(size for size, placement in sizes if placement.is_shard())
 
@@ -354,7 +360,9 @@ def holds_partial_reduction(group: FSDPParamGroup) -> bool:
 def _unreduced_gradient(param: FSDPParam) -> Tensor | None:
     leaf = getattr(param, "unsharded_param", None)
     if ACCUMULATES_IN_LEAF or param.unsharded_accumulated_grad is None:
-        return None if leaf is None else leaf.grad
+        if leaf is None:
+            return None
+        return leaf.grad
     return param.unsharded_accumulated_grad
 
 
@@ -443,7 +451,10 @@ def mixed_precision_policies(model: nn.Module) -> list[MixedPrecisionPolicy]:
 
 def unsharded_gradient_dtype(param: FSDPParam) -> torch.dtype:
     """The dtype in which the gradient of one parameter is accumulated and reduced."""
-    dtype = param.unsharded_grad_dtype if ACCUMULATES_IN_LEAF else param.reduce_dtype
+    if ACCUMULATES_IN_LEAF:
+        dtype = param.unsharded_grad_dtype
+    else:
+        dtype = param.reduce_dtype
     return dtype or param.param_dtype or param.orig_dtype
 
 
@@ -671,9 +682,14 @@ def patch_unscaling(
             gradients = SimpleNamespace(
                 param_groups=[{"params": [_with_local_gradient(p) for p in parameters]}]
             )  # type: ignore[assignment]
-        divide_by = torch.ones_like(inv_scale) if optimizer in is_checked else inv_scale
+        if optimizer in is_checked:
+            divide_by = torch.ones_like(inv_scale)
+        else:
+            divide_by = inv_scale
         found = type(scaler)._unscale_grads_(scaler, gradients, divide_by, found_inf, allow_fp16)
-        return found if agree is None else agree(found)
+        if agree is None:
+            return found
+        return agree(found)
 
     def unscale(optimizer: Optimizer) -> None:
         # The scaler drops its per-optimizer state whenever any optimizer steps.

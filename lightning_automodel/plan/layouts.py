@@ -103,7 +103,10 @@ class Plan:
         self._reduced = _BytesByUnit()
         self._own = _BytesByUnit()
         for p in self._parameters:
-            numel = p.numel if p.unit is None else p.shard(self._shards)
+            if p.unit is None:
+                numel = p.numel
+            else:
+                numel = p.shard(self._shards)
             self._held["parameters"] += numel * p.stored
             self._unsharded[p.unit] += numel * self._shards * p.computed
             if p.is_trained:
@@ -199,8 +202,14 @@ class Plan:
 
     def _count(self) -> Counter[tuple[str, str, int]]:
         sent = Counter({key: number * self.accumulate for key, number in self.micro.messages.items()})
-        scatters = 1 if self._defers else self.accumulate
-        all_reduces = self.accumulate if self.options.defer_fsdp_grad_sync is False else 1
+        if self._defers:
+            scatters = 1
+        else:
+            scatters = self.accumulate
+        if self.options.defer_fsdp_grad_sync is False:
+            all_reduces = self.accumulate
+        else:
+            all_reduces = 1
         for unit in range(self.micro.num_units + 1):
             again = self.accumulate * (1 if unit == self.micro.num_units else 2)
             sent["shard", "all_gather", self._unsharded[unit]] += again if self._frees else 1
@@ -233,7 +242,10 @@ class Plan:
         assumed = self.assumed
         micro = self.micro
         is_half = min(p.computed for p in micro.parameters) == 2
-        speed = assumed.flops if is_half else assumed.flops_32
+        if is_half:
+            speed = assumed.flops
+        else:
+            speed = assumed.flops_32
         compute = sum(
             max(flops / speed, size / assumed.memory_bandwidth) * number
             for (flops, size), number in micro.work.items()
@@ -254,7 +266,10 @@ class Plan:
         if self._is_sharded and (self._frees or not self._defers):
             overlapped *= self.accumulate
         hidden = min(beside, overlapped)
-        link = assumed.host_bandwidth if self.options.cpu_offload else assumed.memory_bandwidth
+        if self.options.cpu_offload:
+            link = assumed.host_bandwidth
+        else:
+            link = assumed.memory_bandwidth
         seconds_by_cause = {
             "compute": compute * self.accumulate,
             "optimizer": 2 * self.state / link,

@@ -291,7 +291,9 @@ def _kind(loader: Any) -> str:
     """The kind of state from which a loader resumes."""
     if is_stateful(loader):
         return "state"
-    return "no position" if _recorder(loader) is None else "indices"
+    if _recorder(loader) is None:
+        return "no position"
+    return "indices"
 
 
 def _is_litdatas(loader: Any) -> bool:

@@ -58,7 +58,10 @@ class RecordingSampler(Sampler[Any]):
         self._loader = loader
         self._device = device
         self._position = position
-        self._name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        if loader.batch_sampler is None:
+            self._name = "sampler"
+        else:
+            self._name = "batch_sampler"
         self._inner: Any = getattr(loader, self._name)
         self._target: Target | None = None
         self.iteration: Iteration | None = None

@@ -41,7 +41,9 @@ def _selective() -> Any:
         is_kept = "scaled_dot_product" in str(op) or (
             op in _MATMULS and matmuls[context.is_recompute] % 2 == 1
         )
-        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+        if is_kept:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
@@ -79,7 +81,10 @@ class _Checkpoint:
             finally:
                 _replace(buffers, current)
 
-        run = _checkpoint_eagerly if buffers else checkpoint
+        if buffers:
+            run = _checkpoint_eagerly
+        else:
+            run = checkpoint
         # Only the inputs are offloaded: inside, the saved-tensor hooks of `checkpoint` replace these.
         with nullcontext() if self._offloaded is None else self._offloaded.hooks():
             return run(first_or_again, *args, use_reentrant=False, **self._kwargs, **kwargs)
@@ -230,7 +235,8 @@ class _Saved:
 
     def release(self) -> Tensor | None:
         """Let what is computed from now on wait for the copy, and keep the tensor on the host alone."""
-        here, self._here = self._here, None
+        here = self._here
+        self._here = None
         torch.accelerator.current_stream(self._device).wait_event(self._copied)
         return here
 

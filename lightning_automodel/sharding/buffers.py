@@ -27,7 +27,10 @@ class SharedBuffers:
         device: torch.device,
         left_out: Container[str] = (),
     ) -> None:
-        self._module, self._group, self._device, self._left_out = module, group, device, left_out
+        self._module = module
+        self._group = group
+        self._device = device
+        self._left_out = left_out
         self._names = self._list()
 
     def _list(self) -> list[str]:
@@ -59,7 +62,10 @@ class SharedBuffers:
             yield
             return
         shared = self._shared()
-        own = [buffer.clone() for buffer in shared] if self._group.rank() > 0 else []
+        if self._group.rank() > 0:
+            own = [buffer.clone() for buffer in shared]
+        else:
+            own = []
         self._overwrite(shared)
         try:
             yield

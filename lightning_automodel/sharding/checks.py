@@ -118,7 +118,10 @@ def check_equal_models(module: nn.Module, host_group: dist.ProcessGroup) -> None
     name = next((name for name in {**first, **held} if first.get(name) != held.get(name)), None)
     # Only what differs is gathered: all names of all ranks would be hundreds of megabytes at a thousand
     # ranks.
-    own = None if name is None else (name, first.get(name, "missing"), held.get(name, "missing"))
+    if name is None:
+        own = None
+    else:
+        own = (name, first.get(name, "missing"), held.get(name, "missing"))
     found = enumerate(collectives.gather_objects(own, host_group))
     if differing := {rank: difference for rank, difference in found if difference is not None}:
         rank, (name, on_first, on_other) = next(iter(differing.items()))
@@ -163,12 +166,11 @@ def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: in
         # trainable.
         unknown = sum(parameter.requires_grad and id(parameter) not in known for parameter in parameters)
         if unknown:
-            why = (
-                "sharding replaces parameters, so collect them in configure_optimizers, from"
+            if is_sharded:
+                why = "sharding replaces parameters, so collect them in configure_optimizers, from"
                 " self.parameters()"
-                if is_sharded
-                else "with data_parallel='ddp' nothing replaces parameters"
-            )
+            else:
+                why = "with data_parallel='ddp' nothing replaces parameters"
             raise ValueError(
                 f"{unknown} of {len(parameters)} parameters of {name} are not parameters of"
                 f" {class_name(module)}, so that ranks would train them differently. Register in __init__"

@@ -29,7 +29,8 @@ class DDPGradSync(GradSync):
 
     def __init__(self, ddp: DistributedDataParallel, mesh: RunMesh, pads: bool) -> None:
         super().__init__()
-        self._ddp, self._mesh = ddp, mesh
+        self._ddp = ddp
+        self._mesh = mesh
         self.reuses_gradients = ddp.gradient_as_bucket_view
         self.starts_window = True
         # DDP itself gives no gradient to what no rank has used, but a padding batch uses what it uses.
@@ -73,7 +74,9 @@ class DDPGradSync(GradSync):
         if not self._ends_window:
             return NO_USES
         self.complete_gradients([parameter for parameter in final if parameter in trained])
-        return self._take_uses(final, trained) if self._tracked else NO_USES
+        if self._tracked:
+            return self._take_uses(final, trained)
+        return NO_USES
 
     def _check_is_complete(self) -> None:
         try:
@@ -81,11 +84,10 @@ class DDPGradSync(GradSync):
         except RuntimeError as error:
             names = list(self._reduced.values())
             listed = re.search(r"did not receive grad for rank \d+: (\d[\d ]*)", str(error))
-            unused = (
-                [names[int(index)] for index in listed[1].split()]
-                if listed
-                else ["(DDP does not say which)"]
-            )
+            if listed:
+                unused = [names[int(index)] for index in listed[1].split()]
+            else:
+                unused = ["(DDP does not say which)"]
             raise RuntimeError(
                 "DistributedDataParallel did not reduce all gradients of this window: parameters"
                 f" {', '.join(unused)} took no part in its last micro-batch (unused, frozen since set-up, or"
@@ -139,9 +141,13 @@ class DDPEngine(Engine):
             # To make parameters equal, DDP would flatten all of them into one plain tensor.
             apply.broadcast_states(module, self.mesh)
             kwargs = {**kwargs, "init_sync": False}
-        device_ids = None if self.device.type == "cpu" else [self.device.index]
+        if self.device.type == "cpu":
+            device_ids = None
+        else:
+            device_ids = [self.device.index]
         ddp = DistributedDataParallel(module, device_ids=device_ids, process_group=self.mesh.group, **kwargs)
-        hook, wrapper = self.options.ddp_comm_hook, self.options.ddp_comm_wrapper
+        hook = self.options.ddp_comm_hook
+        wrapper = self.options.ddp_comm_wrapper
         if hook is not None:
             ddp.register_comm_hook(self.options.ddp_comm_state, hook if wrapper is None else wrapper(hook))
         self.sync = DDPGradSync(ddp, self.mesh, pads=self.options.uneven_inputs == "pad")
@@ -182,4 +188,6 @@ class DDPEngine(Engine):
 
     @override
     def equal_buffers(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._buffers is None else self._buffers.synchronized()
+        if self._buffers is None:
+            return nullcontext()
+        return self._buffers.synchronized()

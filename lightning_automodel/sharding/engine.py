@@ -18,7 +18,9 @@ class Engine(ABC):
     """Distributes the model over the ranks of ``mesh``; ``sync`` says what each micro-batch of a fit communicates."""
 
     def __init__(self, mesh: RunMesh, device: torch.device, options: StrategyOptions) -> None:
-        self.mesh, self.device, self.options = mesh, device, options
+        self.mesh = mesh
+        self.device = device
+        self.options = options
         self.sync = GradSync()
 
     @abstractmethod

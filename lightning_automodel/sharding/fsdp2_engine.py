@@ -67,8 +67,12 @@ class FSDP2Engine(Engine):
         apply.initialise_fsdp2(module, self.mesh.sizes.divisor)
         whole_states.accept_whole_states(module)
         whole_states.refuse_pickling(module)
-        group = self.mesh.group if self.mesh.sizes.divisor > 1 else None
-        choice, is_manual = self._choose(module), not module.automatic_optimization
+        if self.mesh.sizes.divisor > 1:
+            group = self.mesh.group
+        else:
+            group = None
+        choice = self._choose(module)
+        is_manual = not module.automatic_optimization
         self.sync = FSDPGradSync(module, choice.defer, choice.keep, group, is_manual)
         self.sync.discard()
         self._start_gathers_ahead(module)
@@ -84,7 +88,10 @@ class FSDP2Engine(Engine):
 
     def _shard(self, module: pl.LightningModule) -> None:
         """Make weights equal on all ranks, and shard them unless they are sharded. A collective over the world."""
-        plan = None if units.has_fsdp_units(module) else self._plan(module)
+        if units.has_fsdp_units(module):
+            plan = None
+        else:
+            plan = self._plan(module)
         if plan is None:
             self._report = {
                 "units": "sharded before this set-up (by configure_model or an earlier run); left as they were"
@@ -110,7 +117,10 @@ class FSDP2Engine(Engine):
         plan = units.plan_sharding(module, self.options.auto_wrap_policy, module.automatic_optimization)
         whole = precision.kept_wide(module, self._policy) | quantized.kept_whole(module, self._policy)
         replicated = plan.replicated | whole
-        head = units.find_head(module, plan.units, replicated) if plan.head is not None else None
+        if plan.head is not None:
+            head = units.find_head(module, plan.units, replicated)
+        else:
+            head = None
         return replace(plan, replicated=replicated, head=head)
 
     def _choose(self, module: pl.LightningModule) -> memory.Choice:
@@ -150,18 +160,24 @@ class FSDP2Engine(Engine):
 
     def _start_gathers_ahead(self, module: pl.LightningModule) -> None:
         """Decide ``prefetch``, and set it."""
-        option, is_cpu = self.options.prefetch, self.device.type == "cpu"
+        option = self.options.prefetch
+        is_cpu = self.device.type == "cpu"
         if self.mesh.fsdp.size() == 1:
-            ahead, reason = 0, "one rank gathers nothing"
+            ahead = 0
+            reason = "one rank gathers nothing"
         elif option != "auto":
-            ahead, reason = option, f"prefetch={option}"
+            ahead = option
+            reason = f"prefetch={option}"
         elif is_cpu and "roots" in self._report:
-            ahead, reason = 1, "auto: 1 on CPU, where FSDP2 by itself waits for each all-gather"
+            ahead = 1
+            reason = "auto: 1 on CPU, where FSDP2 by itself waits for each all-gather"
         else:
-            ahead, reason = 0, "auto: what FSDP2 does by itself"
+            ahead = 0
+            reason = "auto: what FSDP2 does by itself"
         if ahead:
             set_prefetch(module, ahead, in_background=is_cpu)
-        self._report["prefetch"], self._report["prefetch_reason"] = ahead, reason
+        self._report["prefetch"] = ahead
+        self._report["prefetch_reason"] = reason
 
     @override
     def start_forward(self, batch: Any) -> None:

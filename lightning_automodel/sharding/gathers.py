@@ -36,12 +36,16 @@ def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
     """
     for root in fsdp_roots(model):
         below = [unit for unit in torch_internals.fsdp_units(cast(nn.Module, root)) if unit is not root]
-        forward, backward = [root, *below], [root, *reversed(below)]
+        forward = [root, *below]
+        backward = [root, *reversed(below)]
         for index, unit in enumerate(forward):
             unit.set_modules_to_forward_prefetch(forward[index + 1 : index + 1 + num_ahead])
         for index, unit in enumerate(backward):
             # FSDP2 itself gathers one unit ahead, in the order in which the units have really run.
-            following = backward[index + 1 : index + 1 + num_ahead] if num_ahead > 1 else []
+            if num_ahead > 1:
+                following = backward[index + 1 : index + 1 + num_ahead]
+            else:
+                following = []
             unit.set_modules_to_backward_prefetch(following)
         torch_internals.set_background_gathers(root, in_background)
 
@@ -108,7 +112,8 @@ class GatheredForBackward:
     @contextmanager
     def pausing(self) -> Iterator[None]:
         """Context in which forwards keep nothing for second derivatives."""
-        before, self._always = self._always, False
+        before = self._always
+        self._always = False
         try:
             yield
         finally:
@@ -216,7 +221,8 @@ class JoinedGathers:
 
     def start_loop(self) -> None:
         """Begin an evaluation loop: earlier gathers do not apply to it."""
-        self._newest, self._before = [], None
+        self._newest = []
+        self._before = None
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -359,7 +359,9 @@ class FSDPGradSync(GradSync):
     def _gathered_parameter(self, tensor: Any) -> Tensor | None:
         """What the forward uses in place of a shard, which users hold: an input of ``torch.autograd.grad``."""
         param = self._param_of.get(tensor)
-        return None if param is None else getattr(param, "unsharded_param", None)
+        if param is None:
+            return None
+        return getattr(param, "unsharded_param", None)
 
     def _check_gradient_of_experts(self, _: Tensor) -> None:
         if not self._in_backward:
@@ -386,7 +388,10 @@ class FSDPGradSync(GradSync):
             yield
             return
         self.start_step()
-        retained = self.units if self._retain_unsharded else []
+        if self._retain_unsharded:
+            retained = self.units
+        else:
+            retained = []
         with torch_internals.flags_restored(retained, torch_internals.RESHARDING):
             for unit in retained:
                 unit.set_reshard_after_forward(False, recurse=False)
@@ -427,7 +432,8 @@ class FSDPGradSync(GradSync):
         ``retains``, as a micro-batch starts: use retained parameters again unless the sharded ones were
         written since.
         """
-        retained, self._retained = self._retained, []
+        retained = self._retained
+        self._retained = []
         taken_back = []
         for unit in retained:
             is_shown = torch_internals.show_kept_storage(unit)
@@ -537,7 +543,10 @@ class FSDPGradSync(GradSync):
             self._stop_comparing()
         for unit in torch_internals.unsharded(self.units):
             as_set = torch_internals.param_groups(unit)[0].reshard_after_backward or unit in self._heads
-            frees = self._ends_window if self._retain_unsharded else as_set
+            if self._retain_unsharded:
+                frees = self._ends_window
+            else:
+                frees = as_set
             if frees:
                 unit.reshard()
             else:
@@ -563,7 +572,10 @@ class FSDPGradSync(GradSync):
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """See the base class. Raises if HSDP holds partial sums of these and of other parameters in one buffer."""
-        wanted = None if parameters is None else set(parameters)
+        if parameters is None:
+            wanted = None
+        else:
+            wanted = set(parameters)
         super().discard(wanted)
         for group in self._groups:
             owned = [p for p in group.fsdp_params if wanted is None or p.sharded_param in wanted]
@@ -602,7 +614,8 @@ class FSDPGradSync(GradSync):
     def recover(self) -> None:
         """After an exception in a forward or backward: make the model usable again, and drop deferred gradients."""
         self.start_step()
-        self._in_backward, self._bypassed = False, []
+        self._in_backward = False
+        self._bypassed = []
         self._order = 0
         self._stop_comparing()
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.

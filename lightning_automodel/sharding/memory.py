@@ -15,7 +15,9 @@ from lightning_automodel.sharding.grad_sync import Deferral
 FREE_MEMORY_SHARE = 0.5
 """Part of the free memory that the estimate may fill; activations need the rest."""
 
-PARAMETERS, GRADIENTS, STATE = "unsharded_parameters", "deferred_gradients", "sharded_state"
+PARAMETERS = "unsharded_parameters"
+GRADIENTS = "deferred_gradients"
+STATE = "sharded_state"
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,8 @@ def free_bytes(device: torch.device, local_ranks: int) -> int | None:
     # The smaller of what the kernel calls available and what the control group leaves.
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, usage = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    usage = Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and usage.exists() and limit.read_text().strip().isdigit():
         free = min(free, int(limit.read_text()) - int(usage.read_text()))
     return max(free, 0) // max(local_ranks, 1)

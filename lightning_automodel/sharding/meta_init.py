@@ -50,7 +50,10 @@ def materialize(model: nn.Module, device: torch.device, offload: bool) -> None:
             if not tensor.is_meta:
                 continue
             if tensor not in allocated:
-                where = torch.device("cpu") if offload and isinstance(tensor, DTensor) else device
+                if offload and isinstance(tensor, DTensor):
+                    where = torch.device("cpu")
+                else:
+                    where = device
                 memory = torch.empty_like(tensor, device=where, memory_format=torch.contiguous_format)
                 allocated[tensor] = _unfilled(tensor, memory)
                 owners[allocated[tensor]] = module
@@ -106,7 +109,10 @@ def _run(
         if tensor in pending:
             whole[tensor] = _unfilled(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
         else:
-            gathered = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if isinstance(tensor, DTensor):
+                gathered = tensor.full_tensor()
+            else:
+                gathered = tensor
             whole[tensor] = _as_parameter(tensor, gathered.detach().to("cpu", copy=True))
     try:
         for holder, name, tensor in held:
@@ -165,7 +171,8 @@ def _children_first(
     model: nn.Module, prefix: str = "", seen: set[int] | None = None
 ) -> Iterator[tuple[str, nn.Module]]:
     """Modules with the prefix of their tensors' names, each once, in the order in which constructors finish."""
-    seen = set() if seen is None else seen
+    if seen is None:
+        seen = set()
     if id(model) in seen:
         return
     seen.add(id(model))

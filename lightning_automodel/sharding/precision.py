@@ -44,7 +44,10 @@ def check_precision(plugin: Precision, data_parallel: str) -> None:
     is_known = plugin.precision in FSDP2_PRECISIONS and not replacing
     if not foreign and (data_parallel == "ddp" or is_known):
         return
-    way_out = "." if foreign else ", or data_parallel='ddp'."
+    if foreign:
+        way_out = "."
+    else:
+        way_out = ", or data_parallel='ddp'."
     raise ValueError(
         f"data_parallel={data_parallel!r} does not work with {type(plugin).__name__}: choose"
         f" Trainer(precision=...) from {', '.join(FSDP2_PRECISIONS)}{way_out}"
@@ -81,12 +84,16 @@ def resolve_policy(
             param_dtype=computes_in, reduce_dtype=torch.float32, output_dtype=torch.float32
         )
     trainable = {parameter.dtype for parameter in parameters if parameter.requires_grad}
-    reduce_dtype = torch.float32 if trainable.intersection(HALF) and torch.float64 not in trainable else None
+    if trainable.intersection(HALF) and torch.float64 not in trainable:
+        reduce_dtype = torch.float32
+    else:
+        reduce_dtype = None
     return MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
 
 def _check_agreement(plugin: Precision, policy: MixedPrecisionPolicy) -> None:
-    precision, computes_in = plugin.precision, FSDP2_PRECISIONS[plugin.precision]
+    precision = plugin.precision
+    computes_in = FSDP2_PRECISIONS[plugin.precision]
     valid: tuple[torch.dtype | None, ...] = (computes_in, None)
     if precision == "32-true":
         valid = (None, torch.bfloat16, torch.float32, torch.float64)
@@ -152,7 +159,9 @@ def cast_around(modules: Iterable[nn.Module], policy: MixedPrecisionPolicy) -> N
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), policy.param_dtype)
         output = forward(*args, **kwargs)
-        return output if policy.output_dtype is None else cast_floating(output, policy.output_dtype)
+        if policy.output_dtype is None:
+            return output
+        return cast_floating(output, policy.output_dtype)
 
     casts = OutermostCall(run)
     for module in modules:
@@ -205,7 +214,9 @@ def unit_dtypes(model: nn.Module) -> set[torch.dtype]:
 def enabled_scaler(plugin: Precision) -> GradScaler | None:
     """The plugin's gradient scaler; None where it has none or a disabled one."""
     scaler = getattr(plugin, "scaler", None)
-    return scaler if scaler is not None and scaler.is_enabled() else None
+    if scaler is not None and scaler.is_enabled():
+        return scaler
+    return None
 
 
 def passes_float16(plugin: Precision, model: nn.Module) -> bool:
@@ -227,10 +238,16 @@ def describe_dtypes(
     """The Trainer's precision, and the dtypes that result; ``policy`` is None if this strategy made no units."""
     own = list(model.parameters())
     parameters = {p.dtype for p in own if p.is_floating_point()}
-    autocast = {FSDP2_PRECISIONS[plugin.precision]} if isinstance(plugin, MixedPrecision) else set()
+    if isinstance(plugin, MixedPrecision):
+        autocast = {FSDP2_PRECISIONS[plugin.precision]}
+    else:
+        autocast = set()
     trainable = {p.dtype for p in own if p.requires_grad}
     by_units = unit_dtypes(model)
-    output = policy.output_dtype if policy is not None else None
+    if policy is not None:
+        output = policy.output_dtype
+    else:
+        output = None
     way = "the units' policy" if by_units else "torch.autocast" if autocast else "the parameters' own"
     return {
         "trainer": str(plugin.precision),

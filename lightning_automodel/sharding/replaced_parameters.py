@@ -65,7 +65,10 @@ class ReplacedParameters:
 
 def _refuse_gradient(name: str, reference: "weakref.ref[nn.Parameter]", gradient: Tensor) -> None:
     old = reference()
-    held = "" if old is None else _text(old)
+    if old is None:
+        held = ""
+    else:
+        held = _text(old)
     raise RuntimeError(f"{name} was used past the module, so that its gradient would be lost: {held}")
 
 

@@ -48,10 +48,14 @@ class ShardsAsWhole:
                 return slicing(tensor, *args, **kwargs)
             if name == "__getitem__" and _chooses(args[0]):  # then plain tensors give a copy too
                 is_sharded = _is_sharded(tensor)
-                return tensor.full_tensor()[_whole(args[0])] if is_sharded else slicing(tensor, *args)
+                if is_sharded:
+                    return tensor.full_tensor()[_whole(args[0])]
+                return slicing(tensor, *args)
             found = slicing(tensor, *args, **kwargs)
             watch = partial(self._watch, tensor)
-            return tuple(map(watch, found)) if isinstance(found, (tuple, list)) else watch(found)
+            if isinstance(found, (tuple, list)):
+                return tuple(map(watch, found))
+            return watch(found)
 
         return cut
 
@@ -86,7 +90,8 @@ class ShardsAsWhole:
         return set_item
 
     def _check(self, *_: Any) -> None:
-        copies, self._copies = self._copies, deque(maxlen=_NUM_KEPT)
+        copies = self._copies
+        self._copies = deque(maxlen=_NUM_KEPT)
         if any(
             version != before
             for version, (_, before) in zip(versions(p for p, _ in copies), copies, strict=True)

@@ -57,8 +57,14 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
     With ``root_is_model`` the whole model is one root, and its steps run as its forward. Else, for manual
     optimization, each child is a root, since gradients are needed while the step still runs.
     """
-    roots = [model] if root_is_model else distinct(callable_children(model))
-    starts = list(model.children()) if root_is_model and policy is not None else roots
+    if root_is_model:
+        roots = [model]
+    else:
+        roots = distinct(callable_children(model))
+    if root_is_model and policy is not None:
+        starts = list(model.children())
+    else:
+        starts = roots
     found = distinct(unit for start in starts for unit in _find_units(start, policy))
     in_roots = Counter(module for root in roots for module in root.modules())
     users = Counter(parameter for unit in found for parameter in unit.parameters())
@@ -73,7 +79,10 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
         and all(users[parameter] == 1 for parameter in unit.parameters())
     ]
     replicated = _find_replicated(model, roots)
-    head = find_head(model, units, replicated) if root_is_model and policy is None else None
+    if root_is_model and policy is None:
+        head = find_head(model, units, replicated)
+    else:
+        head = None
     return ShardingPlan(roots=roots, units=units, replicated=replicated, head=head)
 
 
@@ -99,7 +108,9 @@ def find_head(model: nn.Module, units: list[nn.Module], replicated: Container[st
         parameter for module in model.modules() for parameter in module.parameters(recurse=False)
     )
     stays_whole = any(parameter in own for name, parameter in model.named_parameters() if name in replicated)
-    return None if stays_whole or any(users[parameter] > 1 for parameter in own) else large[0]
+    if stays_whole or any(users[parameter] > 1 for parameter in own):
+        return None
+    return large[0]
 
 
 def mark_head(module: nn.Module) -> None:
@@ -175,7 +186,9 @@ def instances_below(model: nn.Module, classes: set[type[nn.Module]]) -> list[nn.
 
 def _matches(module: nn.Module, policy: set[type[nn.Module]] | Callable[[nn.Module], bool]) -> bool:
     module = uncompiled(module)
-    return isinstance(module, tuple(policy)) if isinstance(policy, (set, frozenset)) else policy(module)
+    if isinstance(policy, (set, frozenset)):
+        return isinstance(module, tuple(policy))
+    return policy(module)
 
 
 def can_be_unit(module: nn.Module) -> bool:

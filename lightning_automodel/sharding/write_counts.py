@@ -41,7 +41,8 @@ class WriteCounts:
 
     def of(self, tensors: Iterable[Tensor]) -> list[int]:
         """A number for each whole tensor, which differs from an earlier one if it may have been written since."""
-        known, tensors = self._handed_out, list(tensors)
+        known = self._handed_out
+        tensors = list(tensors)
         handed_out = [known.setdefault(id(tensor), 0) for tensor in tensors]
         return [version + count for version, count in zip(versions(tensors), handed_out, strict=True)]
 
@@ -80,7 +81,10 @@ def _counting(foreach: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(foreach)
     def count(*args: Any, **kwargs: Any) -> None:
-        tensors = args[0] if args else kwargs["self"]
+        if args:
+            tensors = args[0]
+        else:
+            tensors = kwargs["self"]
         sharded = [isinstance(tensor, DTensor) for tensor in tensors]
         if torch.compiler.is_compiling() or not any(sharded):
             foreach(*args, **kwargs)

@@ -87,7 +87,9 @@ class _WatchedGroup:
         counts: WriteCounts,
         patches: PatchStack,
     ) -> None:
-        self._group, self._weights, self._counts = group, weights, counts
+        self._group = group
+        self._weights = weights
+        self._counts = counts
         self._shard_counts = self._of_shards()
         self._copy_counts: list[int] = []
         self._awaits_backward = False  # which gathers again
@@ -151,7 +153,8 @@ class _WatchedGroup:
         counts = self._of_copies()
         if counts == self._copy_counts:
             return
-        shards_before, shards_now = self._shard_counts, self._of_shards()
+        shards_before = self._shard_counts
+        shards_now = self._of_shards()
         for index, param in enumerate(self._params):
             if counts[index] == self._copy_counts[index]:
                 continue
@@ -199,7 +202,8 @@ def _write_back(param: FSDPParam, name: str, shard_is_written: bool) -> None:
     Raises RuntimeError if the copy has another dtype, in which small changes are rounded away, or if both
     differ.
     """
-    shard, copied = torch_internals.local_tensor(param.sharded_param), torch_internals.own_slice(param)
+    shard = torch_internals.local_tensor(param.sharded_param)
+    copied = torch_internals.own_slice(param)
     if copied.dtype == shard.dtype and not shard_is_written:
         shard.copy_(copied)
         torch.autograd.graph.increment_version([param.sharded_param])

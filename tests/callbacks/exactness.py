@@ -20,7 +20,9 @@ from torchmetrics import MeanSquaredError
 from lightning_automodel import AutomodelStrategy, ExactnessCheck, context_parallel_attention
 from tests.trainer.runs import make_trainer
 
-WORDS, WIDTH, LENGTH = 17, 8, 8
+WORDS = 17
+WIDTH = 8
+LENGTH = 8
 Batches = list[Any]
 
 
@@ -601,16 +603,22 @@ class RandomNet(LightningModule):
         super().__init__()
         torch.manual_seed(number)
         draw = random.Random(number)
-        width, depth = draw.choice([5, 16, 33, 64]), draw.choice([1, 3, 8])
-        activation, dropout = draw.choice([nn.Tanh, nn.ReLU, nn.GELU]), draw.choice([0.0, 0.0, 0.2])
-        self.is_residual, self.width = draw.random() < 0.6, width
-        self.rate, self.is_adaptive = draw.choice([1e-3, 1e-2]), draw.random() < 0.5
-        self.embedding, self.head = nn.Embedding(WORDS, width), nn.Linear(width, WORDS)
+        width = draw.choice([5, 16, 33, 64])
+        depth = draw.choice([1, 3, 8])
+        activation = draw.choice([nn.Tanh, nn.ReLU, nn.GELU])
+        dropout = draw.choice([0.0, 0.0, 0.2])
+        self.is_residual = draw.random() < 0.6
+        self.width = width
+        self.rate = draw.choice([1e-3, 1e-2])
+        self.is_adaptive = draw.random() < 0.5
+        self.embedding = nn.Embedding(WORDS, width)
+        self.head = nn.Linear(width, WORDS)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), activation(), nn.Dropout(dropout))
             for _ in range(depth)
         )
-        self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
         scale = draw.choice([0.5, 1.0, 3.0])
         with torch.no_grad():
             for parameter in self.parameters():
@@ -635,7 +643,8 @@ class RandomNet(LightningModule):
 
 def random_training(number: int, strategy: str, precision: str, equal: bool = False) -> Training:
     draw = random.Random(-number)
-    accumulate, rows = draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 3])
+    accumulate = draw.choice([1, 2, 3, 4])
+    rows = draw.choice([1, 2, 3])
     return Training(
         lambda: RandomNet(number),
         lambda rank: sentences(1000 * rank + number, 3 * accumulate, rows, equal),

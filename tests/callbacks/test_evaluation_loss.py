@@ -81,7 +81,8 @@ class Evaluated(LabelledModule):
 
     def __init__(self, way: str = "labels", tensor_parallel: bool = False) -> None:
         super().__init__()
-        self.way, self.tensor_parallel = way, tensor_parallel
+        self.way = way
+        self.tensor_parallel = tensor_parallel
 
     def configure_model(self) -> None:
         if self.tensor_parallel:
@@ -211,7 +212,9 @@ def _fit(folder: str, engine: str) -> tuple[Any, ...]:
         max_epochs=5,
     )
     trainer.fit(module, DataLoader(own[:3], batch_size=None), DataLoader(own, batch_size=None))
-    value, score = float(trainer.callback_metrics["val_loss"]), float(best.best_model_score)  # type: ignore[arg-type]
+    # Type: ignore[arg-type]
+    value = float(trainer.callback_metrics["val_loss"])
+    score = float(best.best_model_score)
     return value, score, trainer.current_epoch, full_weights(module.model)
 
 
@@ -246,10 +249,8 @@ def test_under_lightnings_own_strategy(pool2: RankPool, counts: tuple[int, int])
 
 def test_in_one_process_without_a_group() -> None:
     """The module runs as it is under the strategy."""
-    (own, _), trainer = (
-        shares(),
-        Trainer(accelerator="cpu", devices=1, callbacks=[EvaluationLoss()], **SILENT),
-    )
+    (own, _) = shares()
+    trainer = Trainer(accelerator="cpu", devices=1, callbacks=[EvaluationLoss()], **SILENT)
     (values,) = trainer.validate(Evaluated("returned"), DataLoader(own, batch_size=None), verbose=False)
     assert is_near(values["val_loss"], expected(own))
 
@@ -289,7 +290,8 @@ class LogsInEveryWay(Evaluated):
         self.mean = MeanMetric()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Any:  # type: ignore[override]
-        loss, n = self(batch), (batch["labels"] != -100).sum()
+        loss = self(batch)
+        n = (batch["labels"] != -100).sum()
         self.log("wrong", loss, sync_dist=True)
         self.log("batch_size", torch.where(n > 0, loss, 0.0), batch_size=n, sync_dist=True)  # type: ignore[arg-type]
         self.mean.update(torch.where(n > 0, loss, 0.0), weight=n)

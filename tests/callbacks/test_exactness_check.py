@@ -144,7 +144,8 @@ def test_raises(pool2: RankPool) -> None:
 
 def test_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of each step, as attributes and for loggers; the report is printed."""
-    check, logger = ExactnessCheck(steps=2), CSVLogger(tmp_path)
+    check = ExactnessCheck(steps=2)
+    logger = CSVLogger(tmp_path)
     options = {**SILENT, "logger": logger, "callbacks": [check]}
     trainer = Trainer(accelerator="cpu", devices=1, max_steps=4, **options)
     trainer.fit(Writer(), DataLoader(sentences(0), batch_size=None))

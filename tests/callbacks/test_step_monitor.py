@@ -54,7 +54,8 @@ class Halves(LabelledModule):
 
 
 def _monitor(engine: str) -> tuple[Any, ...]:
-    monitor, recorder = StepMonitor(every_n_steps=1, flops=True, peak_flops=1e9), Recorder()
+    monitor = StepMonitor(every_n_steps=1, flops=True, peak_flops=1e9)
+    recorder = Recorder()
     reports: dict[int, dict[str, float]] = {}
 
     def keep(trainer: Trainer, *_: Any) -> None:
@@ -95,10 +96,8 @@ def test_each_step(pool2: RankPool, engine: str) -> None:
         assert "train/peak_memory_gib" not in history[0]  # a CPU
         for step, (entry, window) in enumerate(zip(history, WINDOWS, strict=True)):
             batches = [batch for own in shares() for batch in own[window.start : window.stop]]
-            label_tokens, tokens = (
-                sum(map(count_labels, batches)),
-                sum(b["input_ids"].numel() for b in batches),
-            )
+            label_tokens = sum(map(count_labels, batches))
+            tokens = sum(b["input_ids"].numel() for b in batches)
             rows = sum(len(batch["input_ids"]) for batch in batches)
             assert entry["train/label_tokens"] == label_tokens
             assert entry["train/tokens"] == tokens
@@ -220,7 +219,8 @@ class EndsEarly(LabelledModule):
 @pytest.mark.parametrize("raises", [False, True])
 def test_counting_ends_with_the_batch(raises: bool) -> None:
     """Else everything that this process computes from then on would run through the counter."""
-    module, monitor = EndsEarly(), StepMonitor(every_n_steps=1, flops=True)
+    module = EndsEarly()
+    monitor = StepMonitor(every_n_steps=1, flops=True)
     module.raises = raises
     trainer = Trainer(accelerator="cpu", devices=1, callbacks=[monitor], max_epochs=1, **SILENT)
     with pytest.raises(RuntimeError, match="meant") if raises else nullcontext():

@@ -108,8 +108,10 @@ def expected_weights(num_steps: int) -> list[dict[str, Tensor]]:
 
     module = AdamModule()
     configured = module.configure_optimizers()
-    optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
-    data, weights = list(batches()), [{name: value.clone() for name, value in module.state_dict().items()}]
+    optimizer = configured["optimizer"]
+    schedule = configured["lr_scheduler"]["scheduler"]
+    data = list(batches())
+    weights = [{name: value.clone() for name, value in module.state_dict().items()}]
     for step in range(num_steps):
         first = step * ACCUMULATE % NUM_BATCHES
         window = data[first : first + ACCUMULATE]

@@ -159,9 +159,11 @@ class LocalMomentum(Keeping):
     """Keeps plain tensors of its rank's parts, as many optimizers that are not written for DTensors."""
 
     def update(self, group: dict[str, Any], index: int, parameter: Tensor) -> None:
-        grad, own = parameter.grad, parameter
+        grad = parameter.grad
+        own = parameter
         if isinstance(grad, DTensor):
-            grad, own = grad.to_local(), parameter.to_local()
+            grad = grad.to_local()
+            own = parameter.to_local()
         state = self.state[parameter]
         state["momentum"] = state.get("momentum", torch.zeros_like(grad)) * 0.9 + grad
         state["step"] = state.get("step", 0) + 1

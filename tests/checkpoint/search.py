@@ -232,13 +232,15 @@ def options_of(case: Case) -> list[dict[str, Any]]:
 def save_and_resume(case: Case, path: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], bool]:
     """On ranks: state that was saved and that was resumed, with kinds; the latter without; and equal weights."""
     saving, resuming = (make_trainer(AutomodelStrategy(**options)) for options in options_of(case))
-    saved, resumed = DrawnModule(case, is_fresh=False), DrawnModule(case, is_fresh=True)
+    saved = DrawnModule(case, is_fresh=False)
+    resumed = DrawnModule(case, is_fresh=True)
     _fit(saving, saved, None)
     saving.save_checkpoint(path)
     _fit(resuming, resumed, path)
     weights = full_weights(saved.model)
     is_equal = all(torch.equal(weights[name], value) for name, value in full_weights(resumed.model).items())
-    of_saved, of_resumed = state_of(saving, saved, True), state_of(resuming, resumed, True)
+    of_saved = state_of(saving, saved, True)
+    of_resumed = state_of(resuming, resumed, True)
     return of_saved, of_resumed, state_of(resuming, resumed, False), is_equal
 
 
@@ -248,7 +250,8 @@ def plainly(case: Case, path: str) -> dict[str, Any]:
         Trainer(accelerator="cpu", devices=1, max_epochs=1, use_distributed_sampler=False, **SILENT)
         for _ in range(2)
     ]
-    saved, resumed = DrawnModule(case, is_fresh=False), DrawnModule(case, is_fresh=True)
+    saved = DrawnModule(case, is_fresh=False)
+    resumed = DrawnModule(case, is_fresh=True)
     _fit(trainers[0], saved, None)
     trainers[0].save_checkpoint(path)
     _fit(trainers[1], resumed, path)
@@ -288,7 +291,9 @@ def kinds(value: Any) -> Any:
 
 def search(pool: RankPool, seed: int, numbers: range, seconds: float = 1e9) -> tuple[int, list[str]]:
     """How many cases were tried, and what was found."""
-    began, found, tried = time.monotonic(), [], 0
+    began = time.monotonic()
+    found = []
+    tried = 0
     for number in numbers:
         if time.monotonic() - began > seconds:
             break

@@ -135,8 +135,10 @@ def test_inspect_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_inspect_tells_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is missing or cut off at once, what has changed with `--verify`; the status says so too."""
-    shards, whole = save_shards(tmp_path / "a.ckpt"), save_whole(tmp_path / "b.ckpt")
-    data, both = shards / "__0_0.distcp", (str(shards), str(whole))
+    shards = save_shards(tmp_path / "a.ckpt")
+    whole = save_whole(tmp_path / "b.ckpt")
+    data = shards / "__0_0.distcp"
+    both = (str(shards), str(whole))
     _flip(data), _flip(whole)
     assert [each["damage"] for each in inspected(capsys, *both)["checkpoints"]] == [None, None]
     of_shards, of_file = inspected(capsys, *both, "--verify", status=1)["checkpoints"]
@@ -157,7 +159,8 @@ def _flip(path: Path) -> None:
 
 def test_inspect_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One after the other; the status tells whether all are whole."""
-    whole, broken = save_whole(tmp_path / "a.ckpt"), save_whole(tmp_path / "b.ckpt")
+    whole = save_whole(tmp_path / "a.ckpt")
+    broken = save_whole(tmp_path / "b.ckpt")
     assert main(["inspect", str(whole), str(whole)]) == 0
     os.truncate(broken, 100)
     capsys.readouterr()
@@ -180,7 +183,8 @@ def test_inspect_shards_of_other_programs(tmp_path: Path, capsys: pytest.Capture
 
 def test_consolidate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Everything is where Lightning looks for it, tensors bitwise, checksums right, without a sparse hole left."""
-    path, out = save_shards(tmp_path / "a.ckpt"), tmp_path / "out.ckpt"
+    path = save_shards(tmp_path / "a.ckpt")
+    out = tmp_path / "out.ckpt"
     assert main(["consolidate", str(path), str(out)]) == 0
     written = torch.load(out, weights_only=True)
     expected = checkpoint()
@@ -224,7 +228,8 @@ def _assert_same(value: Any, expected: Any) -> None:
 @pytest.mark.parametrize("save", [save_shards, save_whole])
 def test_export_of_part_of_a_model(tmp_path: Path, save: Any) -> None:
     """By a prefix, as another dtype; without a description there is no configuration."""
-    path, out = save(tmp_path / "a.ckpt"), tmp_path / "out"
+    path = save(tmp_path / "a.ckpt")
+    out = tmp_path / "out"
     assert main(["export", str(path), str(out), "--key", "model", "--dtype", "bfloat16"]) == 0
     assert [each.name for each in out.iterdir()] == ["model.safetensors"]
     written = load_file(out / "model.safetensors")
@@ -234,7 +239,8 @@ def test_export_of_part_of_a_model(tmp_path: Path, save: Any) -> None:
 
 def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line on stderr that says what to do, status 1, no traceback, nothing written."""
-    shards, whole = save_shards(tmp_path / "a.ckpt"), save_whole(tmp_path / "b.ckpt")
+    shards = save_shards(tmp_path / "a.ckpt")
+    whole = save_whole(tmp_path / "b.ckpt")
     empty = tmp_path / "empty"
     empty.mkdir()
     out = str(tmp_path / "out")
@@ -284,7 +290,8 @@ def test_code_is_run_only_with_trust(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(("size", "files"), [("50", 2), ("1KB", 1), ("5XB", 0), ("B", 0)])
 def test_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str, files: int) -> None:
     """Of files, with or without a unit; what is none is refused."""
-    path, out = save_whole(tmp_path / "a.ckpt"), tmp_path / "out"
+    path = save_whole(tmp_path / "a.ckpt")
+    out = tmp_path / "out"
     assert main(["export", str(path), str(out), "--key", "model", "--max-shard-size", size]) == (files == 0)
     assert len(list(out.glob("*.safetensors"))) == files
     assert ("ValueError" in capsys.readouterr().err) == (files == 0)
@@ -296,7 +303,8 @@ def test_any_damage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     shards = tmp_path / "a.ckpt"
     dcp.save({"state_dict": MODEL}, checkpoint_id=str(shards))
     metadata = shards / ".metadata"
-    content, generator = metadata.read_bytes(), random.Random(5)
+    content = metadata.read_bytes()
+    generator = random.Random(5)
     for _ in range(200):
         damaged = bytearray(content[: generator.randrange(len(content) + 200)])
         for _ in range(3):

@@ -31,7 +31,8 @@ class HasExtraState(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.value, self.loaded = EXTRA[kind], "nothing was loaded"
+        self.value = EXTRA[kind]
+        self.loaded = "nothing was loaded"
 
     def get_extra_state(self) -> Any:
         return self.value
@@ -114,7 +115,8 @@ def _described(value: Tensor) -> Any:
 
 def _keep(options: dict[str, Any], path: str) -> list[dict[str, Any]]:
     """States that were saved and loaded."""
-    saved, loaded = Keeps(), Keeps()
+    saved = Keeps()
+    loaded = Keeps()
     trainer, _ = fit(options, callbacks=[saved])
     trainer.save_checkpoint(path)
     loaded.on_train_end = lambda *_: None
@@ -185,7 +187,8 @@ class SavesOnce(Callback):
 def _save_tensors(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Tensors of a callback and buffers, as they are loaded."""
     fit(options, WithViews(), callbacks=[KeepsTensors(), SavesOnce(path)])
-    loaded, module = KeepsTensors(), WithViews()
+    loaded = KeepsTensors()
+    module = WithViews()
     module.conjugate.zero_(), module.negative.zero_()
     fit(options, module, callbacks=[loaded], ckpt_path=path, max_epochs=1)
     return loaded.loaded, {"conjugate": module.conjugate, "negative": module.negative}

@@ -45,7 +45,8 @@ def _place_that_matters(path: Path, generator: random.Random) -> int:
     content = path.read_bytes()
     if path.suffix not in (".distcp", ".pt", ".ckpt"):
         return generator.randrange(len(content))
-    offset, length = 0, len(content)
+    offset = 0
+    length = len(content)
     if path.suffix == ".distcp":
         places = pickle.loads((path.parent / ".metadata").read_bytes()).storage_data.values()
         offset, length = generator.choice(
@@ -79,7 +80,8 @@ def _damage_one_after_the_other(
     options: dict[str, Any], folder: str, hows: list[str]
 ) -> list[tuple[str, str]]:
     """For each file and each way: its name and the message."""
-    original, copy = Path(folder) / "original.ckpt", Path(folder) / "copy.ckpt"
+    original = Path(folder) / "original.ckpt"
+    copy = Path(folder) / "copy.ckpt"
     save(options, str(original))
     outcomes = []
     for file in files_of(original):
@@ -138,7 +140,8 @@ class RunsCode:
 
 
 def _save_with_code(options: dict[str, Any], folder: str, name: str) -> None:
-    path, proof = Path(folder) / "code.ckpt", Path(folder) / "it_ran"
+    path = Path(folder) / "code.ckpt"
+    proof = Path(folder) / "it_ran"
     save(options, str(path))
     if dist.get_rank() == 0:
         if path.is_file():
@@ -215,7 +218,8 @@ def _load_into_others(
     options: dict[str, Any], folder: str, other: Any, changes: list[str]
 ) -> list[tuple[str, str, bool]]:
     """For each change: the message, and whether the module is as it was; the last one of shards through a whole fit."""
-    path, outcomes = f"{folder}/other.ckpt", []
+    path = f"{folder}/other.ckpt"
+    outcomes = []
     save(options, path)
     checkpoints = AutomodelStrategy(**options)._checkpoints
 

@@ -46,7 +46,8 @@ from tests.trainer.plain import ModelModule
 from tests.trainer.runs import CASE, LabelledModule, loader, make_trainer
 
 ENGINES: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
-SMALL, TINY = "2KB", 700
+SMALL = "2KB"
+TINY = 700
 
 
 def _train(
@@ -189,7 +190,8 @@ def test_adapters_alone(pool2: RankPool, tmp_path: Path, options: dict[str, Any]
     names = "adapter_config.json", "adapter_model.safetensors"
     config, theirs = (json.loads((tmp_path / folder / names[0]).read_text()) for folder in ("out", "peft"))
     assert config == {**theirs, "target_modules": sorted(theirs["target_modules"])}
-    ours, theirs = load_file(tmp_path / "out" / names[1]), load_file(tmp_path / "peft" / names[1])
+    ours = load_file(tmp_path / "out" / names[1])
+    theirs = load_file(tmp_path / "peft" / names[1])
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 

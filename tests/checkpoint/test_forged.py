@@ -74,7 +74,8 @@ def write_manifest(path: Path) -> None:
 
 def check_commands(path: Path, capsys: pytest.CaptureFixture[str], message: str) -> None:
     """Each ends with status 1, one line that holds ``message``, and no file left."""
-    out, started = str(path.parent / "out"), time.process_time()
+    out = str(path.parent / "out")
+    started = time.process_time()
     for verify in ([], ["--verify"]):
         (report,) = inspected(capsys, str(path), *verify, status=1)["checkpoints"]
         assert (message if verify or path.is_dir() else "Cannot load ") in report["damage"]

@@ -140,7 +140,8 @@ def _lightning_goes_on(path: str) -> dict[str, Tensor]:
 
 def test_lightning_goes_on_from_a_consolidated_file(pool2: RankPool, tmp_path: Path) -> None:
     """So does this strategy, and the file's archive is sound."""
-    directory, whole = tmp_path / "run.ckpt", tmp_path / "whole.ckpt"
+    directory = tmp_path / "run.ckpt"
+    whole = tmp_path / "whole.ckpt"
     pool2.run(save, ENGINES["fsdp2"], str(directory))
     assert main(["consolidate", str(directory), str(whole)]) == 0
     assert zipfile.ZipFile(whole).testzip() is None

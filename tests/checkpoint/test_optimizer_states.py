@@ -93,7 +93,8 @@ def test_under_the_other_engine(
 @pytest.mark.every_case
 def test_consolidated(pool2: RankPool, tmp_path: Path, kind: str) -> None:
     """One file that is made of a directory holds the same."""
-    path, whole = tmp_path / "last.ckpt", tmp_path / "whole.ckpt"
+    path = tmp_path / "last.ckpt"
+    whole = tmp_path / "whole.ckpt"
     expected = pool2.run(_save, FORMS["shards"], KINDS[kind], str(path))[0]
     assert main(["consolidate", str(path), str(whole)]) == 0
     for weights in pool2.run(_resume, FORMS["one_file_of_shards"], KINDS[kind], str(whole)):

@@ -46,7 +46,8 @@ class Renamed(AdamModule):
 
     def __init__(self) -> None:
         super().__init__(CASE.seed + 2)
-        self.net, self.model = self.model, None
+        self.net = self.model
+        self.model = None
         self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
         self.noted: list[Any] = []
 
@@ -115,7 +116,8 @@ class Looks(Callback):
 
 
 def _resume_changed(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], dict[str, float]]:
-    module, looks = Changes(CASE.seed + 2), Looks()
+    module = Changes(CASE.seed + 2)
+    looks = Looks()
     if options.get("plain"):
         trainer = plain_trainer(max_epochs=2, accumulate_grad_batches=ACCUMULATE, callbacks=[looks])
         trainer.fit(module, batches(), ckpt_path=path)
@@ -325,7 +327,9 @@ class OnTheirOwn(AdamModule):
 
     def __init__(self, is_old: bool = False) -> None:
         super().__init__(CASE.seed if is_old else CASE.seed + 2)
-        self.resizes, self.renames, self.sized = Resizes(), RenamesOldKeys(is_old), Sized()
+        self.resizes = Resizes()
+        self.renames = RenamesOldKeys(is_old)
+        self.sized = Sized()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.resizes.bank = torch.cat([self.resizes.bank, torch.full((1, 2), float(batch_idx))])

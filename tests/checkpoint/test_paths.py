@@ -43,7 +43,8 @@ KINDS: dict[str, Callable[[Path, str], None]] = {
 @pytest.mark.parametrize("new", KINDS)
 def test_replace(tmp_path: Path, new: str, old: str | None) -> None:
     """Whatever was there is replaced, and nothing else is left."""
-    target, staging = tmp_path / "last.ckpt", tmp_path / paths.temporary_name()
+    target = tmp_path / "last.ckpt"
+    staging = tmp_path / paths.temporary_name()
     if old is not None:
         KINDS[old](target, "old")
     KINDS[new](staging, "new")
@@ -57,7 +58,8 @@ def test_replace(tmp_path: Path, new: str, old: str | None) -> None:
 
 def test_a_crash_between_two_names_leaves_both(tmp_path: Path, mocker: MockerFixture) -> None:
     """The directory that stood there is whole, and has a name that `ckpt_path="last"` finds."""
-    target, staging = tmp_path / "last.ckpt", tmp_path / paths.temporary_name()
+    target = tmp_path / "last.ckpt"
+    staging = tmp_path / paths.temporary_name()
     make_directory(target, "old")
     make_directory(staging, "new")
     mocker.patch.object(paths.os, "replace", side_effect=KeyboardInterrupt)
@@ -94,7 +96,8 @@ def test_a_removal_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path, mocker
 @pytest.mark.parametrize("old", [None, *KINDS])
 def test_link(tmp_path: Path, old: str | None) -> None:
     """`last.ckpt` leads to the newest, whatever it was."""
-    newest, last = tmp_path / "step=2.ckpt", tmp_path / "last.ckpt"
+    newest = tmp_path / "step=2.ckpt"
+    last = tmp_path / "last.ckpt"
     make_directory(newest, "new")
     if old is not None:
         KINDS[old](last, "old")

@@ -135,7 +135,8 @@ class SavesEachStep(Recorder):
 @contextmanager
 def slow_writing(recorder: Recorder) -> Iterator[None]:
     """Saves in the background wait until training has gone on after the first of them."""
-    write_shards, write_file = sharded.ShardWriter.write_data, single_file.save_file
+    write_shards = sharded.ShardWriter.write_data
+    write_file = single_file.save_file
 
     def wait() -> None:
         assert recorder.went_on.wait(PATIENCE_S), "training does not go on"
@@ -171,7 +172,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(pool2: RankPool, tmp_pat
         assert len(saved) == 4
         for weights, loaded in saved.values():
             assert all(torch.equal(weights[name], loaded[name]) for name in weights)
-        first, last = next(iter(saved.values()))[0], list(saved.values())[-1][0]
+        first = next(iter(saved.values()))[0]
+        last = list(saved.values())[-1][0]
         assert any(not torch.equal(first[name], last[name]) for name in first)
     assert leftovers(tmp_path) == []
 
@@ -180,7 +182,9 @@ class SavesOnce(Callback):
     """After one optimizer step, and counts the micro-batches from then on."""
 
     def __init__(self, path: Path, at_step: int) -> None:
-        self.path, self.at_step, self.batches_after = path, at_step, 0
+        self.path = path
+        self.at_step = at_step
+        self.batches_after = 0
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         self.batches_after += trainer.global_step >= self.at_step

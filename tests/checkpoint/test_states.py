@@ -203,7 +203,8 @@ def _notes_and_timeout(options: dict[str, Any], folder: str) -> tuple[list[str],
         def emit(self, record: logging.LogRecord) -> None:
             records.append(record.getMessage())
 
-    logger, handler = logging.getLogger("lightning.pytorch.utilities.rank_zero"), Handler()
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    handler = Handler()
     logger.addHandler(handler)
     try:
         saves = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)

@@ -228,7 +228,8 @@ class Remembers(DecoderModule):
 def fit_checked(run: Run, is_checked: bool) -> tuple[dict[str, Tensor], list[float], Tensor]:
     """Runs on every rank: weights and buffers, logged values, random state."""
     torch.manual_seed(5 + dist.get_rank())
-    module, strategy = Remembers(run), AutomodelStrategy(**run.options)
+    module = Remembers(run)
+    strategy = AutomodelStrategy(**run.options)
     with patch.object(FirstStepCheck, "check", FirstStepCheck.check if is_checked else lambda *_: None):
         make_trainer(strategy, accumulate_grad_batches=run.accumulation, log_every_n_steps=1).fit(
             module, DataLoader(batches_by_rank(run)[data_rank(run)], batch_size=None)

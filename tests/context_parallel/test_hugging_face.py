@@ -23,7 +23,10 @@ from tests.trainer.hugging_face import _SIZES, OwnLoss, filled, t5, tied_llama, 
 from tests.trainer.plain import sgd
 from tests.trainer.runs import TOLERANCE, make_trainer
 
-CONTEXT, ACCUMULATE, NUM_BATCHES, MAX_LENGTH = 2, 2, 4, 15
+CONTEXT = 2
+ACCUMULATE = 2
+NUM_BATCHES = 4
+MAX_LENGTH = 15
 
 
 def qwen3() -> nn.Module:
@@ -58,7 +61,8 @@ def batches_by_rank(kind: str, num_ranks: int) -> list[list[Batch]]:
 
 
 def make_batch(kind: str, rng: random.Random) -> Batch:
-    num_rows, length = rng.randint(1, 3), rng.randint(4, MAX_LENGTH)
+    num_rows = rng.randint(1, 3)
+    length = rng.randint(4, MAX_LENGTH)
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     ids, labels = (torch.randint(VOCABULARY, (num_rows, length), generator=generator) for _ in range(2))
     labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100

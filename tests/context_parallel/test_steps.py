@@ -41,7 +41,11 @@ PLAN = {
 }
 """How tensor-parallel ranks share a `Decoder`: each attends with half of the heads."""
 
-VOCABULARY, WIDTH, HEADS, KEY_HEADS, MAX_LENGTH = 11, 8, 4, 2, 21
+VOCABULARY = 11
+WIDTH = 8
+HEADS = 4
+KEY_HEADS = 2
+MAX_LENGTH = 21
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +166,8 @@ class DecoderModule(LightningModule):
             parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
 
     def loss(self, batch: Batch, reduction: str) -> Tensor:
-        logits, labels = self.model(batch), used_labels(self.run, batch)
+        logits = self.model(batch)
+        labels = used_labels(self.run, batch)
         if "weights" in self.run.told:
             losses = (
                 F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
@@ -190,10 +195,8 @@ class DecoderModule(LightningModule):
 def batches_by_rank(run: Run) -> list[list[Batch]]:
     """The micro-batches of an epoch, by data-parallel rank and then by step."""
     rng = random.Random(run.seed)
-    empty_rank, empty_window = (
-        rng.randrange(run.num_ranks),
-        rng.randrange(-(-run.num_batches // run.accumulation)),
-    )
+    empty_rank = rng.randrange(run.num_ranks)
+    empty_window = rng.randrange(-(-run.num_batches // run.accumulation))
 
     def is_empty(rank: int, step: int) -> bool:
         return {
@@ -210,7 +213,8 @@ def batches_by_rank(run: Run) -> list[list[Batch]]:
 
 
 def make_batch(run: Run, rng: random.Random, is_empty: bool) -> Batch:
-    num_rows, length = rng.randint(1, 3), rng.randint(1, MAX_LENGTH)
+    num_rows = rng.randint(1, 3)
+    length = rng.randint(1, MAX_LENGTH)
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     ids, labels = (torch.randint(VOCABULARY, (num_rows, length), generator=generator) for _ in range(2))
     for row in labels:
@@ -233,7 +237,8 @@ def make_batch(run: Run, rng: random.Random, is_empty: bool) -> Batch:
 
 def whole(run: Run, batch: Batch) -> Batch:
     """A batch as one process takes it."""
-    ids, labels = batch["input_ids"], batch["labels"]
+    ids = batch["input_ids"]
+    labels = batch["labels"]
     shifted = F.pad(labels[:, run.label_shift :], (0, run.label_shift), value=-100)[:, : labels.shape[1]]
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     return {**batch, "position_ids": positions, "shift_labels": shifted}
@@ -277,7 +282,8 @@ def fit(
     run: Run, make_module: type[DecoderModule] = DecoderModule
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Runs on every rank: full weights, and the last step's report."""
-    module, strategy = make_module(run), AutomodelStrategy(**run.options)
+    module = make_module(run)
+    strategy = AutomodelStrategy(**run.options)
     make_trainer(strategy, accumulate_grad_batches=run.accumulation, **run.clip).fit(module, loader(run))
     report = strategy.last_step
     assert report is not None
@@ -464,7 +470,8 @@ def test_evaluation(pool4: RankPool, label_shift: int) -> None:
 
 def save_and_resume(run: Run, folder: Path, epochs: int) -> dict[str, Tensor]:
     """Runs on every rank: resume if there is a checkpoint, train up to `epochs`, save."""
-    module, path = DecoderModule(run), folder / "checkpoint"
+    module = DecoderModule(run)
+    path = folder / "checkpoint"
     options = {"max_epochs": epochs, "accumulate_grad_batches": run.accumulation, **run.clip}
     trainer = make_trainer(AutomodelStrategy(**run.options), **options)
     trainer.fit(module, loader(run), ckpt_path=path if epochs > 1 else None, weights_only=False)
@@ -674,7 +681,8 @@ class ByHand(DecoderModule):
         self.automatic_optimization = False
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer, index = self.optimizers(), batch_idx + 1
+        optimizer = self.optimizers()
+        index = batch_idx + 1
         ends = index % self.run.accumulation == 0 or index == self.run.num_batches
         with optimizer.toggle_model(sync_grad=ends):
             self.manual_backward(self.loss(batch, "mean"))
@@ -698,7 +706,8 @@ class BodyAndHead(nn.Module):
 
     def __init__(self, body: nn.Module, head: nn.Module) -> None:
         super().__init__()
-        self.body, self.head = body, head
+        self.body = body
+        self.head = head
 
     def forward(self, batch: Batch) -> Tensor:
         return self.head(self.body(batch))
@@ -712,13 +721,15 @@ class Headless(DecoderModule):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         body = self.model
-        head, body.head = body.head, nn.Identity()
+        head = body.head
+        body.head = nn.Identity()
         if self.is_tied:
             head.weight = body.embedding.weight
         self.model = BodyAndHead(body, head)
 
     def loss(self, batch: Batch, reduction: str) -> Tensor:
-        logits, labels = self.model.head(self.model.body(batch)), used_labels(self.run, batch)
+        logits = self.model.head(self.model.body(batch))
+        labels = used_labels(self.run, batch)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
 
 

@@ -44,7 +44,9 @@ class Padded(LabelledModule):
     def __init__(self, is_tensor_parallel: bool = False) -> None:
         super().__init__()
         self.is_tensor_parallel = is_tensor_parallel
-        self.mean, self.seen, self.fillers = MeanMetric(), 0, 0
+        self.mean = MeanMetric()
+        self.seen = 0
+        self.fillers = 0
         self.register_buffer("tokens", torch.zeros((), dtype=torch.int64))
 
     def configure_model(self) -> None:
@@ -52,7 +54,8 @@ class Padded(LabelledModule):
             parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss, tokens = self(batch), int((batch["labels"] != -100).sum())
+        loss = self(batch)
+        tokens = int((batch["labels"] != -100).sum())
         torch.rand(1)
         self.tokens += tokens
         if tokens:
@@ -83,7 +86,8 @@ class Reports(Callback):
 
 
 def _fit(options: dict[str, Any], counts: list[int], is_stream: bool, accumulate: int) -> dict[str, Any]:
-    module, reports = Padded("tensor_parallel_size" in options), Reports()
+    module = Padded("tensor_parallel_size" in options)
+    reports = Reports()
     strategy = AutomodelStrategy(uneven_inputs="pad", **options)
     trainer = make_trainer(strategy, accumulate_grad_batches=accumulate, max_epochs=2, callbacks=[reports])
     rank = dist.get_rank() // options.get("tensor_parallel_size", 1)
@@ -165,10 +169,8 @@ def _values(counts: list[int]) -> dict[str, float]:
 def test_logged_values_are_those_of_the_data(pool2: RankPool) -> None:
     """Sums, extremes, weighted means and TorchMetrics; learning nothing, the mean loss is that of the first weights."""
     counts = [2, 5]
-    model, batches = (
-        LabelledModule().model,
-        [b for own, n in zip(micro_batches(CASE), counts, strict=True) for b in own[:n]],
-    )
+    model = LabelledModule().model
+    batches = [b for own, n in zip(micro_batches(CASE), counts, strict=True) for b in own[:n]]
     tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
     mean = float(sum(mean_loss(model, batch, "sum") for batch in batches)) / tokens
     for result in pool2.run(_fit_frozen, counts):
@@ -195,7 +197,8 @@ class Manual(Padded):
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer, tokens = self.optimizers(), int((batch["labels"] != -100).sum())
+        optimizer = self.optimizers()
+        tokens = int((batch["labels"] != -100).sum())
         if batch_idx % 2:
             self.manual_backward(self(batch), num_label_tokens=tokens)
             optimizer.step()
@@ -224,7 +227,8 @@ def test_manual_optimization(pool2: RankPool, engine: str) -> None:
 class BatchNormHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.linear = nn.BatchNorm1d(7), nn.Linear(7, 11)
+        self.norm = nn.BatchNorm1d(7)
+        self.linear = nn.Linear(7, 11)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.linear(self.norm(hidden.flatten(0, 1))).unflatten(0, hidden.shape[:2])
@@ -265,7 +269,9 @@ class Saves(Callback):
     """Saves after a batch, and keeps going."""
 
     def __init__(self, folder: Path, after: int) -> None:
-        self.path, self.after, self.batches = folder / "checkpoint", after, 0
+        self.path = folder / "checkpoint"
+        self.after = after
+        self.batches = 0
 
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -328,6 +334,7 @@ def _check_random(pool2: RankPool, pool4: RankPool, seed: int) -> None:
     tensor_parallel = options.get("tensor_parallel_size", 1)
     counts = [rng.randrange(6) for _ in range(num_ranks // tensor_parallel)]
     counts[rng.randrange(len(counts))] += 1
-    accumulate, is_stream = rng.randrange(1, 5), rng.random() < 0.5
+    accumulate = rng.randrange(1, 5)
+    is_stream = rng.random() < 0.5
     results = (pool2 if num_ranks == 2 else pool4).run(_fit, options, counts, is_stream, accumulate)
     _check(results, counts, accumulate, tensor_parallel)

@@ -110,12 +110,15 @@ class Training:
 def draw_training(seed: int) -> Training:
     rng = random.Random(seed)
     engine = rng.choice(list(ENGINES))
-    ranks, pads, per_token = data_ranks(engine), rng.random() < 0.5, rng.random() < 0.8
+    ranks = data_ranks(engine)
+    pads = rng.random() < 0.5
+    per_token = rng.random() < 0.8
     counts = [rng.randrange(1, 8)] * ranks
     if pads:
         counts = [rng.randrange(8) for _ in range(ranks)]
         counts[rng.randrange(ranks)] += 1
-    longest, is_stream = max(counts), rng.random() < 0.5
+    longest = max(counts)
+    is_stream = rng.random() < 0.5
     limit = rng.choice(
         [None, None, rng.randrange(1, longest + 1), None if is_stream else rng.uniform(1 / longest, 1)]
     )
@@ -149,7 +152,8 @@ def draw_training(seed: int) -> Training:
 class Trained(LightningModule):
     def __init__(self, setting: Training) -> None:
         super().__init__()
-        self.setting, self.model = setting, TinyDecoder(23).double()
+        self.setting = setting
+        self.model = TinyDecoder(23).double()
 
     def configure_model(self) -> None:
         if self.setting.engine == "tensor_parallel":
@@ -157,7 +161,8 @@ class Trained(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         logits = self.model(batch["input_ids"])
-        labels, reduction = batch["labels"].flatten(), self.setting.loss_reduction
+        labels = batch["labels"].flatten()
+        reduction = self.setting.loss_reduction
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction=reduction)
         if not self.setting.has_aux:
             return loss
@@ -213,7 +218,9 @@ def _train(setting: Training) -> tuple[dict[str, Tensor], Report | None, int]:
 def _train_plainly(setting: Training) -> tuple[dict[str, Tensor], Report | None, int]:
     model = TinyDecoder(23).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    by_rank, report, steps = setting.batches(), None, 0
+    by_rank = setting.batches()
+    report = None
+    steps = 0
     for accumulate in setting.accumulation:
         for start in range(0, setting.num_batches, accumulate):
             end = min(start + accumulate, setting.num_batches)
@@ -287,7 +294,8 @@ class Evaluation:
 def draw_evaluation(seed: int) -> Evaluation:
     rng = random.Random(seed)
     engine = rng.choice(list(ENGINES))
-    ranks, loaders = data_ranks(engine), rng.choice([1, 1, 2, 3])
+    ranks = data_ranks(engine)
+    loaders = rng.choice([1, 1, 2, 3])
     streams = tuple(rng.random() < 0.4 for _ in range(loaders))
     floats = [0.5, 1.0] if not any(streams) else [None]
     limit: Any = rng.choice([None, None, rng.randrange(1, 6), rng.choice(floats)])
@@ -307,7 +315,8 @@ def draw_evaluation(seed: int) -> Evaluation:
 class Evaluated(LightningModule):
     def __init__(self, setting: Evaluation) -> None:
         super().__init__()
-        self.setting, self.model = setting, TinyDecoder(23).double()
+        self.setting = setting
+        self.model = TinyDecoder(23).double()
         torch.set_default_dtype(torch.float64)  # in which Lightning adds up
         self.means = torch.nn.ModuleList(MeanMetric() for _ in setting.counts)
 
@@ -317,7 +326,8 @@ class Evaluated(LightningModule):
         return mean_loss(self.model, batch)
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        loss, tokens = mean_loss(self.model, batch), int((batch["labels"] != -100).sum())
+        loss = mean_loss(self.model, batch)
+        tokens = int((batch["labels"] != -100).sum())
         value = loss.detach() if tokens else torch.zeros_like(loss)
         self.means[dataloader_idx].update(value, tokens)
         each: dict[str, Any] = {"add_dataloader_idx": False, "on_step": False, "on_epoch": True}
@@ -367,7 +377,8 @@ def _evaluate(setting: Evaluation) -> tuple[dict[str, float], list[list[Tensor]]
 
 
 def _expected_values(setting: Evaluation, model: TinyDecoder) -> dict[str, float]:
-    values, loss_name = {}, "test_loss" if setting.stage == "test" else "val_loss"
+    values = {}
+    loss_name = "test_loss" if setting.stage == "test" else "val_loss"
     for index, by_rank in enumerate(setting.batches()):
         batches = [batch for own in by_rank for batch in own]
         counts = [int((batch["labels"] != -100).sum()) for batch in batches]

@@ -143,7 +143,8 @@ class Reloads(LabelledModule):
 
     def __init__(self, plan: list[tuple[int, int]]) -> None:
         super().__init__()
-        self.plan, self.fillers = list(plan), 0
+        self.plan = list(plan)
+        self.fillers = 0
 
     def train_dataloader(self) -> DataLoader:
         return loader_of(self.plan.pop(0))

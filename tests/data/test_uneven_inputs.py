@@ -49,8 +49,10 @@ class Evaluated(LabelledModule):
 def _run(
     stage: str, options: dict[str, Any], counts: tuple[int, int], is_stream: bool, settings: Any
 ) -> None:
-    module, trainer = Evaluated(), make_trainer(AutomodelStrategy(timeout=0.5, **options), **settings)
-    unequal, equal = _loader(counts, is_stream), _loader((3, 3), is_stream)
+    module = Evaluated()
+    trainer = make_trainer(AutomodelStrategy(timeout=0.5, **options), **settings)
+    unequal = _loader(counts, is_stream)
+    equal = _loader((3, 3), is_stream)
     if stage == "train":
         trainer.fit(module, unequal)
     elif stage == "val in fit":
@@ -105,7 +107,8 @@ class Evaluates(LabelledModule):
         self.mean = MeanMetric()
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        loss, tokens = self(batch), int((batch["labels"] != -100).sum())
+        loss = self(batch)
+        tokens = int((batch["labels"] != -100).sum())
         if tokens:
             self.mean.update(loss, tokens)
         self.log("loss", loss if tokens else 0.0 * tokens, batch_size=tokens, sync_dist=True)
@@ -118,7 +121,8 @@ class Evaluates(LabelledModule):
 
 
 def _evaluate(options: dict[str, Any], counts: tuple[int, ...], is_stream: bool) -> dict[str, Any]:
-    module, found = Evaluates(), {}
+    module = Evaluates()
+    found = {}
     for stage in ("validate", "test"):
         trainer = make_trainer(AutomodelStrategy(**options), inference_mode=stage == "test")
         found[stage] = {
@@ -183,7 +187,8 @@ def _evaluate_streams(options: dict[str, Any], counts: tuple[int, int]) -> list[
 
 @pytest.mark.parametrize("options", [FSDP2, DDP], ids=["fsdp2", "ddp"])
 def test_streams(pool2: RankPool, options: dict[str, Any]) -> None:
-    model, counts = LabelledModule().model, (5, 3)
+    model = LabelledModule().model
+    counts = (5, 3)
 
     def mean(*parts: int) -> float:
         batches = [b for own, n in zip(micro_batches(CASE), parts, strict=True) for b in own[:n]]
@@ -371,7 +376,9 @@ class StopsInDataset(torch.utils.data.Dataset):
 
 def _stop_by_itself(options: dict[str, Any], where: str, stage: str) -> None:
     """In a hook of the module, or of a callback (``Callback.on_...``), or in the dataset."""
-    trainer, module, loader = make_trainer(AutomodelStrategy(**options)), Evaluated(), _loader((4, 4), False)
+    trainer = make_trainer(AutomodelStrategy(**options))
+    module = Evaluated()
+    loader = _loader((4, 4), False)
     if where == "Dataset":
         loader = DataLoader(StopsInDataset(loader.dataset), batch_size=None)
     elif where.startswith("Callback."):

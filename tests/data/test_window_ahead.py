@@ -101,7 +101,8 @@ def test_beside_padding(pool2: RankPool) -> None:
 def _resume(kind: str, folder: Path, after: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     weights = []
     for kwargs in ({}, {"ckpt_path": folder / "checkpoint"}):
-        module, batches = LabelledModule(), _batches()
+        module = LabelledModule()
+        batches = _batches()
         make = StatefulDataLoader if "stateful" in kind else DataLoader
         loader = make(Stream(batches) if "stream" in kind else batches, batch_size=None)
         trainer = make_trainer(
@@ -140,7 +141,8 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.embedding, self.router = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 2)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.router = nn.Linear(WIDTH, 2)
         self.experts = nn.ModuleList(nn.Linear(WIDTH, VOCABULARY) for _ in range(2))
         self.double()
 
@@ -176,7 +178,8 @@ def _fit_experts(ahead: bool, options: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _experts_of_one_process(counts: tuple[int, int]) -> dict[str, Tensor]:
-    model, by_rank = Experts(), micro_batches(CASE)
+    model = Experts()
+    by_rank = micro_batches(CASE)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     for start in range(0, max(counts), 3):
         window = [b for own, n in zip(by_rank, counts, strict=True) for b in own[:n][start : start + 3]]
@@ -300,7 +303,8 @@ def _step_in_backward(accumulate: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_steps_within_the_backward(pool2: RankPool, accumulate: int) -> None:
-    model, by_rank = LabelledModule().model, micro_batches(CASE)
+    model = LabelledModule().model
+    by_rank = micro_batches(CASE)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     for start in range(0, 6, accumulate):
         window = [batch for own in by_rank for batch in own[start : start + accumulate]]

@@ -33,7 +33,8 @@ def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.fixture
 def server() -> Any:
     """A store for each world, in this process."""
-    store, numbers = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), iter(range(100))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    numbers = iter(range(100))
     return SimpleNamespace(
         new_store=lambda: dist.PrefixStore(str(next(numbers)), store), seconds=lambda: 0.0
     )
@@ -125,7 +126,8 @@ def test_an_exception_of_its_thread_is_named_as_such() -> None:
 @pytest.mark.parametrize(("expects_all", "error"), [(True, MISSED_HEARTBEATS), (False, None)])
 def test_a_member_that_never_came(expects_all: bool, error: str | None) -> None:
     """Where all have just joined it is missed like one that has fallen silent; else it may come later."""
-    store, now = dist.HashStore(), 0.0
+    store = dist.HashStore()
+    now = 0.0
     board = Board(0, lambda: store, "run", range(2), 8.0, dict)
     board.clock = lambda: now
     board.expects_all = expects_all

@@ -43,7 +43,8 @@ def play_two_nodes() -> int:
 
 def join_over_files(folder: str) -> None:
     """Use a group whose store is a file: connecting to a TCPStore may wait seconds for a name server."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group(
         "gloo", store=dist.FileStore(f"{folder}/store", world_size), rank=rank, world_size=world_size
@@ -286,7 +287,8 @@ def test_random_interleavings(pool4: RankPool, seeds: range, tmp_path: Path) -> 
 
 def test_contradictions_are_found() -> None:
     """The judge of the interleavings is no rubber stamp: lost and invented errors, wrong order, a block not run."""
-    good, bad = Plan("p", "node", [0.0] * 4, set()), Plan("p", "node", [0.0] * 4, {0})
+    good = Plan("p", "node", [0.0] * 4, set())
+    bad = Plan("p", "node", [0.0] * 4, {0})
     ran = [Record(rank % 2 * 2.0, rank % 2 * 2.0 + 1.0, rank in (0, 2)) for rank in range(4)]
     assert contradictions(good, ran) == []
     assert len(contradictions(bad, ran)) == 4 + 1

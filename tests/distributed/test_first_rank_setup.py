@@ -24,7 +24,8 @@ class Prepares(Model):
 
     def __init__(self, notes: Path, fails_in: str = "") -> None:
         super().__init__()
-        self._notes, self._fails_in = notes, fails_in
+        self._notes = notes
+        self._fails_in = fails_in
 
     def _note(self, hook: str) -> None:
         with self._notes.open("a") as file:

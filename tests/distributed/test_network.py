@@ -88,7 +88,8 @@ def test_interfaces_of_this_machine() -> None:
 
 def _check_on_threads(announced: dict[int, network.Announcement], patch: pytest.MonkeyPatch) -> list[str]:
     """What three ranks say, of which some announce something else than they should."""
-    store, own = dist.HashStore(), threading.local()
+    store = dist.HashStore()
+    own = threading.local()
     plain = network.Announcement("host", network.LOOPBACK, "because", "host has no networks")
     patch.setattr(network, "announce", lambda: announced.get(own.rank, plain))
     said = [""] * 3

@@ -88,9 +88,11 @@ def _child(
     torch.set_num_threads(1)
     started_at = time.monotonic()
     try:
-        value, error = function(*args), ""
+        value = function(*args)
+        error = ""
     except Exception as exception:
-        value, error = None, str(exception) if type(exception) is RankFailedError else traceback.format_exc()
+        value = None
+        error = str(exception) if type(exception) is RankFailedError else traceback.format_exc()
     pipe.send(Outcome(value, error, time.monotonic() - started_at))
 
 
@@ -177,7 +179,8 @@ def _wait_briefly_as_lightning_does(rank: int, world_size: int) -> None:
 )
 def test_all_come(way: str, tmp_path: Path) -> None:
     """By each way to meet, though one rank is late."""
-    store, port = _host_store(), _free_port()
+    store = _host_store()
+    port = _free_port()
     ranks = []
     for rank in range(3):
         by_argument: dict[str, Any] = {"rank": rank, "world_size": 3}

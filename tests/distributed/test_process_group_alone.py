@@ -326,7 +326,8 @@ def test_destroying_off_the_main_thread() -> None:
     before = signal.getsignal(signal.SIGINT)
     initialize_distributed("gloo")
     errors: list[Any] = []
-    hook, threading.excepthook = threading.excepthook, errors.append
+    hook = threading.excepthook
+    threading.excepthook = errors.append
     thread = threading.Thread(target=destroy_global_state)
     thread.start()
     thread.join()

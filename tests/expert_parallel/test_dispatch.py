@@ -11,7 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_automodel.expert_parallel.dispatch import dispatch_tokens, observed
 from tests.rank_pool import RankPool
 
-NUM_EXPERTS, WIDTH, CHOSEN = 8, 6, 2
+NUM_EXPERTS = 8
+WIDTH = 6
+CHOSEN = 2
 ROUNDING = 1e-14
 """Sums of the same few dozen numbers in another order, in float64."""
 ROUTINGS = {
@@ -24,7 +26,9 @@ def routed(num_tokens: list[int], routing: str) -> tuple[list[Tensor], list[Tens
     """Tokens, the experts of each and their weights by rank, and the experts' [E, d, d] weights."""
     generator = torch.Generator().manual_seed(3)
     allowed = torch.tensor(ROUTINGS[routing])
-    tokens, chosen, weights = [], [], []
+    tokens = []
+    chosen = []
+    weights = []
     for number in num_tokens:
         tokens.append(torch.randn(number, WIDTH, generator=generator, dtype=torch.float64))
         scores = torch.rand(number, len(allowed), generator=generator)
@@ -64,9 +68,12 @@ def dispatched(num_tokens: list[int], routing: str, size: int) -> tuple[Tensor, 
     """The same on this rank, whose experts see the tokens of the ``size`` ranks of its group; and the rows computed."""
     shape = (dist.get_world_size() // size, size)
     both = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "expert_parallel"))
-    rank, mesh = dist.get_rank(), both["expert_parallel"]
+    rank = dist.get_rank()
+    mesh = both["expert_parallel"]
     all_tokens, all_chosen, all_weights, matrices = routed(num_tokens, routing)
-    tokens, chosen, weights = all_tokens[rank], all_chosen[rank], all_weights[rank]
+    tokens = all_tokens[rank]
+    chosen = all_chosen[rank]
+    weights = all_weights[rank]
     own = matrices.chunk(size)[mesh.get_local_rank()].clone()
     for leaf in (tokens, weights, own):
         leaf.requires_grad_()

@@ -182,7 +182,8 @@ def balanced_plainly() -> dict[str, Tensor]:
     for window in windows(CASE, ACCUMULATE):
         batches = [by_rank[index] for by_rank in micro_batches(CASE) for index in window]
         num_label_tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
-        losses, balances = [], []
+        losses = []
+        balances = []
         for batch in batches:
             output = model(input_ids=batch["input_ids"], use_cache=False, output_router_logits=True)
             predicted = output.logits[:, :-1].flatten(0, 1)

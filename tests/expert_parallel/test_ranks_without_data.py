@@ -79,7 +79,8 @@ class Draws(Callback):
 
 def validate(options: dict[str, Any]) -> tuple[dict[str, float], int, int, float]:
     """Runs on every rank: logged values, and how many steps, forwards and draws the rank has seen."""
-    module, draws = Evaluates(), Draws()
+    module = Evaluates()
+    draws = Draws()
     strategy = AutomodelStrategy(**options)
     trainer = make_trainer(strategy, callbacks=[EvaluationLoss(), draws])
     (logged,) = trainer.validate(module, DataLoader(own_batches(), batch_size=None), verbose=False)

@@ -33,10 +33,8 @@ class FailsOnce(Callback):
 
     def __init__(self, seed: int, fault: str) -> None:
         generator = random.Random(seed)
-        self.victim, self.batch = (
-            generator.randrange(2),
-            generator.randrange(ACCUMULATE + 1, ACCUMULATE * NUM_STEPS - 1),
-        )
+        self.victim = generator.randrange(2)
+        self.batch = generator.randrange(ACCUMULATE + 1, ACCUMULATE * NUM_STEPS - 1)
         self.fault = fault
         self.found: list[str] = []
 

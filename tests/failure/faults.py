@@ -149,7 +149,8 @@ class Ragged(Dataset):
     """Rows of unequal numbers of label tokens."""
 
     def __init__(self, on_get: Callable[[], None], length: int = 4096) -> None:
-        self._on_get, self._length = on_get, length
+        self._on_get = on_get
+        self._length = length
 
     def __len__(self) -> int:
         return self._length

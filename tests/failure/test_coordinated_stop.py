@@ -17,7 +17,8 @@ WAIT_S = 10.0
 
 def make(world_size: int) -> tuple[dist.Store, list[StopAgreement]]:
     """The agreements of all ranks, and a store with the keys that they read."""
-    store, promises = dist.HashStore(), list[str]()
+    store = dist.HashStore()
+    promises = list[str]()
     store.set(STOP, NONE.decode())
     store.set(STEPS, NONE.decode())
 

@@ -17,8 +17,12 @@ class Played:
     """A device that is played: how many of its steps are done, whether its stream is, and who asks it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.queued, self.num_done, self.num_asked = 100.0, 5, 0, 0
-        self.is_idle, self.has_failed = False, False
+        self.now = 100.0
+        self.queued = 5
+        self.num_done = 0
+        self.num_asked = 0
+        self.is_idle = False
+        self.has_failed = False
         self._events = 0
         stream = SimpleNamespace(record_event=self._record, query=self._query, device_index=0)
         monkeypatch.setattr(device_groups, "exist", lambda: True)

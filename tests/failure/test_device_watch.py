@@ -19,8 +19,10 @@ class World:
     """Three ranks: the devices of two wait for that of rank 1, which has queued less."""
 
     def __init__(self) -> None:
-        self.now, self.store = 0.0, dist.HashStore()
-        self.is_silent, self.beat_s = False, 0.5
+        self.now = 0.0
+        self.store = dist.HashStore()
+        self.is_silent = False
+        self.beat_s = 0.5
         self.watches = [DeviceWatch(TIMEOUT_S, range(3)) for _ in range(3)]
         self.boards = [self._board(rank) for rank in range(3)]
 
@@ -77,7 +79,8 @@ def test_a_rank_that_is_silent_is_not_called_stuck() -> None:
     """What its last record says of its device was true then."""
     world = World()
     world.beat_until(90.0)
-    world.is_silent, world.beat_s = True, 10.0
+    world.is_silent = True
+    world.beat_s = 10.0
     world.beat_until(1760.0)
     verdict = world.boards[0].verdicts["run"]
     assert verdict is not None

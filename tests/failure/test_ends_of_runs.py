@@ -63,7 +63,8 @@ def _send(signum: signal.Signals) -> None:
 
 
 def _between_two_runs(signum: signal.Signals, rank: int, world_size: int) -> None:
-    model, trainer = Model(), _trainer(world_size)
+    model = Model()
+    trainer = _trainer(world_size)
     trainer.fit(model, _data())
     if rank == 0:
         _send(signum)
@@ -89,10 +90,8 @@ def host_dies_in_its_last_hook(rank: int, world_size: int) -> None:
 
 
 def sigterm_in_the_last_hook(rank: int, world_size: int) -> None:
-    model, trainer = (
-        _fails_in("on_fit_end", lambda model: _send(signal.SIGTERM) if rank == 1 else None),
-        _trainer(2),
-    )
+    model = _fails_in("on_fit_end", lambda model: _send(signal.SIGTERM) if rank == 1 else None)
+    trainer = _trainer(2)
     trainer.fit(model, _data())
     trainer.validate(model, _data())
     print("validated")
@@ -347,7 +346,8 @@ def _cannot_leave(rank: int, port: int, folder: Path) -> None:
         try:
             raise ValueError("no labels here")
         except ValueError:
-            guard._state, guard._failed_at = State.FAILED, time.monotonic()
+            guard._state = State.FAILED
+            guard._failed_at = time.monotonic()
             guard.close()
 
 
@@ -373,7 +373,8 @@ def test_sigterm_is_ignored_on_the_way_out_but_not_for_ever() -> None:
     guard = Supervisor(lambda: None, lambda: None)
     try:
         guard._patch_sigterm()
-        guard._state, guard._failed_at = State.FAILED, time.monotonic()
+        guard._state = State.FAILED
+        guard._failed_at = time.monotonic()
         _send(signal.SIGTERM)
         assert received == []
         guard._failed_at -= LONGEST_LEAVING_S

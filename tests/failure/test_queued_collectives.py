@@ -34,7 +34,9 @@ from tests import devices
 from tests.failure.faults import MESSAGE, Model, Ragged, become_rank, killed_at_the_end, started_ranks
 from tests.trainer.runs import SILENT
 
-WORLD_SIZE, BAD, BAD_STEP = 3, 1, 7
+WORLD_SIZE = 3
+BAD = 1
+BAD_STEP = 7
 PATIENCE_S = 90.0
 
 
@@ -88,7 +90,9 @@ class Faulty(Model):
 
     def __init__(self, fault: Callable[..., None], folder: Path) -> None:
         super().__init__()
-        self.fault, self.folder, self.num_calls = fault, folder, 0
+        self.fault = fault
+        self.folder = folder
+        self.num_calls = 0
 
     @property
     def is_bad(self) -> bool:
@@ -246,7 +250,8 @@ class Outcome:
 def _run(case: Case, folder: Path) -> Outcome:
     processes = started_ranks(_rank, case, folder)
     with killed_at_the_end(processes):
-        running, deadline = {process.sentinel for process in processes}, time.monotonic() + PATIENCE_S
+        running = {process.sentinel for process in processes}
+        deadline = time.monotonic() + PATIENCE_S
         while running and (ended := wait(list(running), max(0.0, deadline - time.monotonic()))):
             running -= set(ended)
         end = time.monotonic()

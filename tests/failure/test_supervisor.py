@@ -41,7 +41,8 @@ def _threads() -> list[str]:
 
 def _fit_after_a_failure() -> tuple[bool, bool, list[str], int]:
     before = signal.getsignal(signal.SIGTERM)
-    module, trainer = FailsOnce(), make_trainer(AutomodelStrategy(), max_steps=2)
+    module = FailsOnce()
+    trainer = make_trainer(AutomodelStrategy(), max_steps=2)
     with pytest.raises(ValueError, match="bad batch"):
         trainer.fit(module, loader())
     dist.barrier()
@@ -99,7 +100,8 @@ class Forks(LabelledModule):
 
 
 def _fork() -> tuple[int | None, int]:
-    module, trainer = Forks(), make_trainer(AutomodelStrategy(), max_steps=4)
+    module = Forks()
+    trainer = make_trainer(AutomodelStrategy(), max_steps=4)
     trainer.fit(module, loader())
     return module.exit_code, trainer.global_step
 

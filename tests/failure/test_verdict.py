@@ -28,7 +28,8 @@ from lightning_automodel.failure.verdict import (
 )
 
 OWN = RankFailure(0, "host0", "backward", "RuntimeError", "[gloo] Connection closed by peer")
-NOW, LONGEST_S = 100.0, 12.0
+NOW = 100.0
+LONGEST_S = 12.0
 
 
 def record(rank: int = 0, **changes: Any) -> Record:
@@ -61,7 +62,8 @@ def reader(**changes: Any) -> Sighting:
     return alive(0, where="backward", has_failed=True, **changes)
 
 
-WORLD, OTHER = "0 of rank 0", "2 of rank 1"
+WORLD = "0 of rank 0"
+OTHER = "2 of rank 1"
 
 
 def reads(rank: int, queued: int, seconds: float = 61.0, **changes: Any) -> Record:
@@ -182,7 +184,8 @@ def test_left_behind(records: list[Record], rank: int | None) -> None:
 
 def test_standstill() -> None:
     """All must have waited for so long, and not in one place."""
-    here, there = record(stood_s=61.0), record(stood_s=70.0, position="train.py:51 in backward")
+    here = record(stood_s=61.0)
+    there = record(stood_s=70.0, position="train.py:51 in backward")
     assert standstill({0: here, 1: here}, 60.0) is None
     assert standstill({0: here, 1: replace(there, stood_s=59.0)}, 60.0) is None
     assert standstill({0: here, 1: replace(there, waits=False)}, 60.0) is None

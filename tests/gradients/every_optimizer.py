@@ -31,7 +31,9 @@ ACCUMULATE = 3  # windows of 3, 3 and 2
 SCALE = 1e-9
 """Of the largest deviation of a weight, relative to the largest change that training has made."""
 
-RIGHT, REFUSED, OWN_ERROR = "right", "refused", "own error"
+RIGHT = "right"
+REFUSED = "refused"
+OWN_ERROR = "own error"
 REFUSALS = ("cannot train sharded parameters", "chooses its step from the loss")
 
 

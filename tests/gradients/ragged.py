@@ -23,8 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_automodel import clip_gradients, get_sync_ctx, reduce_loss, rescale_gradients
 
 TOLERANCE = 1e-12
-WIDTH, CLASSES = 5, 3
-LEARNING_RATE, MOMENTUM = 0.3, 0.9
+WIDTH = 5
+CLASSES = 3
+LEARNING_RATE = 0.3
+MOMENTUM = 0.9
 
 Counts = list[list[list[int]]]
 Batch = tuple[Tensor, Tensor]
@@ -139,9 +141,12 @@ def train_on_ranks(
     layout: str, counts: Counts, clip_norm: float, defer: bool | str, weigh: bool = True
 ) -> Outcome:
     """Runs on every rank. `weigh=False` is what a naive loop does: mean losses over the micro-batches of a window."""
-    model, rank = Holder(layout), dist.get_rank()
+    model = Holder(layout)
+    rank = dist.get_rank()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    norms, losses, largest = [], [], []
+    norms = []
+    losses = []
+    largest = []
     for window, by_rank in enumerate(counts):
         store: list[Tensor] = []
         for step, count in enumerate(by_rank[rank]):
@@ -165,7 +170,9 @@ def train_plainly(counts: Counts, clip_norm: float) -> Outcome:
     """The same windows in one process: all tokens of a window are one batch."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    norms, losses, largest = [], [], []
+    norms = []
+    losses = []
+    largest = []
     for window, by_rank in enumerate(counts):
         batches = [
             micro_batch(window, r, m, n) for r, steps in enumerate(by_rank) for m, n in enumerate(steps)

@@ -41,7 +41,8 @@ class Recipe(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.left, self.right = TinyDecoder(1).double(), TinyDecoder(2).double()
+        self.left = TinyDecoder(1).double()
+        self.right = TinyDecoder(2).double()
         self.noted: list[float] = []
 
     def losses(self, batches: list[Batch], sign: float) -> list[Tensor]:
@@ -315,11 +316,12 @@ class _PlainOptimizer:
     """The part of Lightning's wrapper that recipes use."""
 
     def __init__(self, module: Recipe, optimizer: torch.optim.Optimizer) -> None:
-        self.module, self.optimizer, self.window = module, optimizer, []  # type: ignore[var-annotated]
-        self.step, self.parameters = (
-            optimizer.step,
-            [p for group in optimizer.param_groups for p in group["params"]],
-        )
+        # Type: ignore[var-annotated]
+        self.module = module
+        self.optimizer = optimizer
+        self.window = []
+        self.step = optimizer.step
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def zero_grad(self) -> None:
         self.window.clear()
@@ -327,9 +329,13 @@ class _PlainOptimizer:
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        self.module.plain_toggled, self.module.plain_sync = self, sync_grad  # type: ignore[assignment]
+        # Type: ignore[assignment]
+        self.module.plain_toggled = self
+        self.module.plain_sync = sync_grad
         yield
-        self.module.plain_toggled, self.module.plain_sync = None, True  # type: ignore[assignment]
+        # Type: ignore[assignment]
+        self.module.plain_toggled = None
+        self.module.plain_sync = True
 
 
 def run_plainly(recipe: type[Recipe], num_ranks: int) -> tuple[dict[str, Tensor], list[float]]:

@@ -123,10 +123,8 @@ def deviation(actual: list[Tensor], expected: list[Tensor]) -> float:
 def test_equals_all_logits(name: str, chunk_elements: int, skip_ignored: bool) -> None:
     options = OPTIONS[name]
     choices = {"chunk_elements": chunk_elements, "skip_ignored": skip_ignored}
-    (hidden, labels), head = (
-        inputs(ignore_index=options.get("ignore_index", -100)),
-        nn.Linear(WIDTH, VOCABULARY).double(),
-    )
+    (hidden, labels) = inputs(ignore_index=options.get("ignore_index", -100))
+    head = nn.Linear(WIDTH, VOCABULARY).double()
     actual = with_gradients(token_loss, hidden, head, labels, **choices, **options)
     assert deviation(actual, with_gradients(of_all_logits, hidden, head, labels, **options)) <= TOLERANCE
     with torch.no_grad():
@@ -157,7 +155,8 @@ def test_ignored_positions_have_no_effect_whatever_stands_there(value: float, na
 
 
 def test_sequences_without_a_batch() -> None:
-    (hidden, labels), head = inputs(), nn.Linear(WIDTH, VOCABULARY).double()
+    (hidden, labels) = inputs()
+    head = nn.Linear(WIDTH, VOCABULARY).double()
     actual = with_gradients(token_loss, hidden[1], head, labels[1])
     assert deviation(actual, with_gradients(of_all_logits, hidden[1], head, labels[1])) <= TOLERANCE
 
@@ -176,7 +175,8 @@ def test_without_labels(shape: tuple[int, int], skip_ignored: bool) -> None:
 
 @pytest.mark.parametrize("frozen", ["head", "hidden"])
 def test_frozen(frozen: str) -> None:
-    (hidden, labels), head = inputs(), nn.Linear(WIDTH, VOCABULARY).double()
+    (hidden, labels) = inputs()
+    head = nn.Linear(WIDTH, VOCABULARY).double()
     (head if frozen == "head" else hidden).requires_grad_(False)
     actual = with_gradients(token_loss, hidden, head, labels, chunk_elements=CHUNK)
     assert deviation(actual, with_gradients(of_all_logits, hidden, head, labels)) <= TOLERANCE
@@ -198,7 +198,8 @@ class TiedOutside(nn.Module):
 
 def test_any_module_is_a_head() -> None:
     """Every parameter that the logits depend on gets its gradient, whoever holds it and however it is used."""
-    (hidden, labels), embedding = inputs(), nn.Embedding(VOCABULARY, WIDTH).double()
+    (hidden, labels) = inputs()
+    embedding = nn.Embedding(VOCABULARY, WIDTH).double()
     head = TiedOutside(embedding)
     wanted = [hidden, head.scale, embedding.weight]
     for expected, actual in zip(
@@ -216,13 +217,15 @@ def test_any_module_is_a_head() -> None:
 
 def test_dropout_in_the_head() -> None:
     """What a chunk drops is dropped in its gradient too."""
-    (hidden, labels), linear = inputs(), nn.Linear(WIDTH, VOCABULARY, bias=False).double()
+    (hidden, labels) = inputs()
+    linear = nn.Linear(WIDTH, VOCABULARY, bias=False).double()
     head = nn.Sequential(nn.Dropout(0.5), linear)
     torch.manual_seed(3)
     loss, _ = token_loss(hidden, head, labels, chunk_elements=CHUNK)
     (gradient,) = torch.autograd.grad(loss, linear.weight)
     torch.manual_seed(3)
-    rows, targets = hidden[labels != -100], labels[labels != -100]
+    rows = hidden[labels != -100]
+    targets = labels[labels != -100]
     dropped = torch.cat([F.dropout(chunk, 0.5) for chunk in rows.split(CHUNK // VOCABULARY)])
     expected = F.cross_entropy(linear(dropped), targets, reduction="sum")
     assert relative_error(loss, expected) <= TOLERANCE
@@ -250,8 +253,10 @@ class _Sizes(TorchDispatchMode):
 
 def test_nothing_is_larger_than_a_chunk() -> None:
     """But for the head's gradient, which is added up and scaled in place, and that of one chunk."""
-    vocabulary, chunk_elements = 1000, 4000
-    hidden, head = torch.randn(60, WIDTH, requires_grad=True), nn.Linear(WIDTH, vocabulary)
+    vocabulary = 1000
+    chunk_elements = 4000
+    hidden = torch.randn(60, WIDTH, requires_grad=True)
+    head = nn.Linear(WIDTH, vocabulary)
     with _Sizes() as sizes:
         loss, _ = token_loss(hidden, head, torch.arange(60), chunk_elements=chunk_elements)
         loss.backward()
@@ -262,7 +267,8 @@ def test_nothing_is_larger_than_a_chunk() -> None:
 
 def test_autocast() -> None:
     """Logits in bfloat16, the loss in float32, and the head's gradient added up in its own dtype."""
-    (hidden, labels), head = inputs(torch.float32), nn.Linear(WIDTH, VOCABULARY)
+    (hidden, labels) = inputs(torch.float32)
+    head = nn.Linear(WIDTH, VOCABULARY)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = with_gradients(token_loss, hidden, head, labels, chunk_elements=CHUNK)
         expected = with_gradients(
@@ -287,7 +293,8 @@ class Multiplies(nn.Module):
 @pytest.mark.parametrize("make_head", [Multiplies, lambda: nn.Linear(WIDTH, VOCABULARY, bias=False)])
 def test_autocast_caches_nothing_without_a_gradient(make_head: Callable[[], nn.Module]) -> None:
     """A head that is used again in the same context gets the gradient of that use too."""
-    (hidden, labels), head = inputs(torch.float32), make_head()
+    (hidden, labels) = inputs(torch.float32)
+    head = make_head()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         first, _ = token_loss(hidden, head, labels, chunk_elements=CHUNK)
         again = head(hidden).float().square().sum()
@@ -314,7 +321,8 @@ def test_half_precision_gradients_do_not_drown() -> None:
 
 @pytest.mark.parametrize("compiled", [pytest.param("step", marks=pytest.mark.sweep), "head", "method"])
 def test_compiled(compiled: str) -> None:
-    (hidden, labels), head = inputs(), nn.Linear(WIDTH, VOCABULARY).double()
+    (hidden, labels) = inputs()
+    head = nn.Linear(WIDTH, VOCABULARY).double()
     called: Any = head
 
     def step(hidden: Tensor, labels: Tensor) -> Tensor:
@@ -333,7 +341,8 @@ def test_compiled(compiled: str) -> None:
 
 
 def test_a_gradient_hook_is_refused() -> None:
-    (hidden, labels), head = inputs(), nn.Linear(WIDTH, VOCABULARY).double()
+    (hidden, labels) = inputs()
+    head = nn.Linear(WIDTH, VOCABULARY).double()
     head.bias.register_hook(lambda gradient: 2 * gradient)
     with pytest.raises(ValueError, match=r"A parameter \[11\] of the head has a gradient hook"):
         token_loss(hidden, head, labels)
@@ -341,7 +350,8 @@ def test_a_gradient_hook_is_refused() -> None:
 
 
 def test_shapes_are_checked() -> None:
-    (hidden, labels), head = inputs(), nn.Linear(WIDTH, VOCABULARY).double()
+    (hidden, labels) = inputs()
+    head = nn.Linear(WIDTH, VOCABULARY).double()
     with pytest.raises(ValueError, match=r"hidden \[3, 6, 7\] must be \[\.\.\., s, d\] for labels \[3, 5\]"):
         token_loss(hidden, head, labels[:, 1:])
     with pytest.raises(ValueError, match="chunk_elements must be at least 1, got 0"):
@@ -349,7 +359,8 @@ def test_shapes_are_checked() -> None:
 
 
 def test_one_backward() -> None:
-    (hidden, labels), head = inputs(), nn.Linear(WIDTH, VOCABULARY).double()
+    (hidden, labels) = inputs()
+    head = nn.Linear(WIDTH, VOCABULARY).double()
     loss, _ = token_loss(hidden, head, labels)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backpropagated once"):

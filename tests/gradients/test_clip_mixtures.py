@@ -74,7 +74,8 @@ def _clip(
     without: tuple[int, ...] = (),
 ) -> Clipped:
     """Runs on every rank; rank 1 has no gradient for the parameters whose index is in `without`."""
-    grid, module = _grid(), nn.Module()
+    grid = _grid()
+    module = nn.Module()
     for index, ((layout, shape), gradient) in enumerate(
         zip(parameters, _full_gradients(parameters, dtype), strict=True)
     ):
@@ -204,7 +205,8 @@ def _clip_tensor_parallel() -> tuple[float, list[Tensor], float, list[Tensor]]:
     features = torch.randn(3, 8, generator=torch.Generator().manual_seed(6)).double()
     for each in (model, whole):
         each(features).square().sum().backward()
-    norm, expected = clip_gradients(model, 0.5), nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+    norm = clip_gradients(model, 0.5)
+    expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
     return (
         norm.item(),
         [full(p.grad) for p in model.parameters()],

@@ -18,7 +18,9 @@ from tests.trainer.exactness import Outcome, full_weights, relative_error, weigh
 from tests.trainer.plain import fill
 from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, make_trainer
 
-STEPS, ROWS, FEATURES = 3, 4, 5
+STEPS = 3
+ROWS = 4
+FEATURES = 5
 
 
 class Towers(nn.Module):
@@ -26,7 +28,8 @@ class Towers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.image, self.text = nn.Linear(FEATURES, 3), nn.Linear(FEATURES, 3)
+        self.image = nn.Linear(FEATURES, 3)
+        self.text = nn.Linear(FEATURES, 3)
         self.scale = nn.Parameter(torch.tensor([1.5]))
         fill(self)
 

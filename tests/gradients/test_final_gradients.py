@@ -365,7 +365,8 @@ class Watching(Callback):
 def _fit_automatic(options: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, kind in AUTOMATIC.items():
-        module, watching = kind(), Watching()
+        module = kind()
+        watching = Watching()
         callbacks = [watching] if kind is Automatic else []
         trainer = make_trainer(
             AutomodelStrategy(count_label_tokens=count, **options),
@@ -396,7 +397,8 @@ def _norms_and_losses(num_ranks: int) -> tuple[list[float], list[float]]:
     """By window, along the plain run."""
     model = TinyDecoder(20).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    norms, losses = [], []
+    norms = []
+    losses = []
     by_rank = micro_batches(case(num_ranks))
     for start in range(0, len(by_rank[0]), ACCUMULATE):
         window = [batch for batches in by_rank for batch in batches[start : start + ACCUMULATE]]
@@ -435,7 +437,8 @@ class Sharpness(Automatic):
 
 
 def _fit_sam(options: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
-    module, strategy = Sharpness(), AutomodelStrategy(count_label_tokens=count, **options)
+    module = Sharpness()
+    strategy = AutomodelStrategy(count_label_tokens=count, **options)
     make_trainer(strategy).fit(module, _batches(dist.get_world_size()))
     return full_weights(module.model), int(strategy.last_step.num_micro_batches)
 

@@ -24,7 +24,8 @@ from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Outcome, full_weights, weight_error
 from tests.trainer.runs import TOLERANCE, by_default, make_trainer
 
-WIDTH, CLASSES = 5, 3
+WIDTH = 5
+CLASSES = 3
 NUM_BATCHES = 4
 ACCUMULATE = 2
 Batch = tuple[Tensor, Tensor]
@@ -148,7 +149,8 @@ class Trains(LightningModule):
     def __init__(self, gradient: str, where: str) -> None:
         super().__init__()
         self.net = Net()
-        self.gradient, self.where = GRADIENTS[gradient], where
+        self.gradient = GRADIENTS[gradient]
+        self.where = where
         self.computed = 0
 
     def at(self, where: str, batch: Batch) -> None:
@@ -467,7 +469,8 @@ class TrainsParts(Trains):
     def __init__(self, only_first: bool) -> None:
         super().__init__("of_inputs", "nowhere")
         self.automatic_optimization = False
-        self.only_first, self.computed = only_first, 1
+        self.only_first = only_first
+        self.computed = 1
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
         optimizer = self.optimizers()

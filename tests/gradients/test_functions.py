@@ -171,7 +171,8 @@ def _gradients_by_micro_batch(
     layout: str, defer: bool | str, counts: list[list[int]]
 ) -> list[dict[str, Any]]:
     """Gradients of summed losses after each micro-batch of one window."""
-    model, rank = Holder(layout), dist.get_rank()
+    model = Holder(layout)
+    rank = dist.get_rank()
     seen = []
     for step, count in enumerate(counts[rank]):
         features, labels = micro_batch(0, rank, step, count)
@@ -283,7 +284,8 @@ def test_unit_without_part_in_the_last_micro_batch(pool4: RankPool, defer: bool 
 
 def _rescaled(count: int | Tensor, pairs: bool) -> tuple[Tensor, Tensor | int]:
     """A gradient of ones, rescaled by local counts `count + rank` over the world or over {0, 2} and {1, 3}."""
-    rank, parameter = dist.get_rank(), nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    rank = dist.get_rank()
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     parameter.grad = torch.ones(3, dtype=torch.float64)
     group = (
         {index: dist.new_group([index, index + 2]) for index in (0, 1)}[rank % 2]

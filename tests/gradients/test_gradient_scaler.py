@@ -103,7 +103,8 @@ def _fit_and_scale(
     settings: dict[str, Any],
     scaler: dict[str, Any],
 ) -> tuple[dict[str, Tensor], float, float]:
-    module, strategy = make_module(decoder()), AutomodelStrategy(**options)
+    module = make_module(decoder())
+    strategy = AutomodelStrategy(**options)
     settings = {"accumulate_grad_batches": ACCUMULATE, **settings, **precision_options("16-mixed", **scaler)}
     trainer = make_trainer(strategy, **settings)
     trainer.fit(module, loader())
@@ -237,7 +238,8 @@ class ScalesByHand(WideLossModule):
         self.automatic_optimization = False
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
-        optimizer, scaler = self.optimizers(), self.trainer.precision_plugin.scaler
+        optimizer = self.optimizers()
+        scaler = self.trainer.precision_plugin.scaler
         optimizer.zero_grad()
         if batch_idx % 2:
             self.manual_backward(self(batch))
@@ -307,7 +309,8 @@ def test_two_optimizers(pool2: RankPool, options: dict[str, Any], monkeypatch: p
     """A window keeps its scale though the other optimizer's step has changed it, and is unscaled once."""
     monkeypatch.setattr("tests.trainer.precisions.ACCUMULATE", 1)
     norms: list[float] = []
-    engine, later = options.get("data_parallel", "fsdp2"), tuple(range(3, CASE.num_batches))
+    engine = options.get("data_parallel", "fsdp2")
+    later = tuple(range(3, CASE.num_batches))
     expected = loop("16-mixed", engine, clip=lambda p: norms.extend(_norms(p)), skipped=later)
     for weights, seen, scale in pool2.run(_fit_two, options):
         assert scale == 2.0 ** (8 + 2 * 3)
@@ -341,7 +344,9 @@ def _resume(
     options: dict[str, Any], folder: str
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
     """Train for two epochs of three steps at once, and for one and then another from its checkpoint."""
-    path, outcomes, scales = f"{folder}/one.ckpt", [], []
+    path = f"{folder}/one.ckpt"
+    outcomes = []
+    scales = []
     for max_epochs, resumes in ((2, False), (1, False), (2, True)):
         module = WideLossModule(decoder())
         settings = {

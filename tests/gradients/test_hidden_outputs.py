@@ -56,7 +56,8 @@ class Perceptual(nn.Module):
 class Policy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.mean, self.scale = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mean = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden: Tensor) -> torch.distributions.Normal:
         return torch.distributions.Normal(self.mean(hidden), F.softplus(self.scale(hidden)))
@@ -67,7 +68,8 @@ class Distribution(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.policies = nn.Sequential(block()), nn.ModuleList([Policy()])
+        self.body = nn.Sequential(block())
+        self.policies = nn.ModuleList([Policy()])
 
     def losses(self, inputs: Tensor) -> Tensor:
         return -self.policies[0](self.body(inputs)).log_prob(inputs).sum(1)

@@ -32,7 +32,8 @@ from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, loader, make_trainer
 
 ACCUMULATE = 3
 WITHOUT_GAPS = replace(CASE, gap="none")
-CLIP, CLIP_VALUE = 0.05, 0.005
+CLIP = 0.05
+CLIP_VALUE = 0.005
 WRONG = 1e-6
 
 
@@ -350,7 +351,8 @@ class Returns(ModelModule):
 
     def __init__(self, model: nn.Module, kind: str, reduction: str) -> None:
         super().__init__(model)
-        self.kind, self.reduction = kind, reduction
+        self.kind = kind
+        self.reduction = reduction
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         loss = mean_loss(self.model, batch, self.reduction)

@@ -25,7 +25,8 @@ class LogsNorms(LabelledModule):
 
 
 def _log(options: dict[str, Any]) -> tuple[dict[str, float], float, float]:
-    module, trainer = LogsNorms(), make_trainer(AutomodelStrategy(**options), max_steps=1)
+    module = LogsNorms()
+    trainer = make_trainer(AutomodelStrategy(**options), max_steps=1)
     trainer.fit(module, loader())
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
     return metrics, module.reduced.item(), module.norm

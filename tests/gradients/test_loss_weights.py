@@ -24,7 +24,8 @@ from tests.trainer.exactness import full_weights, relative_error
 from tests.trainer.plain import fill
 from tests.trainer.runs import TOLERANCE, make_trainer
 
-CLASSES, WIDTH = 3, 4
+CLASSES = 3
+WIDTH = 4
 WEIGHT = torch.tensor([0.5, 1.0, 4.0], dtype=torch.float64)
 SOFT = torch.tensor([[0.2, 0.3, 0.5], [1, 0, 0], [0, 0.5, 0.5], [0.1, 0.9, 0]], dtype=torch.float64)
 
@@ -40,7 +41,8 @@ def squares(labels: Tensor) -> Tensor:
     return torch.ones(len(labels), requires_grad=True).square()
 
 
-ONE, OTHER = torch.tensor([0, 2, 2, 1]), torch.tensor([1, 0, -100])
+ONE = torch.tensor([0, 2, 2, 1])
+OTHER = torch.tensor([1, 0, -100])
 Case = tuple[dict[str, Any], Callable[[Tensor], Tensor], Callable[[Tensor], float], str | None]
 SAID: dict[str, Case] = {
     "right": ({}, ce, lambda y: (y >= 0).sum(), None),
@@ -123,7 +125,8 @@ def test_a_count_that_contradicts_the_loss_is_told(
 ) -> None:
     """Once, and in words of what the loss does."""
     told: list[str] = []
-    advice, module = Advice(), LightningModule()
+    advice = Advice()
+    module = LightningModule()
     monkeypatch.setattr(advice, "say_once", told.append)
     for labels in (ONE, OTHER, OTHER, ONE, OTHER):
         number = torch.as_tensor(count(labels)) if as_tensor else float(count(labels))
@@ -135,7 +138,8 @@ def test_a_count_that_contradicts_the_loss_is_told(
 
 def test_only_the_first_micro_batches_are_looked_at() -> None:
     """The host would wait for an accelerator."""
-    advice, module = Advice(), LightningModule()
+    advice = Advice()
+    module = LightningModule()
     weighting = TokenWeighting(count_label_tokens=count_samples)
     for _ in range(4):
         advice.about_loss(module, weighting, ce(ONE, weight=WEIGHT.float()), 4, 1)
@@ -152,10 +156,8 @@ class Soft(LightningModule):
     def __init__(self, counts_weights: bool) -> None:
         super().__init__()
         self.counts_weights = counts_weights
-        self.model, self.loss = (
-            nn.Linear(WIDTH, CLASSES).double(),
-            nn.CrossEntropyLoss(weight=WEIGHT.clone()),
-        )
+        self.model = nn.Linear(WIDTH, CLASSES).double()
+        self.loss = nn.CrossEntropyLoss(weight=WEIGHT.clone())
         fill(self.model)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
@@ -213,7 +215,9 @@ def data(rank: int) -> list[tuple[Tensor, Tensor]]:
 class Mean(Metric):
     """The mean of numbers, in float64."""
 
-    is_differentiable, higher_is_better, full_state_update = True, None, False
+    is_differentiable = True
+    higher_is_better = None
+    full_state_update = False
 
     def __init__(self, dist_sync_on_step: bool) -> None:
         super().__init__(dist_sync_on_step=dist_sync_on_step)
@@ -233,14 +237,16 @@ class Gathering(LightningModule):
 
     def __init__(self, way: str, is_manual: bool = False) -> None:
         super().__init__()
-        self.way, self.automatic_optimization = way, not is_manual
+        self.way = way
+        self.automatic_optimization = not is_manual
         self.model = nn.Linear(WIDTH, 1).double()
         self.synchronised = Mean(dist_sync_on_step=way in ("metric", "logged metric"))
         fill(self.model)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         errors = (self.model(batch[0]).squeeze(-1) - batch[1]).square()
-        own, ranks = errors.mean(), dist.get_world_size()
+        own = errors.mean()
+        ranks = dist.get_world_size()
         match self.way:
             case "all_gather":
                 return self.all_gather(own, sync_grads=True).mean()

@@ -46,7 +46,9 @@ class ManualModule(LabelledModule):
     def __init__(self, accumulate: int = 1, clip: str = "none", tell: bool = True) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.accumulate, self.clip, self.tell = accumulate, clip, tell
+        self.accumulate = accumulate
+        self.clip = clip
+        self.tell = tell
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -101,7 +103,8 @@ class Chunks(ManualModule):
     between = staticmethod(lambda optimizer: None)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer, rows = self.optimizers(), len(batch["labels"])
+        optimizer = self.optimizers()
+        rows = len(batch["labels"])
         for row in range(rows):
             chunk = {name: tensor[row : row + 1] for name, tensor in batch.items()}
             kwargs = {"num_label_tokens": (chunk["labels"] != -100).sum()} if self.tell else {}
@@ -120,7 +123,8 @@ class GivesUpEachWindow(Chunks):
 def _fit_chunks(
     make: type[Chunks], tell: bool, options: dict[str, Any]
 ) -> tuple[dict[str, Tensor], str, list[str]]:
-    module, error = make(tell=tell), ""
+    module = make(tell=tell)
+    error = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -167,7 +171,8 @@ class UsesRightFirst(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.left, self.right = TinyDecoder(1).double(), TinyDecoder(2).double()
+        self.left = TinyDecoder(1).double()
+        self.right = TinyDecoder(2).double()
 
     def loss(self, batch: Any, with_right: bool, reduction: str = "mean") -> Tensor:
         logits = self.left(batch["input_ids"])

@@ -55,7 +55,8 @@ class InTrainingStep(ModelModule):
 
     def __init__(self, penalty: str, is_first: bool) -> None:
         super().__init__(filled_decoder())
-        self.penalty, self.is_first = PENALTIES[penalty], is_first
+        self.penalty = PENALTIES[penalty]
+        self.is_first = is_first
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         penalty = sum(map(self.penalty, penalised(self.model))) if self.is_first else 0
@@ -91,7 +92,8 @@ class BeforeTheStep(ModelModule):
 class BeforeTheStepByHand(BeforeTheStep):
     def __init__(self, model: nn.Module, accumulate: int) -> None:
         super().__init__(model)
-        self.automatic_optimization, self.accumulate = False, accumulate
+        self.automatic_optimization = False
+        self.accumulate = accumulate
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()

@@ -131,7 +131,8 @@ def _log_after_a_late_rank() -> tuple[list[str], float, float]:
         def emit(self, record: logging.LogRecord) -> None:
             logged.append((record.getMessage(), time.monotonic()))
 
-    logger, recorder = logging.getLogger("lightning_automodel"), Recorder()
+    logger = logging.getLogger("lightning_automodel")
+    recorder = Recorder()
     level = logger.level
     logger.addHandler(recorder)
     logger.setLevel(logging.INFO)

@@ -46,7 +46,8 @@ def _module(parameters: list[nn.Parameter]) -> nn.Module:
 @pytest.mark.parametrize("wrap", [list, iter, _module], ids=["list", "iterator", "module"])
 def test_clipping_equals_torch(wrap: Any, clip_norm: float, foreach: bool) -> None:
     """The norm before and the gradients after are torch's, for a module as for parameters; `.grad` stays in place."""
-    ours, theirs = _parameters(), _parameters()
+    ours = _parameters()
+    theirs = _parameters()
     objects = [id(gradient) for gradient in _gradients(ours)]
     norm = clip_gradients(wrap(ours), clip_norm, foreach)
     expected = nn.utils.clip_grad_norm_(theirs, clip_norm)
@@ -88,7 +89,8 @@ def test_mixed_dtypes() -> None:
 
 def test_sparse_gradients() -> None:
     """An embedding's sparse gradient counts its repeated rows once summed, and is scaled."""
-    sparse, dense = nn.Embedding(4, 3, sparse=True), nn.Embedding(4, 3)
+    sparse = nn.Embedding(4, 3, sparse=True)
+    dense = nn.Embedding(4, 3)
     dense.weight = nn.Parameter(sparse.weight.detach().clone())
     for embedding in (sparse, dense):
         embedding(torch.tensor([1, 1, 3])).square().sum().backward()
@@ -106,7 +108,8 @@ def test_nothing_to_clip(model: Any) -> None:
 @pytest.mark.parametrize("foreach", [True, False])
 def test_complex_gradients(foreach: bool) -> None:
     """As torch clips them: the square of an element is that of its absolute value."""
-    ours, theirs = _parameters(torch.complex128), _parameters(torch.complex128)
+    ours = _parameters(torch.complex128)
+    theirs = _parameters(torch.complex128)
     for parameter in (*ours[:1], *theirs[:1]):
         parameter.grad *= 1 + 2j
     norm = clip_gradients(ours, 0.5, foreach)
@@ -138,7 +141,8 @@ def test_thresholds_that_are_not_positive(clip: Any, value: Any) -> None:
 
 def test_clipping_values_equals_torch() -> None:
     """Every element lies within the bounds."""
-    ours, theirs = _parameters(), _parameters()
+    ours = _parameters()
+    theirs = _parameters()
     clip_gradient_values(ours, 0.4)
     nn.utils.clip_grad_value_(theirs, 0.4)
     torch.testing.assert_close(_gradients(ours)[:-1], _gradients(theirs)[:-1], rtol=0.0, atol=0.0)

@@ -89,7 +89,8 @@ class Molecules:
     targets: Tensor
 
 
-IMAGES, ROWS = torch.ones(4, 3, 8, 8), torch.ones(4, dtype=torch.long)
+IMAGES = torch.ones(4, 3, 8, 8)
+ROWS = torch.ones(4, dtype=torch.long)
 Pair = namedtuple("Pair", ["images", "rows"])
 SAMPLES: dict[str, tuple[Any, int]] = {
     "a pair": ([IMAGES, ROWS], 4),

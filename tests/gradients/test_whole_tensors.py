@@ -124,7 +124,8 @@ def _steps(dtype: torch.dtype, replicas: int) -> list[tuple[dict[str, Tensor], d
     """Runs on every rank: weights and momentum of torch's Muon on shards with owners, and in one process."""
     mesh_shape = (replicas, dist.get_world_size() // replicas) if replicas > 1 else (dist.get_world_size(),)
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
-    sharded, whole = _model(dtype), _model(dtype)
+    sharded = _model(dtype)
+    whole = _model(dtype)
     fully_shard(sharded, mesh=mesh)
     optimizers = [
         torch.optim.Muon(model.parameters(), lr=0.05, weight_decay=0.1) for model in (sharded, whole)

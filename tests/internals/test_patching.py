@@ -11,7 +11,8 @@ class Target:
 
 
 def test_restores_what_was_there_last_first() -> None:
-    target, patches = Target(), PatchStack()
+    target = Target()
+    patches = PatchStack()
     target.own = "mine"  # type: ignore[attr-defined]
     patches.set(target, "step", lambda: "first")
     patches.set(target, "step", lambda: "second")
@@ -23,7 +24,8 @@ def test_restores_what_was_there_last_first() -> None:
 
 
 def test_restore_twice_and_after_a_foreign_removal() -> None:
-    target, patches = Target(), PatchStack()
+    target = Target()
+    patches = PatchStack()
     patches.set(target, "step", lambda: "ours")
     del target.step
     patches.restore()
@@ -32,7 +34,8 @@ def test_restore_twice_and_after_a_foreign_removal() -> None:
 
 
 def test_what_nobody_would_call_is_refused() -> None:
-    target, patches = Target(), PatchStack()
+    target = Target()
+    patches = PatchStack()
     with pytest.raises(
         AttributeError, match="Target has no attribute 'renamed' for lightning_automodel to replace"
     ):
@@ -44,7 +47,8 @@ def test_what_nobody_would_call_is_refused() -> None:
 
 
 def test_stack_can_be_used_again() -> None:
-    target, patches = Target(), PatchStack()
+    target = Target()
+    patches = PatchStack()
     patches.restore()
     patches.set(target, "step", lambda: "again")
     assert target.step() == "again"

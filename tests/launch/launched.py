@@ -53,7 +53,10 @@ class Launched(LabelledModule):
         self, folder: Path, fault: str | None = None, repeat: int = 1, pause_s: float = 0.0
     ) -> None:
         super().__init__()
-        self.folder, self.fault, self.repeat, self.pause_s = folder, fault, repeat, pause_s
+        self.folder = folder
+        self.fault = fault
+        self.repeat = repeat
+        self.pause_s = pause_s
         self.micro_batches = SumMetric()
 
     def train_dataloader(self) -> DataLoader:
@@ -130,7 +133,8 @@ def train(folder: Path, engines: Iterable[str], tests: bool, **options: Any) -> 
     torch.set_num_threads(2)
     use_threads()
     for index, engine in enumerate(engines):
-        module, trainer = Launched(folder), make_trainer(folder / engine, data_parallel=engine, **options)
+        module = Launched(folder)
+        trainer = make_trainer(folder / engine, data_parallel=engine, **options)
         trainer.fit(module)
         found[engine] = {
             "weights": full_weights(module.model),
@@ -174,7 +178,8 @@ def train_alone_before(folder: Path) -> None:
 
 def fail(folder: Path, fault: str | None = None, **options: Any) -> None:
     """Train for long, unless a fault ends it; write the error that this process gets."""
-    module, trainer = Launched(folder, fault, repeat=100000), make_trainer(folder, **options)
+    module = Launched(folder, fault, repeat=100000)
+    trainer = make_trainer(folder, **options)
     try:
         trainer.fit(module)
     except BaseException as error:
@@ -191,7 +196,8 @@ def train_and_fail(folder: Path, fault: str, **options: Any) -> None:
 
 def tune(folder: Path) -> None:
     """Look for a learning rate in forked ranks; write the error."""
-    module, trainer = Launched(folder, repeat=50), make_trainer(folder, start_method="fork")
+    module = Launched(folder, repeat=50)
+    trainer = make_trainer(folder, start_method="fork")
     module.lr = 0.1
     try:
         Tuner(trainer).lr_find(module, num_training=4)

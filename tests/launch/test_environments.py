@@ -161,7 +161,8 @@ def test_ranks_of_an_environment(runs: dict[str, tuple[Path, Future]], name: str
 
 def assert_exact(folder: Path) -> None:
     """The weights in the folder are those of one process."""
-    found, (weights, _) = torch.load(folder / "weights.pt"), reference()
+    found = torch.load(folder / "weights.pt")
+    (weights, _) = reference()
     assert max(relative_error(found[name], weight) for name, weight in weights.items()) < TOLERANCE
 
 

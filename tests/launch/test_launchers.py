@@ -106,7 +106,8 @@ def test_results_of_workers(runs: dict[str, Future], method: str, engine: str) -
 
 def assert_exact(folder: Path, engine: str = "fsdp2") -> dict[str, Any]:
     """What the launching process has are the weights of one process, and the metrics of both ranks."""
-    found, (weights, _) = torch.load(folder / "found.pt")[engine], reference()
+    found = torch.load(folder / "found.pt")[engine]
+    (weights, _) = reference()
     assert found["weights"].keys() == weights.keys()
     assert (
         max(relative_error(found["weights"][name], weight) for name, weight in weights.items()) < TOLERANCE
@@ -121,7 +122,8 @@ def assert_exact(folder: Path, engine: str = "fsdp2") -> dict[str, Any]:
 def test_after_a_run_on_one_device(tmp_path: Path) -> None:
     """Forked ranks would be in the group that the launching process is in since then: it leaves it first."""
     assert run(train_alone_before, tmp_path) == 0, (tmp_path / "log").read_text()
-    found, (weights, _) = torch.load(tmp_path / "found.pt"), reference()
+    found = torch.load(tmp_path / "found.pt")
+    (weights, _) = reference()
     assert (
         max(relative_error(found["weights"][name], weight) for name, weight in weights.items()) < TOLERANCE
     )

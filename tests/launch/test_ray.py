@@ -77,7 +77,8 @@ def test_training(tmp_path: Path, engine: str) -> None:
     from tests.launch.launched import reference
 
     fit(tmp_path, {"data_parallel": engine})
-    found, (weights, _) = torch.load(tmp_path / "weights.pt"), reference()
+    found = torch.load(tmp_path / "weights.pt")
+    (weights, _) = reference()
     assert max(relative_error(found[name], weight) for name, weight in weights.items()) < TOLERANCE
 
 

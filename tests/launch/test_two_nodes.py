@@ -17,7 +17,9 @@ from tests.launch.two_nodes_script import FAILING_RANK
 from tests.processes import ROOT
 
 SCRIPT = Path(__file__).with_name("two_nodes_script.py")
-STEPS, ROWS_A_WINDOW = 4, 4 * 2 * 2  # ranks x micro-batches x rows
+# Ranks x micro-batches x rows.
+STEPS = 4
+ROWS_A_WINDOW = 4 * 2 * 2
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,8 @@ def run(two_nodes: TwoNodes, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 def reference() -> tuple[int, float]:
     """Label tokens and token-mean loss of the last window, in one process on whole windows."""
     torch.manual_seed(0)
-    model, data = Model(), Ragged(lambda: None)
+    model = Model()
+    data = Ragged(lambda: None)
     optimizer = model.configure_optimizers()
     for step in range(STEPS):
         rows = [data[index] for index in range(step * ROWS_A_WINDOW, (step + 1) * ROWS_A_WINDOW)]

@@ -28,7 +28,8 @@ class Counting(Model):
 
     def __init__(self, folder: Path, fails: bool) -> None:
         super().__init__()
-        self._folder, self._fails = folder, fails
+        self._folder = folder
+        self._fails = fails
 
     def prepare_data(self) -> None:
         (self._folder / f"prepared_by_{self.global_rank}").touch()

@@ -190,7 +190,8 @@ def train(project: Project, way: str, directory: Path, result: dict[str, Any]) -
             project(each)
         finally:
             if each.check is not None:
-                result["verdict"], result["report"] = each.check.verdict, each.check.report
+                result["verdict"] = each.check.verdict
+                result["report"] = each.check.report
         return each.recorder
 
     last = str(directory / "last.ckpt")

@@ -128,7 +128,8 @@ def torch_geometric(run: Run) -> None:
     class Graphs(Supervised):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = GCNConv(4, 8), GCNConv(8, 8)
+            self.first = GCNConv(4, 8)
+            self.second = GCNConv(8, 8)
             self.head = nn.Linear(8, 1)
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

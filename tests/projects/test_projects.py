@@ -28,7 +28,8 @@ VERSIONS = dict(
 TOLERANCE = 1e-4
 """Of the way that weights went, in float32; a wrong divisor is off by a half."""
 
-BEGIN, END = "<!-- projects -->", "<!-- /projects -->"
+BEGIN = "<!-- projects -->"
+END = "<!-- /projects -->"
 HEADER = ["project", "release", "passed to `strategy`", "Lightning's ddp", "replicated", "sharded", "date"]
 
 PASSED_TO_STRATEGY = {

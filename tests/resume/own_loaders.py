@@ -51,7 +51,8 @@ class Preloading(DataLoader):
         return self
 
     def __next__(self) -> Any:
-        batch, self.ahead = self.ahead, next(self.batches, None)
+        batch = self.ahead
+        self.ahead = next(self.batches, None)
         if batch is None:
             raise StopIteration
         return batch

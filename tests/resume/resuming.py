@@ -99,7 +99,9 @@ class Learner(LightningModule):
     ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(3)
-        self.tensor_parallel, self.optimizer_name, self.schedule = tensor_parallel, optimizer, schedule
+        self.tensor_parallel = tensor_parallel
+        self.optimizer_name = optimizer
+        self.schedule = schedule
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.statistics = nn.BatchNorm1d(WIDTH)
@@ -180,8 +182,11 @@ class Saver(Callback):
     """Saves within a hook, when it is called for the `when`-th time, and notes how much was logged before."""
 
     def __init__(self, hook: str, when: int, path: Path) -> None:
-        self.hook, self.when, self.path = hook, when, path
-        self.calls, self.logged = 0, -1
+        self.hook = hook
+        self.when = when
+        self.path = path
+        self.calls = 0
+        self.logged = -1
         setattr(self, hook, self._called)
 
     def _called(self, trainer: Trainer, *args: Any) -> None:
@@ -244,7 +249,8 @@ class Stream(IterableDataset):
     """Every rank its own rows, in order, without a length."""
 
     def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
+        self.rank = rank
+        self.ranks = ranks
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         rows = Quiet()
@@ -322,7 +328,8 @@ class CountingSampler(Sampler):
     """Draws another order each time, and tells by its state how often it has."""
 
     def __init__(self, length: int) -> None:
-        self.length, self.epochs = length, 0
+        self.length = length
+        self.epochs = 0
 
     def __len__(self) -> int:
         return self.length

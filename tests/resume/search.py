@@ -91,7 +91,8 @@ class CountingData(LightningDataModule):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.kind, self.count = kind, 0
+        self.kind = kind
+        self.count = 0
 
     def train_dataloader(self) -> Any:
         return training_loader(self.kind, dist.get_rank(), dist.get_world_size())

@@ -86,7 +86,8 @@ def test_step_that_draws_its_batches(pool2: RankPool, loader: str, tmp_path: Pat
 
 def resumed_with(kind: str, other: str, folder: Path) -> str:
     """Runs on every rank: how a fit ends that goes on with another loader."""
-    setting, path = Setting({"data_parallel": "ddp"}, loader=kind), folder / "stopped.ckpt"
+    setting = Setting({"data_parallel": "ddp"}, loader=kind)
+    path = folder / "stopped.ckpt"
     run(setting, Saver("on_train_batch_end", 5, path))
     try:
         run(replace(setting, loader=other), ckpt_path=path)
@@ -118,18 +119,14 @@ class Recorded(Learner):
 
 def started_over(folder: Path) -> tuple[list[float], list[float], list[str]]:
     """Runs on one rank: what a stream brings to a fit, and to one that is resumed within the epoch; and warnings."""
-    setting, path = (
-        Setting({"data_parallel": "ddp"}, {"max_epochs": 1, "limit_val_batches": 0}),
-        folder / "stopped.ckpt",
-    )
+    setting = Setting({"data_parallel": "ddp"}, {"max_epochs": 1, "limit_val_batches": 0})
+    path = folder / "stopped.ckpt"
     batches = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for ckpt_path in (None, path):
-            learner, callbacks = (
-                Recorded(),
-                [ModelCheckpoint(folder, "last"), Saver("on_train_batch_end", 2, path)],
-            )
+            learner = Recorded()
+            callbacks = [ModelCheckpoint(folder, "last"), Saver("on_train_batch_end", 2, path)]
             trainer = make_trainer(setting, callbacks[: 1 if ckpt_path else 2])
             trainer.fit(learner, training_loader("stream", 0, 1), ckpt_path=ckpt_path)
             batches.append(learner.started)

@@ -30,7 +30,8 @@ from tests.resume.resuming import (
     training_loader,
 )
 
-DDP, FSDP2 = {"data_parallel": "ddp"}, {"data_parallel": "fsdp2"}
+DDP = {"data_parallel": "ddp"}
+FSDP2 = {"data_parallel": "fsdp2"}
 DOUBLE = {"precision": "64-true"}
 WINDOWS = {"precision": "32-true", "accumulate_grad_batches": 3, "val_check_interval": 2}
 
@@ -167,7 +168,8 @@ def test_random_stops(pool2: RankPool, seed: int, tmp_path: Path) -> None:
 
 def compare_without(folder: Path) -> dict[str, list[str]]:
     """Runs on every rank: what differs with a part of the restoring left out."""
-    setting, path = Setting(FSDP2, DOUBLE, loader="global generator"), folder / "stopped.ckpt"
+    setting = Setting(FSDP2, DOUBLE, loader="global generator")
+    path = folder / "stopped.ckpt"
     expected = run(setting, Saver("on_train_batch_start", 5, path))[1]
     found = {}
     for owner, name in ((fit.rng, "set_global_states"), (TrainingLoaders, "start"), (snapshot, "restore")):
@@ -201,12 +203,11 @@ class Keeps(Learner):
 
 def resume_with(engine: dict[str, Any], folder: Path) -> list[str]:
     """Runs on every rank: how fits end that are resumed from what holds more than tensors, told True or False."""
-    setting, path = Setting(engine, {"max_epochs": 1}, module=Keeps), folder / "stopped.ckpt"
+    setting = Setting(engine, {"max_epochs": 1}, module=Keeps)
+    path = folder / "stopped.ckpt"
     run(setting, Saver("on_train_batch_end", 2, path))
-    training, validation = (
-        training_loader("own generator", dist.get_rank(), 2),
-        training_loader("own generator", 0, 1),
-    )
+    training = training_loader("own generator", dist.get_rank(), 2)
+    validation = training_loader("own generator", 0, 1)
     ends = []
     for told in (False, True):
         try:
@@ -294,10 +295,8 @@ class OwnState(Callback):
 
 def resume_own_state(folder: Path) -> tuple[dict[str, Any], ...]:
     """Runs on one rank: the strategy's own state before a checkpoint is taken up, in it, and after that."""
-    setting, path = (
-        Setting(DDP, {"precision": "16-true", "max_epochs": 1}, {"optimizer": "sgd"}),
-        folder / "a.ckpt",
-    )
+    setting = Setting(DDP, {"precision": "16-true", "max_epochs": 1}, {"optimizer": "sgd"})
+    path = folder / "a.ckpt"
     run(setting, Saver("on_train_batch_end", 2, path))
     run(setting, noted := OwnState(), ckpt_path=path)
     saved = torch.load(path, weights_only=True)["lightning_automodel"]["ranks"][0]["own"]

@@ -121,7 +121,8 @@ def _save_seen(options: dict[str, Any], path: str) -> list[list[float]]:
 
 def _resume_seen(options: dict[str, Any], path: str) -> tuple[list[list[float]], list[str]]:
     """What was seen when training goes on, and what was said of it."""
-    module, said = WithReplay(), []
+    module = WithReplay()
+    said = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightning_automodel.advice.Advice.say_once", lambda _, text, **__: said.append(text))
         fit(options, module, ckpt_path=path, max_epochs=2)

@@ -35,7 +35,8 @@ class Mixed(Sampler):
     """Holds generators, one of them twice, and a sampler with one."""
 
     def __init__(self) -> None:
-        self.first, self.second = torch.Generator(), torch.Generator()
+        self.first = torch.Generator()
+        self.second = torch.Generator()
         self.again = self.first
         self.inner = RandomSampler(range(3), generator=torch.Generator())
 
@@ -45,7 +46,8 @@ class Mixed(Sampler):
 
 def test_generators_come_back() -> None:
     """Those of the loader and of all samplers below, each once."""
-    sampler, generator = Mixed(), torch.Generator()
+    sampler = Mixed()
+    generator = torch.Generator()
     loader = DataLoader(range(3), sampler=sampler, generator=generator)
     generators = [generator, sampler.first, sampler.second, sampler.inner.generator]
     noted, _ = rng.own_states(loader)

@@ -42,10 +42,8 @@ def test_goes_on(pool1: RankPool, kind: str, tmp_path: Path) -> None:
 
 def what_is_said(kind: str, folder: Path) -> tuple[list[str], list[str]]:
     """Runs on every rank: warnings of a fit that saves; how fits end that go on within epochs, and after the first."""
-    setting, stops = (
-        Setting({"data_parallel": "ddp"}, LIMITED, loader=kind),
-        (*STOPS[:2], ("on_train_batch_start", 6)),
-    )
+    setting = Setting({"data_parallel": "ddp"}, LIMITED, loader=kind)
+    stops = (*STOPS[:2], ("on_train_batch_start", 6))
     savers = [Saver(hook, when, folder / hook) for hook, when in stops]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -112,10 +110,8 @@ def test_other_batch_size(pool1: RankPool, tmp_path: Path) -> None:
 
 def single_rows_under_another_seed(folder: Path) -> tuple[list[float], list[float]]:
     """Runs on every rank: sums of the batches of a fit, and of one that is resumed while PL_GLOBAL_SEED differs."""
-    setting, path = (
-        Setting({"data_parallel": "ddp"}, loader="single rows", module=Recorded),
-        folder / "stopped.ckpt",
-    )
+    setting = Setting({"data_parallel": "ddp"}, loader="single rows", module=Recorded)
+    path = folder / "stopped.ckpt"
     os.environ["PL_GLOBAL_SEED"] = "5"
     undisturbed, _ = run(setting, Saver("on_train_batch_end", 4, path))
     os.environ["PL_GLOBAL_SEED"] = "6"

@@ -27,7 +27,8 @@ class Saves(pl.LightningModule):
 
     def __init__(self, folder: Path, after: set[int]) -> None:
         super().__init__()
-        self.folder, self.after = folder, after
+        self.folder = folder
+        self.after = after
         self.model = nn.Linear(2, 2)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -46,7 +47,8 @@ class Adversaries(Saves):
 
     def __init__(self, folder: Path, after: set[int], zeroes: bool) -> None:
         super().__init__(folder, after)
-        self.automatic_optimization, self.zeroes = False, zeroes
+        self.automatic_optimization = False
+        self.zeroes = zeroes
         self.other = nn.Linear(2, 2)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:

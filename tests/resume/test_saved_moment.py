@@ -25,7 +25,8 @@ from tests.resume.resuming import (
     training_loader,
 )
 
-DDP, FSDP2 = {"data_parallel": "ddp"}, {"data_parallel": "fsdp2"}
+DDP = {"data_parallel": "ddp"}
+FSDP2 = {"data_parallel": "fsdp2"}
 
 
 def averaging() -> list[Callback]:
@@ -140,7 +141,8 @@ def with_data_module(strategy: dict[str, Any], path: Path) -> tuple[list[str], l
     """Runs on every rank: what differs where a fit goes on that was saved within a window, and counts of batches."""
     trainer = {"precision": "64-true", "accumulate_grad_batches": 3, "limit_val_batches": 0, "max_epochs": 1}
     setting = Setting(strategy, trainer)
-    outcomes, counts = [], []
+    outcomes = []
+    counts = []
     for seed, ckpt_path in ((1, None), (2, path)):
         disturb(seed)
         fitting = make_trainer(

@@ -20,7 +20,8 @@ from tests.rank_pool import RankPool
 from tests.resume.resuming import Learner, Recorder, Setting, Stop, differences, run, training_loader
 from tests.resume.test_stops import Writes
 
-DDP, FSDP2 = {"data_parallel": "ddp"}, {"data_parallel": "fsdp2"}
+DDP = {"data_parallel": "ddp"}
+FSDP2 = {"data_parallel": "fsdp2"}
 HOOKS = (
     "on_train_start",
     "on_train_epoch_start",
@@ -42,7 +43,8 @@ class Ends(Callback):
     """Ends the run in a hook, when it is called for the ``when``-th time; ``was_called`` tells whether it did."""
 
     def __init__(self, hook: str, when: int) -> None:
-        self.when, self.calls = when, 0
+        self.when = when
+        self.calls = 0
         setattr(self, hook, self._called)
 
     def _called(self, trainer: Trainer, *args: Any) -> None:

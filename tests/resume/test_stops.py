@@ -41,7 +41,8 @@ from tests.resume.resuming import (
 )
 from tests.trainer.exactness import full_weights
 
-DDP, FSDP2 = {"data_parallel": "ddp"}, {"data_parallel": "fsdp2"}
+DDP = {"data_parallel": "ddp"}
+FSDP2 = {"data_parallel": "fsdp2"}
 WINDOWS = {"precision": "64-true", "accumulate_grad_batches": 3, "val_check_interval": 2}
 
 
@@ -49,7 +50,9 @@ class Ends(Callback):
     """Ends the run in a hook, when it is called for the `when`-th time."""
 
     def __init__(self, hook: str, when: int, end: str) -> None:
-        self.when, self.end, self.calls = when, end, 0
+        self.when = when
+        self.end = end
+        self.calls = 0
         setattr(self, hook, self._called)
 
     def _called(self, trainer: Trainer, *args: Any) -> None:
@@ -206,7 +209,8 @@ class Exact(Learner):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"optimizer": "sgd", **options})
-        self.dropout, self.statistics = torch.nn.Identity(), torch.nn.Identity()
+        self.dropout = torch.nn.Identity()
+        self.statistics = torch.nn.Identity()
 
 
 def fit_exact(accumulate: int, folder: Path, saves: bool) -> dict[str, Tensor]:
@@ -216,10 +220,8 @@ def fit_exact(accumulate: int, folder: Path, saves: bool) -> dict[str, Tensor]:
     setting = Setting(
         FSDP2, {"precision": "64-true", "accumulate_grad_batches": accumulate}, loader="distributed"
     )
-    trainer, learner = (
-        make_trainer(setting, [Saver("on_train_batch_end", 2, path)] if saves else []),
-        Exact(),
-    )
+    trainer = make_trainer(setting, [Saver("on_train_batch_end", 2, path)] if saves else [])
+    learner = Exact()
     rows = torch.utils.data.Subset(Quiet(), range(24))
     loader = torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True, collate_fn=collate)
     trainer.fit(learner, loader, ckpt_path=None if saves else path)
@@ -239,7 +241,9 @@ class Writes(Callback):
     """Seeds each rank at the beginning, and writes what it has at the end."""
 
     def __init__(self, folder: Path, name: str, seed: int) -> None:
-        self.folder, self.name, self.seed = folder, name, seed
+        self.folder = folder
+        self.name = name
+        self.seed = seed
 
     def setup(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         disturb(1000 * self.seed + trainer.global_rank)

@@ -102,7 +102,8 @@ def fit(
 ) -> Any:
     """Rows that were seen, and weights."""
     disturb(next(FITS))
-    trainer, module = make_trainer(setting, list(savers)), Noting()
+    trainer = make_trainer(setting, list(savers))
+    module = Noting()
     trainer.fit(module, LOADERS[library](folder, num_workers), ckpt_path=path)
     parameters = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.parameters()]
     return module.rows, [p.tolist() for p in parameters]

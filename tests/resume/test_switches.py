@@ -19,7 +19,8 @@ from torchmetrics import SumMetric
 from tests.rank_pool import RankPool
 from tests.resume.resuming import Learner, Saver, Setting, compare, compare_chain, run
 
-DDP, FSDP2 = {"data_parallel": "ddp"}, {"data_parallel": "fsdp2"}
+DDP = {"data_parallel": "ddp"}
+FSDP2 = {"data_parallel": "fsdp2"}
 UNUSED = {**DDP, "ddp_kwargs": {"find_unused_parameters": True}}
 DOUBLE = {"precision": "64-true", "max_epochs": 3}
 SECOND_EPOCH = (("on_train_batch_end", 10),)
@@ -51,7 +52,8 @@ def averaging() -> list[Callback]:
 
 def resume_averaging(folder: Path) -> str:
     """Runs on one rank: how a fit ends that resumes where weights were averaged."""
-    setting, path = Setting(DDP, DOUBLE, callbacks=averaging), folder / "stopped.ckpt"
+    setting = Setting(DDP, DOUBLE, callbacks=averaging)
+    path = folder / "stopped.ckpt"
     run(setting, Saver("on_train_batch_end", 3, path))
     try:
         run(setting, ckpt_path=path)
@@ -141,9 +143,7 @@ def test_switched(pool2: RankPool, setting: Setting, stops: Any, tmp_path: Path)
 @pytest.mark.timeout(400)
 def test_switched_and_stopped_twice(pool2: RankPool, tmp_path: Path) -> None:
     """The second checkpoint, too, tells what was switched before the first."""
-    setting, stops = (
-        Setting(FSDP2, DOUBLE, module=Switching),
-        (("on_train_batch_end", 9), ("on_train_batch_end", 2)),
-    )
+    setting = Setting(FSDP2, DOUBLE, module=Switching)
+    stops = (("on_train_batch_end", 9), ("on_train_batch_end", 2))
     for differing in pool2.run(compare_chain, setting, tmp_path, *stops, timeout_s=300):
         assert differing == []

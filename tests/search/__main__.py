@@ -67,7 +67,9 @@ def _search(search: Search, arguments: argparse.Namespace) -> int:
     if arguments.case is not None:
         numbers = range(arguments.case, arguments.case + 1)
     print(f"seed {arguments.seed}, without {arguments.without}, kinds {arguments.kinds}", flush=True)
-    began, num_cases, num_found = time.monotonic(), 0, 0
+    began = time.monotonic()
+    num_cases = 0
+    num_found = 0
     for number in numbers:
         if time.monotonic() - began > arguments.seconds:
             break

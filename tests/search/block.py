@@ -16,7 +16,9 @@ class Block(nn.Module):
 
     def __init__(self, output: str, counter: str | None, clamps: bool = False, mixes: bool = False) -> None:
         super().__init__()
-        self.output, self.counts, self.clamps = output, counter is not None, clamps
+        self.output = output
+        self.counts = counter is not None
+        self.clamps = clamps
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.mixture = Mixture() if mixes else nn.Identity()
         if counter is not None:

@@ -51,7 +51,8 @@ class Stops(Checkpoint):
     """
 
     def __init__(self, after: int, path: Path) -> None:
-        self.after, self.path = after, path
+        self.after = after
+        self.path = path
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

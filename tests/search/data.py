@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from tests.search.cases import Case
 
-VOCABULARY, WIDTH = 7, 5  # odd, so that shards on two ranks are uneven
+# Odd, so that shards on two ranks are uneven.
+VOCABULARY = 7
+WIDTH = 5
 IGNORED = -100
 CLASS_WEIGHTS = torch.linspace(0.3, 2.0, VOCABULARY, dtype=torch.float64)
 
@@ -36,7 +38,8 @@ class Pair:
 def data(case: Case) -> list[list[tuple[Tensor, Tensor]]]:
     """[b, s] ids and [b, s], [b] or (soft) [b, v] labels of an epoch, by rank and then by batch."""
     rng = random.Random(case.seed)
-    empty_rank, empty_window = rng.randrange(case.num_ranks), rng.randrange(2)
+    empty_rank = rng.randrange(case.num_ranks)
+    empty_window = rng.randrange(2)
     made = []
     for rank in range(case.num_ranks):
         made.append([])

@@ -254,7 +254,8 @@ class Search:
                     break
                 found = judge(self.pools(candidate.num_ranks), candidate).finding
                 if found is not None and found.kind == finding.kind and _same(found, finding):
-                    case, shrunk = candidate, True
+                    case = candidate
+                    shrunk = True
                     break
         return case
 

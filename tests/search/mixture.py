@@ -15,7 +15,9 @@ from lightning_automodel import spread_experts
 from lightning_automodel.expert_parallel.dispatch import dispatch_tokens
 from tests.search.data import WIDTH
 
-NUM_EXPERTS, HIDDEN, CHOSEN = 4, 3, 2
+NUM_EXPERTS = 4
+HIDDEN = 3
+CHOSEN = 2
 
 
 class Mixture(nn.Module):

@@ -91,7 +91,8 @@ class Net(nn.Module):
 
         A [b, s, d] shift is added to the embeddings.
         """
-        case, parts = self.case, self.case.parts
+        case = self.case
+        parts = self.case.parts
         if self.training and self.writes:
             user_code.write(case, "forward", self)
         hidden: Any = self.embedding(ids)

@@ -123,7 +123,8 @@ class Searched(LightningModule):
     # --- Hooks --------------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        case, epoch = self.case, self.current_epoch
+        case = self.case
+        epoch = self.current_epoch
         if case.thaw:
             part_to_thaw(self.net).requires_grad_(trains(case, epoch, batch_idx))
         accumulate = case.accumulates(epoch)

@@ -32,8 +32,10 @@ from tests.search.net import (
 )
 from tests.search.user_code import changed, edit_rows, foreign_gradients, full, token_loss, write
 
-CLIP_NORM, CLIP_VALUE = 0.05, 0.01
-EMA_DECAY, SWA_LR = 0.8, 0.03
+CLIP_NORM = 0.05
+CLIP_VALUE = 0.01
+EMA_DECAY = 0.8
+SWA_LR = 0.03
 
 
 @dataclass
@@ -160,7 +162,8 @@ class Reference:
         return min(longest, self.given.get("limit_train_batches", longest))
 
     def _unfreeze(self) -> None:
-        optimizer, embedding = self.optimizers[0], self.module.net.embedding
+        optimizer = self.optimizers[0]
+        embedding = self.module.net.embedding
         embedding.requires_grad_(True)
         optimizer.add_param_group(
             {"params": list(embedding.parameters()), "lr": optimizer.param_groups[0]["lr"] / 10}
@@ -223,7 +226,8 @@ class Reference:
 
     def _backward(self, window: list[int], index: int) -> None:
         """One backward of the objective's part that this batch of all ranks is."""
-        case, net = self.case, self.module.net
+        case = self.case
+        net = self.module.net
         micro_batches = [labels for each in window for _, _, labels in self._of_ranks(each)]
         total = sum(float(count(case, labels)) for labels in micro_batches)
         denominator = len(micro_batches) if self.is_mean else (total or 1.0)
@@ -279,7 +283,8 @@ class Reference:
     # --- Manual optimization ------------------------------------------------------------------------------------------
 
     def _manual(self, index: int) -> None:
-        case, kind = self.case, self.case.manual
+        case = self.case
+        kind = self.case.manual
         accumulate = case.accumulates(0)
         first = self.optimizers[0]
         if kind in ("each", "closure", "chunks", "two_losses", "two_optimizers"):
@@ -384,7 +389,9 @@ class _Swapped:
     """Puts a rank's buffers into the module for one forward."""
 
     def __init__(self, module: nn.Module, buffers: list[dict[str, Tensor]], rank: int) -> None:
-        self.module, self.buffers, self.rank = module, buffers, rank
+        self.module = module
+        self.buffers = buffers
+        self.rank = rank
 
     def __enter__(self) -> None:
         for name, buffer in self.module.named_buffers():

@@ -19,7 +19,9 @@ from tests.search.ranks import train
 from tests.search.reference import Outcome
 
 SEED = 23
-BY_DEFAULT, IN_SWEEP, PER_TEST = 6, 404, 20
+BY_DEFAULT = 6
+IN_SWEEP = 404
+PER_TEST = 20
 PLANTED_WITHIN = 6
 
 

@@ -116,7 +116,8 @@ def write(case: Case, where: str, net: Any) -> None:
         what, _, place = each.partition("@")
         if place == where:
             if what.startswith("unit_"):
-                student, teacher = first_block(net), net.teacher_block[0]
+                student = first_block(net)
+                teacher = net.teacher_block[0]
                 _WRITES[what.replace("unit", "teacher")](net, student, teacher)
             else:
                 _WRITES[what](net, net.head, getattr(net, "teacher", None))
@@ -230,7 +231,8 @@ def attach(case: Case, net: Any) -> None:
 def altered(case: Case, net: Any, hidden: Tensor) -> Tensor:
     """[b, s, d] hidden states, after what the case's user code adds to the forward."""
     if case.alias is not None:
-        kept, (how, _, whose) = net.kept, case.alias.partition("@")
+        kept = net.kept
+        (how, _, whose) = case.alias.partition("@")
         parameter = {
             "dict": lambda: kept["weight"],
             "list": lambda: kept[0],

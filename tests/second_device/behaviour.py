@@ -23,7 +23,8 @@ from lightning_automodel.sharding.activation_checkpointing import OffloadedActiv
 from tests.second_device import device
 from tests.second_device.kernels import recorded_kernels
 
-HERE, NEIGHBOUR = f"{device.TYPE}:0", f"{device.TYPE}:1"
+HERE = f"{device.TYPE}:0"
+NEIGHBOUR = f"{device.TYPE}:1"
 
 
 def copies_arrive_late() -> None:
@@ -53,7 +54,8 @@ def an_event_waits_for_what_came_before_it() -> None:
 
 def streams_wait_for_each_other() -> None:
     """Or reading what the other writes raises; a copy back reads what has not arrived yet."""
-    tensor, side = torch.ones(4, device=HERE), torch.Stream(HERE)
+    tensor = torch.ones(4, device=HERE)
+    side = torch.Stream(HERE)
     with side, pytest.raises(RuntimeError, match="without having waited for it"):
         tensor + 1
     pinned = torch.zeros(4, pin_memory=True)
@@ -68,11 +70,9 @@ def streams_wait_for_each_other() -> None:
 def memory_that_a_copy_reads_must_live() -> None:
     """Freed before the other stream has copied it, and used again, it holds anything, unless that was recorded."""
     for recorded, reused in itertools.product((False, True), repeat=2):
-        tensor, side, pinned = (
-            torch.ones(4, device=HERE),
-            torch.Stream(HERE),
-            torch.zeros(4, pin_memory=True),
-        )
+        tensor = torch.ones(4, device=HERE)
+        side = torch.Stream(HERE)
+        pinned = torch.zeros(4, pin_memory=True)
         side.wait_stream(torch.accelerator.current_stream())
         with side:
             pinned.copy_(tensor, non_blocking=True)
@@ -86,7 +86,8 @@ def memory_that_a_copy_reads_must_live() -> None:
 
 def waits_are_told() -> None:
     """Each with its line; what does not wait is not told."""
-    tensor, page = torch.arange(4.0, device=HERE), torch.ones(2)
+    tensor = torch.arange(4.0, device=HERE)
+    page = torch.ones(2)
     calls: dict[str, Callable[[], Any]] = {
         "item": lambda: tensor.sum().item(),
         "nonzero": lambda: tensor.nonzero(),
@@ -104,7 +105,8 @@ def waits_are_told() -> None:
             call()
         assert [what for what, _ in waits] == [name], (name, waits)
         assert all("behaviour.py:" in line for _, line in waits), (name, waits)
-    pinned, positions = page.pin_memory(), torch.tensor([0, 1], device=HERE)
+    pinned = page.pin_memory()
+    positions = torch.tensor([0, 1], device=HERE)
     with device.recorded_waits() as waits:
         pinned.to(HERE, non_blocking=True)
         (tensor * 2).softmax(0).sort()
@@ -185,7 +187,8 @@ def activations_leave_and_come_back() -> None:
     start = torch.randn(1024, 64, device=HERE)
 
     def gradients(offloaded: OffloadedActivations | None) -> tuple[list[Tensor], int]:
-        before, hidden = torch.accelerator.memory_allocated(0), start
+        before = torch.accelerator.memory_allocated(0)
+        hidden = start
         for layer in layers:
             with torch.autograd.graph.save_on_cpu() if offloaded is None else offloaded.hooks():
                 hidden = layer(hidden.sin())

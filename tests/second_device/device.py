@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_map_only
 from tests import devices
 from tests.second_device import build, nccl_like
 
-TYPE, BACKEND = "hostdev", "hostccl"
+TYPE = "hostdev"
+BACKEND = "hostccl"
 PAGEABLE = "copy from pageable memory"
 
 
@@ -157,7 +158,8 @@ def _float32_result(op: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         given = args[place] if len(args) > place else kwargs.get("dtype")
         if given is None and _is_cast(args[0]):
-            args, kwargs = args[:place], {**kwargs, "dtype": torch.float32}
+            args = args[:place]
+            kwargs = {**kwargs, "dtype": torch.float32}
         return _without_casts(op, args, kwargs)
 
     return call

@@ -75,7 +75,8 @@ def collectives_are_queued() -> None:
 def late_copies_wait_before_they_read() -> None:
     """A copy behind a collective brings its result."""
     dist.barrier()
-    tensor, pinned = _ones(), torch.zeros(4, pin_memory=True)
+    tensor = _ones()
+    pinned = torch.zeros(4, pin_memory=True)
     if dist.get_rank() == 1:
         time.sleep(LATE_S)
     dist.all_reduce(tensor)

@@ -112,10 +112,8 @@ def _difference(here: Any, there: Any) -> str | None:
             raise NotImplementedError(NOT_DENSE)
         if (own.shape, own.dtype) != (other.shape, other.dtype):
             return f"{index}: {own.shape}, {own.dtype} != {other.shape}, {other.dtype}"
-        got, expected = (
-            own.detach().cpu().resolve_conj().resolve_neg(),
-            other.detach().resolve_conj().resolve_neg(),
-        )
+        got = own.detach().cpu().resolve_conj().resolve_neg()
+        expected = other.detach().resolve_conj().resolve_neg()
         if torch.equal(got, expected):
             continue
         tolerance = 1e-12 if expected.dtype in (torch.float64, torch.complex128) else 1e-5
@@ -182,7 +180,8 @@ def differences(op: Any, dtype: torch.dtype) -> Iterator[str]:
         given = (sample.input, *sample.args), sample.kwargs
         for name, run in _variants(op):
             try:
-                here, there = _outcome(run, given, device.TYPE), _outcome(run, given, "cpu")
+                here = _outcome(run, given, device.TYPE)
+                there = _outcome(run, given, "cpu")
                 found = _difference(here, there)
             except NotImplementedError as error:
                 found = str(error)

@@ -25,7 +25,8 @@ from tests.trainer.runs import make_trainer
 from tests.trainer.support import FEATURES, LAYOUTS, Feature, SupportModule, decoder
 
 ACCUMULATE = 4
-FIRST, LAST = 2 * ACCUMULATE, 4 * ACCUMULATE
+FIRST = 2 * ACCUMULATE
+LAST = 4 * ACCUMULATE
 """The measured micro-batches: two windows, after DDP has rebuilt its buckets."""
 
 
@@ -149,7 +150,8 @@ def measure(layout_name: str, feature: str) -> Waits | str:
     """Runs on every rank: what was recorded, or the message with which the layout refuses the feature."""
     from tests.second_device import device
 
-    layout, switched_on = STEADY_LAYOUTS[layout_name], STEADY[feature]
+    layout = STEADY_LAYOUTS[layout_name]
+    switched_on = STEADY[feature]
     case = Case(seed=7, telling="labels", num_batches=LAST + 1, num_ranks=layout.num_ranks, gap="none")
     make_module = MODULES.get(feature, SupportModule)
     module = make_module(decoder(switched_on, layout).float(), switched_on, layout)

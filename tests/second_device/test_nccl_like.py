@@ -112,7 +112,8 @@ def peer_dies(rank: int) -> None:
 def error_in_a_kernel(rank: int) -> None:
     """Each later call raises it."""
     own = _join(rank)
-    logits, labels = torch.zeros(2, 4, device=own), torch.tensor([1, 9], device=own)
+    logits = torch.zeros(2, 4, device=own)
+    labels = torch.tensor([1, 9], device=own)
     dist.all_reduce(logits)
     with pytest.raises(IndexError, match="Dimension out of range"):
         logits.sum(5)
@@ -136,7 +137,8 @@ def error_in_a_kernel(rank: int) -> None:
 def error_in_a_kernel_beside_a_collective(rank: int) -> None:
     """The watchdog ends the process once a collective is queued that is not done."""
     own = _join(rank)
-    logits, labels = torch.zeros(2, 4, device=own), torch.tensor([1, 9], device=own)
+    logits = torch.zeros(2, 4, device=own)
+    labels = torch.tensor([1, 9], device=own)
     dist.all_reduce(logits)
     if rank == 1:
         logits.sum().item()

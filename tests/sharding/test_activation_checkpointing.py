@@ -197,7 +197,8 @@ def test_chosen_classes(
 def test_inputs_of_blocks_wait_in_host_memory(pool2: RankPool, options: dict[str, Any]) -> None:
     """Exact; of what recomputation keeps, autograd keeps all but those, which hooks of our own take."""
     expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
-    recomputed, offloaded = pool2.run(fit, options, True), pool2.run(fit, options, "offload")
+    recomputed = pool2.run(fit, options, True)
+    offloaded = pool2.run(fit, options, "offload")
     for rank, (before, run) in enumerate(zip(recomputed, offloaded, strict=True)):
         assert weight_error(run.weights, expected) <= TOLERANCE
         assert (run.forwards, run.described) == (before.forwards, BLOCKS)
@@ -215,7 +216,8 @@ def test_offloading_beside_replicas(pool4: RankPool) -> None:
 
 def _fit_replicas() -> Run:
     # Peers see the data of two ranks: the mean over four is that over two.
-    module, counts = ModelModule(filled_decoder()), Counts()
+    module = ModelModule(filled_decoder())
+    counts = Counts()
     strategy = AutomodelStrategy(data_parallel_replicate_size=2, activation_checkpointing="offload")
     batches = DataLoader(micro_batches(CASE)[dist.get_rank() // 2], batch_size=None)
     make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, callbacks=[counts]).fit(module, batches)
@@ -292,10 +294,8 @@ class RunningNorm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.by_batch, self.by_position = (
-            nn.BatchNorm1d(WIDTH),
-            nn.InstanceNorm1d(WIDTH, track_running_stats=True),
-        )
+        self.by_batch = nn.BatchNorm1d(WIDTH)
+        self.by_position = nn.InstanceNorm1d(WIDTH, track_running_stats=True)
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("largest", torch.ones(()), persistent=False)
         self.register_buffer("latest", None, persistent=False)
@@ -421,7 +421,8 @@ class WithoutBlocks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return self.head(self.embedding(input_ids))

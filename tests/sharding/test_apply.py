@@ -50,7 +50,9 @@ class SameBatch(ModelModule):
 
 def _statistics(options: dict[str, Any], folder: str) -> tuple[list[float], Tensor, Tensor]:
     """Validation losses; running means after the fit, and as somebody finds them who loads the checkpoint."""
-    module, loaded, path = SameBatch(), SameBatch(), f"{folder}/checkpoint"
+    module = SameBatch()
+    loaded = SameBatch()
+    path = f"{folder}/checkpoint"
     trainer = make_trainer(
         AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, val_check_interval=4
     )
@@ -102,7 +104,8 @@ class Complex(nn.Module):
 
 
 def _fit(make_module: Any, options: dict[str, Any]) -> tuple[Outcome, Any]:
-    module, strategy = make_module(), AutomodelStrategy(**options)
+    module = make_module()
+    strategy = AutomodelStrategy(**options)
     make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, loader())
     return Outcome(full_weights(module), None), strategy.describe()
 

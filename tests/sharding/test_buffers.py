@@ -17,7 +17,8 @@ from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.runs import make_trainer
 
-WIDTH, STEPS = 3, 6
+WIDTH = 3
+STEPS = 6
 
 
 class Normalised(LightningModule):
@@ -60,7 +61,8 @@ class Saves(Callback):
     """Saves in the middle of a window of three micro-batches, or at its end."""
 
     def __init__(self, path: Path, after: int = 1) -> None:
-        self.path, self.after = path, after
+        self.path = path
+        self.after = after
 
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int

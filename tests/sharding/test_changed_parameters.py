@@ -29,7 +29,8 @@ class Grows(Writer):
 
     def __init__(self, hook: str, what: str) -> None:
         super().__init__()
-        self.hook, self.what = hook, what
+        self.hook = hook
+        self.what = what
         if what == "made before":
             self.student.blocks.append(_identity()).requires_grad_(False)
 

@@ -29,7 +29,8 @@ class Stacked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.step = 0
-        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
         self.stack = self.make_stack()
         fill(self)
 
@@ -105,7 +106,8 @@ def fit(
     make_model: Callable[[], nn.Module], options: dict[str, Any], accumulate: int
 ) -> tuple[Outcome, Any]:
     """Weights, and the units."""
-    module, strategy = ModelModule(make_model()), AutomodelStrategy(**options)
+    module = ModelModule(make_model())
+    strategy = AutomodelStrategy(**options)
     make_trainer(strategy, accumulate_grad_batches=accumulate).fit(module, loader())
     return Outcome(full_weights(module), None), strategy.describe().get("units")
 

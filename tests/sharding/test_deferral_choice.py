@@ -57,7 +57,8 @@ def fit(
     **trainer_options: Any,
 ) -> Told:
     """Train where half of each rank's free memory is a part of what it needs for gradients and state."""
-    module, fraction = make_module(), fractions[dist.get_rank()]
+    module = make_module()
+    fraction = fractions[dist.get_rank()]
 
     def budget(needed: dict[str, int]) -> float:
         return fraction * (needed["deferred_gradients"] + needed["sharded_state"])

@@ -162,7 +162,8 @@ def _discard_a_part(layout: str, defer: Deferral) -> dict[str, Tensor]:
 
 
 def test_a_part_is_discarded(pool2: RankPool) -> None:
-    both, last = _expected(2, 0, 1), _expected(2, 1)
+    both = _expected(2, 0, 1)
+    last = _expected(2, 1)
     expected = {name: last[name] if name.startswith("head") else both[name] for name in both}
     for found in pool2.run(_discard_a_part, "nested", True):
         assert error(found, expected) <= TOLERANCE
@@ -176,7 +177,8 @@ def test_a_part_of_one_buffer_is_refused(pool4: RankPool) -> None:
 def _retain(change: str) -> tuple[list[int], bool, bool, dict[str, Tensor]]:
     """All-gathers by micro-batch, whether the module looks sharded between them, and is in the end; gradients."""
     training = Training("nested", True, True)
-    gathers, looks_sharded = [], True
+    gathers = []
+    looks_sharded = True
     for step in (0, 1, 2):
         with CommDebugMode() as counter:
             training.micro_batch(step, is_last=step == 2)

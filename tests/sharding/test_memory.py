@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_automodel.sharding import memory
 from tests.rank_pool import RankPool
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 
 
 def _pretend_host(monkeypatch: pytest.MonkeyPatch, folder: Path, files: dict[str, str]) -> None:
@@ -124,7 +125,8 @@ def test_choice(defer: Any, keep: Any, budget: int | None, expected: tuple[Any, 
 
 def _agree_in_a_grid() -> tuple[dict[str, int], int | None]:
     """Over rows and columns of a mesh, as data-parallel and tensor-parallel ranks are."""
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
     groups = [mesh["row"].get_group(), mesh["column"].get_group()]
     return memory.agree({"size": (3, 9, 5, 4)[rank]}, (7, 8, 6, 9)[rank], torch.device("cpu"), groups)
 

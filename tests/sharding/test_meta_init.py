@@ -39,7 +39,8 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same(model: nn.Module, expected: nn.Module) -> None:
-    found, wanted = tensors(model), tensors(expected)
+    found = tensors(model)
+    wanted = tensors(expected)
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype, name
@@ -249,7 +250,8 @@ class Forgetful(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.scale = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+        self.weight = nn.Parameter(torch.ones(2))
+        self.scale = nn.Parameter(torch.ones(3))
         self.register_buffer("mask", torch.ones(2, dtype=torch.bool), persistent=False)
 
     def reset_parameters(self) -> None:
@@ -297,7 +299,8 @@ def test_values_that_come_later_count() -> None:
 
 def test_an_initialiser_that_fails_leaves_no_garbage() -> None:
     """Nor does it draw random numbers, here or anywhere; who goes on regardless is told what has no values."""
-    state, model = torch.get_rng_state(), on_meta(lambda: nn.Sequential(Fails(), nn.Linear(2, 2)))
+    state = torch.get_rng_state()
+    model = on_meta(lambda: nn.Sequential(Fails(), nn.Linear(2, 2)))
     with pytest.raises(RuntimeError, match="on purpose"):
         materialize(model, CPU, offload=False)
     assert torch.equal(torch.get_rng_state(), state)

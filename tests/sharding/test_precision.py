@@ -18,7 +18,10 @@ from lightning_automodel.gradients.rescale_clip import scale_gradients_
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.precision import cast_around, cast_floating, resolve_policy
 
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
+FP64 = torch.float64
 MIXED = {"reduce_dtype": FP32, "output_dtype": FP32}
 OWN: dict[str, Any] = {"cast_forward_inputs": False}
 

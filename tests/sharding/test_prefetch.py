@@ -43,10 +43,12 @@ class Events(Callback):
     """The all-gathers, forwards and backwards of one micro-batch, by name, as they start on this rank."""
 
     def __init__(self, batch_idx: int) -> None:
-        self.batch_idx, self.events = batch_idx, []
+        self.batch_idx = batch_idx
+        self.events = []
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
-        self._patches, self._trainer = PatchStack(), trainer
+        self._patches = PatchStack()
+        self._trainer = trainer
         for name, unit in module.named_modules():
             if isinstance(unit, FSDPModule):
                 label = name.rpartition(".")[2] or "root"
@@ -73,7 +75,9 @@ def fit(
     **kwargs: Any,
 ) -> tuple[Any, list[str], dict[str, Any]]:
     """Weights, events of the micro-batch `batch_idx`, and what `describe` says."""
-    module, events, strategy = ModelModule(make_model()), Events(batch_idx), AutomodelStrategy(**options)
+    module = ModelModule(make_model())
+    events = Events(batch_idx)
+    strategy = AutomodelStrategy(**options)
     trainer = make_trainer(
         strategy, accumulate_grad_batches=ACCUMULATE, callbacks=[events, *callbacks], **kwargs
     )
@@ -100,7 +104,8 @@ def test_weights_are_exact_and_gathers_start_ahead(
     assert first[1] == second[1]
     weights, events, described = first
     assert weight_error(weights, expected) <= TOLERANCE
-    forward, backward = events[: events.index("backward")], events[events.index("backward") + 1 :]
+    forward = events[: events.index("backward")]
+    backward = events[events.index("backward") + 1 :]
     assert forward == FORWARD[ahead]
     is_kept = options.get("reshard_during_accumulation") is False
     assert [e for e in backward if e.startswith("gather")] == (
@@ -226,7 +231,8 @@ def _fit_by_hand() -> Any:
 
 def _expected_by_hand() -> Any:
     model = Irregular()
-    model.step, optimizer = 1, sgd(model)
+    model.step = 1
+    optimizer = sgd(model)
     for index in range(CASE.num_batches):
         batches = [by_rank[index] for by_rank in micro_batches(CASE)]
         _scale(model)

@@ -38,7 +38,8 @@ class Codes(Tensor):
         return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)
 
     def __init__(self, codes: Tensor, scale: Tensor) -> None:
-        self.codes, self.scale = codes, scale
+        self.codes = codes
+        self.scale = scale
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["codes", "scale"], None
@@ -81,7 +82,8 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self.base = base
-        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+        self.down = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Linear(4, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.base(x) + self.up(self.down(x)))
@@ -93,7 +95,8 @@ class Net(nn.Module):
     def __init__(self, make_base: Callable[[], nn.Module]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
         self.blocks = nn.ModuleList(Adapted(make_base()) for _ in range(3))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -122,7 +125,8 @@ def _fit_codes(options: dict[str, Any]) -> tuple[Outcome, Any]:
     net = coded_net()
     for block in net.blocks:
         block.base.weight.codes.add_(dist.get_rank())  # rank 0's are meant
-    module, strategy = ModelModule(net), AutomodelStrategy(**options)
+    module = ModelModule(net)
+    strategy = AutomodelStrategy(**options)
     make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, loader())
     return _trained(module), strategy.describe().get("replicated")
 
@@ -155,7 +159,8 @@ def tagged_net() -> nn.Module:
 
 
 def _fit_tagged() -> tuple[Outcome, Any]:
-    module, strategy = ModelModule(tagged_net()), AutomodelStrategy()
+    module = ModelModule(tagged_net())
+    strategy = AutomodelStrategy()
     make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, loader())
     return _trained(module), strategy.describe().get("replicated")
 

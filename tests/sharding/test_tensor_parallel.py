@@ -246,7 +246,8 @@ def test_peers_see_the_same_data_and_random_numbers(pool4: RankPool) -> None:
     """What peers hold alike stays alike to the last bit, though nobody averages it; data ranks see different data."""
     outcomes = pool4.run(fit_with_dropout_and_own_seeds)
     for first, second in ((0, 1), (2, 3)):
-        (weights, drawn), (others_weights, others_drawn) = outcomes[first], outcomes[second]
+        (weights, drawn) = outcomes[first]
+        (others_weights, others_drawn) = outcomes[second]
         assert drawn == others_drawn
         assert all(torch.equal(weight, others_weights[name]) for name, weight in weights.items())
     assert sorted(outcomes[0][1] + outcomes[2][1]) == list(range(8))
@@ -269,7 +270,8 @@ class TakesPairs(TensorParallelModule):
 
 
 def fit_beside_unusual_tensors() -> int:
-    module, batch = TakesPairs(decoder()), micro_batches(CASE)[0][0]
+    module = TakesPairs(decoder())
+    batch = micro_batches(CASE)[0][0]
     beside = {
         "sparse": torch.eye(2).to_sparse(),
         "conjugate": torch.ones(2, dtype=torch.complex64).conj(),
@@ -346,7 +348,8 @@ class CountsSamples(TensorParallelModule):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.logged, self.computed = SumMetric(), SumMetric()
+        self.logged = SumMetric()
+        self.computed = SumMetric()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self(batch)
@@ -360,7 +363,8 @@ class CountsSamples(TensorParallelModule):
 
 
 def _sums() -> tuple[float, ...]:
-    module, trainer = CountsSamples(decoder()), make_trainer(AutomodelStrategy(tensor_parallel_size=TENSOR))
+    module = CountsSamples(decoder())
+    trainer = make_trainer(AutomodelStrategy(tensor_parallel_size=TENSOR))
     trainer.validate(module, DataLoader(micro_batches(CASE)[data_rank()], batch_size=None), verbose=False)
     left = [metric.dist_sync_fn for metric in (module.logged, module.computed)]
     assert left == [None, None]

@@ -21,7 +21,9 @@ class Dropping(nn.Module):
         super().__init__()
         self.stem = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
-        self.skips, self.starts_at, self.calls = skips, starts_at, 0
+        self.skips = skips
+        self.starts_at = starts_at
+        self.calls = 0
 
     def losses(self, inputs: Tensor) -> Tensor:
         skipped = self.skips.get(len(inputs)) if self.calls >= self.starts_at else None
@@ -82,7 +84,8 @@ class Solve(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, function: nn.Module, state: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.function, ctx.parameters = function, parameters
+        ctx.function = function
+        ctx.parameters = parameters
         ctx.save_for_backward(state)
         with torch.no_grad():
             return state + 0.1 * function(state)

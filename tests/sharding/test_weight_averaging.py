@@ -51,7 +51,11 @@ from tests.trainer.runs import (
     mean_loss,
 )
 
-ACCUMULATE, EPOCHS, VALIDATE_EVERY, DECAY, SWA_LR = 3, 3, 2, 0.7, 0.05
+ACCUMULATE = 3
+EPOCHS = 3
+VALIDATE_EVERY = 2
+DECAY = 0.7
+SWA_LR = 0.05
 WRONG = 1e-6
 OPTIONS = {
     "kept": STRATEGIES["kept"],
@@ -130,7 +134,8 @@ def first_losses(model: nn.Module) -> list[float]:
 def averaged_plainly(name: str, epochs: int = EPOCHS) -> tuple[dict[str, Tensor], list[list[float]]]:
     """The average after all epochs, and what each validation finds with it."""
     model = Tempered()
-    averaged, optimizer = AveragedModel(model, use_buffers=True, **AVERAGES[name][1]), sgd(model)
+    averaged = AveragedModel(model, use_buffers=True, **AVERAGES[name][1])
+    optimizer = sgd(model)
     losses = []
     for _ in range(epochs):
         for window in windows(CASE, ACCUMULATE):
@@ -270,7 +275,8 @@ def _swa(**kwargs: Any) -> StochasticWeightAveraging:
 
 def _swa_around(options: dict[str, Any]) -> dict[str, Tensor]:
     """The callback copies the module in every set-up, also of runs that find it sharded."""
-    module, callback = Evaluates(Tempered()), _swa()
+    module = Evaluates(Tempered())
+    callback = _swa()
     settings = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, "callbacks": [callback]}
     trainer = make_trainer(AutomodelStrategy(**options), **settings)
     trainer.validate(module, loader(), verbose=False)
@@ -298,8 +304,10 @@ def _resume(
     checkpoint = ModelCheckpoint(dirpath=folder, filename="two", save_on_train_epoch_end=True)
     callbacks = [make_callback(), checkpoint]
     _fit(ENGINES[saving], make_callback(), callbacks=callbacks, max_epochs=2, enable_checkpointing=True)
-    options, path = ENGINES[resuming], f"{folder}/two.ckpt"
-    loaded, resumed = Evaluates(Tempered()), Evaluates(Tempered())
+    options = ENGINES[resuming]
+    path = f"{folder}/two.ckpt"
+    loaded = Evaluates(Tempered())
+    resumed = Evaluates(Tempered())
     make_trainer(AutomodelStrategy(**options)).validate(loaded, loader(), path, verbose=False)
     settings = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, "callbacks": [make_callback()]}
     make_trainer(AutomodelStrategy(**options), **settings).fit(resumed, loader(), ckpt_path=path)
@@ -396,7 +404,8 @@ class Teacher(Callback):
 
 
 def _copy_beside_an_average() -> tuple[bool, list[str]]:
-    teacher, average = Teacher(), _ema()
+    teacher = Teacher()
+    average = _ema()
     _fit({}, average, callbacks=[teacher, average], max_steps=1)
     return teacher.loss.shape == (), [name for name in vars(average) if name in dir(Callback)]
 

@@ -23,7 +23,8 @@ from tests.trainer.exactness import (
 )
 from tests.trainer.runs import CASE, STRATEGIES, TOLERANCE, LabelledModule, loader, make_trainer, mean_loss
 
-ACCUMULATE, LOADED_AFTER = 2, 2
+ACCUMULATE = 2
+LOADED_AFTER = 2
 
 
 def other_weights() -> dict[str, Tensor]:
@@ -100,7 +101,8 @@ def _outcomes(module: nn.Module, whole: dict[str, Tensor]) -> list[Any]:
 
 def _load_after_a_fit(options: dict[str, Any]) -> tuple[list[Any], list[Any], list[str]]:
     """Outcomes with a sharded model and with a plain one; kinds of the sharded one's parameters after `assign`."""
-    module, whole = LabelledModule(), {f"model.{name}": value for name, value in other_weights().items()}
+    module = LabelledModule()
+    whole = {f"model.{name}": value for name, value in other_weights().items()}
     trainer = make_trainer(AutomodelStrategy(**options))
     trainer.fit(module, loader())
     plain = LabelledModule()

@@ -28,7 +28,8 @@ from tests.trainer.exactness import full_weights
 from tests.trainer.runs import make_trainer
 
 WIDTH = 5  # odd, so that shards on two ranks are uneven
-NUM_BATCHES, ACCUMULATE = 6, 2
+NUM_BATCHES = 6
+ACCUMULATE = 2
 MOMENTUM = 0.9
 
 
@@ -66,7 +67,8 @@ class Writer(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.student, self.teacher = Net(1), Net(2).requires_grad_(False)
+        self.student = Net(1)
+        self.teacher = Net(2).requires_grad_(False)
         self.double()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -120,7 +122,8 @@ def polyak(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
 @torch.no_grad()
 def timm_ema(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
     """As timm.utils.ModelEmaV3.apply_update_."""
-    ema, current = [], []
+    ema = []
+    current = []
     for ema_v, model_v in zip(model_ema.state_dict().values(), model.state_dict().values(), strict=True):
         ema.append(ema_v)
         current.append(model_v)
@@ -130,7 +133,8 @@ def timm_ema(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> Non
 @torch.no_grad()
 def foreach_mul_add(model: nn.Module, model_ema: nn.Module, m: float = MOMENTUM) -> None:
     """As torchvision's and ultralytics' averages, over lists."""
-    ema, current = list(model_ema.parameters()), [p.detach() for p in model.parameters()]
+    ema = list(model_ema.parameters())
+    current = [p.detach() for p in model.parameters()]
     torch._foreach_mul_(ema, m)
     torch._foreach_add_(ema, current, alpha=1 - m)
 
@@ -169,7 +173,8 @@ class Teaches(Writer):
 
     def __init__(self, update: str, place: str) -> None:
         super().__init__()
-        self.update, self.place = UPDATES[update], place
+        self.update = UPDATES[update]
+        self.place = place
 
     def move(self, place: str) -> None:
         """Move it here, if this is the place."""
@@ -290,7 +295,8 @@ class AveragesIntoBuffers(Writer):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         for index, parameter in enumerate(self.student.parameters()):
-            mean, weight = self.get_buffer(f"mean_{index}"), parameter.data
+            mean = self.get_buffer(f"mean_{index}")
+            weight = parameter.data
             if self.how == "recipe" and isinstance(parameter, DTensor):
                 weight = parameter.full_tensor().detach()
             mean.mul_(0.5).add_(weight, alpha=0.5)

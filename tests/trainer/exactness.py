@@ -34,7 +34,8 @@ from tests.trainer.cases import Case
 TOLERANCE = 1e-12
 VOCABULARY = 11
 WIDTH = 7  # odd, so that shards on two ranks are uneven
-LEARNING_RATE, MOMENTUM = 0.1, 0.9
+LEARNING_RATE = 0.1
+MOMENTUM = 0.9
 PLAN = {
     "embedding": RowwiseParallel(input_layouts=Replicate()),
     "blocks.*.linear": ColwiseParallel(output_layouts=Replicate()),
@@ -317,5 +318,6 @@ def relative_error(actual: Tensor | float, expected: Tensor | float) -> float:
     expected = torch.as_tensor(expected, dtype=torch.float64, device="cpu")
     if actual.shape != expected.shape or not actual.isfinite().all():
         return float("inf")
-    deviation, scale = (actual - expected).abs().max().item(), expected.abs().max().item()
+    deviation = (actual - expected).abs().max().item()
+    scale = expected.abs().max().item()
     return deviation / scale if scale else (float("inf") if deviation else 0.0)

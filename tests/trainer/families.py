@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-VOCABULARY, ROWS, LENGTH = 29, 4, 8
+VOCABULARY = 29
+ROWS = 4
+LENGTH = 8
 
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -252,7 +254,8 @@ def make_batch(name: str) -> dict[str, Tensor]:
     def integers(*shape: int, low: int = 3, high: int = VOCABULARY - 1) -> Tensor:
         return torch.randint(low, high, shape, generator=generator)
 
-    ids, labels = integers(ROWS, LENGTH), integers(ROWS, LENGTH)
+    ids = integers(ROWS, LENGTH)
+    labels = integers(ROWS, LENGTH)
     side = 16 if name in ("Swin", "ConvNeXt", "ResNet") else 8
     images = torch.randn(ROWS, 3, side, side, generator=generator)
     labels[:2, 3:] = -100

@@ -180,7 +180,8 @@ def train_plainly(
     Gradients are divided after backward, not the loss before it: these models compute parts in float32,
     whose rounding would otherwise depend on the divisor.
     """
-    optimizer, norms = sgd(model), []
+    optimizer = sgd(model)
+    norms = []
     for window in windows(case, ACCUMULATE):
         batches = [by_rank[index] for by_rank in micro_batches(case) for index in window]
         optimizer.zero_grad()

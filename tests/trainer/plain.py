@@ -72,7 +72,8 @@ def train_model_plainly(
     seen: Gradients = []
     for window in (windows(case, accumulate) * epochs)[:max_steps]:
         optimizer.zero_grad()
-        losses, num_label_tokens = [], 0
+        losses = []
+        num_label_tokens = 0
         for batches in micro_batches(case):
             for index in window:
                 model.step = index

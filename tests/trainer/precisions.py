@@ -75,7 +75,8 @@ def fit(
     **trainer_options: Any,
 ) -> tuple[dict[str, Tensor], dict[str, Any], float]:
     """Runs on every rank: the full weights, the description, and the loss of the last step."""
-    module, strategy = make_module(make_model()), AutomodelStrategy(**options)
+    module = make_module(make_model())
+    strategy = AutomodelStrategy(**options)
     settings = {"accumulate_grad_batches": ACCUMULATE, **precision_options(precision), **trainer_options}
     trainer = make_trainer(strategy, **settings)
     trainer.fit(module, loader(case))

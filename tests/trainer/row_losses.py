@@ -66,7 +66,8 @@ class RowModuleByHand(RowModule):
         self.automatic_optimization = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer, is_last = self.optimizers(), batch_idx % 2 == 1
+        optimizer = self.optimizers()
+        is_last = batch_idx % 2 == 1
         with optimizer.toggle_model(sync_grad=is_last):
             self.manual_backward(super().training_step(batch, batch_idx))
         self.after_backward(batch)

@@ -164,7 +164,8 @@ class SupportModule(ModelModule):
 
     def __init__(self, model: nn.Module, feature: Feature, layout: Layout) -> None:
         super().__init__(model)
-        self.feature, self.layout = feature, layout
+        self.feature = feature
+        self.layout = layout
         self.automatic_optimization = not feature.manual
 
     def configure_model(self) -> None:
@@ -211,7 +212,8 @@ def decoder(feature: Feature, layout: Layout) -> nn.Module:
 
 def train(cell: Cell) -> dict[str, Tensor] | str:
     """Runs on every rank: full weights in float64 after training, or the message with which the cell is refused."""
-    layout, feature = LAYOUTS[cell.layout], FEATURES[cell.feature]
+    layout = LAYOUTS[cell.layout]
+    feature = FEATURES[cell.feature]
     model = decoder(feature, layout)
     if cell.precision != "64-true":
         model.float()
@@ -242,7 +244,8 @@ def train(cell: Cell) -> dict[str, Tensor] | str:
 
 def expected_weights(cell: Cell, accumulate: int = ACCUMULATE) -> dict[str, Tensor]:
     """The plain float64 loop's."""
-    feature, layout = FEATURES[cell.feature], LAYOUTS[cell.layout]
+    feature = FEATURES[cell.feature]
+    layout = LAYOUTS[cell.layout]
     return plain_weights(decoder(feature, layout), accumulate, layout.case, clip=feature.clip)
 
 

@@ -24,7 +24,9 @@ from tests.trainer.runs import LabelledModule, loader, make_trainer
 NUM_UNITS = 3  # two blocks and the root
 CASE = Case(seed=2, telling="labels", num_batches=15)
 
-GATHER, SCATTER, REDUCE = "_allgather_base_", "_reduce_scatter_base_", "allreduce_"
+GATHER = "_allgather_base_"
+SCATTER = "_reduce_scatter_base_"
+REDUCE = "allreduce_"
 HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero"}
 
 
@@ -136,7 +138,8 @@ class CountsStart(Callback):
 
 
 def _count_start() -> Counter[str]:
-    counter, module = CountsStart(), LabelledModule(CASE.seed)
+    counter = CountsStart()
+    module = LabelledModule(CASE.seed)
     make_trainer(AutomodelStrategy(), callbacks=[counter], max_steps=1).fit(module, loader(CASE))
     return counter.counts.ops
 

@@ -105,7 +105,8 @@ def _around_a_fit(options: dict[str, Any], fresh: bool) -> tuple[Any, ...]:
 @pytest.mark.parametrize("options", by_default(ENGINES, "kept", "ddp"))
 def test_around_a_fit(pool2: RankPool, options: dict[str, Any], fresh: bool) -> None:
     """Losses and predictions are those of the weights before and after, and training is what it is without them."""
-    at_start, at_end = plain_losses(0), plain_losses(None)
+    at_start = plain_losses(0)
+    at_end = plain_losses(None)
     model = decoder()
     expected = Outcome(plain_weights(model, ACCUMULATE), None)
     for rank, (losses, before, after, whole, weights) in enumerate(pool2.run(_around_a_fit, options, fresh)):
@@ -147,7 +148,8 @@ def _train_twice() -> dict[str, Tensor]:
 def test_fit_twice(pool2: RankPool, options: dict[str, Any], fresh: bool) -> None:
     """A second fit goes on from the first one's weights, sanity check and validation in between."""
     expected = Outcome(_train_twice(), None)
-    at_start, at_end = plain_losses(0), plain_losses(None)
+    at_start = plain_losses(0)
+    at_end = plain_losses(None)
     for rank, (weights, losses) in enumerate(pool2.run(_fit_twice, options, fresh)):
         assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
         assert_losses(losses[:2], at_start[rank][:2])
@@ -183,7 +185,8 @@ def test_validation_that_enables_gradients(
     pool2: RankPool, options: dict[str, Any], inference_mode: bool
 ) -> None:
     """A forward for which no backward comes leaves nothing gathered that training would use."""
-    expected, losses_at_end = Outcome(plain_weights(decoder(), ACCUMULATE), None), plain_losses(None)
+    expected = Outcome(plain_weights(decoder(), ACCUMULATE), None)
+    losses_at_end = plain_losses(None)
     found = pool2.run(_validate_with_gradients, options, inference_mode)
     for rank, (weights, losses) in enumerate(found):
         assert weight_error(Outcome(weights, None), expected) <= TOLERANCE

@@ -44,7 +44,8 @@ class Family(LightningModule):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.name, self.model = name, make_model(name)
+        self.name = name
+        self.model = make_model(name)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return own_loss(

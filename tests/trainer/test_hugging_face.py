@@ -74,7 +74,8 @@ def tiny_llava() -> nn.Module:
     """A language model that sees, for the meta device."""
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-    seeing, writing = CLIPVisionConfig(num_hidden_layers=2), LlamaConfig(num_hidden_layers=2)
+    seeing = CLIPVisionConfig(num_hidden_layers=2)
+    writing = LlamaConfig(num_hidden_layers=2)
     return LlavaForConditionalGeneration(LlavaConfig(vision_config=seeing, text_config=writing))
 
 
@@ -98,7 +99,8 @@ def test_units_of_nested_models() -> None:
     from transformers import MarianConfig, MarianMTModel
 
     with torch.device("meta"):
-        seeing, translating = tiny_llava(), MarianMTModel(MarianConfig(encoder_layers=1, decoder_layers=2))
+        seeing = tiny_llava()
+        translating = MarianMTModel(MarianConfig(encoder_layers=1, decoder_layers=2))
     assert units(seeing) == ["CLIPVisionEmbeddings", *["CLIPEncoderLayer"] * 2, *["LlamaDecoderLayer"] * 2]
     assert not translating._no_split_modules
     assert units(translating) == ["MarianEncoderLayer", *["MarianDecoderLayer"] * 2]

@@ -126,7 +126,9 @@ class PartlyUsed(TinyDecoder):
         return self.head(self.norm(hidden))
 
 
-FIRST, MIDDLE, LAST = {0, 3}, {1, 3}, {2, 4}
+FIRST = {0, 3}
+MIDDLE = {1, 3}
+LAST = {2, 4}
 SCHEDULES = {
     "unit-first": (FIRST, MIDDLE, LAST),
     "unit-middle": (MIDDLE, LAST, FIRST),
@@ -191,7 +193,8 @@ def _plain_weights_by_rank(case: Case, schedule: tuple[set[int], ...]) -> dict[s
     optimizer = sgd(model)
     for window in windows(case, ACCUMULATE):
         optimizer.zero_grad()
-        losses, num_label_tokens = [], 0
+        losses = []
+        num_label_tokens = 0
         for model.rank, batches in enumerate(micro_batches(case)):
             for model.step in window:
                 losses.append(mean_loss(model, batches[model.step], "sum"))

@@ -174,7 +174,8 @@ class KeepsSummary(Callback):
 
 
 def _summarise(engine: str) -> tuple[Any, dict[str, Tensor]]:
-    module, keeps = Summarised(), KeepsSummary()
+    module = Summarised()
+    keeps = KeepsSummary()
     trainer_with(engine, [keeps]).fit(module, loader())
     return keeps.found, full_weights(module.model)
 
@@ -199,7 +200,8 @@ class ValidatesByRank(LabelledModule):
 
 
 def _stop_early(engine: str, monitor: str, settings: dict[str, Any]) -> tuple[dict[str, Tensor], int, Any]:
-    module, stopping = ValidatesByRank(), EarlyStopping(monitor, patience=1)
+    module = ValidatesByRank()
+    stopping = EarlyStopping(monitor, patience=1)
     trainer = trainer_with(engine, [stopping], max_epochs=4, **settings)
     trainer.fit(module, loader(), loader())
     return full_weights(module.model), stopping.stopped_epoch, trainer.callback_metrics["together"]

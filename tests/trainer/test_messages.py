@@ -83,7 +83,8 @@ def _no_count_found(options: dict[str, Any], kind: str, accumulate: int) -> tupl
         make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=accumulate).fit(
             module, hidden_labels(kind)
         )
-    before, after = full_weights(decoder()), full_weights(module.model)
+    before = full_weights(decoder())
+    after = full_weights(module.model)
     return str(raised.value), all(torch.equal(before[name], after[name]) for name in before)
 
 

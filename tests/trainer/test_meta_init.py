@@ -184,7 +184,8 @@ def test_another_seed_gives_another_model(pool2: RankPool) -> None:
 
 @contextmanager
 def _noting(module: ModelModule) -> Iterator[list[list[str]]]:
-    Layer.whole, Layer.root = [], module
+    Layer.whole = []
+    Layer.root = module
     try:
         yield Layer.whole
     finally:

@@ -24,13 +24,17 @@ from tests.trainer.exactness import Outcome, full_weights, weight_error
 from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, make_trainer
 
 ENGINES = {"fsdp2": {}, "ddp": STRATEGIES["ddp"]}
-CLASSES, FEATURES, BATCH_SIZE, ACCUMULATE = 3, 5, 4, 2
+CLASSES = 3
+FEATURES = 5
+BATCH_SIZE = 4
+ACCUMULATE = 2
 
 
 def _boring(options: dict[str, Any]) -> tuple[int, int]:
     """Everything that a Trainer can be asked for, on Lightning's own model and data."""
     trainer = make_trainer(AutomodelStrategy(per_token_loss=False, **options), use_distributed_sampler=True)
-    module, data = BoringModel(), BoringDataModule()
+    module = BoringModel()
+    data = BoringDataModule()
     trainer.fit(module, data)
     trainer.validate(module, data, verbose=False)
     trainer.test(module, data, verbose=False)
@@ -59,7 +63,8 @@ class Classifier(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.network, self.accuracy = network(), MulticlassAccuracy(CLASSES, average="micro")
+        self.network = network()
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         features, labels = batch
@@ -88,7 +93,8 @@ class WeightedClasses(Classifier):
 def _classify(
     make: type[Classifier], options: dict[str, Any], batch_size: int = BATCH_SIZE
 ) -> tuple[Outcome, float, float]:
-    module, strategy = make(), AutomodelStrategy(**options)
+    module = make()
+    strategy = AutomodelStrategy(**options)
     trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE)
     mine = torch.utils.data.Subset(samples(), range(dist.get_rank(), 24, dist.get_world_size()))
     trainer.fit(module, DataLoader(mine, batch_size=batch_size), DataLoader(mine, batch_size=batch_size))
@@ -100,7 +106,8 @@ def _classify(
 def _plainly(weights: Tensor | None, batch_size: int = BATCH_SIZE) -> tuple[Outcome, float, float]:
     """The same windows in one process: the batches of both ranks together, which are in the order of the samples."""
     features, labels = samples().tensors
-    model, step = network(), 2 * batch_size * ACCUMULATE
+    model = network()
+    step = 2 * batch_size * ACCUMULATE
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for start in range(0, 24, step):
         optimizer.zero_grad()

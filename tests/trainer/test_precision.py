@@ -122,7 +122,8 @@ def test_any_units(pool2: RankPool, policy: set[type[nn.Module]]) -> None:
 
 def _unreduced(precision: str) -> set[tuple[torch.dtype | None, bool]]:
     """Dtype of the gradients that wait in mid-window, and whether any is left in the dtype of the computation."""
-    module, seen = WideLossModule(decoder()), set()
+    module = WideLossModule(decoder())
+    seen = set()
 
     def look(batch: Batch, batch_idx: int) -> None:
         if batch_idx % ACCUMULATE == 1:
@@ -266,7 +267,8 @@ class UsedLate(nn.Module):
 class LateBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.always, self.late = nn.Parameter(torch.full((11,), 0.9)), nn.Parameter(torch.full((11,), 0.3))
+        self.always = nn.Parameter(torch.full((11,), 0.9))
+        self.late = nn.Parameter(torch.full((11,), 0.3))
 
     def forward(self, logits: Tensor, use_late: bool) -> Tensor:
         return logits * self.always + (logits.tanh() * self.late if use_late else 0.0)
@@ -311,7 +313,8 @@ def test_never_used(pool2: RankPool, precision: str) -> None:
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.linear = nn.Embedding(11, 8), nn.Linear(8, 8)
+        self.embedding = nn.Embedding(11, 8)
+        self.linear = nn.Linear(8, 8)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return self.linear(self.embedding(input_ids))
@@ -323,7 +326,8 @@ class WithEncoder(nn.Module):
     def __init__(self, encoder: nn.Module | None = None) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.encoder, self.head = encoder or Encoder(), nn.Linear(8, 11)
+        self.encoder = encoder or Encoder()
+        self.head = nn.Linear(8, 11)
         self.step = 0
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -32,7 +32,9 @@ from tests.trainer.test_selection import COMMON
 SAME = 16 * torch.finfo(torch.float32).eps
 NAMES = "32-true, 64-true, bf16-mixed, bf16-true, 16-mixed, 16-true"
 DDP = {"data_parallel": "ddp"}
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
 PLUGINS = {"fsdp": FSDPPrecision, "engine": TransformerEnginePrecision, "bits": BitsandbytesPrecision}
 OTHER = (
     ", or a precision that computes in it (torch.float16 needs the gradient scaler of '16-mixed'; under"
@@ -175,7 +177,8 @@ def _said(
     make_module: type[WideLossModule], options: dict[str, Any], precision: str
 ) -> tuple[list[str], dict[str, Any], int, dict[str, Tensor]]:
     """Warnings, the description, label tokens of the last step, weights; two fits of one module."""
-    module, strategy = make_module(decoder()), AutomodelStrategy(**options)
+    module = make_module(decoder())
+    strategy = AutomodelStrategy(**options)
     data = [{**batch, "mask": torch.ones(1001)} for batch in loader()]
     trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, **precision_options(precision))
     with warnings.catch_warnings(record=True) as told:
@@ -242,7 +245,8 @@ def test_sharded_without_a_policy(pool2: RankPool) -> None:
 
 
 def _described(options: dict[str, Any], precision: str) -> tuple[dict[str, str], bool]:
-    module, strategy = WideLossModule(decoder()), AutomodelStrategy(**options)
+    module = WideLossModule(decoder())
+    strategy = AutomodelStrategy(**options)
     trainer = make_trainer(strategy, limit_train_batches=1, **precision_options(precision))
     before = strategy.describe()
     trainer.fit(module, loader())
@@ -376,7 +380,9 @@ class FailsTwice(Callback):
 
 
 def _plugin_of_a_user() -> tuple[float, list[str]]:
-    strategy, plugin, callback = AutomodelStrategy(track_grad_norm=True), ClipsItsOwnWay(), FailsTwice()
+    strategy = AutomodelStrategy(track_grad_norm=True)
+    plugin = ClipsItsOwnWay()
+    callback = FailsTwice()
     settings = {
         "plugins": [LightningEnvironment(), plugin],
         "callbacks": [callback],

@@ -143,7 +143,8 @@ BARS = {"tqdm": TQDMProgressBar, "rich": RichProgressBar}
 
 
 def _show_progress(engine: str, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    bar, module = BARS[name](), Counts()
+    bar = BARS[name]()
+    module = Counts()
     trainer = make_trainer(
         AutomodelStrategy(data_parallel=engine),
         accumulate_grad_batches=ACCUMULATE,
@@ -255,8 +256,10 @@ class Measures(ModelModule):
         self._measure("test", batch)
 
     def _measure(self, stage: str, batch: Batch) -> Tensor:
-        accuracy, mean = getattr(self, f"{stage}_accuracy"), getattr(self, f"{stage}_loss")
-        logits, labels = self.model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten()
+        accuracy = getattr(self, f"{stage}_accuracy")
+        mean = getattr(self, f"{stage}_loss")
+        logits = self.model(batch["input_ids"]).flatten(0, 1)
+        labels = batch["labels"].flatten()
         loss = nn.functional.cross_entropy(logits, labels)
         tokens = (labels != -100).sum()
         accuracy(logits, labels)

@@ -33,19 +33,22 @@ class Rated(ModelModule):
 
     def __init__(self) -> None:
         super().__init__(TinyDecoder(CASE.seed).double())
-        self.lr, self.batch_size = LEARNING_RATE, 1
+        self.lr = LEARNING_RATE
+        self.batch_size = 1
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=MOMENTUM)
 
 
-SEARCHED, SEARCH = 16, {"min_lr": 1e-3, "max_lr": 0.5, "early_stop_threshold": None}
+SEARCHED = 16
+SEARCH = {"min_lr": 1e-3, "max_lr": 0.5, "early_stop_threshold": None}
 
 
 def _find_rate(
     engine: str, by_tuner: bool, folder: str
 ) -> tuple[dict[str, list[float]], float, dict[str, Tensor]]:
-    module, finder = Rated(), LearningRateFinder(num_training_steps=SEARCHED, **SEARCH)
+    module = Rated()
+    finder = LearningRateFinder(num_training_steps=SEARCHED, **SEARCH)
     settings = {"accumulate_grad_batches": 1, "max_epochs": 3, "default_root_dir": folder}
     trainer = trainer_with(engine, [] if by_tuner else [finder], **settings)
     found = (
@@ -60,7 +63,9 @@ def _find_rate(
 
 def losses_at(rates: list[float], smoothed_over: float = 0.98) -> tuple[list[float], dict[str, Tensor]]:
     """Rank 0's loss of each batch, smoothed as the finder does, and the weights after stepping at these rates."""
-    model, losses, average = TinyDecoder(CASE.seed).double(), [], 0.0
+    model = TinyDecoder(CASE.seed).double()
+    losses = []
+    average = 0.0
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     for step, rate in enumerate(rates):
         batches = [by_rank[step % GAPLESS.num_batches] for by_rank in micro_batches(GAPLESS)]
@@ -103,7 +108,8 @@ def test_batch_size_finder_is_refused_by_lightning(pool2: RankPool, engine: str)
         assert by_callback == "The Batch size finder is not supported with distributed strategies."
 
 
-BACKBONE_RATE, GROWTH = 0.02, 1.5
+BACKBONE_RATE = 0.02
+GROWTH = 1.5
 
 
 class WithBackbone(ModelModule):

@@ -148,7 +148,10 @@ class Comparison:
     def _count_of(self, record: MicroBatch) -> float:
         if record.loss is None:
             return 0.0
-        output = None if record.returned_count is None else {"num_label_tokens": record.returned_count}
+        if record.returned_count is None:
+            output = None
+        else:
+            output = {"num_label_tokens": record.returned_count}
         return float(self._weighting.count(record.arguments[0], output))
 
     def _check_count(self, windows: list[Window], weights: dict[str, Tensor]) -> None:

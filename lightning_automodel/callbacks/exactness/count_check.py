@@ -120,7 +120,10 @@ class CountCheck:
                 " of its gradient), so that the verdict is for the count given",
             )
         tolerance = max(_AGREES, 20 * fit.noise)
-        where = " in evaluation" if fit.evaluates else ""
+        if fit.evaluates:
+            where = " in evaluation"
+        else:
+            where = ""
         if _are_close(fit.factors, self._factors(self._weighting, fit.counts), tolerance):
             return CountResult(EXACT, f"agrees with the loss{where}")
         if any(abs(factor) < 1e-6 for factor in fit.factors):
@@ -263,7 +266,9 @@ def _are_close(first: list[float], second: list[float], tolerance: float) -> boo
 
 def _ratio(values: list[float]) -> str:
     first, second = values
-    return f"1 : {second / first:.3g}" if first else f"{first:.3g} : {second:.3g}"
+    if first:
+        return f"1 : {second / first:.3g}"
+    return f"{first:.3g} : {second:.3g}"
 
 
 # --- Parts of batches -------------------------------------------------------------------------------------
@@ -271,7 +276,9 @@ def _ratio(values: list[float]) -> str:
 
 def _num_rows(batch: Any) -> int:
     sizes = [tensor.size(0) for tensor in tensors_in(batch) if tensor.ndim]
-    return max(set(sizes), key=sizes.count) if sizes else 1
+    if sizes:
+        return max(set(sizes), key=sizes.count)
+    return 1
 
 
 def _has_shared_values(batch: Any) -> bool:
@@ -306,7 +313,9 @@ def _rows_of(value: Any, part: slice, rows: int) -> Any:
         return _rows_of(entry, part, rows)
 
     if isinstance(value, Tensor):
-        return value[part] if value.ndim and value.size(0) == rows else value
+        if value.ndim and value.size(0) == rows:
+            return value[part]
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         return replace(value, **{name: inner(getattr(value, name)) for name in names})
@@ -321,8 +330,13 @@ def _rows_of(value: Any, part: slice, rows: int) -> Any:
     if isinstance(value, (list, tuple)):
         has_tensors = any(isinstance(item, Tensor) and item.ndim for item in value)
         has_item_per_row = len(value) == rows and not has_tensors
-        items = value[part] if has_item_per_row else [inner(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if has_item_per_row:
+            items = value[part]
+        else:
+            items = [inner(item) for item in value]
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
     return value
 
 

@@ -183,7 +183,10 @@ class GradientCheck:
         norm = distances(run, exact, {})
         total = norm_of(norm)
         step.gradient_error = relative(norm_of(off), total)
-        step.rounding = norm_of(rounding) / total if total else 0.0
+        if total:
+            step.rounding = norm_of(rounding) / total
+        else:
+            step.rounding = 0.0
         limit = factor * step.rounding + least
         size = sum(wide(exact[name]).numel() for name in run)
         missing = {}

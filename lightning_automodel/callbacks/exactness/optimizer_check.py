@@ -108,7 +108,10 @@ class OptimizerCheck:
             clipped = {name: gradient * factor for name, gradient in clipped.items()}
         off = norm_of(distances(clipped.keys() | after.keys(), after, clipped))
         size = norm_of(distances(clipped, clipped, {}))
-        step.clipping_error = off / size if size else 0.0
+        if size:
+            step.clipping_error = off / size
+        else:
+            step.clipping_error = 0.0
         dtypes = [gradient.dtype for gradient in after.values() if gradient is not None]
         rounding = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
         step.clips_wrongly = step.clipping_error > max(1e-4, 4 * rounding)
@@ -118,7 +121,10 @@ class OptimizerCheck:
         rows = {}
         for name, parameter in self._replay.module.named_parameters():
             stepped = parameter.detach().double().cpu()
-            eps = torch.finfo(parameter.dtype).eps if parameter.is_floating_point() else 0.0
+            if parameter.is_floating_point():
+                eps = torch.finfo(parameter.dtype).eps
+            else:
+                eps = 0.0
             off = float((after[name].double() - stepped).norm())
             moved = float((stepped - self._before[name].double()).norm())
             rows[name] = (off, moved, eps * float(stepped.norm()))

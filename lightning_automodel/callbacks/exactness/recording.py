@@ -172,7 +172,9 @@ def loss_of(output: Any) -> float | None:
     """The loss that ``training_step`` returned, alone or under "loss"; None if there is none. Reads the device."""
     if hasattr(output, "get"):
         output = output.get("loss")
-    return None if output is None else float(output.detach())
+    if output is None:
+        return None
+    return float(output.detach())
 
 
 def fingerprints(module: nn.Module) -> Fingerprints:
@@ -228,7 +230,10 @@ def whole(tensors: Mapping[str, Tensor | None], keeps: bool) -> dict[str, Any]:
     kept: dict[str, Tensor | None] = {}
     for name, tensor in tensors.items():
         if keeps or isinstance(tensor, DTensor):
-            on_host = None if tensor is None else whole_on_host(tensor)
+            if tensor is None:
+                on_host = None
+            else:
+                on_host = whole_on_host(tensor)
             if keeps:
                 kept[name] = on_host
     return kept
@@ -246,7 +251,9 @@ def unequal(by_rank: list[Replicas]) -> list[str]:
 def gathered_on_first(window: Window | None, world_size: int) -> list[Window] | None:
     """The windows of all ranks that have one, on rank 0; None on the others. A collective over the world."""
     if not dist.is_initialized() or world_size == 1:
-        return [] if window is None else [window]
+        if window is None:
+            return []
+        return [window]
     try:
         sent = pickle.dumps(window)
     except Exception as error:  # the other ranks wait in the collective below: join it with the reason

@@ -123,7 +123,10 @@ class Replay:
     def load(self, weights: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
         """Set all weights, in ``dtype`` or their own, and the train flags; drop gradients."""
         for name, parameter in self.module.named_parameters():
-            wanted = dtype if parameter.is_floating_point() else None
+            if parameter.is_floating_point():
+                wanted = dtype
+            else:
+                wanted = None
             parameter.grad = None
             parameter.data = weights[name].to(self.device, wanted, copy=True)
             parameter.requires_grad_(self._trainable[name])
@@ -253,13 +256,19 @@ class Replay:
         batch = move_data_to_device(copy.deepcopy(batch), self.device)
         if dtype is not None:
             batch = cast_floating(batch, dtype)
-        rest = record.arguments[1:] if self._takes_index else ()
+        if self._takes_index:
+            rest = record.arguments[1:]
+        else:
+            rest = ()
         with self._computing_in(dtype), self._alone():
             return self.module.training_step(batch, *rest)
 
     def losses_of(self, output: Any, weighting: TokenWeighting) -> tuple[Tensor, Tensor | None]:
         """[] the loss that the count weighs, and [] an auxiliary loss of equal weight in all micro-batches."""
-        loss = output["loss"] if hasattr(output, "keys") else output
+        if hasattr(output, "keys"):
+            loss = output["loss"]
+        else:
+            loss = output
         aux = None
         if automodel(self._trainer) is not None:
             aux = weighting.aux_loss(output, is_counted_ahead=True)
@@ -277,7 +286,10 @@ class Replay:
         if not is_half or not denominator:
             return 1.0
         # Gradients of single micro-batches are small for float16.
-        reserve = 1024.0 if torch.float16 in dtypes or precision.startswith("16") else 1.0
+        if torch.float16 in dtypes or precision.startswith("16"):
+            reserve = 1024.0
+        else:
+            reserve = 1.0
         return reserve * denominator / 2.0 ** round(math.log2(denominator))
 
     def _objective(self, output: Any, count: float, shares: Shares) -> Tensor | None:
@@ -290,7 +302,9 @@ class Replay:
         if aux is None:
             return part
         aux = aux / len(shares.counts)
-        return aux if part is None else part + aux
+        if part is None:
+            return aux
+        return part + aux
 
     def _widen(self, wide: dict[str, Tensor]) -> None:
         """Add gradients in half precision to their sums in float32, and drop them."""
@@ -375,7 +389,9 @@ def norm_of(distances: Mapping[str, float]) -> float:
 
 def _dense(gradient: Tensor) -> Tensor:
     gradient = gradient.detach()
-    return gradient.to_dense() if gradient.is_sparse else gradient
+    if gradient.is_sparse:
+        return gradient.to_dense()
+    return gradient
 
 
 def _sampled(gradients: Gradients, sample: dict[str, Tensor]) -> Tensor:

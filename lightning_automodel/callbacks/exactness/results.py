@@ -132,14 +132,18 @@ def range_of(values: Tensor) -> str:
     """The smallest and the largest of some shares."""
     low = percent(float(values.min()))
     high = percent(float(values.max()))
-    return low if low == high else f"{low} to {high}"
+    if low == high:
+        return low
+    return f"{low} to {high}"
 
 
 def relative(off: float, size: float) -> float:
     """``off`` relative to ``size``; infinite if only ``size`` is zero."""
     if size:
         return off / size
-    return math.inf if off else 0.0
+    if off:
+        return math.inf
+    return 0.0
 
 
 def described(error: Exception) -> str:
