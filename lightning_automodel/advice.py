@@ -94,13 +94,19 @@ class Advice:
         """Name hooks of the user that see gradients which are not yet those of the window's mean."""
         hooked = [
             f"module {name}"
-            for name, each in module.named_modules()
-            if torch_internals.has_backward_hooks(each)
+            for name, submodule in module.named_modules()
+            if torch_internals.has_backward_hooks(submodule)
         ]
         # Hooks of the user on shards are refused at set-up. Those that are there now are of the engine.
-        whole = {name: each for name, each in module.named_parameters() if not isinstance(each, DTensor)}
+        whole = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if not isinstance(parameter, DTensor)
+        }
         hooked += [
-            f"parameter {name}" for name, each in whole.items() if torch_internals.has_gradient_hook(each)
+            f"parameter {name}"
+            for name, parameter in whole.items()
+            if torch_internals.has_gradient_hook(parameter)
         ]
         if not hooked or (counts_ahead and divisor == 1):
             return
@@ -222,9 +228,9 @@ def summary(described: dict[str, Any]) -> str:
         f"precision {described['precision']['trainer']}",
         f"gradients per {described['gradient_denominator']}",
         *(
-            f"{each['optimizer']} steps whole parameters"
-            for each in described["optimizer_step"]
-            if _is_whole(each)
+            f"{choice['optimizer']} steps whole parameters"
+            for choice in described["optimizer_step"]
+            if _is_whole(choice)
         ),
     ]
     return f"AutomodelStrategy: {', '.join(parts)}; trainer.strategy.describe() has the details."

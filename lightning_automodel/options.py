@@ -232,7 +232,7 @@ def _check(name: str, value: Any, annotation: Any) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
     types = tuple(get_origin(part) or part for part in parts or [annotation])
     if Any not in types and (not isinstance(value, types) or (value is True and bool not in types)):
-        expected = " or ".join("None" if each is NoneType else each.__name__ for each in types)
+        expected = " or ".join("None" if type_ is NoneType else type_.__name__ for type_ in types)
         raise TypeError(f"{name} must be {expected}, got {value!r}.")
 
 

@@ -795,7 +795,7 @@ class AutomodelStrategy(ParallelStrategy):
             collectives.named_barrier("save_checkpoint", self._options.parsed_timeout)
         checkpoint.update(describe_models(module))
         if not self._checkpoints.names_parameters and "optimizer_states" in checkpoint:
-            checkpoint.update(named_parameters(module, [unwrap(each) for each in self.optimizers]))
+            checkpoint.update(named_parameters(module, [unwrap(optimizer) for optimizer in self.optimizers]))
         ranks = self._saving_group()
         if self._resume is not None and "optimizer_states" in checkpoint:
             extra_states = differing_extra_states(module, filepath, ranks)

@@ -80,11 +80,11 @@ class FirstStepCheck:
         length = min(self._length, slices.length)
         self._sliced = replace(slices, chunk=chunk, length=length, documents=documents, num_calls=0)
         self._whole = replace(self._sliced, group=None, chunks=(0, 1), chunk=self._length // 2)
-        names = {each: name for name, each in self._module.named_modules()}
+        names = {submodule: name for name, submodule in self._module.named_modules()}
         calls, self._calls = self._calls, []
         # Ranks may have called different modules, or some with arguments that cannot be sliced.
         told = gather_objects(
-            [names[each] if self._covers(arguments) else None for each, *arguments in calls]
+            [names[called] if self._covers(arguments) else None for called, *arguments in calls]
         )
         found: tuple[str, float] | None = None
         for call, called in zip(calls, zip(*told, strict=False), strict=False):
@@ -159,24 +159,24 @@ class FirstStepCheck:
             epsilon = 0.0
         else:
             epsilon = torch.finfo(torch.bfloat16).eps
-        for (each, output), (_, own) in zip(whole, in_slices, strict=False):
+        for (submodule, output), (_, own) in zip(whole, in_slices, strict=False):
             # A wide output may come from narrower ones.
             epsilon = max(epsilon, torch.finfo(output.dtype).eps)
             expected = self._cut(output)
             if expected is not output and own.shape == expected.shape:
                 error = float(_error(own.double(), expected.double()))
                 if error > math.sqrt(epsilon) / 2:
-                    return f"{names[each]} ({class_name(each)})".strip(), error
+                    return f"{names[submodule]} ({class_name(submodule)})".strip(), error
         return None
 
     def _outputs(self, module: nn.Module, arguments: Any, slices: Slices) -> list[tuple[nn.Module, Tensor]]:
         """The floating-point tensors that ``module`` and its submodules return on the first positions."""
         found: list[tuple[nn.Module, Tensor]] = []
 
-        def note(each: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def note(submodule: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             # Copies, as operations in place may follow.
             floating = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
-            found.extend((each, torch_internals.local_tensor(tensor).clone()) for tensor in floating)
+            found.extend((submodule, torch_internals.local_tensor(tensor).clone()) for tensor in floating)
 
         with self._without_effect(module), attention.computing_on(slices), _hooked(module, note):
             try:
@@ -204,8 +204,8 @@ class FirstStepCheck:
             self._plugin.train_step_context(),
             isolate_rng(),
         ):
-            for each in called.modules():
-                patches.set(each, "training", False)
+            for submodule in called.modules():
+                patches.set(submodule, "training", False)
             patches.callback(ModuleState(called).restore)
             patches.set(self._module, "log", lambda *_, **__: None)
             before = [generator.get_rng_state() for generator in generators]
@@ -229,11 +229,11 @@ def _hooked(
 ) -> Iterator[None]:
     """Context in which all modules at or below ``module`` have these forward hooks."""
     with ExitStack() as hooks:
-        for each in dict.fromkeys(_uncompiled(module)):
+        for submodule in dict.fromkeys(_uncompiled(module)):
             if before is not None:
-                hooks.callback(each.register_forward_pre_hook(before, with_kwargs=True).remove)
+                hooks.callback(submodule.register_forward_pre_hook(before, with_kwargs=True).remove)
             # Always: recomputation in a backward stops modules by an exception.
-            hooks.callback(each.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
+            hooks.callback(submodule.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
         yield
 
 
@@ -242,6 +242,8 @@ def _error(own: Tensor, expected: Tensor) -> Tensor:
 
     A few positions may be off by more: rounding may make a router choose another expert there.
     """
-    difference, size = (each.reshape(*own.shape[:2], -1).norm(dim=-1) for each in (own - expected, expected))
+    difference, size = (
+        tensor.reshape(*own.shape[:2], -1).norm(dim=-1) for tensor in (own - expected, expected)
+    )
     share = difference / (size + size.median()).clamp(min=torch.finfo(size.dtype).tiny)
     return share.quantile(0.75, dim=1, interpolation="higher").max()

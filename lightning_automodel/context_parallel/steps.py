@@ -117,7 +117,7 @@ class ContextParallelSteps:
             if of_whole is not None:
                 raise ValueError(
                     f"The {len(counts)} ranks that share a batch count"
-                    f" {', '.join(f'{each:g}' for each in counts)} for {step}, and {of_whole:g} for the"
+                    f" {', '.join(f'{count:g}' for count in counts)} for {step}, and {of_whole:g} for the"
                     " whole batch. Each must count its slice, since the counts are added: count in the batch"
                     " that the step gets, where entries of the shape of batch['input_ids'] are slices; with"
                     " a label_shift, in its batch['shift_labels']."

@@ -26,9 +26,9 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._metrics = [
-            (each, lightning_internals.metric_state(each))
-            for each in module.modules()
-            if isinstance(each, Metric)
+            (submodule, lightning_internals.metric_state(submodule))
+            for submodule in module.modules()
+            if isinstance(submodule, Metric)
         ]
         self._buffers = [
             (owner, name, buffer)

@@ -16,11 +16,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
+        for item in value.values():
+            yield from tensors_in(item)
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        for each in value:
-            yield from tensors_in(each)
+        for item in value:
+            yield from tensors_in(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None))

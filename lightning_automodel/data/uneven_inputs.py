@@ -143,9 +143,11 @@ class UnevenInputs:
             problem = "training_step(dataloader_iter) draws its batches itself: let it take the batch"
         elif is_stateful(loader):
             problem = f"{type(loader).__name__} starts again when it is resumed after its end: use torch's DataLoader"
-        elif any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
+        elif any(isinstance(submodule, nn.SyncBatchNorm) for submodule in module.modules()):
             problem = "SyncBatchNorm would average over padding batches: leave sync_batchnorm out"
-        elif any(isinstance(each, Metric) and each.dist_sync_on_step for each in module.modules()):
+        elif any(
+            isinstance(submodule, Metric) and submodule.dist_sync_on_step for submodule in module.modules()
+        ):
             problem = "a metric with dist_sync_on_step=True would gather padding batches: leave dist_sync_on_step out"
         if problem is not None:
             raise ValueError(f"uneven_inputs='pad': {problem}, or give all ranks equally many batches.")
@@ -163,7 +165,7 @@ class UnevenInputs:
             several = CombinedLoader(loader).flattened
         else:
             several = []
-        if any(isinstance(each, TrackedLoader) and each.pads for each in several):
+        if any(isinstance(loader, TrackedLoader) and loader.pads for loader in several):
             raise ValueError(
                 "uneven_inputs='pad' trains on one loader, and the loaders of a CombinedLoader have"
                 " unequally many batches on the ranks: combine them in one Dataset, or give all ranks"

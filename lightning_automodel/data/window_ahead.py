@@ -66,7 +66,7 @@ class WindowAhead:
         size = int(min(accumulate - index % accumulate, trainer.num_training_batches - index))
         prefetched = loader.handed_out
         self._window = [handle, *prefetched, *loader.ahead(size - 1 - len(prefetched))][:size]
-        own = [each.count for each in self._window if not (each.is_none or each.is_filler)]
+        own = [batch.count for batch in self._window if not (batch.is_none or batch.is_filler)]
         self._own_micro_batches = len(own)
         self._sent = Exchange(self._group, sum(own), len(own))
 

@@ -178,7 +178,7 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
         ctx.gradients = gradients
-        ctx.dtypes = [each.dtype for each in inputs]
+        ctx.dtypes = [tensor.dtype for tensor in inputs]
         return value.clone()
 
     @staticmethod
@@ -191,8 +191,8 @@ class _WithGradients(torch.autograd.Function):
         ctx.gradients = None
         # In place: the head's gradient is as large as its weight. In the dtype of the loss: half precision
         # would round the upstream gradient, which may be a number of tokens.
-        scaled = (each.to(upstream.dtype).mul_(upstream[0]) for each in gradients)
-        return None, None, *(each.to(dtype) for each, dtype in zip(scaled, ctx.dtypes, strict=True))
+        scaled = (gradient.to(upstream.dtype).mul_(upstream[0]) for gradient in gradients)
+        return None, None, *(gradient.to(dtype) for gradient, dtype in zip(scaled, ctx.dtypes, strict=True))
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:

@@ -99,7 +99,7 @@ class LossScaling:
 
     def _agree(self, found_inf: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
         """``found_inf`` on all ranks, where any rank has found an overflow. A collective over all ranks."""
-        found = [each.to(self._device).reshape(()) for each in found_inf.values()]
+        found = [flag.to(self._device).reshape(()) for flag in found_inf.values()]
         everywhere = torch.stack([torch.zeros((), device=self._device), *found]).max()
         dist.all_reduce(everywhere, op=dist.ReduceOp.MAX)
         return {device: everywhere.to(device) for device in found_inf} or {self._device: everywhere}

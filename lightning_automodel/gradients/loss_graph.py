@@ -71,7 +71,9 @@ def synchronised_metrics(module: nn.Module) -> list[Any]:
 
     Their gradient is that of this rank's part of the value.
     """
-    synchronised = [each for each in module.modules() if isinstance(each, Metric) and each.dist_sync_on_step]
+    synchronised = [
+        metric for metric in module.modules() if isinstance(metric, Metric) and metric.dist_sync_on_step
+    ]
     values = [lightning_internals.value_of_last_call(metric) for metric in synchronised]
     return [value.grad_fn for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
 
@@ -95,7 +97,7 @@ def _inputs(edge: _Edge) -> list[_Edge]:
     """The inputs of a node that is linear in them, with the products of the divisors and the factors on the way."""
     node = edge.node
     name = _name(node)
-    inputs = [each for each, _ in node.next_functions]
+    inputs = [parent for parent, _ in node.next_functions]
     divisor: float | None = 1.0
     factor: float | None = 1.0
     if node.name() == "MeanBackward0":  # of all elements
@@ -111,8 +113,8 @@ def _inputs(edge: _Edge) -> list[_Edge]:
     if divisor is None or factor is None:
         return []
     return [
-        replace(edge, node=each, divisor=edge.divisor * divisor, factor=edge.factor * factor)
-        for each in inputs
+        replace(edge, node=parent, divisor=edge.divisor * divisor, factor=edge.factor * factor)
+        for parent in inputs
     ]
 
 
@@ -125,7 +127,7 @@ def _name(node: Any) -> str:
 
 def _constant(node: Any, name: str, inputs: list[Any]) -> float | None:
     """What one side of a product or quotient is, if it is a number that needs no gradient. Reads the device."""
-    if any(each is not None for each in inputs):
+    if any(parent is not None for parent in inputs):
         return None
     value = torch_internals.saved(node, name)
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
@@ -146,7 +148,7 @@ def _term(edge: _Edge, metrics: list[Any]) -> LossTerm | None:
     name = _name(node)
     if any(node is metric for metric in metrics):
         return edge.term("metric")
-    if any(each in name for each in _COLLECTIVES):
+    if any(collective in name for collective in _COLLECTIVES):
         return edge.term("all ranks")
     if name in ("NllLoss", "NllLoss2D"):
         if torch_internals.saved(node, "reduction") != _MEAN:
@@ -166,7 +168,7 @@ def _term(edge: _Edge, metrics: list[Any]) -> LossTerm | None:
 
 def _rows_of_probabilities(node: Any) -> float | None:
     """What the cross-entropy of probabilities divides by, if ``node`` is its last function."""
-    rows = _constant(node, "other", [each for each, _ in node.next_functions[1:]])
+    rows = _constant(node, "other", [parent for parent, _ in node.next_functions[1:]])
     negative = node.next_functions[0][0]
     if _name(negative) != "Neg":
         return None
@@ -180,7 +182,7 @@ def _without_factors(total: Any) -> Any:
     """The node whose outputs ``total`` adds up, perhaps multiplied by probabilities, weights or a mask."""
     node = total.next_functions[0][0]
     while _name(node) == "Mul":
-        first, second = (each for each, _ in node.next_functions)
+        first, second = (parent for parent, _ in node.next_functions)
         if first is None:
             node = second
         else:

@@ -72,7 +72,7 @@ class FirstLooks:
         self._left -= 1
         number = float(count)
         terms = [replace(term, divisor=term.divisor / accumulate) for term in loss_terms(loss, module)]
-        if not all(0 < each < math.inf for each in (number, *(term.divisor for term in terms))):
+        if not all(0 < value < math.inf for value in (number, *(term.divisor for term in terms))):
             return None
         look = _Look(terms, number)
         first = self._first.setdefault(tuple(term.kind for term in terms), look)

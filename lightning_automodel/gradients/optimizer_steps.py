@@ -148,7 +148,9 @@ class OptimizerSteps:
         return [
             {
                 "optimizer": type(optimizer).__name__,
-                "groups": [f"{'whole' if each.is_whole else 'shards'} ({each.reason})" for each in choices],
+                "groups": [
+                    f"{'whole' if choice.is_whole else 'shards'} ({choice.reason})" for choice in choices
+                ],
                 "elements_by_owner": self.whole.elements_by_owner(optimizer),
             }
             for optimizer, choices in self._choices.of.items()

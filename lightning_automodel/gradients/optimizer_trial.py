@@ -77,7 +77,9 @@ def _copied(
 ) -> Optimizer:
     """A copy of ``optimizer`` without parameters but in its group ``index``: ``trained``, which stand for ``likes``."""
     filler = nn.Parameter(torch.zeros(1))
-    memo: dict[int, Any] = {id(each): filler for group in optimizer.param_groups for each in group["params"]}
+    memo: dict[int, Any] = {
+        id(parameter): filler for group in optimizer.param_groups for parameter in group["params"]
+    }
     memo.update({id(like): new for like, new in zip(reversed(likes), reversed(trained), strict=True)})
     copied = _shallow(optimizer, memo, likes, trained)
     for number, group in enumerate(copied.param_groups):
@@ -349,7 +351,7 @@ def try_group(
     with undisturbed(device):
         trial = OptimizerTrial(optimizer, index)
         found = trial.run(tries_both)
-        is_half = any(each.dtype.itemsize < 4 for each in optimizer.param_groups[index]["params"])
+        is_half = any(parameter.dtype.itemsize < 4 for parameter in optimizer.param_groups[index]["params"])
         if not is_half or not found.is_tried:
             return trial, found
         in_float32 = OptimizerTrial(optimizer, index, torch.float32).run(tries_both)

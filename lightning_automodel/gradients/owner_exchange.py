@@ -136,7 +136,7 @@ def group_of(mesh: DeviceMesh, holders: Holders) -> dist.ProcessGroup:
     key = ("holders", holders.ranks)
     if key not in kept:
         names = mesh.mesh_dim_names or ()
-        split = tuple(names[each.mesh_dim] for each in sorted(holders.splits))
+        split = tuple(names[split_dim.mesh_dim] for split_dim in sorted(holders.splits))
         kept[key] = torch_internals.flatten_mesh(mesh[split], "_".join(("holders", *split))).get_group()
     group: dist.ProcessGroup = kept[key]
     return group

@@ -87,7 +87,9 @@ class StepChoices:
     def _key(self, optimizer: Optimizer, index: int) -> Any:
         """The same for groups whose trials would be; None for a group that needs no trial."""
         group = optimizer.param_groups[index]
-        sharded = [each for each in group["params"] if can_train(each) and is_split(each)]
+        sharded = [
+            parameter for parameter in group["params"] if can_train(parameter) and is_split(parameter)
+        ]
         if not sharded:
             return None
         options = sorted((name, repr(value)) for name, value in group.items() if name not in _IGNORED)
@@ -111,17 +113,20 @@ class StepChoices:
 
     def _agree(self, tried: list[_Tried]) -> list[GroupChoice]:
         """The choices that all ranks make by what each of them has found. A collective over the world."""
-        numbers = [[each.found.on_shards, each.found.alone, not each.found.is_tried] for each in tried]
+        numbers = [
+            [candidate.found.on_shards, candidate.found.alone, not candidate.found.is_tried]
+            for candidate in tried
+        ]
         worst = self._worst(numbers)
         found: list[GroupChoice] = []
-        for each, (on_shards, alone, is_untried) in zip(tried, worst, strict=True):
+        for candidate, (on_shards, alone, is_untried) in zip(tried, worst, strict=True):
             needs_collectives = (
                 on_shards == Outcome.COMMUNICATES and alone != Outcome.RIGHT and not is_untried
             )
-            if needs_collectives and each.requested == "auto":
-                found.append(self._with_collectives(each))
+            if needs_collectives and candidate.requested == "auto":
+                found.append(self._with_collectives(candidate))
             else:
-                found.append(self._choice(each, on_shards, alone, bool(is_untried)))
+                found.append(self._choice(candidate, on_shards, alone, bool(is_untried)))
         return found
 
     def _worst(self, numbers: list[list[int]]) -> list[list[int]]:
@@ -131,50 +136,50 @@ class StepChoices:
         found: list[list[int]] = worst.tolist()
         return found
 
-    def _choice(self, each: _Tried, on_shards: int, alone: int, is_untried: bool) -> GroupChoice:
-        name = type(each.optimizer).__name__
-        notes = each.found.notes
+    def _choice(self, candidate: _Tried, on_shards: int, alone: int, is_untried: bool) -> GroupChoice:
+        name = type(candidate.optimizer).__name__
+        notes = candidate.found.notes
         if is_untried:
             self._say_once(
                 f"{name} could not be tried on small tensors ({notes.get('untried', 'on another rank')}), so"
                 " that nobody knows whether it computes on shards of parameters what it computes on whole"
                 f" ones. It is left on shards: compare with {OPTION}='whole', or with data_parallel='ddp'."
             )
-            return GroupChoice(each.requested == "whole", "it could not be tried")
+            return GroupChoice(candidate.requested == "whole", "it could not be tried")
         difference = notes.get("on shards", "found on another rank")
-        if each.requested == "shards":
+        if candidate.requested == "shards":
             if on_shards != Outcome.RIGHT:
                 self._say_once(
                     f"{name} computes something else on shards of parameters than on whole ones"
                     f" ({difference}), and {OPTION}='shards' leaves it there: leave the option out."
                 )
             return GroupChoice(False, f"{OPTION}='shards'")
-        if on_shards == Outcome.RIGHT and each.requested == "auto":
+        if on_shards == Outcome.RIGHT and candidate.requested == "auto":
             return GroupChoice(False, "it treats each element alone")
         if alone == Outcome.RIGHT:
             return GroupChoice(
-                True, f"{OPTION}='whole'" if each.requested == "whole" else f"on shards: {difference}"
+                True, f"{OPTION}='whole'" if candidate.requested == "whole" else f"on shards: {difference}"
             )
-        raise self._refusal(each)
+        raise self._refusal(candidate)
 
-    def _with_collectives(self, each: _Tried) -> GroupChoice:
+    def _with_collectives(self, candidate: _Tried) -> GroupChoice:
         """A last trial, on shards that are summed over ranks. A collective: what one rank raises ends the run."""
         try:
             with undisturbed(self._device):
-                outcome, note = each.trial.run_with_collectives()
+                outcome, note = candidate.trial.run_with_collectives()
         except Exception as error:
-            each.found.notes["on shards"] = f"{type(error).__name__}: {error}"
-            raise self._refusal(each) from error
+            candidate.found.notes["on shards"] = f"{type(error).__name__}: {error}"
+            raise self._refusal(candidate) from error
         [[worst]] = self._worst([[outcome]])
         if worst != Outcome.RIGHT:
-            each.found.notes["on shards"] = note or "found on another rank"
-            raise self._refusal(each)
+            candidate.found.notes["on shards"] = note or "found on another rank"
+            raise self._refusal(candidate)
         return GroupChoice(False, "its sums over all parameters are right on shards")
 
-    def _refusal(self, each: _Tried) -> ValueError:
-        notes = each.found.notes
+    def _refusal(self, candidate: _Tried) -> ValueError:
+        notes = candidate.found.notes
         return ValueError(
-            f"{type(each.optimizer).__name__} (group {each.group}) cannot train sharded parameters. Before"
+            f"{type(candidate.optimizer).__name__} (group {candidate.group}) cannot train sharded parameters. Before"
             " the first batch, its steps on small tensors that are sharded like its parameters were compared"
             " with the same steps on whole tensors. On shards:"
             f" {notes.get('on shards', 'found on another rank')}. With an owner that steps each parameter"

@@ -77,7 +77,7 @@ def sharding_of(parameter: Tensor) -> tuple[Any, Any]:
 def is_split(parameter: Tensor) -> bool:
     """Whether a parameter is sharded, be it over one rank: optimizers that make plain tensors refuse that too."""
     is_replicated = not isinstance(parameter, DTensor) or all(
-        each.is_replicate() for each in parameter.placements
+        placement.is_replicate() for placement in parameter.placements
     )
     return not is_replicated
 
@@ -113,7 +113,7 @@ class WholeSteps:
         new = [
             parameter for parameter in self._stepped_whole(optimizer) if parameter not in self._parameters
         ]
-        for parameter in sorted(new, key=lambda each: -each.numel()):
+        for parameter in sorted(new, key=lambda parameter: -parameter.numel()):
             sharding = sharding_of(parameter)
             if sharding not in self._holders:
                 self._holders[sharding] = holders_of(*sharding)
@@ -162,22 +162,22 @@ class WholeSteps:
             return
         self._assign_owners(optimizer)
         parameters_of_groups = [
-            self._parameters[each] for each in dict.fromkeys(self._stepped_whole(optimizer))
+            self._parameters[parameter] for parameter in dict.fromkeys(self._stepped_whole(optimizer))
         ]
         optimizers = nested_optimizers(optimizer)
         for whole in parameters_of_groups:
             self._take_states(optimizers, whole)
         stepped = [whole for whole in parameters_of_groups if whole.parameter.grad is not None]
         for exchange, parameters in _by_exchange(stepped).items():
-            gradients = [(each, each.gradient_shard()) for each in parameters]
-            weights = [(each, each.shard) for each in parameters]
+            gradients = [(whole, whole.gradient_shard()) for whole in parameters]
+            weights = [(whole, whole.shard) for whole in parameters]
             wholes = exchange.to_owners(gradients + weights)
             num_parameters = len(parameters)
             pairs = zip(parameters, wholes[:num_parameters], wholes[num_parameters:], strict=True)
-            for each, gradient, weight in pairs:
-                if each.stand_in is not None and weight is not None:
-                    each.stand_in.data = weight
-                    each.stand_in.grad = gradient
+            for whole, gradient, weight in pairs:
+                if whole.stand_in is not None and weight is not None:
+                    whole.stand_in.data = weight
+                    whole.stand_in.grad = gradient
         self._stepping[optimizer] = _Swapped(optimizers, self._groups[optimizer], self._parameters, stepped)
 
     @torch.no_grad()
@@ -187,20 +187,20 @@ class WholeSteps:
         if swapped is None:
             return
         swapped.restore()
-        for each in swapped.stepped:
-            if each.stand_in is not None:
-                each.stand_in.grad = None  # its memory is needed while weights travel
+        for whole in swapped.stepped:
+            if whole.stand_in is not None:
+                whole.stand_in.grad = None  # its memory is needed while weights travel
         for exchange, parameters in _by_exchange(swapped.stepped).items():
-            exchange.to_holders([(each, each.stand_in, each.shard) for each in parameters])
-        written = [each.parameter for each in swapped.stepped]
+            exchange.to_holders([(whole, whole.stand_in, whole.shard) for whole in parameters])
+        written = [whole.parameter for whole in swapped.stepped]
         if written:
             torch.autograd.graph.increment_version(written)
         _free(swapped.stepped)
 
     def abandon(self, optimizer: Optimizer | None = None) -> None:
         """Give ``optimizer``, or all, their sharded parameters, after an exception in a step. Not a collective."""
-        for each in [optimizer] if optimizer is not None else list(self._stepping):
-            swapped = self._stepping.pop(each, None)
+        for stepping in [optimizer] if optimizer is not None else list(self._stepping):
+            swapped = self._stepping.pop(stepping, None)
             if swapped is not None:
                 swapped.restore()
                 _free(swapped.stepped)
@@ -211,15 +211,15 @@ class WholeSteps:
         A state that was made before the first step, or loaded by the user's code, may be sharded: then a
         collective.
         """
-        for each in optimizers:
-            state = each.state.get(whole.parameter)
+        for optimizer in optimizers:
+            state = optimizer.state.get(whole.parameter)
             if not state or any(state is known for known in whole.known_states):
                 continue
             found = {key: apply_to_collection(value, DTensor, full) for key, value in state.items()}
             if whole.stand_in is None:
-                del each.state[whole.parameter]
+                del optimizer.state[whole.parameter]
             else:
-                each.state[whole.parameter] = found
+                optimizer.state[whole.parameter] = found
                 whole.known_states.append(found)
 
 
@@ -241,10 +241,10 @@ class _Swapped:
         self._lists: list[tuple[list[nn.Parameter], list[nn.Parameter]]] = []
         self._optimizers = optimizers
         lists = {
-            id(each.param_groups[index]["params"]): each.param_groups[index]["params"]
-            for each in self._optimizers
+            id(optimizer.param_groups[index]["params"]): optimizer.param_groups[index]["params"]
+            for optimizer in self._optimizers
             for index in groups
-            if index < len(each.param_groups)
+            if index < len(optimizer.param_groups)
         }
         for parameters in lists.values():
             self._lists.append((parameters, list(parameters)))
@@ -283,9 +283,9 @@ class _Swapped:
 def nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """``optimizer``, and those that it wraps."""
     found = [optimizer]
-    for each in found:
+    for wrapper in found:
         found += [
-            inner for inner in vars(each).values() if isinstance(inner, Optimizer) and inner not in found
+            inner for inner in vars(wrapper).values() if isinstance(inner, Optimizer) and inner not in found
         ]
     return found
 
@@ -298,7 +298,7 @@ def _by_exchange(parameters: list[WholeParameter]) -> dict[OwnerExchange, list[W
 
 
 def _free(parameters: list[WholeParameter]) -> None:
-    for each in parameters:
-        if each.stand_in is not None:
-            each.stand_in.grad = None
-            each.stand_in.data = each.stand_in.new_empty(0)
+    for parameter in parameters:
+        if parameter.stand_in is not None:
+            parameter.stand_in.grad = None
+            parameter.stand_in.data = parameter.stand_in.new_empty(0)

@@ -86,7 +86,9 @@ def _module_and_class_attributes(package: str) -> Iterator[Any]:
         for value in list(vars(module).values()) if name.startswith(package) else []:
             yield value
             if issubclass(type(value), type):
-                yield from (getattr(each, "__func__", each) for each in list(vars(value).values()))
+                yield from (
+                    getattr(attribute, "__func__", attribute) for attribute in list(vars(value).values())
+                )
 
 
 def fsdp_units(model: nn.Module) -> list[FSDPModule]:
@@ -425,7 +427,9 @@ def differentiate_by_both(other_of: Callable[[Any], Tensor | None], patches: Pat
         run = partial(
             run_backward, tensors, grad_tensors, retain_graph, create_graph, accumulate_grad=accumulate_grad
         )
-        others = {index: other for index, each in enumerate(inputs) if (other := other_of(each)) is not None}
+        others = {
+            index: other for index, tensor in enumerate(inputs) if (other := other_of(tensor)) is not None
+        }
         if not others:
             return run(inputs, allow_unreachable)
         gradients = run((*inputs, *others.values()), True)
@@ -435,7 +439,7 @@ def differentiate_by_both(other_of: Callable[[Any], Tensor | None], patches: Pat
         for index, gradient in zip(others, gradients[len(inputs) :], strict=True):
             if chosen[index] is None:
                 chosen[index] = gradient
-        if not allow_unreachable and any(each is None for each in chosen):
+        if not allow_unreachable and any(gradient is None for gradient in chosen):
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph."
             )
@@ -563,7 +567,10 @@ def module_versions(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """
     noted = getattr(state, "_metadata", None) or {}
     # Of a wrapper and what it wraps, which comes later, the latter stays.
-    return {without_wrappers(f"{path}.").removesuffix("."): dict(each) for path, each in noted.items()}
+    return {
+        without_wrappers(f"{path}.").removesuffix("."): dict(placements)
+        for path, placements in noted.items()
+    }
 
 
 def with_module_versions(state: Mapping[str, Any], versions: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -818,7 +825,7 @@ def abort_backends(backends: Iterable[Any]) -> None:
     one: each by itself, they could wait for each other.
     """
     backends = list(backends)
-    first = next((each for each in backends if hasattr(each, "_group_start")), None)
+    first = next((backend for backend in backends if hasattr(backend, "_group_start")), None)
     if first is not None:
         first._group_start()
     try:

@@ -193,8 +193,8 @@ class AgreedGathers:
         own = torch.tensor(index, device=self._device)
         by_rank = [torch.empty_like(own) for _ in range(self._group.size())]
         dist.all_gather(by_rank, own, group=self._group)
-        found = [int(each) for each in by_rank]
-        other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+        found = [int(order) for order in by_rank]
+        other = next((rank for rank, order in enumerate(found) if order != found[0]), None)
         if other is not None:
             raise RuntimeError(
                 f"Ranks use different FSDP units in the same forward: rank 0 {self._doing[found[0]]} while"

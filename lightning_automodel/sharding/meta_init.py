@@ -134,12 +134,12 @@ def _run(
 
 def move_what_has_values(module: nn.Module, device: torch.device) -> None:
     """Move parameters and buffers to ``device``; ``Module.to`` raises where some are on the meta device."""
-    for each in module.modules():
-        for name, tensor in _own_tensors(each):
+    for submodule in module.modules():
+        for name, tensor in _own_tensors(submodule):
             if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
                 tensor.data = tensor.data.to(device)
             elif not tensor.is_meta:
-                setattr(each, name, tensor.to(device))
+                setattr(submodule, name, tensor.to(device))
 
 
 def check_initialized(model: nn.Module, device: torch.device) -> None:
@@ -202,7 +202,7 @@ def _takes(module: nn.Module, name: str, num_arguments: int) -> bool:
 def _own_tensors(module: nn.Module, prefix: str = "") -> list[tuple[str, Tensor]]:
     """Parameters and buffers that ``module`` itself holds, with their names."""
     named = (module.named_parameters, module.named_buffers)
-    return [(f"{prefix}{n}", t) for each in named for n, t in each(recurse=False, remove_duplicate=False)]
+    return [(f"{prefix}{n}", t) for named in named for n, t in named(recurse=False, remove_duplicate=False)]
 
 
 def _as_parameter(original: Tensor, tensor: Tensor) -> Tensor:

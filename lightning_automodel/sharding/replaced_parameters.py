@@ -105,7 +105,7 @@ def _place(holder: dict[Any, Any], key: Any) -> str:
 def _owner(container: Any) -> str:
     """The attribute that holds a container, if any."""
     namespaces: list[dict[str, Any]] = [
-        each for each in gc.get_referrers(container) if isinstance(each, dict)
+        referrer for referrer in gc.get_referrers(container) if isinstance(referrer, dict)
     ]
     for namespace in namespaces:
         for owner in gc.get_referrers(namespace):
