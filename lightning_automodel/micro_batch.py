@@ -171,9 +171,8 @@ class MicroBatches:
             sync.keep()
             if ends:
                 totals = windows.sum_over_ranks(window, uses)  # N, among them
-                rescale_clip.divide_(
-                    final, windows.denominator(window, totals), windows.divisor, window.scale
-                )
+                denominator = windows.denominator(window, totals)
+                rescale_clip.divide_(final, denominator, windows.divisor, window.scale)
         except BaseException as error:
             windows.abandon(error)
             checks.raise_explanation(error)

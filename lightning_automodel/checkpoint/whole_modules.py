@@ -19,6 +19,7 @@ from lightning_automodel.checkpoint.state_dict import with_own_dicts
 from lightning_automodel.checkpoint.trees import Nowhere
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
+from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
 
 _PLAIN = (str, bytes, int, float, bool, complex, type(None), Tensor)
@@ -207,7 +208,7 @@ def _without_sharding(state: dict[str, Any], cls: type[nn.Module]) -> dict[str, 
     kept: dict[str, Any] = {}
     for name, value in state.items():
         is_method = hasattr(cls, name) and torch_internals.defined_in(value, _OURS)
-        if is_method or name.startswith(_OURS) or torch_internals.is_set_by_fsdp(name):
+        if is_method or name.startswith(_OURS) or fsdp2.is_set_by_fsdp(name):
             continue
         if name.endswith("_hooks") and isinstance(value, dict):
             value = type(value)(

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_automodel.distributed import process_group
 from lightning_automodel.distributed.process_group import group_rank, group_size
-from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals import process_groups
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def host_group(timeout: timedelta) -> dist.ProcessGroup:
 
 def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
     """A new gloo group of all ranks. A collective over the world."""
-    with torch_internals.unbound():  # gloo may not serve the device
+    with process_groups.unbound():  # gloo may not serve the device
         return dist.new_group(backend="gloo", timeout=timeout)
 
 

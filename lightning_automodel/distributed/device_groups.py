@@ -9,7 +9,7 @@ import weakref
 
 import torch.distributed as dist
 
-from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals import process_groups
 
 _aborting = threading.Lock()
 _looked_at: tuple[weakref.ref[dist.ProcessGroup], tuple[str, ...], bool] | None = None
@@ -22,11 +22,11 @@ def exist() -> bool:
     if world is None:
         return False
     known = _looked_at
-    names = torch_internals.group_names()
+    names = process_groups.group_names()
     # This is asked in each step, and listing all backends takes longer than anything else there. A reference
     # to them would keep their connections.
     if known is None or known[0]() is not world or known[1] != names:
-        known = weakref.ref(world), names, bool(torch_internals.accelerator_backends())
+        known = weakref.ref(world), names, bool(process_groups.accelerator_backends())
         _looked_at = known
     return known[2]
 
@@ -37,9 +37,9 @@ def num_queued() -> dict[str, int]:
     A group has the same name on all of its ranks.
     """
     counted = {}
-    for name, backend in torch_internals.accelerator_backends().items():
+    for name, backend in process_groups.accelerator_backends().items():
         try:
-            counted[name] = torch_internals.num_queued(backend)
+            counted[name] = process_groups.num_queued(backend)
         except RuntimeError:
             continue
     return counted
@@ -52,4 +52,4 @@ def abort() -> None:
     to call twice, and from two threads: the second one waits for the first.
     """
     with _aborting:
-        torch_internals.abort_backends(list(torch_internals.accelerator_backends().values())[::-1])
+        process_groups.abort_backends(list(process_groups.accelerator_backends().values())[::-1])

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_automodel.distributed import device_groups
-from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals import process_groups
 
 LONGEST_DUMP_S = 3.0
 
@@ -50,7 +50,7 @@ def _dump_flight_records(rank: int) -> str:
         with contextlib.suppress(Exception):
             if device_groups.exist():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(torch_internals.flight_records())
+                path.write_bytes(process_groups.flight_records())
                 written.append(path)
 
     # In a thread, since it may wait for a lock that a stuck thread holds.

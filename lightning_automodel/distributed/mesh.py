@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed import process_group
-from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals import process_groups
 
 REPLICATE = "data_parallel_replicate"
 SHARD = "data_parallel_shard"
@@ -198,7 +198,7 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
         if sizes.context > 1:
             dimensions[CONTEXT] = sizes.context
         dimensions[TENSOR] = sizes.tensor
-        with torch_internals.shared_groups(_groups_by_ranks()):
+        with process_groups.shared_groups(_groups_by_ranks()):
             mesh = init_device_mesh(
                 device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions)
             )
@@ -246,17 +246,17 @@ def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor:
 
     unflattened = data
     if sizes.expert > 1:
-        torch_internals.flatten_mesh(view(EXPERT_SHARD, EXPERT), SHARD)
+        process_groups.flatten_mesh(view(EXPERT_SHARD, EXPERT), SHARD)
         unflattened = (*data[:-1], EXPERT_SHARD, EXPERT)  # a flattened dimension cannot be flattened again
     data_parallel = tokens = fsdp = view(*data)
     context_parallel = view(CONTEXT) if sizes.context > 1 else None
     if len(data) == 2:
-        data_parallel = tokens = torch_internals.flatten_mesh(fsdp, DATA)
+        data_parallel = tokens = process_groups.flatten_mesh(fsdp, DATA)
         fsdp = fsdp if sizes.replicate > 1 else view(data[-1])
     if context_parallel is not None:
-        tokens = fsdp = torch_internals.flatten_mesh(view(*unflattened, CONTEXT), TOKENS)
+        tokens = fsdp = process_groups.flatten_mesh(view(*unflattened, CONTEXT), TOKENS)
         if sizes.replicate > 1:
-            torch_internals.flatten_mesh(view(*unflattened[1:], CONTEXT), SHARD_CONTEXT)
+            process_groups.flatten_mesh(view(*unflattened[1:], CONTEXT), SHARD_CONTEXT)
             fsdp = view(data[0], SHARD_CONTEXT)
     tensor_parallel = None if tensor is None else view(tensor)
     expert_fsdp = None
@@ -264,7 +264,7 @@ def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor:
         shards = [EXPERT_SHARD]
         if context_parallel is not None:
             shards = [EXPERT_SHARD_CONTEXT]
-            torch_internals.flatten_mesh(view(EXPERT_SHARD, CONTEXT), EXPERT_SHARD_CONTEXT)
+            process_groups.flatten_mesh(view(EXPERT_SHARD, CONTEXT), EXPERT_SHARD_CONTEXT)
         if sizes.replicate > 1:
             shards.insert(0, REPLICATE)
         expert_fsdp = view(*shards)
@@ -320,7 +320,7 @@ def adopt_mesh(
                 f"{keyword}={value} contradicts device_mesh, where it is {actual[keyword]}: leave it out."
             )
     data = tuple(name for role, name in names.items() if role != TENSOR)
-    with torch_internals.shared_groups(_groups_of(mesh)):
+    with process_groups.shared_groups(_groups_of(mesh)):
         return view_mesh(mesh, sizes, data, names.get(TENSOR))
 
 

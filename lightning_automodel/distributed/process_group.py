@@ -20,7 +20,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning_automodel.distributed import device_groups, join, network
 from lightning_automodel.distributed.connecting import connecting
 from lightning_automodel.internals import lightning as lightning_internals
-from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals import process_groups
 
 log = logging.getLogger(__name__)
 
@@ -275,7 +275,7 @@ def kept_with_world() -> dict[object, Any]:
     global _kept_for
     if _kept_for is not dist.group.WORLD:
         forget_world()
-        torch_internals.forget_meshes()
+        process_groups.forget_meshes()
         _kept_for = dist.group.WORLD
     return _kept
 
@@ -315,7 +315,7 @@ def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False, aborts: bo
                     # the caches again; not at exit, which frees them sooner: in a forked process, collecting
                     # copies the heap.
                     gc.collect()
-                    torch_internals.forget_meshes()
+                    process_groups.forget_meshes()
                 try:
                     _destroy_groups(aborts)
                 except Exception:
@@ -330,7 +330,7 @@ def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False, aborts: bo
 def _destroy_groups(aborts: bool) -> None:
     if aborts and device_groups.exist():
         with contextlib.suppress(Exception):  # a backend that cannot be aborted
-            torch_internals.abort_process_groups()
+            process_groups.abort_process_groups()
             return
     dist.destroy_process_group()
 

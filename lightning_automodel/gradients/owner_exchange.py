@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from lightning_automodel.distributed import process_group
-from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals import process_groups
 
 
 class Split(NamedTuple):
@@ -137,7 +137,7 @@ def group_of(mesh: DeviceMesh, holders: Holders) -> dist.ProcessGroup:
     if key not in kept:
         names = mesh.mesh_dim_names or ()
         split = tuple(names[split_dim.mesh_dim] for split_dim in sorted(holders.splits))
-        kept[key] = torch_internals.flatten_mesh(mesh[split], "_".join(("holders", *split))).get_group()
+        kept[key] = process_groups.flatten_mesh(mesh[split], "_".join(("holders", *split))).get_group()
     group: dist.ProcessGroup = kept[key]
     return group
 

@@ -29,7 +29,7 @@ class UnsupportedReleaseError(ImportError):
 
 @contextmanager
 def importing_private_names() -> Iterator[None]:
-    """Context for the imports of the two internals modules.
+    """Context for the imports of the modules with private names.
 
     Raises:
         UnsupportedReleaseError: If an import fails; it has the name that torch or Lightning lacks.

@@ -20,6 +20,7 @@ from lightning_automodel.distributed.mesh import (
     RunMesh,
     num_expert_ranks,
 )
+from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import Left, leave
 from lightning_automodel.options import StrategyOptions
@@ -97,7 +98,7 @@ def _sharding_options(mesh: RunMesh, offloads: bool) -> dict[str, Any]:
         kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.fsdp.device_type != "cpu")
     if mesh.expert_fsdp is None:
         return kwargs
-    over_holders = torch_internals.sharded_over(mesh.expert_fsdp)
+    over_holders = fsdp2.sharded_over(mesh.expert_fsdp)
 
     # Experts stay in the unit of their block: on a unit of their own within a recomputed block, selective
     # recomputation fails (torch 2.13).
@@ -128,19 +129,19 @@ def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module], head: nn
     run again for the ``forward`` inside a step: one more all-gather in each micro-batch.
     """
     root = cast(FSDPModule, model)
-    units = torch_internals.fsdp_units(model)
-    before, after = torch_internals.detach_forward_hooks(root)
+    units = fsdp2.fsdp_units(model)
+    before, after = fsdp2.detach_forward_hooks(root)
     whole_step = [root] if head is None else [root, cast(FSDPModule, head)]
 
     def run(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             args, kwargs = before(root, args, kwargs)
-            with torch_internals.flags_restored([root], torch_internals.RESHARDING):
+            with fsdp2.flags_restored([root], fsdp2.RESHARDING):
                 root.set_reshard_after_backward(False, recurse=False)
                 for unit in whole_step[1:]:
                     unit.unshard()
                 output = method(*args, **kwargs)
-            for unit in torch_internals.gathering(units):
+            for unit in fsdp2.gathering(units):
                 reshard(unit)  # prefetched, and not used
             return after(root, args, output)
         finally:
@@ -179,10 +180,10 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
     different tokens, or by another factor.
     """
     for root in fsdp_roots(model):
-        torch_internals.initialise_fsdp_root(root)
+        fsdp2.initialise_fsdp_root(root)
     names = {id(module): name for name, module in model.named_modules()}
     managed = set[nn.Parameter]()
-    for group in torch_internals.fsdp_param_groups(model):
+    for group in fsdp2.fsdp_param_groups(model):
         unit = names[id(group.modules[0])]
         for param in group.fsdp_params:
             num_expert = num_expert_ranks(param.sharded_param)

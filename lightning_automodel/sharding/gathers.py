@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients.windows import DIFFERENT_UNITS
+from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.units import fsdp_roots, is_head
@@ -35,7 +36,7 @@ def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
     hangs.
     """
     for root in fsdp_roots(model):
-        below = [unit for unit in torch_internals.fsdp_units(cast(nn.Module, root)) if unit is not root]
+        below = [unit for unit in fsdp2.fsdp_units(cast(nn.Module, root)) if unit is not root]
         forward = [root, *below]
         backward = [root, *reversed(below)]
         for index, unit in enumerate(forward):
@@ -47,7 +48,7 @@ def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
             else:
                 following = []
             unit.set_modules_to_backward_prefetch(following)
-        torch_internals.set_background_gathers(root, in_background)
+        fsdp2.set_background_gathers(root, in_background)
 
 
 def reshard(unit: FSDPModule) -> None:
@@ -55,7 +56,7 @@ def reshard(unit: FSDPModule) -> None:
 
     FSDP2 would use prefetched parameters at the unit's next forward, when the weights may have changed.
     """
-    if torch_internals.gathering([unit]):
+    if fsdp2.gathering([unit]):
         unit.unshard()
     unit.reshard()
 
@@ -104,10 +105,10 @@ class GatheredForBackward:
         if unit not in self.units:  # which lasts for a forward without gradients that follows
             return
         if self._always:
-            kept.enter_context(torch_internals.flags_restored([unit], torch_internals.RESHARDING))
+            kept.enter_context(fsdp2.flags_restored([unit], fsdp2.RESHARDING))
             unit.set_reshard_after_forward(False, recurse=False)
         else:
-            kept.enter_context(torch_internals.keeping_storage(unit))
+            kept.enter_context(fsdp2.keeping_storage(unit))
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -122,7 +123,7 @@ class GatheredForBackward:
     def show(self) -> None:
         """Unshard what is kept, so that resharding frees its memory."""
         for unit in self.units:
-            torch_internals.show_kept_storage(unit)
+            fsdp2.show_kept_storage(unit)
 
 
 @torch_internals.not_compiled
@@ -173,7 +174,7 @@ class AgreedGathers:
         self._advice = DIFFERENT_UNITS
         self.patches = PatchStack()
         for index, unit in enumerate(units):
-            torch_internals.note_all_gathers(unit, partial(self._compare, index), self.patches)
+            fsdp2.note_all_gathers(unit, partial(self._compare, index), self.patches)
             if _holds_experts(unit):
                 # They exchange tokens in each forward, also where nothing is gathered.
                 self._advice = DIFFERENT_FORWARDS
@@ -204,7 +205,7 @@ class AgreedGathers:
 
 def _holds_experts(unit: FSDPModule) -> bool:
     """Whether a parameter of ``unit`` itself spreads experts over ranks."""
-    params = [param for group in torch_internals.param_groups(unit) for param in group.fsdp_params]
+    params = [param for group in fsdp2.param_groups(unit) for param in group.fsdp_params]
     return any(num_expert_ranks(param.sharded_param) > 1 for param in params)
 
 
@@ -231,7 +232,7 @@ class JoinedGathers:
         self._newest = []
         with PatchStack() as patches:  # not for longer, since training gathers the same units
             for unit in self._units:
-                torch_internals.note_all_gathers(unit, partial(self._newest.append, unit), patches)
+                fsdp2.note_all_gathers(unit, partial(self._newest.append, unit), patches)
             yield
 
     def join(self) -> None:

@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.windows import PLAIN_BACKWARD, Uses
+from lightning_automodel.internals import fsdp2, fsdp2_gradients
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.gathers import AgreedGathers, GatheredForBackward, reshard
@@ -78,29 +79,29 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
         for module in model.modules():
             if isinstance(module, DistributedDataParallel) and not is_optim_step:
                 stack.enter_context(module.no_sync())
-        units = torch_internals.fsdp_units(model)
-        stack.enter_context(torch_internals.flags_restored(units, torch_internals.REDUCTIONS))
+        units = fsdp2.fsdp_units(model)
+        stack.enter_context(fsdp2.flags_restored(units, fsdp2.REDUCTIONS))
         for unit in units:
             unit.set_requires_gradient_sync(is_optim_step or defer is not True, recurse=False)
             unit.set_requires_all_reduce(is_optim_step or defer is False, recurse=False)
             # The partial sums of a window live in one flat buffer: every micro-batch must fill the same
             # places of it, and the last one must take part even where the unit was not used in it.
-            has_replicas = any(map(torch_internals.has_replicas, torch_internals.param_groups(unit)))
+            has_replicas = any(map(fsdp2_gradients.has_replicas, fsdp2.param_groups(unit)))
             if defer == "all_reduce" and has_replicas:
                 unit.set_reduce_scatter_unused_params(True, recurse=False)
         if is_optim_step:
             _accumulate_in_one_dtype(units)
         yield
         for root in fsdp_roots(model) if is_optim_step else ():
-            groups = torch_internals.fsdp_param_groups(cast(nn.Module, root))
-            torch_internals.reduce_deferred_gradients(root, groups)
+            groups = fsdp2.fsdp_param_groups(cast(nn.Module, root))
+            fsdp2_gradients.reduce_deferred_gradients(root, groups)
 
 
 def _accumulate_in_one_dtype(units: Iterable[FSDPModule]) -> None:
     """Before a window's last backward: parameters that no earlier one has used would get gradients of another dtype."""
     for unit in units:
-        for group in torch_internals.param_groups(unit):
-            torch_internals.accumulate_in_one_dtype(group)
+        for group in fsdp2.param_groups(unit):
+            fsdp2_gradients.accumulate_in_one_dtype(group)
 
 
 class Reductions(Enum):
@@ -265,14 +266,13 @@ class FSDPGradSync(GradSync):
         self._defer, self._group = defer, group
         self._retain_unsharded, self._is_manual = retain_unsharded, is_manual
         self._between_steps = ExitStack()
-        self.units = torch_internals.fsdp_units(model)
+        self.units = fsdp2.fsdp_units(model)
         # With the parameter groups at or below each.
         self._roots = {
-            root: list(torch_internals.fsdp_param_groups(cast(nn.Module, root)))
-            for root in fsdp_roots(model)
+            root: list(fsdp2.fsdp_param_groups(cast(nn.Module, root))) for root in fsdp_roots(model)
         }
         self._heads = {unit for unit in self.units if is_head(unit)}
-        self._groups = [group for unit in self.units for group in torch_internals.param_groups(unit)]
+        self._groups = [group for unit in self.units for group in fsdp2.param_groups(unit)]
         self._model = model
         self._number_of = {group: number for number, group in enumerate(self._groups, start=1)}
         self._first_gathers: AgreedGathers | None = None
@@ -281,20 +281,18 @@ class FSDPGradSync(GradSync):
         self.is_last: bool | None = None
         self._in_backward = False
         self._restored = ExitStack()
-        self._restored.enter_context(torch_internals.flags_restored(self.units, torch_internals.REDUCTIONS))
+        self._restored.enter_context(fsdp2.flags_restored(self.units, fsdp2.REDUCTIONS))
         self._reductions = Reductions.BY_FSDP2
         if is_manual and retain_unsharded:
             # Lightning does not say when the forwards of a window begin: they keep what they gather.
-            self._restored.enter_context(
-                torch_internals.flags_restored(self.units, torch_internals.RESHARDING)
-            )
+            self._restored.enter_context(fsdp2.flags_restored(self.units, fsdp2.RESHARDING))
             for unit in self.units:
                 unit.set_reshard_after_backward(False, recurse=False)
         self._gathered = GatheredForBackward(self.units, always=is_manual and retain_unsharded)
         self._hooks += self._gathered.hooks
         for root in cast(list[nn.Module], self._roots):
             if root is not model:
-                hook = partial(self._reshard_unless_training, torch_internals.fsdp_units(root))
+                hook = partial(self._reshard_unless_training, fsdp2.fsdp_units(root))
                 self._hooks.append(root.register_forward_hook(hook))
         self._has_gathered = False
         self._has_two_dtypes = True  # until units are gathered
@@ -315,7 +313,7 @@ class FSDPGradSync(GradSync):
         These are prefetched units that the forward did not use, and, if no gradients are computed, those of
         the root.
         """
-        for prefetched in torch_internals.gathering(units):
+        for prefetched in fsdp2.gathering(units):
             reshard(prefetched)
         unit = cast(FSDPModule, root)
         if not torch.is_grad_enabled() and unit not in self._gathered.units:
@@ -328,9 +326,9 @@ class FSDPGradSync(GradSync):
         FSDP2 accumulates into.
         """
         if not self._has_gathered:
-            self._has_two_dtypes = any(map(torch_internals.has_two_gradient_dtypes, self._groups))
+            self._has_two_dtypes = any(map(fsdp2_gradients.has_two_gradient_dtypes, self._groups))
             for unit in self.units:
-                if not all(map(torch_internals.was_unsharded, torch_internals.param_groups(unit))):
+                if not all(map(fsdp2.was_unsharded, fsdp2.param_groups(unit))):
                     unit.unshard()
                     unit.reshard()
             self._has_gathered = True
@@ -392,7 +390,7 @@ class FSDPGradSync(GradSync):
             retained = self.units
         else:
             retained = []
-        with torch_internals.flags_restored(retained, torch_internals.RESHARDING):
+        with fsdp2.flags_restored(retained, fsdp2.RESHARDING):
             for unit in retained:
                 unit.set_reshard_after_forward(False, recurse=False)
                 # Freed when all of the backward has run: it may read them after the unit's own part (a
@@ -418,10 +416,10 @@ class FSDPGradSync(GradSync):
 
     @override
     def showing_shards(self) -> AbstractContextManager[Any]:
-        for unit in torch_internals.unsharded(self.units):
+        for unit in fsdp2.unsharded(self.units):
             reshard(unit)
         shown = ExitStack()
-        shown.enter_context(torch_internals.keeping_nothing(self.units))
+        shown.enter_context(fsdp2.keeping_nothing(self.units))
         shown.enter_context(self._gathered.pausing())
         return shown
 
@@ -436,7 +434,7 @@ class FSDPGradSync(GradSync):
         self._retained = []
         taken_back = []
         for unit in retained:
-            is_shown = torch_internals.show_kept_storage(unit)
+            is_shown = fsdp2.show_kept_storage(unit)
             if retains and is_shown and self._written.is_current(unit):
                 taken_back.append(unit)
         self._reshard_others(taken_back)
@@ -464,17 +462,17 @@ class FSDPGradSync(GradSync):
 
     @override
     def toggled(self) -> None:
-        unsharded = torch_internals.unsharded(self.units)
+        unsharded = fsdp2.unsharded(self.units)
         for unit in unsharded:
-            torch_internals.show_trainable(unit)
+            fsdp2.show_trainable(unit)
         for unit in self._retained:
-            torch_internals.show_kept_storage(unit)
+            fsdp2.show_kept_storage(unit)
         self._retained = []
         self._reshard_others([*unsharded, *self._gathered.units])  # a backward that is to come needs them
 
     @override
     def stepped(self) -> None:
-        is_stale = bool(self._gathered.units or torch_internals.unsharded(self.units))
+        is_stale = bool(self._gathered.units or fsdp2.unsharded(self.units))
         if is_stale and not self._in_backward:  # a hook may step within a backward, which needs the old ones
             self.release()
 
@@ -487,19 +485,19 @@ class FSDPGradSync(GradSync):
             self.watch()
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self._reduce(Reductions.ALL if ends else deferred[self._defer])
-        ran = torch_internals.forward_order(self._groups)
+        ran = fsdp2.forward_order(self._groups)
         # Later forwards of a window use what the first has gathered.
         if self._order == 0 or not self._retain_unsharded:
             for group in ran:
                 self._order = (self._order * 31 + self._number_of[group]) % _ORDERS
         if self._first_gathers is not None:
-            heads = [group for unit in self._heads for group in torch_internals.param_groups(unit)]
+            heads = [group for unit in self._heads for group in fsdp2.param_groups(unit)]
             self._first_gathers.before_backward(called_head=all(group in ran for group in heads))
         if ends and self._has_two_dtypes:
             _accumulate_in_one_dtype(self.units)
         if frozen and self._reductions is not Reductions.NONE:
             for group in self._groups:
-                torch_internals.zero_missing_gradients(group, frozen)
+                fsdp2_gradients.zero_missing_gradients(group, frozen)
         self._ends_window = ends
         self._counts = counts
         self._in_backward = True
@@ -520,7 +518,7 @@ class FSDPGradSync(GradSync):
         if not self._ends_window:
             return NO_USES
         for root, groups in self._roots.items():
-            torch_internals.reduce_deferred_gradients(root, groups)
+            fsdp2_gradients.reduce_deferred_gradients(root, groups)
         self.complete_gradients([parameter for parameter in final if parameter in trained])
         return self._take_uses(final, trained)
 
@@ -541,8 +539,8 @@ class FSDPGradSync(GradSync):
             self._gathered.units.clear()
         if self._ends_window and self._first_gathers is not None:
             self._stop_comparing()
-        for unit in torch_internals.unsharded(self.units):
-            as_set = torch_internals.param_groups(unit)[0].reshard_after_backward or unit in self._heads
+        for unit in fsdp2.unsharded(self.units):
+            as_set = fsdp2.param_groups(unit)[0].reshard_after_backward or unit in self._heads
             if self._retain_unsharded:
                 frees = self._ends_window
             else:
@@ -550,11 +548,11 @@ class FSDPGradSync(GradSync):
             if frees:
                 unit.reshard()
             else:
-                with torch_internals.keeping_storage(unit):
+                with fsdp2.keeping_storage(unit):
                     unit.reshard()
                 self._retained.append(unit)
         # Hooks follow, as in `showing_shards`.
-        self._between_steps.enter_context(torch_internals.keeping_nothing(self.units))
+        self._between_steps.enter_context(fsdp2.keeping_nothing(self.units))
         if self._is_manual and self._retain_unsharded:
             self._between_steps.enter_context(self._gathered.pausing())
 
@@ -582,13 +580,13 @@ class FSDPGradSync(GradSync):
             if not owned:
                 continue
             others = [p for p in group.fsdp_params if p not in owned and p.sharded_param in self._tracked]
-            if others and torch_internals.holds_partial_reduction(group):
+            if others and fsdp2_gradients.holds_partial_reduction(group):
                 raise RuntimeError(
                     "Gradients of one FSDP unit belong to several optimizers, and one of them is zeroed in"
                     " the middle of a window whose replicas have not been added up:"
                     " defer_fsdp_grad_sync='all_reduce' cannot drop a part. Pass True or False."
                 )
-            torch_internals.clear_unreduced_gradients(group, owned)
+            fsdp2_gradients.clear_unreduced_gradients(group, owned)
         if wanted is None:
             self._reduce(Reductions.BY_FSDP2)
 
@@ -624,7 +622,7 @@ class FSDPGradSync(GradSync):
         ]
         with self._written.recovering():
             for unit in self.units:
-                torch_internals.forget_background_gather(unit)
+                fsdp2.forget_background_gather(unit)
             for root in self._roots:
                 root.reset_iter_state()
             self.release()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_automodel.internals import fsdp2, fsdp2_gradients
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.sharding.grad_sync import Deferral
 
@@ -96,12 +97,12 @@ def estimate(model: nn.Module, device: torch.device) -> dict[str, int]:
     device.
     """
     unsharded = gradients = state = 0
-    for group in torch_internals.fsdp_param_groups(model):
+    for group in fsdp2.fsdp_param_groups(model):
         for param in group.fsdp_params:
-            numel = torch_internals.unsharded_numel(param)
+            numel = fsdp2.unsharded_numel(param)
             unsharded += numel * (param.param_dtype or param.orig_dtype).itemsize
             if param.sharded_param.requires_grad:
-                gradients += numel * torch_internals.unsharded_gradient_dtype(param).itemsize
+                gradients += numel * fsdp2_gradients.unsharded_gradient_dtype(param).itemsize
     for parameter in model.parameters():
         local = torch_internals.local_tensor(parameter)
         if parameter.requires_grad and local.device.type == device.type:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals import fsdp2, fsdp2_gradients
 from lightning_automodel.internals.patching import Left, PatchStack, leave
 
 HALF = (torch.float16, torch.bfloat16)
@@ -189,9 +189,7 @@ def check_conversion(plugin: Precision, model: nn.Module) -> None:
     if plugin.precision == "32-true" or isinstance(plugin, MixedPrecision):
         return
     found = {p.dtype for p in model.parameters() if p.is_floating_point()} - {wanted}
-    if found and any(
-        torch_internals.was_unsharded(group) for group in torch_internals.fsdp_param_groups(model)
-    ):
+    if found and any(fsdp2.was_unsharded(group) for group in fsdp2.fsdp_param_groups(model)):
         raise ValueError(
             f"precision={str(plugin.precision)!r} would convert the module to {wanted}, but an earlier run"
             f" has sharded it in {_names(found)}, which stays: pass the precision of that run, or a module"
@@ -207,7 +205,7 @@ def leave_casting_to_units(plugin: Precision, model: nn.Module, patches: PatchSt
 
 def unit_dtypes(model: nn.Module) -> set[torch.dtype]:
     """The dtypes that policies of FSDP2 units at or below ``model`` compute in."""
-    policies = torch_internals.mixed_precision_policies(model)
+    policies = fsdp2.mixed_precision_policies(model)
     return {policy.param_dtype for policy in policies if policy.param_dtype is not None}
 
 
@@ -221,7 +219,7 @@ def enabled_scaler(plugin: Precision) -> GradScaler | None:
 
 def passes_float16(plugin: Precision, model: nn.Module) -> bool:
     """Whether gradients may pass through float16 (range 65504): in layers, also frozen ones, or in reductions."""
-    reductions = torch_internals.reduction_dtypes(model)
+    reductions = fsdp2_gradients.reduction_dtypes(model)
     dtypes = unit_dtypes(model) | reductions | {parameter.dtype for parameter in model.parameters()}
     return plugin.precision in ("16-mixed", "16-true") or torch.float16 in dtypes
 
@@ -229,7 +227,7 @@ def passes_float16(plugin: Precision, model: nn.Module) -> bool:
 def is_applied(policy: MixedPrecisionPolicy, model: nn.Module) -> bool:
     """Whether any FSDP2 unit at or below ``model`` was made with this policy."""
     forms = (policy, unit_policy(policy), step_policy(policy))
-    return any(applied in forms for applied in torch_internals.mixed_precision_policies(model))
+    return any(applied in forms for applied in fsdp2.mixed_precision_policies(model))
 
 
 def describe_dtypes(
@@ -253,7 +251,7 @@ def describe_dtypes(
         "trainer": str(plugin.precision),
         "parameters": _names(parameters),
         "computation": f"{_names(by_units or autocast or parameters)} ({way})",
-        "reduction": _names(torch_internals.reduction_dtypes(model) or trainable),
+        "reduction": _names(fsdp2_gradients.reduction_dtypes(model) or trainable),
         "output": str(output) if output is not None else "as computed",
     }
 

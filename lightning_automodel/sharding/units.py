@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.internals.torch import fsdp_units, uncompiled
+from lightning_automodel.internals.fsdp2 import fsdp_units
+from lightning_automodel.internals.torch import uncompiled
 
 WrapPolicy = set[type[nn.Module]] | Callable[[nn.Module], bool] | None
 

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.fsdp2 import FSDPParam, FSDPParamGroup
 from lightning_automodel.internals.patching import PatchStack
-from lightning_automodel.internals.torch import FSDPParam, FSDPParamGroup, without_wrappers
+from lightning_automodel.internals.torch import without_wrappers
 from lightning_automodel.sharding.write_counts import DATA, WriteCounts
 
 IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones"
@@ -32,8 +34,8 @@ class WrittenWeights:
         self._names = {id(shard): without_wrappers(name) for name, shard in model.named_parameters()}
         self._groups: dict[int, list[_WatchedGroup]] = {}
         self._group_of: dict[int, _WatchedGroup] = {}  # by the id of the shard
-        for unit in torch_internals.fsdp_units(model):
-            groups = torch_internals.param_groups(unit)
+        for unit in fsdp2.fsdp_units(model):
+            groups = fsdp2.param_groups(unit)
             self._groups[id(unit)] = [
                 _WatchedGroup(unit, group, self, self.counts, self._patches) for group in groups
             ]
@@ -95,7 +97,7 @@ class _WatchedGroup:
         self._awaits_backward = False  # which gathers again
         self._trains: list[bool] = []  # the copies, when they were gathered
         self._memory: list[Tensor] = []  # that FSDP2 gathers into, of each copy
-        torch_internals.watch_gathers(
+        fsdp2.watch_gathers(
             unit, group, self._start, self._finish, self._free, lambda: weights.is_saving, patches
         )
 
@@ -203,7 +205,7 @@ def _write_back(param: FSDPParam, name: str, shard_is_written: bool) -> None:
     differ.
     """
     shard = torch_internals.local_tensor(param.sharded_param)
-    copied = torch_internals.own_slice(param)
+    copied = fsdp2.own_slice(param)
     if copied.dtype == shard.dtype and not shard_is_written:
         shard.copy_(copied)
         torch.autograd.graph.increment_version([param.sharded_param])

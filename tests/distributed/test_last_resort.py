@@ -10,7 +10,7 @@ import pytest
 
 from lightning_automodel.distributed import device_groups, last_resort
 from lightning_automodel.distributed.last_resort import end_process, limited
-from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals import process_groups
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_recorder_that_is_stuck_does_not_keep_the_process(
     is_over = threading.Event()
     monkeypatch.setattr(device_groups, "exist", lambda: True)
     monkeypatch.setattr(last_resort, "LONGEST_DUMP_S", 0.05)
-    monkeypatch.setattr(torch_internals, "flight_records", is_over.wait)
+    monkeypatch.setattr(process_groups, "flight_records", is_over.wait)
     end_process(3, "rank 1 is stuck")
     is_over.set()
     assert ends == [1]

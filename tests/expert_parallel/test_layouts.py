@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lightning_automodel import spread_experts
 from lightning_automodel.distributed.mesh import MeshSizes, build_mesh
 from lightning_automodel.gradients.owner_exchange import Owned, OwnerExchange, group_of, holders_of
-from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals import fsdp2
 from tests.expert_parallel.mixtures import (
     ACCUMULATE,
     CASE,
@@ -77,7 +77,7 @@ def _whole_on_owner() -> tuple[bool, bool]:
         experts.up.copy_(torch.arange(8.0 * HIDDEN * WIDTH).view_as(experts.up))
     expected = experts.up.detach().clone()
     spread_experts(experts, mesh.mesh["expert_parallel"])
-    over_holders = torch_internals.sharded_over(mesh.expert_fsdp)
+    over_holders = fsdp2.sharded_over(mesh.expert_fsdp)
     fully_shard(experts, mesh=mesh.fsdp, shard_placement_fn=lambda parameter: over_holders)
     up = experts.up
     holders = holders_of(up.device_mesh, up.placements)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.patching import PatchStack
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
@@ -52,7 +52,7 @@ class Events(Callback):
         for name, unit in module.named_modules():
             if isinstance(unit, FSDPModule):
                 label = name.rpartition(".")[2] or "root"
-                torch_internals.note_all_gathers(unit, partial(self._note, f"gather {label}"), self._patches)
+                fsdp2.note_all_gathers(unit, partial(self._note, f"gather {label}"), self._patches)
                 if name:
                     unit.register_forward_hook(lambda *_, label=label: self._note(f"after {label}"))
 
@@ -83,7 +83,7 @@ def fit(
     )
     trainer.fit(module, loader(CASE), loader(CASE) if kwargs.get("limit_val_batches") else None)
     described = strategy.describe()
-    assert torch_internals.gathering(torch_internals.fsdp_units(module)) == []
+    assert fsdp2.gathering(fsdp2.fsdp_units(module)) == []
     return prefixed(full_weights(module.model)), events.events, described
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import export_hugging_face
-from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals import fsdp2
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, full_weights, micro_batches, relative_error, weight_error
 from tests.trainer.hugging_face import ACCUMULATE, CAUSAL, OwnLoss, lora_llama, tied_llama, train_plainly
@@ -36,7 +36,7 @@ class Adapted(OwnLoss):
             self.held.append(
                 {
                     name
-                    for group in torch_internals.fsdp_param_groups(self)
+                    for group in fsdp2.fsdp_param_groups(self)
                     for param in group.fsdp_params
                     for name in [str(param._param_fqn)]
                     if param.unsharded_accumulated_grad is not None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals import fsdp2, fsdp2_gradients
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import Batch, Outcome, TinyDecoder, full_weights, relative_error, weight_error
 from tests.trainer.precisions import (
@@ -127,10 +127,8 @@ def _unreduced(precision: str) -> set[tuple[torch.dtype | None, bool]]:
 
     def look(batch: Batch, batch_idx: int) -> None:
         if batch_idx % ACCUMULATE == 1:
-            params = [
-                param for group in torch_internals.fsdp_param_groups(module) for param in group.fsdp_params
-            ]
-            if torch_internals.ACCUMULATES_IN_LEAF:
+            params = [param for group in fsdp2.fsdp_param_groups(module) for param in group.fsdp_params]
+            if fsdp2.ACCUMULATES_IN_LEAF:
                 seen.update((p.unsharded_param.grad.dtype, True) for p in params)
             else:
                 seen.update(
@@ -275,13 +273,13 @@ class LateBlock(nn.Module):
 
 
 def _fit_used_late(precision: str, options: dict[str, Any], repaired: bool) -> dict[str, Tensor]:
-    original = torch_internals.accumulate_in_one_dtype
+    original = fsdp2_gradients.accumulate_in_one_dtype
     if not repaired:
-        torch_internals.accumulate_in_one_dtype = lambda group: []
+        fsdp2_gradients.accumulate_in_one_dtype = lambda group: []
     try:
         return fit(precision, options, make_model=UsedLate, case=TWO_WINDOWS)[0]
     finally:
-        torch_internals.accumulate_in_one_dtype = original
+        fsdp2_gradients.accumulate_in_one_dtype = original
 
 
 @pytest.mark.parametrize("precision", first_by_default(["bf16-mixed", "bf16-true", "16-mixed"]))
@@ -366,9 +364,7 @@ def test_module_under_two_names(pool2: RankPool, precision: str) -> None:
         assert weight_error(Outcome(weights, None), own) <= tolerances(precision)[0]
 
 
-@pytest.mark.skipif(
-    torch_internals.ACCUMULATES_IN_LEAF, reason="from torch 2.15 on, FSDP2 accepts two dtypes"
-)
+@pytest.mark.skipif(fsdp2.ACCUMULATES_IN_LEAF, reason="from torch 2.15 on, FSDP2 accepts two dtypes")
 def test_fsdp2_alone_refuses_that(pool2: RankPool) -> None:
     """The repair is needed."""
     with pytest.raises(RankError, match="uniform gradient dtype"):
