@@ -7,7 +7,7 @@ from lightning_automodel.internals.release_probe import importing_private_names
 # First, so that its error is the one for a release that is too old or too new.
 with importing_private_names():
     import lightning_automodel.internals.fsdp2
-    import lightning_automodel.internals.fsdp2_gradients
+    import lightning_automodel.internals.fsdp2_gathers
     import lightning_automodel.internals.lightning
     import lightning_automodel.internals.process_groups
     import lightning_automodel.internals.torch  # noqa: F401
@@ -37,7 +37,7 @@ from lightning_automodel.expert_parallel.spread import spread_experts
 from lightning_automodel.gradients.chunked_loss import token_loss
 from lightning_automodel.gradients.rescale_clip import clip_gradients, rescale_gradients
 from lightning_automodel.gradients.token_loss import StepReport, reduce_loss
-from lightning_automodel.sharding.grad_sync import get_sync_ctx
+from lightning_automodel.sharding.sync_context import get_sync_ctx
 from lightning_automodel.strategy import AutomodelStrategy
 
 __all__ = [

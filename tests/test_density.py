@@ -17,12 +17,12 @@ PACKAGE = Path(lightning_automodel.__file__).parent
 LONG_LINE = 110
 LONG_FUNCTION = 40
 LIMITS = {
-    "tokens": 174_500,
-    "lines of 110 characters and more, per thousand": 55,
-    "assignments of a tuple to a tuple": 92,
-    "conditional expressions": 368,
-    "loops over `each`": 65,
-    "functions of more than 40 lines": 14,
+    "tokens": 175_400,
+    "lines of 110 characters and more, per thousand": 17,
+    "assignments of a tuple to a tuple": 10,
+    "conditional expressions": 182,
+    "loops over `each`": 0,
+    "functions of more than 40 lines": 9,
 }
 LAYOUT = {
     tokenize.COMMENT,
@@ -71,10 +71,19 @@ def count_loops_over_each(tree: ast.Module) -> int:
     )
 
 
+def _code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring."""
+    lines = (function.end_lineno or 0) - function.lineno + 1
+    if ast.get_docstring(function, clean=False) is not None:
+        docstring = function.body[0]
+        lines -= (docstring.end_lineno or 0) - docstring.lineno + 1
+    return lines
+
+
 def count_long_functions(tree: ast.Module) -> int:
-    """Functions of more than 40 lines, their docstrings included."""
+    """Functions of more than 40 lines of code and comments."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return sum((function.end_lineno or 0) - function.lineno >= LONG_FUNCTION for function in functions)
+    return sum(_code_lines(function) > LONG_FUNCTION for function in functions)
 
 
 @functools.cache
@@ -111,7 +120,8 @@ def test_what_is_counted() -> None:
     assert count_tuple_assignments(tree) == 1
     assert count_loops_over_each(tree) == 1
     assert count_long_functions(ast.parse("def f():\n" + "    pass\n" * LONG_FUNCTION)) == 1
-    assert count_long_functions(ast.parse("def f():\n" + "    pass\n" * (LONG_FUNCTION - 1))) == 0
+    documented = "def f():\n" + '    """Says\n    what.\n    """\n' + "    pass\n" * (LONG_FUNCTION - 1)
+    assert count_long_functions(ast.parse(documented)) == 0
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients.grad_scaling import LossScaling
+from lightning_automodel.gradients.grad_sync import GradSync, Uses
 from lightning_automodel.gradients.token_loss import (
     Count,
     StepReport,
@@ -23,9 +23,6 @@ from lightning_automodel.gradients.token_loss import (
     WindowTotals,
     wide_dtype,
 )
-
-if TYPE_CHECKING:  # it is built above this room
-    from lightning_automodel.sharding.grad_sync import GradSync
 
 OneOptimizer = Optimizer | LightningOptimizer
 
@@ -71,15 +68,6 @@ def mixing_shards(optimizer: Optimizer) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-class Uses(NamedTuple):
-    """What a rank has used in the forwards and backwards of a window."""
-
-    order: int  # of its FSDP units: a number below 2**20, the same on all ranks if their units and order are
-    # Whether it has used them, of the parameters that get a zero gradient if no rank has; the same keys on
-    # all ranks.
-    by_parameter: dict[nn.Parameter, bool]
-
-
 @dataclass(eq=False)
 class Window:
     """One accumulation window."""
@@ -119,7 +107,7 @@ class GradientWindows:
 
     def __init__(
         self,
-        sync: "GradSync",
+        sync: GradSync,
         weighting: TokenWeighting,
         scaling: LossScaling,
         mesh: RunMesh,

@@ -1,19 +1,18 @@
-"""Private names of FSDP2: its units, the flags of their communication, and when parameters are gathered."""
+"""Private names of FSDP2: its units, the flags of their communication, and gradients that wait to be reduced."""
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_automodel.internals import release_probe
-from lightning_automodel.internals.patching import PatchStack
-from lightning_automodel.internals.torch import local_tensor
 
 FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes are not public
 
@@ -62,13 +61,6 @@ def sharded_over(mesh: DeviceMesh) -> Any:
     module = sys.modules[type(mesh_info).__module__]
     release_probe.check("torch", module, "ShardPlacementResult")
     return module.ShardPlacementResult(None, mesh_info)
-
-
-def gathered_parameters(model: nn.Module) -> list[Tensor]:
-    """The unsharded parameters of FSDP2 units at or below ``model``, whether modules show them or not."""
-    params = [param for group in fsdp_param_groups(model) for param in group.fsdp_params]
-    gathered = [getattr(param, "unsharded_param", None) for param in params]  # None before the first gather
-    return [parameter for parameter in gathered if parameter is not None]
 
 
 def initialise_fsdp_root(root: FSDPModule) -> None:
@@ -143,118 +135,6 @@ def gathering(units: Iterable[FSDPModule]) -> list[FSDPModule]:
     ]
 
 
-def forget_background_gather(unit: FSDPModule) -> None:
-    """Never wait for a running CPU all-gather of ``unit``: a rank that has failed may not join it."""
-    for group in param_groups(unit):
-        if group.device.type == "cpu":
-            group._all_gather_result = None
-
-
-def set_background_gathers(root: FSDPModule, is_on: bool) -> None:
-    """Set whether all-gathers at or below ``root`` are asynchronous: on a CPU, synchronous ones block the thread."""
-    root._set_unshard_async_op(is_on)
-
-
-def note_all_gathers(unit: FSDPModule, note: Callable[[], None], patches: PatchStack) -> None:
-    """Call ``note`` before each all-gather of ``unit``, for which FSDP2 has no hook."""
-
-    def noting(group: FSDPParamGroup, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if not group.is_unsharded and group._all_gather_result is None:
-            note()
-        unshard(*args, **kwargs)
-
-    for group in param_groups(unit):
-        patches.set(group, "unshard", partial(noting, group, group.unshard))
-
-
-def watch_gathers(
-    unit: FSDPModule,
-    group: FSDPParamGroup,
-    starting: Callable[[], None],
-    finished: Callable[[], bool],
-    freeing: Callable[[bool], None],
-    is_saving: Callable[[], bool],
-    patches: PatchStack,
-) -> None:
-    """Call back around each all-gather of a ``group`` of ``unit``, for which FSDP2 has no hooks.
-
-    ``starting`` before it starts. ``finished`` once parameters are unsharded: False repeats it, which is a
-    collective. ``freeing`` before unsharded parameters are freed, or hidden behind the sharded ones, with
-    whether the unit's root runs at the moment.
-
-    While the unit's root runs, state dicts have what modules show, unless ``is_saving``: FSDP2 would reshard
-    what the step still needs.
-    """
-    state = unit._get_fsdp_state()
-    unshard, wait, reshard = group.unshard, group.wait_for_unshard, group.reshard
-    to_sharded, to_smaller_mesh = group._to_sharded, group.fsdp_params[0].to_sharded_post_forward
-    is_resharding = False
-
-    def watched_unshard(*args: Any, **kwargs: Any) -> None:
-        if not group.is_unsharded and group._all_gather_result is None:
-            starting()
-        unshard(*args, **kwargs)
-
-    def watched_wait() -> None:
-        is_pending = group._all_gather_result is not None
-        wait()
-        if is_pending and not finished():
-            to_sharded()
-            starting()
-            unshard()
-            wait()
-            finished()
-
-    def watched_reshard() -> None:
-        nonlocal is_resharding
-        is_resharding = True
-        try:
-            reshard()
-        finally:
-            is_resharding = False
-
-    def watched_to_sharded() -> None:
-        is_in_forward = state._state_ctx.iter_forward_root is not None
-        if is_resharding or not is_in_forward or is_saving():
-            if group.is_unsharded:
-                freeing(is_in_forward)
-            to_sharded()
-
-    def watched_to_smaller_mesh() -> None:
-        freeing(True)
-        to_smaller_mesh()
-
-    patches.set(group, "unshard", watched_unshard)
-    patches.set(group, "wait_for_unshard", watched_wait)
-    patches.set(group, "reshard", watched_reshard)
-    patches.set(group, "_to_sharded", watched_to_sharded)
-    patches.set(group.fsdp_params[0], "to_sharded_post_forward", watched_to_smaller_mesh)
-    for param in group.fsdp_params:
-        patches.set(
-            param, "reset_sharded_param", partial(_reset_if_sharded, group, param.reset_sharded_param)
-        )
-
-
-def _reset_if_sharded(group: FSDPParamGroup, reset: Callable[[], None]) -> None:
-    """FSDP2's hook after a module has loaded a state dict, which takes the module's parameter for the shard."""
-    if not group.is_unsharded:
-        reset()
-
-
-def own_slice(param: FSDPParam) -> Tensor:
-    """The part of an unsharded parameter, sharing its memory, that this rank holds as its shard."""
-    whole = local_tensor(param.unsharded_param)
-    shard = local_tensor(param.sharded_param)
-    dim = param.fsdp_placement.dim
-    # All ranks but the last have full chunks; the last ones may have none.
-    start = getattr(param.mesh_info, "shard_mesh_rank", 0) * param.padded_sharded_param_size[dim]
-    if shard.numel() > 0:
-        length = shard.size(dim)
-    else:
-        length = 0
-    return whole.narrow(dim, min(start, whole.size(dim)), length)
-
-
 def forward_order(groups: Iterable[FSDPParamGroup]) -> list[FSDPParamGroup]:
     """Those of ``groups`` whose forwards have run since the last backward, each once, in their order."""
     shared_by_a_root = dict.fromkeys(group.comm_ctx for group in groups)
@@ -285,36 +165,114 @@ def is_set_by_fsdp(attribute: str) -> bool:
     return attribute.startswith("__composable_api") or (attribute.startswith("_") and "fsdp" in attribute)
 
 
-@contextmanager
-def keeping_storage(unit: FSDPModule) -> Iterator[None]:
-    """Context in which resharding ``unit`` does not free the memory of its unsharded parameters."""
-    if hasattr(unit, "set_keep_unsharded_storage"):
-        unit.set_keep_unsharded_storage(True, recurse=False)
-        try:
-            yield
-        finally:
-            unit.set_keep_unsharded_storage(False, recurse=False)
-        return
-    params = [param for group in param_groups(unit) for param in group.fsdp_params]  # before torch 2.15
+def clear_unreduced_gradients(group: FSDPParamGroup, params: list[FSDPParam]) -> None:
+    """Drop what ``zero_grad`` leaves: the group's partial sums, and unsharded gradients of these of its parameters."""
+    group._partial_reduce_output = None
     for param in params:
-        param.free_unsharded_param = lambda: None
-    try:
-        yield
-    finally:
-        for param in params:
-            del param.free_unsharded_param
+        if (leaf := getattr(param, "unsharded_param", None)) is not None:
+            leaf.grad = None
+        if not ACCUMULATES_IN_LEAF:
+            param.unsharded_accumulated_grad = None
 
 
-def show_kept_storage(unit: FSDPModule) -> bool:
-    """Unshard without an all-gather; False if a forward has freed what was kept."""
-    groups = param_groups(unit)
-    gathered = [t for group in groups for param in group.fsdp_params for t in param.all_gather_outputs]
-    is_kept = all(t.untyped_storage().size() > 0 or t.numel() == 0 for t in gathered)
-    if not is_kept or not all(group.is_sharded for group in groups):
-        return False
+def holds_partial_reduction(group: FSDPParamGroup) -> bool:
+    """Whether HSDP has reduce-scattered gradients of the group that it has not all-reduced yet."""
+    return group._partial_reduce_output is not None
+
+
+def _unreduced_gradient(param: FSDPParam) -> Tensor | None:
+    leaf = getattr(param, "unsharded_param", None)
+    if ACCUMULATES_IN_LEAF or param.unsharded_accumulated_grad is None:
+        if leaf is None:
+            return None
+        return leaf.grad
+    return param.unsharded_accumulated_grad
+
+
+def reduce_deferred_gradients(root: FSDPModule, groups: Iterable[FSDPParamGroup]) -> None:
+    """Reduce the deferred gradients of ``groups``, if any, by their current flags, outside of any backward.
+
+    These are the groups at or below ``root``. A collective if there are any such gradients: the last
+    backward, in which FSDP2 reduces, did not pass through ``root``.
+    """
+    module: Any = root
+    pending = []
     for group in groups:
-        group._to_unsharded()
-    return True
+        is_unreduced = any(_unreduced_gradient(param) is not None for param in group.fsdp_params)
+        if is_unreduced or group._partial_reduce_output is not None:
+            pending.append(group)
+    if not pending:
+        return
+    if not hasattr(module, "finalize_backward"):  # before torch 2.15
+        module._get_fsdp_state()._root_post_backward_final_callback()
+        return
+    for group in pending:
+        # What finalize_backward refuses, and what it leaves out: gradients that came after the group's own
+        # reduction.
+        group.post_backward()
+    module.set_manual_backward_finalization(True)
+    try:
+        module.finalize_backward()
+    finally:
+        module.set_manual_backward_finalization(False)
+
+
+def has_replicas(group: FSDPParamGroup) -> bool:
+    """Whether there are several copies of the group's shards (HSDP)."""
+    return getattr(group.mesh_info, "replicate_mesh_size", 1) > 1
+
+
+def unsharded_gradient_dtype(param: FSDPParam) -> torch.dtype:
+    """The dtype in which the gradient of one parameter is accumulated and reduced."""
+    if ACCUMULATES_IN_LEAF:
+        dtype = param.unsharded_grad_dtype
+    else:
+        dtype = param.reduce_dtype
+    return dtype or param.param_dtype or param.orig_dtype
+
+
+def reduction_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """The dtypes in which gradients of FSDP2 units at or below ``model`` are reduced."""
+    params = [param for group in fsdp_param_groups(model) for param in group.fsdp_params]
+    return {unsharded_gradient_dtype(param) for param in params if param.sharded_param.requires_grad}
+
+
+def has_two_gradient_dtypes(group: FSDPParamGroup) -> bool:
+    """Whether gradients of the group are computed in another dtype than they are accumulated in."""
+    dtypes = [
+        (param.param_dtype or param.orig_dtype, unsharded_gradient_dtype(param))
+        for param in group.fsdp_params
+    ]
+    return any(computed is not accumulated for computed, accumulated in dtypes)
+
+
+def accumulate_in_one_dtype(group: FSDPParamGroup) -> None:
+    """Give zero gradients to parameters that no micro-batch has used so far, beside others with accumulated ones.
+
+    Before torch 2.15, FSDP2 reduces only gradients of one dtype. That of a parameter that is first used in
+    the last micro-batch would be in the compute dtype, while the others' are in the reduction dtype.
+    """
+    trainable = [param for param in group.fsdp_params if param.sharded_param.requires_grad]
+    if not ACCUMULATES_IN_LEAF and any(param.unsharded_accumulated_grad is not None for param in trainable):
+        for param in trainable:
+            if param.unsharded_accumulated_grad is None:
+                _set_zero_gradient(param)
+
+
+def zero_missing_gradients(group: FSDPParamGroup, parameters: Container[nn.Parameter]) -> None:
+    """Give zero gradients to those of these sharded parameters that are frozen by now, and other ranks may use."""
+    for param in group.fsdp_params:
+        shard = param.sharded_param
+        if shard in parameters and not shard.requires_grad and _unreduced_gradient(param) is None:
+            _set_zero_gradient(param)
+
+
+def _set_zero_gradient(param: FSDPParam) -> None:
+    zeros = torch.zeros_like(param.unsharded_param, dtype=unsharded_gradient_dtype(param))
+    if ACCUMULATES_IN_LEAF:
+        param.unsharded_param.grad = zeros
+    else:
+        param.unsharded_accumulated_grad = zeros
 
 
 _probed_states: set[type] = set()

@@ -10,7 +10,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
-from lightning_automodel.internals import fsdp2
+from lightning_automodel.internals import fsdp2_gathers
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 
@@ -60,7 +60,7 @@ class ChangedParameters:
     def _look(self) -> None:
         self._is_changed = False
         self._modules = set(map(id, self._module.modules()))
-        gathered = fsdp2.gathered_parameters(self._module)
+        gathered = fsdp2_gathers.gathered_parameters(self._module)
         known = {id(p) for p in (*self._parameters.values(), *gathered)}
         named = dict(self._module.named_parameters(remove_duplicate=False))
         unknown = {name: parameter for name, parameter in named.items() if id(parameter) not in known}

@@ -167,8 +167,10 @@ def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: in
         unknown = sum(parameter.requires_grad and id(parameter) not in known for parameter in parameters)
         if unknown:
             if is_sharded:
-                why = "sharding replaces parameters, so collect them in configure_optimizers, from"
-                " self.parameters()"
+                why = (
+                    "sharding replaces parameters, so collect them in configure_optimizers, from"
+                    " self.parameters()"
+                )
             else:
                 why = "with data_parallel='ddp' nothing replaces parameters"
             raise ValueError(

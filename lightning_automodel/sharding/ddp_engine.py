@@ -12,12 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_automodel.distributed.mesh import RunMesh
-from lightning_automodel.gradients.windows import Uses
+from lightning_automodel.gradients.grad_sync import NO_USES, GradSync, Uses
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.sharding import apply, quantized, units
 from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.engine import Engine
-from lightning_automodel.sharding.grad_sync import NO_USES, GradSync
 
 
 class DDPGradSync(GradSync):
@@ -74,9 +73,11 @@ class DDPGradSync(GradSync):
         if not self._ends_window:
             return NO_USES
         self.complete_gradients([parameter for parameter in final if parameter in trained])
-        if self._tracked:
-            return self._take_uses(final, trained)
-        return NO_USES
+        if not self._tracked:
+            return NO_USES
+        used = {p: p in self._used for p in final if p in self._tracked and p in trained}
+        self._used.difference_update(final)
+        return Uses(0, used)
 
     def _check_is_complete(self) -> None:
         try:

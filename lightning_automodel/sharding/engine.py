@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.gradients.grad_sync import GradSync
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.sharding.grad_sync import GradSync
 
 
 class Engine(ABC):

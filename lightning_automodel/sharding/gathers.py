@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients.windows import DIFFERENT_UNITS
-from lightning_automodel.internals import fsdp2
+from lightning_automodel.internals import fsdp2, fsdp2_gathers
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.units import fsdp_roots, is_head
@@ -48,7 +48,7 @@ def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
             else:
                 following = []
             unit.set_modules_to_backward_prefetch(following)
-        fsdp2.set_background_gathers(root, in_background)
+        fsdp2_gathers.set_background_gathers(root, in_background)
 
 
 def reshard(unit: FSDPModule) -> None:
@@ -108,7 +108,7 @@ class GatheredForBackward:
             kept.enter_context(fsdp2.flags_restored([unit], fsdp2.RESHARDING))
             unit.set_reshard_after_forward(False, recurse=False)
         else:
-            kept.enter_context(fsdp2.keeping_storage(unit))
+            kept.enter_context(fsdp2_gathers.keeping_storage(unit))
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -123,7 +123,7 @@ class GatheredForBackward:
     def show(self) -> None:
         """Unshard what is kept, so that resharding frees its memory."""
         for unit in self.units:
-            fsdp2.show_kept_storage(unit)
+            fsdp2_gathers.show_kept_storage(unit)
 
 
 @torch_internals.not_compiled
@@ -174,7 +174,7 @@ class AgreedGathers:
         self._advice = DIFFERENT_UNITS
         self.patches = PatchStack()
         for index, unit in enumerate(units):
-            fsdp2.note_all_gathers(unit, partial(self._compare, index), self.patches)
+            fsdp2_gathers.note_all_gathers(unit, partial(self._compare, index), self.patches)
             if _holds_experts(unit):
                 # They exchange tokens in each forward, also where nothing is gathered.
                 self._advice = DIFFERENT_FORWARDS
@@ -232,7 +232,7 @@ class JoinedGathers:
         self._newest = []
         with PatchStack() as patches:  # not for longer, since training gathers the same units
             for unit in self._units:
-                fsdp2.note_all_gathers(unit, partial(self._newest.append, unit), patches)
+                fsdp2_gathers.note_all_gathers(unit, partial(self._newest.append, unit), patches)
             yield
 
     def join(self) -> None:

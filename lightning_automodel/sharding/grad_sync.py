@@ -1,32 +1,30 @@
-"""Which micro-batch communicates what: deferring gradient reduction, and keeping parameters gathered between them."""
+"""FSDP2's gradient synchronisation: which micro-batch communicates what, and which parameters stay gathered."""
 
 from collections.abc import Container, Iterable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.windows import PLAIN_BACKWARD, Uses
-from lightning_automodel.internals import fsdp2, fsdp2_gradients
+from lightning_automodel.gradients.grad_sync import NO_USES, GradSync, Uses
+from lightning_automodel.gradients.windows import PLAIN_BACKWARD
+from lightning_automodel.internals import fsdp2, fsdp2_gathers
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.gathers import AgreedGathers, GatheredForBackward, reshard
+from lightning_automodel.sharding.sync_context import Deferral, accumulate_in_one_dtype
 from lightning_automodel.sharding.units import fsdp_roots, is_head
 from lightning_automodel.sharding.written_weights import WrittenWeights
 
-Deferral = bool | Literal["all_reduce"]
-NO_USES = Uses(0, {})
 _ORDERS = 2**20 - 3  # a prime; sums of squares over ranks stay exact in float64
 
 PENALTY_ON_WEIGHTS = (
@@ -45,65 +43,6 @@ GRADIENTS_OF_EXPERTS = (
 """Why a backward that is not the strategy's must not reach spread experts."""
 
 
-def get_sync_ctx(
-    model: nn.Module, is_optim_step: bool, defer_fsdp_grad_sync: Deferral = True
-) -> AbstractContextManager[None]:
-    """Context for the forward and backward of one micro-batch, which decides whether its gradients are reduced.
-
-    It covers every FSDP2 module and every ``DistributedDataParallel`` at or below ``model``, and on exit
-    restores their settings, also after an exception. Ranks must agree on the arguments: a rank that reduces
-    while another does not hangs until the group's timeout. If some FSDP2 roots below ``model`` took no part
-    in the last micro-batch, leaving its context is a collective: it reduces the gradients that these roots
-    have deferred.
-
-    Args:
-        model: Model to be trained; if nothing in it is distributed, the context does nothing.
-        is_optim_step: Whether this is the last micro-batch before the optimizer step.
-        defer_fsdp_grad_sync: For FSDP2 and HSDP, what the other micro-batches do. True: nothing, gradients
-            stay unsharded until the last one. False: reduce every time. ``"all_reduce"`` (HSDP):
-            reduce-scatter every time and all-reduce across replicas at the last one. DDP always defers.
-
-    Raises:
-        ValueError: If ``defer_fsdp_grad_sync`` is none of these.
-    """
-    if not (isinstance(defer_fsdp_grad_sync, bool) or defer_fsdp_grad_sync == "all_reduce"):
-        raise ValueError(
-            f"defer_fsdp_grad_sync must be True, False or 'all_reduce', got {defer_fsdp_grad_sync!r}."
-        )
-    return _sync_ctx(model, is_optim_step, defer_fsdp_grad_sync)
-
-
-@contextmanager
-def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterator[None]:
-    with ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, DistributedDataParallel) and not is_optim_step:
-                stack.enter_context(module.no_sync())
-        units = fsdp2.fsdp_units(model)
-        stack.enter_context(fsdp2.flags_restored(units, fsdp2.REDUCTIONS))
-        for unit in units:
-            unit.set_requires_gradient_sync(is_optim_step or defer is not True, recurse=False)
-            unit.set_requires_all_reduce(is_optim_step or defer is False, recurse=False)
-            # The partial sums of a window live in one flat buffer: every micro-batch must fill the same
-            # places of it, and the last one must take part even where the unit was not used in it.
-            has_replicas = any(map(fsdp2_gradients.has_replicas, fsdp2.param_groups(unit)))
-            if defer == "all_reduce" and has_replicas:
-                unit.set_reduce_scatter_unused_params(True, recurse=False)
-        if is_optim_step:
-            _accumulate_in_one_dtype(units)
-        yield
-        for root in fsdp_roots(model) if is_optim_step else ():
-            groups = fsdp2.fsdp_param_groups(cast(nn.Module, root))
-            fsdp2_gradients.reduce_deferred_gradients(root, groups)
-
-
-def _accumulate_in_one_dtype(units: Iterable[FSDPModule]) -> None:
-    """Before a window's last backward: parameters that no earlier one has used would get gradients of another dtype."""
-    for unit in units:
-        for group in fsdp2.param_groups(unit):
-            fsdp2_gradients.accumulate_in_one_dtype(group)
-
-
 class Reductions(Enum):
     """What FSDP2 does with the gradients that a backward computes: three flags of each unit.
 
@@ -115,130 +54,6 @@ class Reductions(Enum):
     NONE = (False, False, True)  # a window is open: gradients wait, and foreign ones leave nothing behind
     WITHIN_REPLICAS = (True, False, True)  # in a backward of the strategy that does not end the window
     ALL = (True, True, True)  # in the window's last backward
-
-
-class GradSync:
-    """What each micro-batch communicates, and gradients outside of ``.grad``. As it is, it communicates nothing.
-
-    FSDP2 and DDP give a zero gradient to some parameters that no rank has used, where one process has none.
-    So what a window has really used is tracked. ``reuses_gradients``: whether a backward may overwrite a
-    tensor in ``.grad``.
-    """
-
-    reuses_gradients = False
-
-    def __init__(self) -> None:
-        self._hooks: list[RemovableHandle] = []
-        self._tracked: set[nn.Parameter] = set()
-        self._used: set[nn.Parameter] = set()
-        self._counts = True
-        self._order = 0  # of the FSDP units whose forwards have run in the window
-        self._ends_window = False  # the backward that runs, or ran last
-
-    def track(self, parameter: nn.Parameter, leaf: nn.Parameter) -> None:
-        """Note whether backwards use ``parameter``, whose gradient autograd accumulates in ``leaf``."""
-        if parameter.requires_grad and parameter not in self._tracked:
-            self._tracked.add(parameter)
-            hook = partial(self._mark_used, parameter)
-            self._hooks.append(leaf.register_post_accumulate_grad_hook(hook))
-
-    def _mark_used(self, parameter: nn.Parameter, _: Tensor) -> None:
-        if self._counts:
-            self._used.add(parameter)
-
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Context for the forward and backward of one micro-batch; ``is_last``: its window ends with it."""
-        return nullcontext()
-
-    # --- The steps of one backward, in the order of `MicroBatches.backward` -------------------------------------------
-
-    def begin(
-        self, loss: Tensor, ends: bool, frozen: Set[nn.Parameter] = frozenset(), counts: bool = True
-    ) -> None:
-        """The backward of ``loss`` comes next, which ``ends`` its window, or not; the same on all ranks.
-
-        ``frozen`` has the parameters that earlier backwards of the open windows have trained and this one
-        does not, the same on all ranks. ``counts``: whether the parameters in it count as used (not with
-        padding batches). May be a collective over the data-parallel group.
-        """
-
-    def reduce(self, final: list[nn.Parameter], trained: Container[nn.Parameter]) -> Uses:
-        """Reduce what the backward has left. If it ends its window, the gradients of ``final`` are then complete.
-
-        A collective over the data-parallel group. ``trained`` has what any backward of the window has
-        trained. Returns what this rank has used of it; nothing if the window goes on.
-        """
-        return NO_USES
-
-    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Once a window: average what the engine has left of parameters that the window has trained.
-
-        Called by :meth:`reduce`, when the engine's own reductions have ended; gradients are then sums of
-        token losses over all ranks, divided by D, as long as nothing is divided by label tokens. May be a
-        collective.
-        """
-
-    def _take_uses(self, final: list[nn.Parameter], trained: Container[nn.Parameter]) -> Uses:
-        """What this rank has used of the ``trained`` ones of ``final``, whose window ends."""
-        used = {p: p in self._used for p in final if p in self._tracked and p in trained}
-        self._used.difference_update(final)
-        order = self._order
-        self._order = 0
-        return Uses(order, used)
-
-    def keep(self) -> None:
-        """After the reduction: free what the backward has gathered, or keep it for the next micro-batch."""
-
-    def average(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-        """Average gradients of replicated parameters over ``group``, and note which this rank has. A collective."""
-        self._tracked.update(parameters)
-        self._used.update(parameter for parameter in parameters if parameter.grad is not None)
-        rescale_clip.average_gradients_(parameters, group)
-
-    # --- Apart from a backward ----------------------------------------------------------------------------------------
-
-    def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Forget the window, and gradients that are held outside of ``.grad``, for these (or all) parameters."""
-        self._used.difference_update(self._tracked if parameters is None else parameters)
-
-    def showing_shards(self) -> AbstractContextManager[Any]:
-        """Context of the user's hooks, where a forward leaves no parameters gathered.
-
-        The hook would find gathered parameters in the module, which have no gradients, or those of an open
-        window.
-        """
-        return nullcontext()
-
-    def start_step(self) -> None:
-        """A training or evaluation step begins: its forwards may leave parameters gathered."""
-
-    def end_step(self) -> None:
-        """A step, with its backward, has ended: what follows are hooks, as in :meth:`showing_shards`."""
-
-    def release(self) -> None:
-        """Free gathered parameters, since weights may be written next or have been written."""
-
-    def toggled(self) -> None:
-        """Parameters were frozen or unfrozen."""
-
-    def stepped(self) -> None:
-        """An optimizer has written weights."""
-
-    def recover(self) -> None:
-        """Drop the state of an interrupted micro-batch."""
-
-    def saving(self) -> AbstractContextManager[None]:
-        """Context in which the model's state dict is what a checkpoint holds."""
-        return nullcontext()
-
-    def counts(self, tensors: Iterable[Tensor]) -> list[int]:
-        """Numbers that differ from earlier ones if the tensors may have been written since."""
-        return torch_internals.versions(tensors)
-
-    def close(self) -> None:
-        """Remove hooks from the model."""
-        for hook in self._hooks:
-            hook.remove()
 
 
 class FSDPGradSync(GradSync):
@@ -263,6 +78,7 @@ class FSDPGradSync(GradSync):
         is_manual: bool = False,
     ) -> None:
         super().__init__()
+        self._order = 0  # of the units whose forwards have run in the window
         self._defer, self._group = defer, group
         self._retain_unsharded, self._is_manual = retain_unsharded, is_manual
         self._between_steps = ExitStack()
@@ -326,7 +142,7 @@ class FSDPGradSync(GradSync):
         FSDP2 accumulates into.
         """
         if not self._has_gathered:
-            self._has_two_dtypes = any(map(fsdp2_gradients.has_two_gradient_dtypes, self._groups))
+            self._has_two_dtypes = any(map(fsdp2.has_two_gradient_dtypes, self._groups))
             for unit in self.units:
                 if not all(map(fsdp2.was_unsharded, fsdp2.param_groups(unit))):
                     unit.unshard()
@@ -434,7 +250,7 @@ class FSDPGradSync(GradSync):
         self._retained = []
         taken_back = []
         for unit in retained:
-            is_shown = fsdp2.show_kept_storage(unit)
+            is_shown = fsdp2_gathers.show_kept_storage(unit)
             if retains and is_shown and self._written.is_current(unit):
                 taken_back.append(unit)
         self._reshard_others(taken_back)
@@ -466,7 +282,7 @@ class FSDPGradSync(GradSync):
         for unit in unsharded:
             fsdp2.show_trainable(unit)
         for unit in self._retained:
-            fsdp2.show_kept_storage(unit)
+            fsdp2_gathers.show_kept_storage(unit)
         self._retained = []
         self._reshard_others([*unsharded, *self._gathered.units])  # a backward that is to come needs them
 
@@ -494,10 +310,10 @@ class FSDPGradSync(GradSync):
             heads = [group for unit in self._heads for group in fsdp2.param_groups(unit)]
             self._first_gathers.before_backward(called_head=all(group in ran for group in heads))
         if ends and self._has_two_dtypes:
-            _accumulate_in_one_dtype(self.units)
+            accumulate_in_one_dtype(self.units)
         if frozen and self._reductions is not Reductions.NONE:
             for group in self._groups:
-                fsdp2_gradients.zero_missing_gradients(group, frozen)
+                fsdp2.zero_missing_gradients(group, frozen)
         self._ends_window = ends
         self._counts = counts
         self._in_backward = True
@@ -518,9 +334,13 @@ class FSDPGradSync(GradSync):
         if not self._ends_window:
             return NO_USES
         for root, groups in self._roots.items():
-            fsdp2_gradients.reduce_deferred_gradients(root, groups)
+            fsdp2.reduce_deferred_gradients(root, groups)
         self.complete_gradients([parameter for parameter in final if parameter in trained])
-        return self._take_uses(final, trained)
+        used = {p: p in self._used for p in final if p in self._tracked and p in trained}
+        self._used.difference_update(final)
+        order = self._order
+        self._order = 0
+        return Uses(order, used)
 
     @override
     def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
@@ -548,7 +368,7 @@ class FSDPGradSync(GradSync):
             if frees:
                 unit.reshard()
             else:
-                with fsdp2.keeping_storage(unit):
+                with fsdp2_gathers.keeping_storage(unit):
                     unit.reshard()
                 self._retained.append(unit)
         # Hooks follow, as in `showing_shards`.
@@ -580,13 +400,13 @@ class FSDPGradSync(GradSync):
             if not owned:
                 continue
             others = [p for p in group.fsdp_params if p not in owned and p.sharded_param in self._tracked]
-            if others and fsdp2_gradients.holds_partial_reduction(group):
+            if others and fsdp2.holds_partial_reduction(group):
                 raise RuntimeError(
                     "Gradients of one FSDP unit belong to several optimizers, and one of them is zeroed in"
                     " the middle of a window whose replicas have not been added up:"
                     " defer_fsdp_grad_sync='all_reduce' cannot drop a part. Pass True or False."
                 )
-            fsdp2_gradients.clear_unreduced_gradients(group, owned)
+            fsdp2.clear_unreduced_gradients(group, owned)
         if wanted is None:
             self._reduce(Reductions.BY_FSDP2)
 
@@ -622,7 +442,7 @@ class FSDPGradSync(GradSync):
         ]
         with self._written.recovering():
             for unit in self.units:
-                fsdp2.forget_background_gather(unit)
+                fsdp2_gathers.forget_background_gather(unit)
             for root in self._roots:
                 root.reset_iter_state()
             self.release()

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_automodel.internals import fsdp2, fsdp2_gradients
+from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.sharding.grad_sync import Deferral
+from lightning_automodel.sharding.sync_context import Deferral
 
 FREE_MEMORY_SHARE = 0.5
 """Part of the free memory that the estimate may fill; activations need the rest."""
@@ -102,7 +102,7 @@ def estimate(model: nn.Module, device: torch.device) -> dict[str, int]:
             numel = fsdp2.unsharded_numel(param)
             unsharded += numel * (param.param_dtype or param.orig_dtype).itemsize
             if param.sharded_param.requires_grad:
-                gradients += numel * fsdp2_gradients.unsharded_gradient_dtype(param).itemsize
+                gradients += numel * fsdp2.unsharded_gradient_dtype(param).itemsize
     for parameter in model.parameters():
         local = torch_internals.local_tensor(parameter)
         if parameter.requires_grad and local.device.type == device.type:

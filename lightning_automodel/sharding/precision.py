@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_automodel.internals import fsdp2, fsdp2_gradients
+from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.patching import Left, PatchStack, leave
 
 HALF = (torch.float16, torch.bfloat16)
@@ -219,7 +219,7 @@ def enabled_scaler(plugin: Precision) -> GradScaler | None:
 
 def passes_float16(plugin: Precision, model: nn.Module) -> bool:
     """Whether gradients may pass through float16 (range 65504): in layers, also frozen ones, or in reductions."""
-    reductions = fsdp2_gradients.reduction_dtypes(model)
+    reductions = fsdp2.reduction_dtypes(model)
     dtypes = unit_dtypes(model) | reductions | {parameter.dtype for parameter in model.parameters()}
     return plugin.precision in ("16-mixed", "16-true") or torch.float16 in dtypes
 
@@ -251,7 +251,7 @@ def describe_dtypes(
         "trainer": str(plugin.precision),
         "parameters": _names(parameters),
         "computation": f"{_names(by_units or autocast or parameters)} ({way})",
-        "reduction": _names(fsdp2_gradients.reduction_dtypes(model) or trainable),
+        "reduction": _names(fsdp2.reduction_dtypes(model) or trainable),
         "output": str(output) if output is not None else "as computed",
     }
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.internals import fsdp2
+from lightning_automodel.internals import fsdp2, fsdp2_gathers
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.fsdp2 import FSDPParam, FSDPParamGroup
 from lightning_automodel.internals.patching import PatchStack
@@ -97,7 +97,7 @@ class _WatchedGroup:
         self._awaits_backward = False  # which gathers again
         self._trains: list[bool] = []  # the copies, when they were gathered
         self._memory: list[Tensor] = []  # that FSDP2 gathers into, of each copy
-        fsdp2.watch_gathers(
+        fsdp2_gathers.watch_gathers(
             unit, group, self._start, self._finish, self._free, lambda: weights.is_saving, patches
         )
 
@@ -205,7 +205,7 @@ def _write_back(param: FSDPParam, name: str, shard_is_written: bool) -> None:
     differ.
     """
     shard = torch_internals.local_tensor(param.sharded_param)
-    copied = fsdp2.own_slice(param)
+    copied = fsdp2_gathers.own_slice(param)
     if copied.dtype == shard.dtype and not shard_is_written:
         shard.copy_(copied)
         torch.autograd.graph.increment_version([param.sharded_param])

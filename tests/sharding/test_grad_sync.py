@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_automodel.sharding.apply import initialise_fsdp2
-from lightning_automodel.sharding.grad_sync import Deferral, FSDPGradSync
+from lightning_automodel.sharding.grad_sync import FSDPGradSync
+from lightning_automodel.sharding.sync_context import Deferral
 from tests.gradients.ragged import TOLERANCE, Holder, Net, error, micro_batch
 from tests.rank_pool import RankError, RankPool
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.internals import fsdp2, fsdp2_gradients
+from lightning_automodel.internals import fsdp2
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import Batch, Outcome, TinyDecoder, full_weights, relative_error, weight_error
 from tests.trainer.precisions import (
@@ -273,13 +273,13 @@ class LateBlock(nn.Module):
 
 
 def _fit_used_late(precision: str, options: dict[str, Any], repaired: bool) -> dict[str, Tensor]:
-    original = fsdp2_gradients.accumulate_in_one_dtype
+    original = fsdp2.accumulate_in_one_dtype
     if not repaired:
-        fsdp2_gradients.accumulate_in_one_dtype = lambda group: []
+        fsdp2.accumulate_in_one_dtype = lambda group: []
     try:
         return fit(precision, options, make_model=UsedLate, case=TWO_WINDOWS)[0]
     finally:
-        fsdp2_gradients.accumulate_in_one_dtype = original
+        fsdp2.accumulate_in_one_dtype = original
 
 
 @pytest.mark.parametrize("precision", first_by_default(["bf16-mixed", "bf16-true", "16-mixed"]))

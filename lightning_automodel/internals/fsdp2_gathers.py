@@ -1,0 +1,164 @@
+"""Private names of FSDP2's all-gathers: when parameters are gathered, and where they stay."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_automodel.internals.fsdp2 import FSDPParam, FSDPParamGroup, fsdp_param_groups, param_groups
+from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.torch import local_tensor
+
+
+def gathered_parameters(model: nn.Module) -> list[Tensor]:
+    """The unsharded parameters of FSDP2 units at or below ``model``, whether modules show them or not."""
+    params = [param for group in fsdp_param_groups(model) for param in group.fsdp_params]
+    gathered = [getattr(param, "unsharded_param", None) for param in params]  # None before the first gather
+    return [parameter for parameter in gathered if parameter is not None]
+
+
+def forget_background_gather(unit: FSDPModule) -> None:
+    """Never wait for a running CPU all-gather of ``unit``: a rank that has failed may not join it."""
+    for group in param_groups(unit):
+        if group.device.type == "cpu":
+            group._all_gather_result = None
+
+
+def set_background_gathers(root: FSDPModule, is_on: bool) -> None:
+    """Set whether all-gathers at or below ``root`` are asynchronous: on a CPU, synchronous ones block the thread."""
+    root._set_unshard_async_op(is_on)
+
+
+def note_all_gathers(unit: FSDPModule, note: Callable[[], None], patches: PatchStack) -> None:
+    """Call ``note`` before each all-gather of ``unit``, for which FSDP2 has no hook."""
+
+    def noting(group: FSDPParamGroup, unshard: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if not group.is_unsharded and group._all_gather_result is None:
+            note()
+        unshard(*args, **kwargs)
+
+    for group in param_groups(unit):
+        patches.set(group, "unshard", partial(noting, group, group.unshard))
+
+
+def watch_gathers(
+    unit: FSDPModule,
+    group: FSDPParamGroup,
+    starting: Callable[[], None],
+    finished: Callable[[], bool],
+    freeing: Callable[[bool], None],
+    is_saving: Callable[[], bool],
+    patches: PatchStack,
+) -> None:
+    """Call back around each all-gather of a ``group`` of ``unit``, for which FSDP2 has no hooks.
+
+    ``starting`` before it starts. ``finished`` once parameters are unsharded: False repeats it, which is a
+    collective. ``freeing`` before unsharded parameters are freed, or hidden behind the sharded ones, with
+    whether the unit's root runs at the moment.
+
+    While the unit's root runs, state dicts have what modules show, unless ``is_saving``: FSDP2 would reshard
+    what the step still needs.
+    """
+    state = unit._get_fsdp_state()
+    unshard, wait, reshard = group.unshard, group.wait_for_unshard, group.reshard
+    to_sharded, to_smaller_mesh = group._to_sharded, group.fsdp_params[0].to_sharded_post_forward
+    is_resharding = False
+
+    def watched_unshard(*args: Any, **kwargs: Any) -> None:
+        if not group.is_unsharded and group._all_gather_result is None:
+            starting()
+        unshard(*args, **kwargs)
+
+    def watched_wait() -> None:
+        is_pending = group._all_gather_result is not None
+        wait()
+        if is_pending and not finished():
+            to_sharded()
+            starting()
+            unshard()
+            wait()
+            finished()
+
+    def watched_reshard() -> None:
+        nonlocal is_resharding
+        is_resharding = True
+        try:
+            reshard()
+        finally:
+            is_resharding = False
+
+    def watched_to_sharded() -> None:
+        is_in_forward = state._state_ctx.iter_forward_root is not None
+        if is_resharding or not is_in_forward or is_saving():
+            if group.is_unsharded:
+                freeing(is_in_forward)
+            to_sharded()
+
+    def watched_to_smaller_mesh() -> None:
+        freeing(True)
+        to_smaller_mesh()
+
+    patches.set(group, "unshard", watched_unshard)
+    patches.set(group, "wait_for_unshard", watched_wait)
+    patches.set(group, "reshard", watched_reshard)
+    patches.set(group, "_to_sharded", watched_to_sharded)
+    patches.set(group.fsdp_params[0], "to_sharded_post_forward", watched_to_smaller_mesh)
+    for param in group.fsdp_params:
+        patches.set(
+            param, "reset_sharded_param", partial(_reset_if_sharded, group, param.reset_sharded_param)
+        )
+
+
+def _reset_if_sharded(group: FSDPParamGroup, reset: Callable[[], None]) -> None:
+    """FSDP2's hook after a module has loaded a state dict, which takes the module's parameter for the shard."""
+    if not group.is_unsharded:
+        reset()
+
+
+def own_slice(param: FSDPParam) -> Tensor:
+    """The part of an unsharded parameter, sharing its memory, that this rank holds as its shard."""
+    whole = local_tensor(param.unsharded_param)
+    shard = local_tensor(param.sharded_param)
+    dim = param.fsdp_placement.dim
+    # All ranks but the last have full chunks; the last ones may have none.
+    start = getattr(param.mesh_info, "shard_mesh_rank", 0) * param.padded_sharded_param_size[dim]
+    if shard.numel() > 0:
+        length = shard.size(dim)
+    else:
+        length = 0
+    return whole.narrow(dim, min(start, whole.size(dim)), length)
+
+
+@contextmanager
+def keeping_storage(unit: FSDPModule) -> Iterator[None]:
+    """Context in which resharding ``unit`` does not free the memory of its unsharded parameters."""
+    if hasattr(unit, "set_keep_unsharded_storage"):
+        unit.set_keep_unsharded_storage(True, recurse=False)
+        try:
+            yield
+        finally:
+            unit.set_keep_unsharded_storage(False, recurse=False)
+        return
+    params = [param for group in param_groups(unit) for param in group.fsdp_params]  # before torch 2.15
+    for param in params:
+        param.free_unsharded_param = lambda: None
+    try:
+        yield
+    finally:
+        for param in params:
+            del param.free_unsharded_param
+
+
+def show_kept_storage(unit: FSDPModule) -> bool:
+    """Unshard without an all-gather; False if a forward has freed what was kept."""
+    groups = param_groups(unit)
+    gathered = [t for group in groups for param in group.fsdp_params for t in param.all_gather_outputs]
+    is_kept = all(t.untyped_storage().size() > 0 or t.numel() == 0 for t in gathered)
+    if not is_kept or not all(group.is_sharded for group in groups):
+        return False
+    for group in groups:
+        group._to_unsharded()
+    return True
