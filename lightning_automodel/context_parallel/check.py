@@ -1,6 +1,7 @@
 """Compares, at the first step, what a model computes on slices of sequences and on whole ones."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -25,6 +26,9 @@ from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.apply import call_as_step
 from lightning_automodel.sharding.units import class_name
+
+Outputs = list[tuple[nn.Module, Tensor]]
+"""Modules, and a tensor that each has returned, in the order in which the modules have ended."""
 
 _CHUNK = 4  # compared positions of a chunk, at most; each rank has two chunks
 
@@ -159,7 +163,7 @@ class FirstStepCheck:
             epsilon = 0.0
         else:
             epsilon = torch.finfo(torch.bfloat16).eps
-        for (submodule, output), (_, own) in zip(whole, in_slices, strict=False):
+        for submodule, output, own in _in_pairs(whole, in_slices):
             # A wide output may come from narrower ones.
             epsilon = max(epsilon, torch.finfo(output.dtype).eps)
             expected = self._cut(output)
@@ -169,9 +173,9 @@ class FirstStepCheck:
                     return f"{names[submodule]} ({class_name(submodule)})".strip(), error
         return None
 
-    def _outputs(self, module: nn.Module, arguments: Any, slices: Slices) -> list[tuple[nn.Module, Tensor]]:
+    def _outputs(self, module: nn.Module, arguments: Any, slices: Slices) -> Outputs:
         """The floating-point tensors that ``module`` and its submodules return on the first positions."""
-        found: list[tuple[nn.Module, Tensor]] = []
+        found: Outputs = []
 
         def note(submodule: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             # Copies, as operations in place may follow.
@@ -212,6 +216,23 @@ class FirstStepCheck:
             yield
             after = [generator.get_rng_state() for generator in generators]
             self._draws |= not all(map(torch.equal, before, after))
+
+
+def _in_pairs(whole: Outputs, in_slices: Outputs) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
+    """Outputs of the same call of the same module, in the order in which ``whole`` has them.
+
+    Modules that were called more often on one side are left out: the activation function of a mixture of
+    experts runs once for each expert that a slice needs.
+    """
+    others: dict[nn.Module, list[Tensor]] = {}
+    for submodule, output in in_slices:
+        others.setdefault(submodule, []).append(output)
+    num_calls = Counter(submodule for submodule, _ in whole)
+    for submodule, output in whole:
+        remaining = others.get(submodule, [])
+        if len(remaining) == num_calls[submodule]:
+            num_calls[submodule] -= 1
+            yield submodule, output, remaining.pop(0)
 
 
 def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:

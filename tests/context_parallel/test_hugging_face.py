@@ -17,11 +17,12 @@ from lightning_automodel import AutomodelStrategy
 from lightning_automodel.context_parallel.hugging_face import let_models_attend_across
 from lightning_automodel.internals.patching import PatchStack
 from tests.context_parallel.refusals import Refused, check_refused, messages
+from tests.expert_parallel.test_hugging_face import make_model as make_mixture
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import VOCABULARY, Batch, Outcome, full_weights, weight_error
 from tests.trainer.hugging_face import _SIZES, OwnLoss, filled, t5, tied_llama, untied_gpt2
 from tests.trainer.plain import sgd
-from tests.trainer.runs import TOLERANCE, make_trainer
+from tests.trainer.runs import TOLERANCE, first_by_default, make_trainer
 
 CONTEXT = 2
 ACCUMULATE = 2
@@ -155,6 +156,30 @@ MODELS["two key heads"] = two_key_heads
 def test_tensor_parallel(pool4: RankPool, kind: str) -> None:
     """By the model's own plan: each rank attends with its heads."""
     check(pool4, "two key heads", kind, tensor_parallel_size=2)
+
+
+def mixture(kind: str) -> nn.Module:
+    """Which expert gets a position, and whether any gets one, depends on the positions of a slice."""
+    model = make_mixture(kind)
+    model.config._attn_implementation = "sdpa"
+    return model
+
+
+MODELS["qwen3 moe"] = functools.partial(mixture, "Qwen3Moe")
+MODELS["mixtral"] = functools.partial(mixture, "Mixtral")
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("kind", first_by_default(KINDS, 3))
+@pytest.mark.parametrize("model", ["qwen3 moe", "mixtral"])
+def test_mixtures_of_experts(pool2: RankPool, model: str, kind: str) -> None:
+    check(pool2, model, kind)
+
+
+@pytest.mark.parametrize("kind", first_by_default(KINDS, 1))
+def test_experts_on_other_ranks(pool4: RankPool, kind: str) -> None:
+    """Two slices of each sequence, and half of the experts on each rank."""
+    check(pool4, "qwen3 moe", kind, expert_parallel_size=2)
 
 
 class LeavesOut(OwnLoss):
