@@ -17,7 +17,7 @@ PACKAGE = Path(lightning_automodel.__file__).parent
 LONG_LINE = 110
 LONG_FUNCTION = 40
 LIMITS = {
-    "tokens": 175_400,
+    "tokens": 175_500,
     "lines of 110 characters and more, per thousand": 17,
     "assignments of a tuple to a tuple": 10,
     "conditional expressions": 182,

@@ -93,10 +93,13 @@ def _apply_plan(model: Any, mesh: DeviceMesh) -> None:
     plan: dict[str, str] = model.tp_plan
     unknown = sorted({style for style in plan.values() if style not in STYLES})
     if unknown:
+        experts = ""
+        if getattr(model, "ep_plan", None):
+            experts = " To spread its experts over ranks, pass expert_parallel_size in place of tensor_parallel_size."
         raise ValueError(
             f"The tp_plan of {type(model).__name__} asks for {', '.join(unknown)}, which this strategy"
             f" cannot carry out (it knows {', '.join(STYLES)}): apply a plan of your own with"
-            " parallelize_module in configure_model."
+            f" parallelize_module in configure_model.{experts}"
         )
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(model.config.get_text_config(), name, None)

@@ -38,10 +38,10 @@ def local(parameter: Tensor) -> Tensor:
 class Experts(nn.Module):
     """The weights of all experts, stacked."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, width: int = WIDTH) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.empty(number, HIDDEN, WIDTH))
-        self.down = nn.Parameter(torch.empty(number, WIDTH, HIDDEN))
+        self.up = nn.Parameter(torch.empty(number, HIDDEN, width))
+        self.down = nn.Parameter(torch.empty(number, width, HIDDEN))
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """What the experts of this rank multiply by."""
@@ -57,10 +57,10 @@ class Experts(nn.Module):
 class Mixture(nn.Module):
     """A residual layer in which a gate chooses the experts of each token."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, width: int = WIDTH) -> None:
         super().__init__()
-        self.gate = nn.Linear(WIDTH, number, bias=False)
-        self.experts = Experts(number)
+        self.gate = nn.Linear(width, number, bias=False)
+        self.experts = Experts(number, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
         tokens = hidden.flatten(0, -2)  # [n, d]

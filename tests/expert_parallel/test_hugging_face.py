@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy, EvaluationLoss, StepMonitor
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
+from lightning_automodel.sharding import tensor_parallel
 from tests.expert_parallel.mixtures import ACCUMULATE, data_of_rank, error
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
@@ -335,3 +336,10 @@ def test_the_monitor_counts_the_tokens_of_experts(pool4: RankPool) -> None:
     for history in pool4.run(fit_monitored):
         assert history[0]["train/expert_tokens"] == pytest.approx(mean)
         assert history[0]["train/busiest_expert_rank"] == pytest.approx(max(by_rank) / mean)
+
+
+def test_tensor_parallelism_of_experts_names_the_option_for_experts() -> None:
+    """Before the mesh is used."""
+    mesh: Any = None
+    with pytest.raises(ValueError, match="pass expert_parallel_size in place of tensor_parallel_size"):
+        tensor_parallel._apply_plan(make_model("Qwen3Moe"), mesh)

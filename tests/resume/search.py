@@ -1,8 +1,8 @@
 """`python -m tests.resume.search --seconds 300 --seed 7`: fits saved and resumed at random points, again and again.
 
 Each case draws a kind of loader, a schedule, callbacks, a data module that counts, the length of windows,
-the engine and the form of checkpoints. It prints what differs from the fit that was never stopped; `--case
-12` runs one again.
+the engine, experts that are spread over the ranks, and the form of checkpoints. It prints what differs from
+the fit that was never stopped; `--case 12` runs one again.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, GradientAccumulationScheduler
 from torch.utils.data import DataLoader, Subset
 
+from lightning_automodel import spread_experts
+from tests.expert_parallel.mixtures import NUM_EXPERTS, Mixture
 from tests.rank_pool import RankError, RankPool
 from tests.resume.resuming import (
     Counts,
@@ -36,6 +38,7 @@ from tests.resume.resuming import (
     outcome,
     training_loader,
 )
+from tests.trainer.plain import fill
 
 LOADERS = (
     "own generator",
@@ -53,6 +56,8 @@ ENGINES: tuple[dict[str, Any], ...] = (
     {"data_parallel": "ddp", "save_distributed_checkpoint": True},
     {"data_parallel": "fsdp2"},
     {"data_parallel": "fsdp2", "save_distributed_checkpoint": False},
+    {"data_parallel": "fsdp2", "expert_parallel_size": 2},
+    {"data_parallel": "fsdp2", "expert_parallel_size": 2, "save_distributed_checkpoint": False},
 )
 SCHEDULES = ("step", "epoch", "plateau", "by hand")
 HOOKS = (
@@ -72,7 +77,19 @@ CALLBACKS: dict[str, Callable[[], Callback]] = {
 
 
 class Searched(Learner):
-    """May step its schedule with every batch."""
+    """May step its schedule with every batch, and have a layer of experts that are spread over the ranks."""
+
+    def __init__(self, schedule: str, has_experts: bool) -> None:
+        super().__init__(schedule=schedule)
+        self.has_experts = has_experts
+        if has_experts:
+            experts = Mixture(NUM_EXPERTS, self.embedding.embedding_dim)
+            fill(experts)
+            self.blocks.append(experts)
+
+    def configure_model(self) -> None:
+        if self.has_experts:
+            spread_experts(self.blocks[-1].experts, self.device_mesh["expert_parallel"])
 
     def configure_optimizers(self) -> Any:
         if self.schedule != "by hand":
@@ -141,7 +158,8 @@ def fit(
     setting = Setting(case["engine"], options, loader=case["loader"])
     trainer: Trainer = make_trainer(setting, [*(CALLBACKS[name]() for name in case["callbacks"]), *savers])
     data = CountingData(case["loader"])
-    trainer.fit(Searched(schedule=case["schedule"]), datamodule=data, ckpt_path=ckpt_path)
+    module = Searched(case["schedule"], has_experts="expert_parallel_size" in case["engine"])
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return {**outcome(trainer), "count": data.count}
 
 
