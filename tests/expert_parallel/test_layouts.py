@@ -289,6 +289,15 @@ def test_compiled(pool4: RankPool) -> None:
         assert error(found.weights, expected) <= TOLERANCE
 
 
+@pytest.mark.sweep
+@pytest.mark.timeout(600)
+def test_compiled_by_inductor(pool4: RankPool) -> None:
+    """Minutes on two cores: each rank compiles for itself."""
+    expected = pool4.run(fit, {})[0].weights
+    for found in pool4.run(fit, {"compile": True}, timeout_s=550):
+        assert error(found.weights, expected) <= TOLERANCE
+
+
 # --- Units of the user ------------------------------------------------------------------------------------------------
 
 
