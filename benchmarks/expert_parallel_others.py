@@ -1,7 +1,7 @@
 """How far a mixture of experts is from one process, under each way to spread its experts over four ranks.
 
-All train the toy of tests/expert_parallel in float64 with SGD and momentum, on micro-batches that have equally
-many label tokens, so that a mean over them is exact everywhere and what is off are the experts.
+All train the toy of tests/expert_parallel in float64 with SGD and momentum, on micro-batches that have
+equally many label tokens, so that a mean over them is exact everywhere and what is off are the experts.
 
     python benchmarks/expert_parallel_others.py --output report.md
 """
@@ -258,8 +258,8 @@ def main() -> None:
             f"- command: `python benchmarks/expert_parallel_others.py {shlex.join(sys.argv[1:])}`",
             f"- float64, {mixtures.NUM_EXPERTS} experts in 2 blocks, SGD with momentum, {STEPS} steps of"
             f" {ACCUMULATE} micro-batches a rank, all of equally many label tokens",
-            "- off: distance of a tensor's weights from one process, as a share of how far training has moved"
-            " them; the largest of all tensors",
+            "- off: distance of a tensor's weights from one process, as a share of how far training has"
+            " moved them; the largest of all tensors",
             "",
             table(["way", "experts off by", "other weights off by"], [row(way) for way in WAYS]),
         ]

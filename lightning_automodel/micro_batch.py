@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -38,7 +37,6 @@ class MicroBatches:
     def __init__(
         self,
         module: pl.LightningModule,
-        plugin: Precision,
         engine: Engine,
         windows: GradientWindows,
         context: ContextParallelSteps | None,
@@ -46,7 +44,7 @@ class MicroBatches:
         advice: Advice,
     ) -> None:
         self.module = module
-        self.plugin = plugin
+        self.plugin = module.trainer.precision_plugin
         self.engine = engine
         self.windows = windows
         self.context = context

@@ -93,7 +93,8 @@ class StrategyOptions:
     async_checkpoint: bool = False
 
     def __post_init__(self) -> None:
-        policy, choice = self.auto_wrap_policy, self.activation_checkpointing
+        policy = self.auto_wrap_policy
+        choice = self.activation_checkpointing
         if not (policy is None or _is_set_of_modules(policy) or _is_function(policy)):
             raise TypeError(
                 "auto_wrap_policy must be a set of nn.Module classes or a function of a module, got"

@@ -44,7 +44,7 @@ from lightning_automodel.data.batches import Exchange
 from lightning_automodel.data.streams import check_counted_ranks
 from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.first_rank import FirstRankPerNode
-from lightning_automodel.distributed.mesh import RunMesh, adopt_mesh, build_mesh, resolve_sizes
+from lightning_automodel.distributed.mesh import Placement, RunMesh, adopt_mesh, build_mesh, resolve_sizes
 from lightning_automodel.failure import stop_iteration
 from lightning_automodel.failure.supervisor import Supervisor, check_processes
 from lightning_automodel.gradients.token_loss import StepReport
@@ -423,7 +423,8 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
-        module, fitting = self._module, trainer.state.fn == TrainerFn.FITTING
+        module = self._module
+        fitting = trainer.state.fn == TrainerFn.FITTING
         lightning_internals.probe(trainer)
         self._close_run()  # if an `on_exception` hook raised, Lightning did not tear down the last run
         if self.world_size > 1:
@@ -444,17 +445,10 @@ class AutomodelStrategy(ParallelStrategy):
             self.accelerator.setup(trainer)
         if fitting and (layer_sync := lightning_internals.layer_sync(self)) is not None:
             layer_sync.apply(module)
+        host_group = collectives.host_group(self._options.parsed_timeout)
+        placement = Placement(self._joined_mesh, self.root_device, self.num_processes, host_group)
         run = self._run = TrainingRun(
-            module,
-            fitting,
-            self._options,
-            self._joined_mesh,
-            self.root_device,
-            self.precision_plugin,
-            self.num_processes,
-            collectives.host_group(self._options.parsed_timeout),
-            self._advice,
-            self._patches,
+            module, self._options, placement, self.precision_plugin, self._advice, self._patches
         )
         self.model = self._run.model
         if self.world_size > 1:

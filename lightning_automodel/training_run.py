@@ -6,12 +6,11 @@ from functools import partial, update_wrapper
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
@@ -22,7 +21,7 @@ from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import log_full
-from lightning_automodel.distributed.mesh import EXPERT, RunMesh
+from lightning_automodel.distributed.mesh import EXPERT, Placement
 from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
 from lightning_automodel.expert_parallel.spread import check_spread
 from lightning_automodel.failure import stop_iteration
@@ -50,35 +49,32 @@ class TrainingRun:
     """The distributed model of one run, and what trains it. Its patches last as long as the run.
 
     Creating it is a collective over the world: weights are made equal and sharded or replicated. If one rank
-    fails, the supervisor tells the others. ``local_ranks`` share the memory of this node; ``host_group`` has
-    all ranks.
+    fails, the supervisor tells the others.
     """
 
     def __init__(
         self,
         module: pl.LightningModule,
-        fitting: bool,
         options: StrategyOptions,
-        mesh: RunMesh,
-        device: torch.device,
+        placement: Placement,
         plugin: Precision,
-        local_ranks: int,
-        host_group: dist.ProcessGroup,
         advice: Advice,
         patches: PatchStack,
     ) -> None:
         self.patches = patches
         self.module = module
         self.plugin = plugin
-        self.device = device
+        self.device = placement.device
         self.advice = advice
         self._options = options
-        self._mesh = mesh
+        self._placement = placement
+        self._mesh = placement.mesh
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
         self._check(fitting)
         self._prepare(fitting)
-        checks.check_equal_models(module, host_group)
-        self._distribute(fitting, local_ranks)
-        self._make_training(fitting, host_group)
+        checks.check_equal_models(module, placement.host_group)
+        self._distribute(fitting)
+        self._make_training(fitting)
 
     def _check(self, fitting: bool) -> None:
         """Refuse what cannot be trained, before anything is changed, and tell of options without effect."""
@@ -103,7 +99,7 @@ class TrainingRun:
         self._context: ContextParallelSteps | None = None
         if mesh is not None:
             self._context = ContextParallelSteps(
-                module, mesh, options, self.plugin, self.device, self.advice.say_once, self.patches
+                module, mesh, options, self.plugin, self.advice.say_once, self.patches
             )
         self._without_values = meta_init.names_without_values(module)
         self.plugin.convert_module(module)
@@ -120,14 +116,14 @@ class TrainingRun:
         # trace.
         self._compiled = compile_blocks(module, options.compile, policy, is_automatic, self.patches)
 
-    def _distribute(self, fitting: bool, local_ranks: int) -> None:
+    def _distribute(self, fitting: bool) -> None:
         """Shard or replicate the module. A collective over the world."""
         module = self.module
         self.replaced = ReplacedParameters(module)
         if self._mesh.sizes.expert > 1:
             spread_by_plan(module, self._mesh.mesh[EXPERT])
         check_spread(module, self._mesh.sizes.expert)
-        self.engine, self._policy = self._make_engine(local_ranks)
+        self.engine, self._policy = self._make_engine()
         self.patches.callback(self.engine.close)
         self.model = self.engine.setup(module, fitting, self._give_values)
         if fitting and self._may_accumulate():
@@ -140,20 +136,19 @@ class TrainingRun:
             ShardsAsWhole(module, self.patches)
             finetuning.finetune_by_identity(module, self.patches)
 
-    def _make_training(self, fitting: bool, host_group: dist.ProcessGroup) -> None:
+    def _make_training(self, fitting: bool) -> None:
         """What trains the distributed module, from its data to its optimizer steps."""
         module = self.module
         options = self._options
         mesh = self._mesh
+        host_group = self._placement.host_group
         weighting = self._make_weighting()
         ahead = None
         in_float16 = precision.passes_float16(self.plugin, module) and not options.count_window_ahead
         scaler = precision.enabled_scaler(self.plugin)
         scaling = LossScaling(scaler, in_float16, mesh, self.device, options.is_sharded, self.patches)
         parameters = list(module.parameters())
-        self.windows = GradientWindows(
-            self.engine.sync, weighting, scaling, mesh, self.device, parameters, host_group
-        )
+        self.windows = GradientWindows(self.engine.sync, weighting, scaling, self._placement, parameters)
         choices = StepChoices(options.optimizer_step, self.device, host_group, self.advice.say_once)
         self.steps = OptimizerSteps(
             self.windows,
@@ -171,7 +166,7 @@ class TrainingRun:
         if fitting and host_group.size() > 1:
             self._watch_epoch_end(module.trainer.fit_loop)
         self.micro_batches = MicroBatches(
-            module, self.plugin, self.engine, self.windows, self._context, self.inputs, self.advice
+            module, self.engine, self.windows, self._context, self.inputs, self.advice
         )
 
     def _watch_epoch_end(self, fit_loop: Any) -> None:
@@ -197,7 +192,7 @@ class TrainingRun:
             count_label_tokens=count_samples if options.count == "samples" else options.count_label_tokens,
         )
 
-    def _make_engine(self, local_ranks: int) -> tuple[Engine, MixedPrecisionPolicy | None]:
+    def _make_engine(self) -> tuple[Engine, MixedPrecisionPolicy | None]:
         """The engine, and the policy of units that this strategy makes."""
         module = self.module
         options = self._options
@@ -215,7 +210,7 @@ class TrainingRun:
             self.advice.say_once(
                 f"{option} has no effect on a model that was sharded before, with another policy."
             )
-        engine = FSDP2Engine(self._mesh, self.device, options, local_ranks, policy)
+        engine = FSDP2Engine(self._mesh, self.device, options, self._placement.local_ranks, policy)
         return engine, None if has_foreign_policy else policy
 
     def _give_values(self) -> None:

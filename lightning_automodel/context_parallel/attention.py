@@ -23,9 +23,8 @@ class Slices:
     chunk: int  # number of positions in a chunk
     length: int  # number of positions in the whole sequence, without padding
     is_masked: bool = False  # whether the batch has an ``attention_mask``
-    documents: Tensor | None = (
-        None  # [b, w * s] the document of each position, or None: see ``SequenceSlices``
-    )
+    # [b, w * s] the document of each position, or None: see ``SequenceSlices``.
+    documents: Tensor | None = None
     num_calls: int = 0  # how often attention has crossed ranks
 
     @property
@@ -94,7 +93,8 @@ def context_parallel_attention(
     """
     options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale}
     options["enable_gqa"] = query.shape[-3] != key.shape[-3]
-    slices, mask = _current, None
+    slices = _current
+    mask = None
     if slices is None:
         if attention_mask is not None:
             rows = torch.arange(query.shape[-2], device=query.device)

@@ -78,14 +78,17 @@ class FirstStepCheck:
         Returns a warning for the user, if some attention could not be compared. RuntimeError on every rank
         if an output differs on any of them by more than rounding.
         """
-        self._slices, self._shape, chunk = slices, shape, min(_CHUNK, slices.chunk)
+        self._slices = slices
+        self._shape = shape
+        chunk = min(_CHUNK, slices.chunk)
         self._length = 2 * slices.num_ranks * chunk
         documents = None if slices.documents is None else slices.documents[:, : self._length]
         length = min(self._length, slices.length)
         self._sliced = replace(slices, chunk=chunk, length=length, documents=documents, num_calls=0)
         self._whole = replace(self._sliced, group=None, chunks=(0, 1), chunk=self._length // 2)
         names = {submodule: name for name, submodule in self._module.named_modules()}
-        calls, self._calls = self._calls, []
+        calls = self._calls
+        self._calls = []
         # Ranks may have called different modules, or some with arguments that cannot be sliced.
         told = gather_objects(
             [names[called] if self._covers(arguments) else None for called, *arguments in calls]

@@ -57,7 +57,6 @@ class ContextParallelSteps:
         mesh: DeviceMesh,
         options: StrategyOptions,
         plugin: Precision,
-        device: torch.device,
         tell: Callable[[str], None],
         patches: PatchStack,
     ) -> None:
@@ -69,7 +68,6 @@ class ContextParallelSteps:
                 )
         self._module = module
         self._group = mesh.get_group()
-        self._device = device
         self._tell = tell
         num_layers = let_models_attend_across(module, patches)
         self._num_layers = max(num_layers, 1)
@@ -90,7 +88,7 @@ class ContextParallelSteps:
         """
         if self._is_first:
             self._is_first = False
-            check_same_batch(batch, self._group, self._device, "context-parallel")
+            check_same_batch(batch, self._group, self._module.device, "context-parallel")
         self._newest = self.slices.describe(batch, self._group)
         sliced = self.slices.slice(batch)
         self._shape = sliced["input_ids"].shape

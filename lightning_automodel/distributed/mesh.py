@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -124,12 +125,10 @@ class RunMesh:
     fsdp: DeviceMesh  # for ``fully_shard``, with context peers: 2-D (replicate, shard) where there are replicas
     # Ranks that compute one micro-batch together; None without that dimension.
     tensor_parallel: DeviceMesh | None
-    context_parallel: DeviceMesh | None = (
-        None  # ranks that share a batch; None where each has batches of its own
-    )
-    expert_fsdp: DeviceMesh | None = (
-        None  # as ``fsdp``, of ranks with the same experts; None if none are spread
-    )
+    # Ranks that share a batch; None where each has batches of its own.
+    context_parallel: DeviceMesh | None = None
+    # As ``fsdp``, of ranks with the same experts; None if none are spread.
+    expert_fsdp: DeviceMesh | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -163,6 +162,23 @@ class RunMesh:
         if self.expert_fsdp is not None:
             views.append(self.expert_fsdp)
         return {group for view in views for group in view.get_all_groups()}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where this rank computes, and with whom.
+
+    Attributes:
+        mesh: The run's.
+        device: This rank's.
+        local_ranks: How many ranks share the memory of this node.
+        host_group: All ranks, for what is exchanged on their hosts.
+    """
+
+    mesh: RunMesh
+    device: torch.device
+    local_ranks: int
+    host_group: dist.ProcessGroup
 
 
 def num_expert_ranks(tensor: Tensor) -> int:
@@ -298,11 +314,9 @@ def adopt_mesh(
         )
     names = _names_by_role(mesh, data_parallel)
     size = {role: mesh.shape[(mesh.mesh_dim_names or ("",)).index(name)] for role, name in names.items()}
-    replicate, shard, tensor = (
-        size.get(REPLICATE, 1),
-        size.get(SHARD) or size.get(DATA, 1),
-        size.get(TENSOR, 1),
-    )
+    replicate = size.get(REPLICATE, 1)
+    shard = size.get(SHARD) or size.get(DATA, 1)
+    tensor = size.get(TENSOR, 1)
     sizes = MeshSizes(replicate, shard, tensor)
     if data_parallel == "ddp":
         _refuse_tensor_parallel_ddp(tensor)

@@ -18,9 +18,8 @@ from lightning_automodel.internals.torch import not_compiled
 from lightning_automodel.sharding.units import class_name, is_sharded, outermost
 
 _WEIGHTS = "grouped_gemm"  # a parameter whose first dimension counts the experts
-_DISPATCH = (
-    "ep_dispatch_experts"  # a module that is called with tokens, the experts of each, and their weights
-)
+# A module that is called with tokens, the experts of each, and their weights.
+_DISPATCH = "ep_dispatch_experts"
 
 
 def spread_by_plan(module: nn.Module, mesh: DeviceMesh) -> None:

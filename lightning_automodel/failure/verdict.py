@@ -8,9 +8,8 @@ from lightning_automodel.distributed import failures
 from lightning_automodel.distributed.failures import Device, RankFailure, Record, Sighting
 
 SILENT_S = 3.0
-SILENT_GAPS = (
-    3  # a rank is silent after so many of the longest gaps between heartbeats that any rank has shown
-)
+# A rank is silent after so many of the longest gaps between heartbeats that any rank has shown.
+SILENT_GAPS = 3
 BUSY_BEATS = 3
 MOST_NAMED = 8
 

@@ -55,9 +55,8 @@ class FirstLooks:
     def __init__(self) -> None:
         self._left = NUM_LOOKS
         self._first: dict[tuple[Kind, ...], _Look] = {}  # of losses with these terms
-        self._over_ranks: _Comparison | None = (
-            None  # a term that is taken from all ranks, of this rank's losses
-        )
+        # A term that is taken from all ranks, of this rank's losses.
+        self._over_ranks: _Comparison | None = None
 
     def advice(
         self, module: nn.Module, weighting: TokenWeighting, loss: Tensor, count: Count, accumulate: int

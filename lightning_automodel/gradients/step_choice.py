@@ -179,9 +179,9 @@ class StepChoices:
     def _refusal(self, candidate: _Tried) -> ValueError:
         notes = candidate.found.notes
         return ValueError(
-            f"{type(candidate.optimizer).__name__} (group {candidate.group}) cannot train sharded parameters. Before"
-            " the first batch, its steps on small tensors that are sharded like its parameters were compared"
-            " with the same steps on whole tensors. On shards:"
+            f"{type(candidate.optimizer).__name__} (group {candidate.group}) cannot train sharded"
+            " parameters. Before the first batch, its steps on small tensors that are sharded like its"
+            " parameters were compared with the same steps on whole tensors. On shards:"
             f" {notes.get('on shards', 'found on another rank')}. With an owner that steps each parameter"
             f" alone: {notes.get('alone', 'found on another rank')}. Pass data_parallel='ddp', under which"
             " every rank steps whole parameters, or choose an optimizer that treats each parameter by"

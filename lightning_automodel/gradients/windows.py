@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
-from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.grad_sync import GradSync, Uses
 from lightning_automodel.gradients.token_loss import (
@@ -110,10 +110,8 @@ class GradientWindows:
         sync: GradSync,
         weighting: TokenWeighting,
         scaling: LossScaling,
-        mesh: RunMesh,
-        device: torch.device,
+        placement: Placement,
         parameters: list[nn.Parameter],
-        host_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.last_step: StepReport | None = None
         # The [3] totals of the windows since its previous step.
@@ -121,12 +119,12 @@ class GradientWindows:
         self.measured: set[Optimizer] = set()  # since their previous step
         self.weighting = weighting
         self.scaling = scaling
-        self.divisor = mesh.sizes.divisor
+        self.mesh = placement.mesh
+        self.divisor = placement.mesh.sizes.divisor
         self.parameters = parameters
         self._sync = sync
-        self.mesh = mesh
-        self._device = device
-        self._group = mesh.group
+        self._device = placement.device
+        self._group = placement.mesh.group
         self._denominator_index = weighting.denominator_index
         self.unfinished: dict[Optimizer | None, Window] = {}  # the windows that have begun and not ended
         self._pending: dict[nn.Parameter, Tensor] = {}
@@ -134,8 +132,8 @@ class GradientWindows:
         self.optimizers: list[Optimizer] = []
         self.toggled: Optimizer | None = None
         self.in_backward = False
-        self._host_group = host_group
-        self._agrees_on_host = host_group is not None and device.type != "cpu" and self.divisor > 1
+        self._host_group = placement.host_group
+        self._agrees_on_host = placement.device.type != "cpu" and self.divisor > 1
         self.num_resets = 0  # how often an optimizer stepped, or gradients were zeroed
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:

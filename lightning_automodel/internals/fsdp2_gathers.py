@@ -63,8 +63,11 @@ def watch_gathers(
     what the step still needs.
     """
     state = unit._get_fsdp_state()
-    unshard, wait, reshard = group.unshard, group.wait_for_unshard, group.reshard
-    to_sharded, to_smaller_mesh = group._to_sharded, group.fsdp_params[0].to_sharded_post_forward
+    unshard = group.unshard
+    wait = group.wait_for_unshard
+    reshard = group.reshard
+    to_sharded = group._to_sharded
+    to_smaller_mesh = group.fsdp_params[0].to_sharded_post_forward
     is_resharding = False
 
     def watched_unshard(*args: Any, **kwargs: Any) -> None:

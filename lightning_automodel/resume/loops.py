@@ -34,9 +34,8 @@ class Position:
     stage: str  # one of those above
     batches: int  # of the epoch that the loop has used
     epochs: int  # that are complete
-    is_epoch_ending: bool = (
-        False  # the hooks that end an epoch are running: what follows them is not done yet
-    )
+    # The hooks that end an epoch are running: what follows them is not done yet.
+    is_epoch_ending: bool = False
 
     @property
     def is_iterated(self) -> bool:

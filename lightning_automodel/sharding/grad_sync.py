@@ -79,8 +79,10 @@ class FSDPGradSync(GradSync):
     ) -> None:
         super().__init__()
         self._order = 0  # of the units whose forwards have run in the window
-        self._defer, self._group = defer, group
-        self._retain_unsharded, self._is_manual = retain_unsharded, is_manual
+        self._defer = defer
+        self._group = group
+        self._retain_unsharded = retain_unsharded
+        self._is_manual = is_manual
         self._between_steps = ExitStack()
         self.units = fsdp2.fsdp_units(model)
         # With the parameter groups at or below each.
@@ -99,29 +101,31 @@ class FSDPGradSync(GradSync):
         self._restored = ExitStack()
         self._restored.enter_context(fsdp2.flags_restored(self.units, fsdp2.REDUCTIONS))
         self._reductions = Reductions.BY_FSDP2
-        if is_manual and retain_unsharded:
+        keeps_gathered = is_manual and retain_unsharded
+        if keeps_gathered:
             # Lightning does not say when the forwards of a window begin: they keep what they gather.
             self._restored.enter_context(fsdp2.flags_restored(self.units, fsdp2.RESHARDING))
             for unit in self.units:
                 unit.set_reshard_after_backward(False, recurse=False)
-        self._gathered = GatheredForBackward(self.units, always=is_manual and retain_unsharded)
+        self._gathered = GatheredForBackward(self.units, always=keeps_gathered)
         self._hooks += self._gathered.hooks
-        for root in cast(list[nn.Module], self._roots):
-            if root is not model:
-                hook = partial(self._reshard_unless_training, fsdp2.fsdp_units(root))
-                self._hooks.append(root.register_forward_hook(hook))
+        self._hook_inner_roots()
         self._has_gathered = False
         self._has_two_dtypes = True  # until units are gathered
-        shards = {param.sharded_param for param_group in self._groups for param in param_group.fsdp_params}
         self._param_of = {
             param.sharded_param: param for group in self._groups for param in group.fsdp_params
         }
-        self._experts = {shard for shard in shards if num_expert_ranks(shard) > 1}
-        torch_internals.differentiate_by_both(
-            self._gathered_parameter, self._restored.enter_context(PatchStack())
-        )
-        self._unwatched = {p: name for name, p in model.named_parameters() if p in shards}
+        self._experts = {shard for shard in self._param_of if num_expert_ranks(shard) > 1}
+        patches = self._restored.enter_context(PatchStack())
+        torch_internals.differentiate_by_both(self._gathered_parameter, patches)
+        self._unwatched = {p: name for name, p in model.named_parameters() if p in self._param_of}
         self._bypassed: list[str] = []
+
+    def _hook_inner_roots(self) -> None:
+        for root in cast(list[nn.Module], self._roots):
+            if root is not self._model:
+                hook = partial(self._reshard_unless_training, fsdp2.fsdp_units(root))
+                self._hooks.append(root.register_forward_hook(hook))
 
     def _reshard_unless_training(self, units: Sequence[FSDPModule], root: nn.Module, *_: object) -> None:
         """Forward hook of a root: frees parameters that no backward will free, and that would become stale.

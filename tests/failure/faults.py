@@ -248,13 +248,11 @@ def fail_in(hook: str, fault: str, folder: Path, rank: int) -> tuple[type[Model]
     elif hook in (*CALLED_ONCE, *CALLED_LAST):
         calls["left"] = 1
     elif hook == "attend":
-        calls["left"] = (
-            10  # in the second layer of the third step: the check of the first one calls both twice more
-        )
+        # In the second layer of the third step: the check of the first one calls both twice more.
+        calls["left"] = 10
     elif fault in (HANG, SKIP):
-        calls["left"] = (
-            11  # in the fourth window, behind a validation: no step reads from the device any more
-        )
+        # In the fourth window, behind a validation: no step reads from the device any more.
+        calls["left"] = 11
 
     def count_down(*arguments: Any) -> None:
         calls["left"] -= 1
