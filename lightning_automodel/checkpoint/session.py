@@ -47,6 +47,18 @@ DIRECTORY_NOTE = (
 class RunCheckpoints:
     """Saves and loads the checkpoints of one strategy. Its methods are collectives unless they say otherwise.
 
+    A save, and then the links to it and the removals that wait for it, have these states:
+
+    =====================  ============  =============================================
+    state                  ``_pending``  links and removals run
+    =====================  ============  =============================================
+    no training goes on    None          at once (``_defers`` is False)
+    saved, training on     None          in the next ``check``, ``save`` or ``close``
+    being written          a future      there too, once it is written
+    =====================  ============  =============================================
+
+    ``save`` and ``close`` choose the state, ``_finish`` ends a save.
+
     Args:
         is_sharded: Whether the model is sharded.
         as_directory: Whether to write a directory of shards, or one file; None lets :meth:`choose_form`

@@ -3,6 +3,7 @@
 import copy
 import time
 from collections.abc import Callable
+from enum import Enum, IntEnum, auto
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,23 +25,45 @@ from lightning_automodel.distributed.failures import list_ranks
 from lightning_automodel.internals import lightning as lightning_internals
 
 _UNKNOWN = -1
+_TRAIN = "train"
 _STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
 _LOADERS = {"val": "val_dataloaders", "test": "test_dataloaders", "predict": "predict_dataloaders"}
-_GOES_ON, _IS_LAST, _HAS_ENDED, _VALIDATES = range(4)
 _KEEP_THEIR_LENGTH = ("torch", "torchdata", "lightning", "pytorch_lightning", "builtins")
+
+
+class Comparison(Enum):
+    """What ranks tell each other of the data of a stage. ``UnevenInputs.process`` chooses it for each stage."""
+
+    NOTHING = auto()  # all ranks have equally many batches, or padding makes them so
+    LAST_BATCH = auto()  # with every batch, whether it is this rank's last
+    WHAT_FOLLOWS = auto()  # in an epoch of training: a batch, a validation, or the epoch's end
+
+
+class Next(IntEnum):
+    """What a rank sends of itself; of LAST_BATCH the first three, of WHAT_FOLLOWS all but the second."""
+
+    BATCH = 0
+    LAST_BATCH = 1
+    END = 2
+    VALIDATION = 3
 
 
 class UnevenInputs:
     """Synchronises ranks with unequal numbers of batches.
 
-    If the loaders of a stage have the same length on all ranks, nothing is communicated per batch. Otherwise
-    each rank sends with every batch whether it is its last. A loader or sampler with an ``__iter__`` of its
-    own may end before its length: then each rank sends in training what comes next, a batch, a validation,
-    or the end of the epoch. Only a rank whose data ends waits for the other ranks' answers. In training it
-    raises, and the other ranks get its error when they next wait for it; if it ``pads``, it goes on with
-    padding batches instead. In evaluation and prediction it joins the collectives of their steps, without
-    data, until all ranks have ended. ``group`` is the host group of all ranks. With ``ahead``, training
-    loaders are counted ahead.
+    =============================================  ============  ========================================
+    loaders of the stage                           comparison    a rank whose data ends before another's
+    =============================================  ============  ========================================
+    equally many batches                           NOTHING       there is none
+    lengths that differ or are unknown, training   LAST_BATCH    raises
+    the same, if it ``pads``                       NOTHING       draws padding batches (`TrackedLoader`)
+    the same, evaluation and prediction            LAST_BATCH    joins the steps of others, without data
+    may end before their length, training          WHAT_FOLLOWS  raises
+    =============================================  ============  ========================================
+
+    A loader or sampler with an ``__iter__`` of its own may end before its length. Only a rank whose data
+    ends waits for the other ranks' answers. If it raises, the others get its error when they next wait for
+    it. ``group`` is the host group of all ranks. With ``ahead``, training loaders are counted ahead.
     """
 
     def __init__(
@@ -52,8 +75,7 @@ class UnevenInputs:
         self.ahead = ahead
         self.seconds_drawing = 0.0  # spent on drawing batches ahead of their steps
         self._before_padding: ModuleState | None = None
-        self._may_differ: set[str] = set()
-        self._follows_epoch = False  # whether ranks compare what comes next in an epoch of training
+        self._comparisons: dict[str, Comparison] = {}  # of stages; NOTHING if they are missing
         self._sent: Exchange | None = None
         self._is_in_step = False
         self._handle: BatchHandle | None = None
@@ -105,7 +127,7 @@ class UnevenInputs:
         lengths = told[:, 0].tolist()
         may_end = bool(told[:, 1].any()) and _UNKNOWN not in lengths and len(lengths) > 1
         if may_end and self.is_training and not self._pads:
-            self._follows_epoch = True
+            self._comparisons[self._stage] = Comparison.WHAT_FOLLOWS
             return loader
         if may_end:
             lengths = [_UNKNOWN] * len(lengths)
@@ -113,7 +135,7 @@ class UnevenInputs:
             if self.is_training and self._pads:
                 self._check_padding(loader)
                 return TrackedLoader(loader, self._group, True, None if _UNKNOWN in lengths else lengths)
-            self._may_differ.add(self._stage)
+            self._comparisons.setdefault(self._stage, Comparison.LAST_BATCH)
             if not self.is_training:
                 empty = (
                     f"The {self._stage} data of rank {self._group.rank()} holds no batch, while other ranks"
@@ -209,21 +231,21 @@ class UnevenInputs:
     def before_validation(self) -> None:
         """Called before a validation within training; see :meth:`before_epoch_end`."""
         if not self._trainer.sanity_checking:
-            self._compare(_VALIDATES)
+            self._compare(Next.VALIDATION)
 
     def before_epoch_end(self) -> None:
         """Called where the batches of an epoch have ended on this rank. Raises on it if they have not on another.
 
         A collective over the group if a loader may end before its length.
         """
-        self._compare(_HAS_ENDED)
+        self._compare(Next.END)
 
-    def _compare(self, what: int) -> None:
-        if not self._follows_epoch:
+    def _compare(self, following: Next) -> None:
+        if self._comparisons.get(_TRAIN) is not Comparison.WHAT_FOLLOWS:
             return
         number = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        received = Exchange(self._group, what, number).received().long()
-        ended = [rank for rank, sent in enumerate(received[:, 0].tolist()) if sent == _HAS_ENDED]
+        received = Exchange(self._group, following, number).received().long()
+        ended = [rank for rank, sent in enumerate(received[:, 0].tolist()) if sent == Next.END]
         others = [rank for rank in range(self._group.size()) if rank not in ended]
         if ended and others:
             raise RuntimeError(
@@ -243,16 +265,18 @@ class UnevenInputs:
         """
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         number = progress.current.ready
-        if self._follows_epoch:
+        comparison = self._comparisons.get(_TRAIN, Comparison.NOTHING)
+        if comparison is Comparison.NOTHING:
+            return
+        if comparison is Comparison.WHAT_FOLLOWS:
             # Not waited for: a rank whose data has ended does, and its error ends the others.
-            self._sent = Exchange(self._group, _GOES_ON, number)
+            self._sent = Exchange(self._group, Next.BATCH, number)
             return
-        if self._stage not in self._may_differ:
-            return
-        self._sent = Exchange(self._group, _IS_LAST if progress.is_last_batch else _GOES_ON)
         if not progress.is_last_batch:
+            self._sent = Exchange(self._group, Next.BATCH)
             return
-        if others := [rank for rank, sent in enumerate(self._answers()) if sent == _GOES_ON]:
+        self._sent = Exchange(self._group, Next.LAST_BATCH)
+        if others := [rank for rank, sent in enumerate(self._answers()) if sent == Next.BATCH]:
             ended = sorted(set(range(self._group.size())) - set(others))
             raise RuntimeError(
                 f"The train data of {_ranks(ended)} ends with batch {number}, and {_ranks(others)} would go"
@@ -283,9 +307,9 @@ class UnevenInputs:
         self.is_filler = False
         is_last = False
         self._sent = None
-        if self._stage in self._may_differ:
+        if self._comparisons.get(self._stage) is Comparison.LAST_BATCH:
             is_last = self._is_last(args[2] if len(args) > 2 else 0)
-            self._sent = Exchange(self._group, _IS_LAST if is_last else _GOES_ON)
+            self._sent = Exchange(self._group, Next.LAST_BATCH if is_last else Next.BATCH)
         self._is_in_step = True
         try:
             output = step(*args)
@@ -293,10 +317,10 @@ class UnevenInputs:
             self._is_in_step = False
         if stops:
             self._answers()  # wait for slower ranks before this one leaves
-        while is_last and _GOES_ON in self._answers():
+        while is_last and Next.BATCH in self._answers():
             if stops:
                 raise lightning_internals.SIGTERMException
-            self._sent = Exchange(self._group, _HAS_ENDED)
+            self._sent = Exchange(self._group, Next.END)
             stops = begin()
             join()
         return output
@@ -340,10 +364,10 @@ class UnevenInputs:
         """Raise RuntimeError, before a reduction or gathering over ranks, if some are not in this step: they ended."""
         where = self._where_in_batch()
         answers = self._answers()
-        if where is None or not (self._is_in_step or _GOES_ON in answers):
+        if where is None or not (self._is_in_step or Next.BATCH in answers):
             return
         # Hooks of a rank's last batch run when all others have ended.
-        here = (_GOES_ON, _IS_LAST) if self._is_in_step else (_GOES_ON,)
+        here = (Next.BATCH, Next.LAST_BATCH) if self._is_in_step else (Next.BATCH,)
         if ended := [rank for rank, sent in enumerate(answers) if sent not in here]:
             raise RuntimeError(
                 f"A value is reduced or gathered over all ranks within {where}, but not on {_ranks(ended)},"
@@ -372,12 +396,12 @@ class UnevenInputs:
     @property
     def is_training(self) -> bool:
         """Whether the current stage trains."""
-        return self._stage == "train"
+        return self._stage == _TRAIN
 
     @property
     def _stage(self) -> str:
         stage = self._trainer.state.stage
-        return (None if stage is None else stage.dataloader_prefix) or "train"
+        return (None if stage is None else stage.dataloader_prefix) or _TRAIN
 
     @property
     def _evaluation_loop(self) -> Any:
