@@ -232,7 +232,9 @@ def test_refusals(
     assert main([target, "--world-size", "4", *options]) == 1
     told = capsys.readouterr()
     assert said in told.err
-    assert len(told.err.splitlines()) == 1
+    *progress, error = told.err.splitlines()
+    assert error.startswith("error: ")
+    assert all(line.startswith("Planning ") for line in progress)
     assert told.out == ""
 
 

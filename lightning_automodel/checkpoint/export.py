@@ -263,14 +263,16 @@ def _contents(
     adapters: dict[str, Any] = (model or {}).get("peft", {})
     if adapter_only:
         if not adapters.get("names"):
-            raise CheckpointError(f"{prefix} has no PEFT adapters: export it without adapter_only")
+            raise CheckpointError(
+                f"{prefix} has no PEFT adapters: export it without --adapter-only (adapter_only)"
+            )
         sources = {name: f"{prefix}{source}" for name, source in adapters["names"].items()}
         return sources, {"adapter_config.json": adapters["config"]}
     if model is not None and adapters:
         raise CheckpointError(
             f"{prefix} is a {model['class']} with PEFT adapters, which from_pretrained would not read as one"
-            " model: export the adapters (adapter_only), and merge them with PEFT's merge_and_unload if you"
-            " want one model"
+            " model: export the adapters (--adapter-only on the command line, adapter_only=True in Python),"
+            " and merge them with PEFT's merge_and_unload if you want one model"
         )
     sources = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
     if not sources:

@@ -144,6 +144,8 @@ def _plans(
             activation_checkpointing=recomputes,
             label_shift=parsed.label_shift,
         )
+        # A large model takes minutes; what is printed on stdout may be piped.
+        print(f"Planning {name}{', recomputed' * recomputes} ...", file=sys.stderr, flush=True)
         try:
             micro = run(build, parsed.precision, options)
         except CannotPlanError as error:
