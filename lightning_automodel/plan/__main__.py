@@ -144,8 +144,7 @@ def _plans(
             activation_checkpointing=recomputes,
             label_shift=parsed.label_shift,
         )
-        # A large model takes minutes; what is printed on stdout may be piped.
-        print(f"Planning {name}{', recomputed' * recomputes} ...", file=sys.stderr, flush=True)
+        _report_progress(f"{name}{', recomputed' * recomputes}")
         try:
             micro = run(build, parsed.precision, options)
         except CannotPlanError as error:
@@ -161,6 +160,11 @@ def _plans(
     if not plans:
         raise CannotPlanError("; ".join(dict.fromkeys(left_out.values())))
     return sorted(plans, key=lambda plan: plan.seconds["step"]), left_out
+
+
+def _report_progress(name: str) -> None:
+    """On stderr, since what is printed on stdout may be piped. A large model takes minutes."""
+    print(f"Planning {name} ...", file=sys.stderr, flush=True)
 
 
 def _layouts(options: StrategyOptions, data: int, nodes: int, accumulates: bool) -> list[StrategyOptions]:
