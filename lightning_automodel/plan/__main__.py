@@ -136,7 +136,6 @@ def _plans(
                 f"{world} ranks and {total} micro-batches do not divide into such groups: pass another"
                 " --micro-batches, --tensor or --context"
             )
-        if name in left_out:
             continue
         options = StrategyOptions(
             tensor_parallel_size=tensor,
