@@ -122,9 +122,9 @@ class Turns(pl.Callback):
 
     def _save(self, trainer: pl.Trainer, in_background: bool) -> float:
         """Seconds that training waits for the call."""
-        checkpoints = trainer.strategy._checkpoints
+        saver = trainer.strategy._saver
         path = self.folder / "saved.ckpt"
-        checkpoints.in_background = in_background
+        saver.in_background = in_background
         with high_water() as used:
             dist.barrier()
             start = perf_counter()
@@ -143,16 +143,16 @@ class Turns(pl.Callback):
 
     def _train_beside(self, trainer: pl.Trainer, start: float) -> float:
         """How much longer forward and backward take until the save is on disk, compared with as many afterwards."""
-        checkpoints = trainer.strategy._checkpoints
+        saver = trainer.strategy._saver
         seconds: list[float] = []
         while True:
             seconds.append(self._compute(trainer))
-            done = torch.tensor(checkpoints._pending.done(), dtype=torch.int32)
+            done = torch.tensor(saver._pending.done(), dtype=torch.int32)
             dist.all_reduce(done, op=dist.ReduceOp.MIN)
             if done:
                 break
         self.until_written.append(perf_counter() - start)
-        checkpoints.check()
+        saver.check()
         quiet = [self._compute(trainer) for _ in seconds]
         return max(0.0, sum(seconds) - sum(quiet))
 

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,9 +29,12 @@ from typing_extensions import override
 from lightning_automodel.advice import Advice, explain_out_of_memory, summary
 from lightning_automodel.checkpoint import (
     DIRECTORY_NOTE,
-    RunCheckpoints,
+    CheckpointForm,
+    CheckpointLoader,
+    CheckpointSaver,
     describe_models,
     differing_extra_states,
+    file_saver,
     model_state,
     named_parameters,
     note_on_hyper_parameters,
@@ -168,14 +171,11 @@ class AutomodelStrategy(ParallelStrategy):
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__()
         self._options = options
-        self._checkpoints = RunCheckpoints(
-            is_sharded=options.is_sharded,
-            as_directory=options.save_distributed_checkpoint,
-            in_background=options.async_checkpoint,
-            timeout=options.parsed_timeout,
-        )
+        self._form = CheckpointForm(options.is_sharded, options.save_distributed_checkpoint)
+        self._saver = CheckpointSaver(self._form, options.async_checkpoint, options.parsed_timeout)
+        self._loader = CheckpointLoader(self._form)
         self.num_nodes = 1
-        self._supervisor = Supervisor(self._join, self._checkpoints.wait_for_pending_save)
+        self._supervisor = Supervisor(self._join, self._saver.wait_for_pending_save)
         self._patches = PatchStack()
         self._setup_block = ExitStack()
         self._weight_averages = LateAverages()
@@ -391,7 +391,7 @@ class AutomodelStrategy(ParallelStrategy):
             self._setup_block.enter_context(self.first_rank_per_node())
         if name == "run-stage" and self._run is not None:
             meta_init.check_initialized(self._module, self.root_device)
-            self._checkpoints.loading_ended()
+            self._loader.loading_ended()
 
     def _end_setup_block(self, exception: BaseException | None = None) -> None:
         self._setup_block.__exit__(type(exception) if exception is not None else None, exception, None)
@@ -430,14 +430,14 @@ class AutomodelStrategy(ParallelStrategy):
         if self.world_size > 1:
             lightning_internals.patch_signals(trainer, self._supervisor.ask_to_requeue, self._patches)
             lightning_internals.patch_validation_clock(trainer, self._as_on_rank_0, self._patches)
-        if (note := self._checkpoints.choose_form(self.checkpoint_io, self.world_size)) is not None:
+        if (note := self._form.choose(self.checkpoint_io, self.world_size)) is not None:
             self._advice.say_once(note)
-        self._checkpoints.patch_callbacks(trainer, self._patches)
-        self._checkpoints.forget_failed()
+        self._saver.patch_callbacks(trainer, self._patches)
+        self._loader.forget_failed()
         if (
             fitting
             and self.is_global_zero
-            and not self._checkpoints.names_parameters
+            and not self._form.names_parameters
             and save_on_exception(trainer)
         ):
             self._supervisor.save_on_exception()
@@ -561,7 +561,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     def _begin_step(self, step: int, is_training: bool) -> bool:
         """Whether all ranks stop after this step."""
-        self._checkpoints.check()
+        self._saver.check()
         stops = self._supervisor.begin_step(step, is_training)
         if stops:
             lightning_internals.tell_sigterm(self._module.trainer)
@@ -732,14 +732,14 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if not self._checkpoints.names_parameters:
+        if not self._form.names_parameters:
             return super().lightning_module_state_dict()
         with nullcontext() if self._run is None else self._run.engine.sync.saving():
             return self._as_saved(model_state(self._module))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if not self._checkpoints.names_parameters:
+        if not self._form.names_parameters:
             return super().optimizer_state(optimizer)
         optimizer = unwrap(optimizer)
         if not self._options.is_sharded or self._supervisor.has_failed:
@@ -751,7 +751,7 @@ class AutomodelStrategy(ParallelStrategy):
             group = None
         gather = partial(collectives.gather_objects, group=group)
         state = restorable_state(self._module, optimizer, gather, self._owned(optimizer))
-        if not self._checkpoints.as_directory:
+        if not self._form.as_directory:
             state = on_first_rank(state, partial(collectives.sent_to_first, device=self.root_device), gather)
         return self._as_saved(state)
 
@@ -767,7 +767,7 @@ class AutomodelStrategy(ParallelStrategy):
         A collective for one file. After a failure shards stay: saving finds out whether the other ranks
         still come.
         """
-        if self._checkpoints.as_directory or self._supervisor.has_failed:
+        if self._form.as_directory or self._supervisor.has_failed:
             return state
         collectives.named_barrier("state_dict", self._options.parsed_timeout)
         return whole(state, keep=self.is_global_zero)
@@ -784,34 +784,41 @@ class AutomodelStrategy(ParallelStrategy):
                 ranks.
         """
         module = self._module
+        ranks = self._meet_to_save()
+        # What the checkpoint holds besides what Lightning has put into it.
+        checkpoint.update(describe_models(module))
+        if "optimizer_states" in checkpoint:
+            if not self._form.names_parameters:
+                checkpoint.update(
+                    named_parameters(module, [unwrap(optimizer) for optimizer in self.optimizers])
+                )
+            if self._resume is not None:
+                extra_states = differing_extra_states(module, filepath, ranks)
+                self._resume.add_to(checkpoint, self._joined_mesh.sizes_by_name(), ranks, extra_states)
+        if ranks is None and self.world_size > 1:
+            self._saver.save_alone(checkpoint, filepath, self.checkpoint_io)
+            return
+        target = self._saver.agree_on_target(filepath, self.checkpoint_io, storage_options)
+        self._saver.finish()
+        state = module.trainer.state
+        goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+        save_file = file_saver(self.checkpoint_io, storage_options)
+        with self._equal_buffers():
+            copies = self._saver.in_background and goes_on
+            write = self._saver.prepare(checkpoint, module, target, save_file, copies)
+            self._saver.write(write, target, module.device, goes_on)
+        if self._form.as_directory and self._options.save_distributed_checkpoint is None:
+            self._advice.say_once(DIRECTORY_NOTE, say=lambda text: rank_zero_info(f"{filepath} {text}"))
+
+    def _meet_to_save(self) -> dist.ProcessGroup | None:
+        """The host group of all ranks, which save together; None if the others have left, or this is the only one.
+
+        A collective. RuntimeError after the strategy's timeout, if not every rank saves.
+        """
         if not self._supervisor.has_failed:
             # Without this barrier, collectives of saving could pair with others of ranks that do not save.
             collectives.named_barrier("save_checkpoint", self._options.parsed_timeout)
-        checkpoint.update(describe_models(module))
-        if not self._checkpoints.names_parameters and "optimizer_states" in checkpoint:
-            checkpoint.update(named_parameters(module, [unwrap(optimizer) for optimizer in self.optimizers]))
-        ranks = self._saving_group()
-        if self._resume is not None and "optimizer_states" in checkpoint:
-            extra_states = differing_extra_states(module, filepath, ranks)
-            self._resume.add_to(checkpoint, self._joined_mesh.sizes_by_name(), ranks, extra_states)
-        if ranks is None and self.world_size > 1:
-            self._checkpoints.save_alone(checkpoint, filepath, self.checkpoint_io)
-            return
-        state = module.trainer.state
-        goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-        has_engine = self._run is not None and not self._supervisor.has_failed
-        with self._required_run.engine.equal_buffers() if has_engine else nullcontext():
-            self._checkpoints.save(
-                checkpoint, module, filepath, self.checkpoint_io, goes_on, storage_options
-            )
-        if self._checkpoints.as_directory and self._options.save_distributed_checkpoint is None:
-            self._advice.say_once(DIRECTORY_NOTE, say=lambda text: rank_zero_info(f"{filepath} {text}"))
-
-    def _saving_group(self) -> dist.ProcessGroup | None:
-        """The host group of all ranks; None if this is the only rank, or others have left after a failure."""
-        if self.world_size == 1:
-            return None
-        if self._supervisor.is_alone():
+        if self.world_size == 1 or self._supervisor.is_alone():
             return None
         if self._supervisor.has_failed:
             try:
@@ -819,6 +826,12 @@ class AutomodelStrategy(ParallelStrategy):
             except RuntimeError:
                 return None
         return collectives.host_group(self._options.parsed_timeout)
+
+    def _equal_buffers(self) -> AbstractContextManager[None]:
+        """Context in which all ranks have rank 0's buffers; after a failure each has its own. A collective."""
+        if self._run is None or self._supervisor.has_failed:
+            return nullcontext()
+        return self._run.engine.equal_buffers()
 
     @override
     def load_checkpoint(
@@ -831,7 +844,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._required_run.engine.sync.release()
         if weights_only is None:
             weights_only = self._supervisor.weights_only
-        checkpoint = self._checkpoints.open(
+        checkpoint = self._loader.open(
             checkpoint_path, weights_only, self.checkpoint_io, self.local_rank == 0
         )
         state = checkpoint.pop(CHECKPOINT_KEY, None)
@@ -846,13 +859,13 @@ class AutomodelStrategy(ParallelStrategy):
             optimizers = self.optimizers
         else:
             optimizers = []
-        self._checkpoints.fill_model(cast(dict[str, Any], checkpoint), self._module, optimizers, strict)
+        self._loader.fill_model(cast(dict[str, Any], checkpoint), self._module, optimizers, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._checkpoints.fills_optimizers:
+        if self._loader.fills_optimizers:
             edited = cast(dict[str, Any], checkpoint)
-            self._checkpoints.fill_optimizers(edited, self._module, self.optimizers, self._owned)
+            self._loader.fill_optimizers(edited, self._module, self.optimizers, self._owned)
         else:
             super().load_optimizer_state_dict(checkpoint)
 
@@ -865,7 +878,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint. If a save in flight replaces it, it is removed once that save is on disk."""
-        self._checkpoints.remove(filepath, self.checkpoint_io)
+        self._saver.remove(filepath, self.checkpoint_io)
 
     # --- Leaving ------------------------------------------------------------------------------------------------------
 
@@ -883,7 +896,8 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         try:
-            self._checkpoints.close(was_interrupted=self._supervisor.has_failed)
+            self._loader.close()
+            self._saver.close(was_interrupted=self._supervisor.has_failed)
         finally:
             try:
                 with self._supervisor.tearing_down():

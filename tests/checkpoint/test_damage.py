@@ -72,7 +72,7 @@ def opened(options: dict[str, Any], path: str) -> str:
     """What the strategy's way of opening a checkpoint raises on this rank; a Trainer that fails takes a second."""
     strategy = AutomodelStrategy(**options)
     with pytest.raises(CheckpointError) as raised:
-        strategy._checkpoints.open(path, None, TorchCheckpointIO(), is_first_on_node=dist.get_rank() == 0)
+        strategy._loader.open(path, None, TorchCheckpointIO(), is_first_on_node=dist.get_rank() == 0)
     return str(raised.value)
 
 
@@ -97,7 +97,7 @@ def _damage_one_after_the_other(
             dist.barrier()
             outcomes.append((file.name, opened(options, str(copy))))
             dist.barrier()
-    AutomodelStrategy(**options)._checkpoints.open(original, None, TorchCheckpointIO(), dist.get_rank() == 0)
+    AutomodelStrategy(**options)._loader.open(original, None, TorchCheckpointIO(), dist.get_rank() == 0)
     # Of the last one, through a whole fit.
     message, is_unchanged = attempt(options, str(copy))
     assert (outcomes[-1][1], is_unchanged) == (message, True)
@@ -221,15 +221,16 @@ def _load_into_others(
     path = f"{folder}/other.ckpt"
     outcomes = []
     save(options, path)
-    checkpoints = AutomodelStrategy(**options)._checkpoints
+    strategy = AutomodelStrategy(**options)
+    loader = strategy._loader
 
     def fill(module: AdamModule) -> None:
         """As the strategy does, without a Trainer, which takes a second to fail."""
-        if checkpoints.is_sharded:
+        if strategy._form.is_sharded:
             fully_shard(module.model)
         optimizers = module.configure_optimizers()
-        checkpoint = checkpoints.open(path, None, TorchCheckpointIO(), is_first_on_node=True)
-        checkpoints.fill_model(checkpoint, module, optimizers, strict=True)
+        checkpoint = loader.open(path, None, TorchCheckpointIO(), is_first_on_node=True)
+        loader.fill_model(checkpoint, module, optimizers, strict=True)
 
     def fit(module: AdamModule) -> None:
         make_trainer(AutomodelStrategy(**options), max_epochs=2).fit(module, batches(), ckpt_path=path)

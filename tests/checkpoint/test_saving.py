@@ -19,7 +19,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
-from lightning_automodel.checkpoint import CheckpointError, RunCheckpoints, paths, sharded, single_file
+from lightning_automodel.checkpoint import (
+    CheckpointError,
+    CheckpointForm,
+    CheckpointSaver,
+    paths,
+    sharded,
+    single_file,
+)
 from tests.checkpoint.checkpoints import FORMS, files_of, fit, forms, leftovers, load_only, save
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import full_weights
@@ -190,7 +197,7 @@ class SavesOnce(Callback):
         self.batches_after += trainer.global_step >= self.at_step
         if trainer.global_step == self.at_step and not trainer.fit_loop.epoch_loop._should_accumulate():
             trainer.save_checkpoint(self.path)
-            trainer.strategy._checkpoints.wait_for_pending_save()  # else one rank may know a step before the other
+            trainer.strategy._saver.wait_for_pending_save()  # else one rank may know a step before the other
 
 
 @contextmanager
@@ -306,8 +313,8 @@ def _save_again_and_again(options: dict[str, Any], folder: str) -> tuple[bool, i
     recorder = SavesEachStep(Path(folder))
     trainer, _ = fit({**options, "async_checkpoint": True}, callbacks=[recorder], max_epochs=2)
     threads = [thread.name for thread in threading.enumerate() if "checkpoint" in thread.name.lower()]
-    checkpoints = trainer.strategy._checkpoints
-    return checkpoints._thread is None, len(threads)
+    saver = trainer.strategy._saver
+    return saver._thread is None, len(threads)
 
 
 @pytest.mark.parametrize("form", forms("shards"))
@@ -381,8 +388,7 @@ def test_removing_after_a_run(pool2: RankPool, tmp_path: Path, form: str) -> Non
 
 def test_saving_alone_makes_directories(tmp_path: Path) -> None:
     """After a failure, a replicated model can be saved where nothing was saved before."""
-    checkpoints = RunCheckpoints(
-        is_sharded=False, as_directory=False, in_background=False, timeout=timedelta(minutes=1)
-    )
-    checkpoints.save_alone({"state_dict": {}}, tmp_path / "new" / "last.ckpt", TorchCheckpointIO())
+    form = CheckpointForm(is_sharded=False, as_directory=False)
+    saver = CheckpointSaver(form, in_background=False, timeout=timedelta(minutes=1))
+    saver.save_alone({"state_dict": {}}, tmp_path / "new" / "last.ckpt", TorchCheckpointIO())
     assert (tmp_path / "new" / "last.ckpt").exists()

@@ -213,7 +213,7 @@ def _notes_and_timeout(options: dict[str, Any], folder: str) -> tuple[list[str],
         )
     finally:
         logger.removeHandler(handler)
-    group = trainer.strategy._checkpoints._group
+    group = trainer.strategy._saver._group
     timeout = None if group is None else group[1]._get_backend(torch.device("cpu")).options._timeout
     return [record for record in records if DIRECTORY_NOTE in record], timeout
 

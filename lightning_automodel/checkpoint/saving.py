@@ -1,0 +1,251 @@
+"""Saves the checkpoints of one run, now or in the background: the steps of the strategy's ``save_checkpoint``."""
+
+import concurrent.futures
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from lightning_automodel.checkpoint import paths, single_file, state_dict
+from lightning_automodel.checkpoint.form import STATES, CheckpointForm
+from lightning_automodel.checkpoint.sharded import prepare_shards
+from lightning_automodel.checkpoint.single_file import prepare_file
+from lightning_automodel.checkpoint.whole_modules import with_whole_modules
+from lightning_automodel.distributed import collectives
+from lightning_automodel.distributed.process_group import group_rank
+from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.torch import without_wrappers
+
+log = logging.getLogger(__name__)
+
+PENDING_SAVE_LIMIT_S = 60.0
+
+DIRECTORY_NOTE = (
+    "is a directory of shards, as the next checkpoints: ckpt_path= and load_from_checkpoint read it, not"
+    " torch.load. Where a library calls torch.load(best_model_path), pass"
+    " AutomodelStrategy(save_distributed_checkpoint=False); 'python -m lightning_automodel.checkpoint"
+    " consolidate' makes one file of a directory."
+)
+
+Write = Callable[[dist.ProcessGroup | None], None]
+"""Writes a prepared checkpoint. A collective over the group that it is given, or over the default group."""
+
+
+class CheckpointSaver:
+    """Saves the checkpoints of one strategy. Its methods are collectives unless they say otherwise.
+
+    A save calls :meth:`agree_on_target`, :meth:`finish`, :meth:`prepare` and :meth:`write`, in this order. A
+    save, and then the links to it and the removals that wait for it, have these states:
+
+    =====================  ============  =============================================
+    state                  ``_pending``  links and removals run
+    =====================  ============  =============================================
+    no training goes on    None          at once (``_defers`` is False)
+    saved, training on     None          in the next ``check``, save or ``close``
+    being written          a future      there too, once it is written
+    =====================  ============  =============================================
+
+    ``write`` and ``close`` choose the state, ``finish`` ends a save.
+
+    Args:
+        form: The form of the strategy's checkpoints.
+        in_background: Whether to write while training goes on.
+        timeout: Timeout of the group that writes in the background.
+    """
+
+    def __init__(self, form: CheckpointForm, in_background: bool, timeout: timedelta) -> None:
+        self.in_background = in_background
+        self._form = form
+        self._timeout = timeout
+        self._pending: Future[None] | None = None
+        self._pending_path = ""
+        self._defers = False
+        self._deferred: list[Callable[[], None]] = []
+        self._group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    def patch_callbacks(self, trainer: "pl.Trainer", patches: PatchStack) -> None:
+        """Make each ``ModelCheckpoint`` of ``trainer`` wait for saves in the background. Not a collective."""
+        lightning_internals.patch_model_checkpoints(patches, trainer, self._link, self._is_pending)
+
+    def _is_pending(self, path: str | Path) -> bool:
+        return paths.normalize(path) == self._pending_path
+
+    # --- One save, step by step -------------------------------------------------------------------
+
+    def agree_on_target(self, path: str | Path, io: CheckpointIO, storage_options: Any | None) -> str:
+        """Rank 0's ``path``, normalized. Ranks may disagree: it may hold a time, or a version that is free.
+
+        Raises TypeError if ``storage_options`` would have no effect.
+        """
+        target = paths.normalize(collectives.broadcast_object(path, 0))
+        if storage_options is not None and (self._form.as_directory or type(io) is TorchCheckpointIO):
+            raise TypeError(
+                f"storage_options ({storage_options!r}) would have no effect: configure fsspec"
+                " (fsspec.config.conf), or save one file with save_distributed_checkpoint=False and a"
+                " CheckpointIO that takes them."
+            )
+        return target
+
+    def finish(self) -> None:
+        """Wait for the pending save, or raise its CheckpointError; then run deferred links and removals.
+
+        Not a collective. One save at a time: two would need host memory for two copies, and could finish in
+        the wrong order.
+        """
+        pending = self._pending
+        deferred = self._deferred
+        self._pending = None
+        self._deferred = []
+        if pending is not None:
+            pending.result()  # if it raises, the older checkpoint stays the newest
+        if group_rank() == 0:
+            for action in deferred:
+                action()
+
+    def prepare(
+        self,
+        checkpoint: dict[str, Any],
+        module: "pl.LightningModule",
+        target: str,
+        save_file: Callable[[dict[str, Any], str], None],
+        copies: bool,
+    ) -> Write:
+        """Complete ``checkpoint`` in the run's form, and return what writes it.
+
+        With ``copies`` its state may change before it is written. If a rank cannot, every rank raises
+        :class:`CheckpointError`, and older checkpoints are unchanged. ``save_file`` writes a single file.
+        """
+        if self._form.is_sharded:
+            rest = {key: value for key, value in checkpoint.items() if key not in STATES}
+            checkpoint.update(with_whole_modules(rest, module, f"Cannot save {target}"))
+        if self._form.as_directory:
+            parameters = module.named_parameters(remove_duplicate=False)
+            names = {without_wrappers(name) for name, _ in parameters}
+            return prepare_shards(checkpoint, target, names, copies)
+        if self._form.is_sharded:
+            # One file holds whole tensors, and lists which were sharded so that loading can shard them
+            # again.
+            rest = {key: value for key, value in checkpoint.items() if key != state_dict.MODEL}
+            checkpoint[state_dict.SHARDED_STATES] = state_dict.sharded_states(rest)
+            checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
+        return prepare_file(checkpoint, target, save_file, copies)
+
+    def write(self, write: Write, target: str, device: torch.device, goes_on: bool) -> None:
+        """Write what :meth:`prepare` returned at ``target``, where it appears in one step or not at all.
+
+        In the background only while training ``goes_on``: an error then rises in :meth:`check`, or in the
+        next save.
+        """
+        self._defers = goes_on
+        if self.in_background and goes_on:
+            self._pending_path = target
+            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._pending = self._thread.submit(
+                _write_beside_training, device, write, self._background_group()
+            )
+            return
+        self._pending_path = ""
+        # In a group of accelerators, objects would wait for queued work and take device memory.
+        write(collectives.host_group(self._timeout) if dist.is_initialized() else None)
+        if not goes_on:
+            self.finish()  # no later step runs the links and removals that wait for this save
+
+    def _background_group(self) -> dist.ProcessGroup | None:
+        """A gloo group that training does not use: collectives of two threads must not mix in one group."""
+        if not dist.is_initialized():
+            return None
+        world = dist.group.WORLD
+        assert world is not None
+        if self._group is None or self._group[0] is not world:
+            self._group = (world, collectives.new_host_group(self._timeout))
+        return self._group[1]
+
+    # --- Beside saving ----------------------------------------------------------------------------
+
+    def save_alone(self, checkpoint: dict[str, Any], path: str | Path, io: CheckpointIO) -> None:
+        """Save a replicated model on rank 0 after a failure, when ranks no longer act together. Not a collective.
+
+        For a sharded model it logs an error. It does not raise one, which would hide the failure.
+        """
+        if self._form.names_parameters:
+            log.error(
+                "No checkpoint was written at %s: all ranks save shards together, which they cannot after a"
+                " failure. Save regularly, with ModelCheckpoint.",
+                path,
+            )
+        elif group_rank() == 0:
+            target = paths.normalize(path)
+            paths.prepare_place(target)
+            file_saver(io)(checkpoint, target)
+
+    def remove(self, path: str | Path, io: CheckpointIO) -> None:
+        """Remove a checkpoint on rank 0, once the one that replaces it is on disk. Not a collective."""
+        remove = paths.remove
+        if not self._form.as_directory and type(io) is not TorchCheckpointIO:
+            remove = io.remove_checkpoint
+        self._deferred.append(partial(remove, paths.normalize(path)))
+        if not self._defers:
+            self.finish()
+
+    def _link(self, path: str, link: str) -> None:
+        """Point ``link`` to the checkpoint at ``path`` on rank 0, once that is on disk. Not a collective."""
+        # Before removals: until the links point to the new checkpoint, they need the old one.
+        self._deferred.insert(0, partial(paths.link, Path(path), Path(link)))
+        if not self._defers:
+            self.finish()
+
+    def check(self) -> None:
+        """Raise the error of a save in the background if it has failed by now. Not a collective."""
+        if self._pending is None or self._pending.done():
+            self.finish()
+
+    def close(self, was_interrupted: bool) -> None:
+        """Wait until the last save is on disk. Raises its error, or logs it if the run ``was_interrupted``."""
+        self._defers = False
+        try:
+            self.finish()
+        except Exception as error:
+            if not was_interrupted:
+                raise
+            log.error("%s", error)
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+            self._thread = None
+
+    def wait_for_pending_save(self) -> None:
+        """Wait, with a limit, for a pending save before reporting a failure: it needs the other ranks."""
+        if self._pending is not None:
+            concurrent.futures.wait([self._pending], PENDING_SAVE_LIMIT_S)
+
+
+def file_saver(io: CheckpointIO, storage_options: Any = None) -> Callable[[dict[str, Any], str], None]:
+    """The function that writes a file: this package's, or that of the Trainer's plugin if it has one."""
+    if type(io) is TorchCheckpointIO:
+        return single_file.save_file
+    return partial(io.save_checkpoint, storage_options=storage_options)
+
+
+def _write_beside_training(device: torch.device, write: Write, group: dist.ProcessGroup | None) -> None:
+    """Write, in a background thread, with this rank's ``device`` current and on a separate stream.
+
+    A new thread's current device is the first one, and its stream is the one that training uses. While torch
+    writes, it keeps synchronising the current stream.
+    """
+    if device.type == "cpu":
+        write(group)
+        return
+    torch.accelerator.set_device_index(device)
+    with torch.Stream(device):
+        write(group)
