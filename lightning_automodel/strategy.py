@@ -35,13 +35,8 @@ from lightning_automodel.checkpoint import (
     describe_models,
     differing_extra_states,
     file_saver,
-    model_state,
     named_parameters,
     note_on_hyper_parameters,
-    on_first_rank,
-    optimizer_state,
-    restorable_state,
-    whole,
 )
 from lightning_automodel.data.batches import Exchange
 from lightning_automodel.data.streams import check_counted_ranks
@@ -735,42 +730,21 @@ class AutomodelStrategy(ParallelStrategy):
         if not self._form.names_parameters:
             return super().lightning_module_state_dict()
         with nullcontext() if self._run is None else self._run.engine.sync.saving():
-            return self._as_saved(model_state(self._module))
+            return self._saver.model_state(self._module, is_together=not self._supervisor.has_failed)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if not self._form.names_parameters:
             return super().optimizer_state(optimizer)
         optimizer = unwrap(optimizer)
-        if not self._options.is_sharded or self._supervisor.has_failed:
-            return self._as_saved(optimizer_state(self._module, optimizer))
-        collectives.named_barrier("optimizer_state", self._options.parsed_timeout)
-        if self.world_size > 1:
-            group = collectives.host_group(self._options.parsed_timeout)
-        else:
-            group = None
-        gather = partial(collectives.gather_objects, group=group)
-        state = restorable_state(self._module, optimizer, gather, self._owned(optimizer))
-        if not self._form.as_directory:
-            state = on_first_rank(state, partial(collectives.sent_to_first, device=self.root_device), gather)
-        return self._as_saved(state)
+        is_together = not self._supervisor.has_failed
+        return self._saver.optimizer_state(self._module, optimizer, self._owned(optimizer), is_together)
 
     def _owned(self, optimizer: Optimizer) -> dict[nn.Parameter, bool]:
         """The parameters of ``optimizer`` that are stepped whole, and whether this rank owns them."""
         if self._run is None:
             return {}
         return self._run.steps.whole.of(optimizer)
-
-    def _as_saved(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``state`` with this rank's shards for a directory, for one file whole on rank 0 and empty on the others.
-
-        A collective for one file. After a failure shards stay: saving finds out whether the other ranks
-        still come.
-        """
-        if self._form.as_directory or self._supervisor.has_failed:
-            return state
-        collectives.named_barrier("state_dict", self._options.parsed_timeout)
-        return whole(state, keep=self.is_global_zero)
 
     @override
     def save_checkpoint(

@@ -6,9 +6,8 @@ from lightning_automodel.checkpoint.extra_states import differing_extra_states
 from lightning_automodel.checkpoint.form import CheckpointForm
 from lightning_automodel.checkpoint.hugging_face import describe_models
 from lightning_automodel.checkpoint.loading import CheckpointLoader
-from lightning_automodel.checkpoint.optimizers import named_parameters, optimizer_state
+from lightning_automodel.checkpoint.optimizers import named_parameters
 from lightning_automodel.checkpoint.reading import load_directories
-from lightning_automodel.checkpoint.restorable import on_first_rank, restorable_state
 from lightning_automodel.checkpoint.saving import DIRECTORY_NOTE, CheckpointSaver, file_saver
 from lightning_automodel.checkpoint.state_dict import model_state, whole
 from lightning_automodel.checkpoint.whole_modules import note_on_hyper_parameters
@@ -27,9 +26,6 @@ __all__ = [
     "model_state",
     "named_parameters",
     "note_on_hyper_parameters",
-    "on_first_rank",
-    "optimizer_state",
-    "restorable_state",
     "whole",
 ]
 

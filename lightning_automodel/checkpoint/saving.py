@@ -2,7 +2,7 @@
 
 import concurrent.futures
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -14,9 +14,13 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from torch import nn
+from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint import paths, single_file, state_dict
 from lightning_automodel.checkpoint.form import STATES, CheckpointForm
+from lightning_automodel.checkpoint.optimizers import optimizer_state
+from lightning_automodel.checkpoint.restorable import on_first_rank, restorable_state
 from lightning_automodel.checkpoint.sharded import prepare_shards
 from lightning_automodel.checkpoint.single_file import prepare_file
 from lightning_automodel.checkpoint.whole_modules import with_whole_modules
@@ -80,6 +84,46 @@ class CheckpointSaver:
 
     def _is_pending(self, path: str | Path) -> bool:
         return paths.normalize(path) == self._pending_path
+
+    # --- States, for Lightning's checkpoint -------------------------------------------------------
+
+    def model_state(self, module: "pl.LightningModule", is_together: bool) -> dict[str, Any]:
+        """The state of ``module`` by parameter name: shards for a directory, for one file whole on rank 0.
+
+        A collective for one file, unless the ranks are no longer ``is_together``: after a failure shards
+        stay, since saving finds out whether the other ranks still come.
+        """
+        return self._in_form(state_dict.model_state(module), is_together)
+
+    def optimizer_state(
+        self,
+        module: "pl.LightningModule",
+        optimizer: Optimizer,
+        owned: Mapping[nn.Parameter, bool],
+        is_together: bool,
+    ) -> dict[str, Any]:
+        """Like :meth:`model_state`, of an optimizer. A collective of a sharded model's ranks that are together.
+
+        ``owned`` are the parameters that are stepped whole, and whether this rank owns them.
+        """
+        if not self._form.is_sharded or not is_together:
+            return optimizer_state(module, optimizer)
+        collectives.named_barrier("optimizer_state", self._timeout)
+        gather = collectives.gather_objects
+        if dist.is_initialized():
+            gather = partial(gather, group=collectives.host_group(self._timeout))
+        state = restorable_state(module, optimizer, gather, owned)
+        if not self._form.as_directory:
+            # Not the module's device, which is the host for parameters that are offloaded.
+            device = module.trainer.strategy.root_device
+            state = on_first_rank(state, partial(collectives.sent_to_first, device=device), gather)
+        return self._in_form(state, is_together)
+
+    def _in_form(self, state: dict[str, Any], is_together: bool) -> dict[str, Any]:
+        if self._form.as_directory or not is_together:
+            return state
+        collectives.named_barrier("state_dict", self._timeout)
+        return state_dict.whole(state, keep=group_rank() == 0)
 
     # --- One save, step by step -------------------------------------------------------------------
 
