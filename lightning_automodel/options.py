@@ -7,31 +7,45 @@ from datetime import timedelta
 from types import NoneType
 from typing import Any, Concatenate, Literal, ParamSpec, get_args, get_origin
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Module
 
 from lightning_automodel.distributed.process_group import parse_timeout
-from lightning_automodel.sharding.precision import check_policy
 
 _P = ParamSpec("_P")
 
 _FSDP2_ONLY = (
-    *(
-        "data_parallel_replicate_size",
-        "defer_fsdp_grad_sync",
-        "reshard_during_accumulation",
-        "auto_wrap_policy",
-    ),
-    *("reshard_after_forward", "mp_policy", "cpu_offload", "prefetch", "optimizer_step"),
+    "data_parallel_replicate_size",
+    "defer_fsdp_grad_sync",
+    "reshard_during_accumulation",
+    "auto_wrap_policy",
+    "reshard_after_forward",
+    "mp_policy",
+    "cpu_offload",
+    "prefetch",
+    "optimizer_step",
 )
 _DDP_ONLY = ("ddp_kwargs", "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")
+# Their values are checked by functions of their own, not by their annotations.
+_CHECKED_APART = (
+    "auto_wrap_policy",
+    "activation_checkpointing",
+    "mp_policy",
+    "timeout",
+    "heartbeat_timeout",
+)
 _SIZES = (
-    *("data_parallel_size", "data_parallel_replicate_size", "tensor_parallel_size", "context_parallel_size"),
+    "data_parallel_size",
+    "data_parallel_replicate_size",
+    "tensor_parallel_size",
+    "context_parallel_size",
     "expert_parallel_size",
 )
 _COUNTERS = ("count_label_tokens", "count")
 _LABELS = ("label_key", "ignore_index", "label_shift")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SMALLEST = {**dict.fromkeys(_SIZES, 1), "label_shift": 0, "prefetch": 0, "reshard_after_forward": 2}
 
 
@@ -93,6 +107,15 @@ class StrategyOptions:
     async_checkpoint: bool = False
 
     def __post_init__(self) -> None:
+        self._check_each()
+        self._check_together()
+        if self.context_parallel_size > 1:
+            self._check_beside_context_parallelism()
+        if self.expert_parallel_size > 1:
+            self._check_beside_expert_parallelism()
+
+    def _check_each(self) -> None:
+        """Raise TypeError or ValueError for the first option whose own value is wrong."""
         policy = self.auto_wrap_policy
         choice = self.activation_checkpointing
         if not (policy is None or _is_set_of_modules(policy) or _is_function(policy)):
@@ -106,23 +129,19 @@ class StrategyOptions:
                 "activation_checkpointing must be True, False, 'selective', 'offload', a set of nn.Module"
                 f" classes or a policy of torch.utils.checkpoint, got {choice!r}."
             )
-        check_policy(self.mp_policy)
+        _check_policy(self.mp_policy)
         _ = self.parsed_timeout, self.parsed_heartbeat_timeout  # each raises if it is not valid
-        checked = (
-            "auto_wrap_policy",
-            "activation_checkpointing",
-            "mp_policy",
-            "timeout",
-            "heartbeat_timeout",
-        )
         for field in fields(self):
-            if field.name not in checked:
+            if field.name not in _CHECKED_APART:
                 _check(field.name, getattr(self, field.name), field.type)
+
+    def _check_together(self) -> None:
+        """Raise ValueError for options that exclude or need each other."""
         if self.count == "samples" and self.count_label_tokens is not None:
             raise ValueError(
                 "count='samples' and count_label_tokens are two ways to tell the count: pass one of them."
             )
-        if choice == "offload" and self.compile is not False:
+        if self.activation_checkpointing == "offload" and self.compile is not False:
             raise ValueError(
                 "activation_checkpointing='offload' does not work with compile: torch.compile leaves out"
                 " blocks that move tensors to the host. Leave out one of them, or pass"
@@ -133,10 +152,6 @@ class StrategyOptions:
                 "ddp_comm_hook needs count_window_ahead=True: without it, the gradients that the hook"
                 " compresses are sums over all tokens of a window, not means."
             )
-        if self.context_parallel_size > 1:
-            self._check_beside_context_parallelism()
-        if self.expert_parallel_size > 1:
-            self._check_beside_expert_parallelism()
 
     def _check_beside_context_parallelism(self) -> None:
         """Raise ValueError for options that are wrong, or untested, with slices of sequences."""
@@ -215,6 +230,19 @@ class StrategyOptions:
 
     def _changed(self, names: Collection[str]) -> list[str]:
         return [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]
+
+
+def _check_policy(policy: MixedPrecisionPolicy | None) -> None:
+    """Raise TypeError or ValueError unless ``policy`` is None or names floating dtypes that can be computed in."""
+    if policy is None:
+        return
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {policy!r}.")
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and dtype not in _DTYPES:
+            valid = ", ".join(map(str, _DTYPES))
+            raise ValueError(f"mp_policy: {name} must be None or one of {valid}, got {dtype!r}.")
 
 
 def _check(name: str, value: Any, annotation: Any) -> None:

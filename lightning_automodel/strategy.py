@@ -418,58 +418,72 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
-        module = self._module
         fitting = trainer.state.fn == TrainerFn.FITTING
         lightning_internals.probe(trainer)
         self._close_run()  # if an `on_exception` hook raised, Lightning did not tear down the last run
+        self._patch_trainer(trainer)
+        self._prepare_checkpoints(trainer)
+        if self.accelerator is not None:
+            self.accelerator.setup(trainer)
+        self._start_run(trainer)
+        if fitting:
+            self._make_resumable(trainer)
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self._required_run.patch_plugin()
+        if fitting:
+            self._move_optimizer_states()
+        self._advice.say_once(summary(self.describe()), say=rank_zero_info)
+
+    def _patch_trainer(self, trainer: "pl.Trainer") -> None:
+        """Let all ranks decide alike where Lightning lets each decide by its own signals and its own clock."""
         if self.world_size > 1:
             lightning_internals.patch_signals(trainer, self._supervisor.ask_to_requeue, self._patches)
             lightning_internals.patch_validation_clock(trainer, self._as_on_rank_0, self._patches)
+
+    def _prepare_checkpoints(self, trainer: "pl.Trainer") -> None:
+        """Decide on the form of checkpoints, and watch the callbacks that save them."""
         if (note := self._form.choose(self.checkpoint_io, self.world_size)) is not None:
             self._advice.say_once(note)
         self._saver.patch_callbacks(trainer, self._patches)
         self._loader.forget_failed()
-        if (
-            fitting
-            and self.is_global_zero
-            and not self._form.names_parameters
-            and save_on_exception(trainer)
-        ):
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        if self.is_global_zero and not self._form.names_parameters and save_on_exception(trainer):
             self._supervisor.save_on_exception()
-        if self.accelerator is not None:
-            self.accelerator.setup(trainer)
+
+    def _start_run(self, trainer: "pl.Trainer") -> None:
+        """Distribute the module. A collective over the world."""
+        module = self._module
+        fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and (layer_sync := lightning_internals.layer_sync(self)) is not None:
             layer_sync.apply(module)
         host_group = collectives.host_group(self._options.parsed_timeout)
         placement = Placement(self._joined_mesh, self.root_device, self.num_processes, host_group)
-        run = self._run = TrainingRun(
+        self._run = TrainingRun(
             module, self._options, placement, self.precision_plugin, self._advice, self._patches
         )
         self.model = self._run.model
         if self.world_size > 1:
             stop_iteration.watch(trainer, self._patches)
         self._weight_averages.set_up(module, self._patches)
-        if fitting:
-            save_unswapped(module, self._patches)
-        if (
-            fitting
-            and trainer.checkpoint_callbacks
-            and (note := note_on_hyper_parameters(module)) is not None
-        ):
+
+    def _make_resumable(self, trainer: "pl.Trainer") -> None:
+        """Record during a fit what its checkpoints need, so that a resumed one goes on bit for bit."""
+        module = self._module
+        run = self._required_run
+        save_unswapped(module, self._patches)
+        if trainer.checkpoint_callbacks and (note := note_on_hyper_parameters(module)) is not None:
             self._advice.say_once(note)
-        if fitting:
-            self._resume = Resume(
-                trainer, run.state, run.load_state, run.holds_gradients, self._advice.say_once, self._patches
-            )
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        self._run.patch_plugin()
-        if fitting:
-            # Which may come from an earlier fit, whose end moved it to the host.
-            for optimizer in self.optimizers:
-                for parameter, state in optimizer.state.items():
-                    optimizer.state[parameter] = move_data_to_device(state, self.root_device)
-        self._advice.say_once(summary(self.describe()), say=rank_zero_info)
+        self._resume = Resume(
+            trainer, run.state, run.load_state, run.holds_gradients, self._advice.say_once, self._patches
+        )
+
+    def _move_optimizer_states(self) -> None:
+        """Move them to this rank's device: they may come from an earlier fit, whose end moved them to the host."""
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                optimizer.state[parameter] = move_data_to_device(state, self.root_device)
 
     def _as_on_rank_0(self, decision: bool) -> bool:
         """What rank 0 decides. A collective on the host."""

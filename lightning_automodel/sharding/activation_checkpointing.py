@@ -139,6 +139,22 @@ def checkpoint_blocks(
         contexts = _selective
     elif callable(choice):
         contexts = partial(create_selective_checkpoint_contexts, choice)
+    blocks = _chosen_blocks(model, choice, policy, root_is_model)
+    paths = {id(module): name for name, module in model.named_modules()}
+    names = [f"{paths[id(block)]} ({class_name(block)})" for block in blocks]
+    for block, name in zip(blocks, names, strict=True):
+        _check(block, name, choice)
+    # One for all blocks: while one block's backward runs, the input of the block before it comes back.
+    offloaded = OffloadedActivations() if choice == "offload" else None
+    for block in blocks:
+        _let_recompute(block, _Checkpoint(uncompiled(block), contexts, offloaded), patches)
+    return names
+
+
+def _chosen_blocks(
+    model: nn.Module, choice: ActivationCheckpointing, policy: WrapPolicy, root_is_model: bool
+) -> list[nn.Module]:
+    """The modules that recompute: instances of the classes in ``choice``, or the units. ValueError without any."""
     if isinstance(choice, (set, frozenset)):
         blocks = instances_below(model, choice)
     else:
@@ -148,25 +164,21 @@ def checkpoint_blocks(
             f"activation_checkpointing={choice!r} finds no blocks in {class_name(model)}: pass a set of"
             " classes of modules that it has."
         )
-    paths = {id(module): name for name, module in model.named_modules()}
-    names = [f"{paths[id(block)]} ({class_name(block)})" for block in blocks]
-    for block, name in zip(blocks, names, strict=True):
-        _check(block, name, choice)
-    # One for all blocks: while one block's backward runs, the input of the block before it comes back.
-    offloaded = OffloadedActivations() if choice == "offload" else None
-    for block in blocks:
-        layer = uncompiled(block)
-        checkpointed = _Checkpoint(layer, contexts, offloaded)
-        if not _has_switch(layer):
-            if _ATTRIBUTE not in vars(block):
-                patches.callback(_unwrap, block, vars(block).get("forward"))
-                vars(block)[_ATTRIBUTE] = _CheckpointedForward(block.forward)
-                block.forward = vars(block)[_ATTRIBUTE]
-            patches.set(vars(block)[_ATTRIBUTE], "checkpoint", checkpointed)
-        elif not layer.gradient_checkpointing:
-            patches.set(layer, "gradient_checkpointing", True)
-            patches.set(layer, "_gradient_checkpointing_func", checkpointed, is_new=True)
-    return names
+    return blocks
+
+
+def _let_recompute(block: nn.Module, checkpointed: _Checkpoint, patches: PatchStack) -> None:
+    """Run ``block`` through ``checkpointed`` from now on, a Hugging Face layer by its own switch."""
+    layer = uncompiled(block)
+    if not _has_switch(layer):
+        if _ATTRIBUTE not in vars(block):
+            patches.callback(_unwrap, block, vars(block).get("forward"))
+            vars(block)[_ATTRIBUTE] = _CheckpointedForward(block.forward)
+            block.forward = vars(block)[_ATTRIBUTE]
+        patches.set(vars(block)[_ATTRIBUTE], "checkpoint", checkpointed)
+    elif not layer.gradient_checkpointing:
+        patches.set(layer, "gradient_checkpointing", True)
+        patches.set(layer, "_gradient_checkpointing_func", checkpointed, is_new=True)
 
 
 def _unwrap(block: nn.Module, forward: Callable[..., Any] | None) -> None:

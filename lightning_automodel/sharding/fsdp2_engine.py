@@ -76,15 +76,17 @@ class FSDP2Engine(Engine):
         self.sync = FSDPGradSync(module, choice.defer, choice.keep, group, is_manual)
         self.sync.discard()
         self._start_gathers_ahead(module)
-        units_of_run = self.sync.units
-        spreads_experts = self.mesh.sizes.expert > 1
-        self._gathers = (
-            JoinedForwards(module, units_of_run) if spreads_experts else JoinedGathers(units_of_run)
-        )
+        self._gathers = self._make_joined(module)
         tensor_parallel.share_random_state(self.mesh, self.device)
         self._module: pl.LightningModule = module
         self._buffers = SharedBuffers(module, self.mesh.group, self.device)
         return module
+
+    def _make_joined(self, module: pl.LightningModule) -> JoinedGathers:
+        """What a rank without evaluation data does for the others: gather parameters, or also exchange tokens."""
+        if self.mesh.sizes.expert > 1:
+            return JoinedForwards(module, self.sync.units)
+        return JoinedGathers(self.sync.units)
 
     def _shard(self, module: pl.LightningModule) -> None:
         """Make weights equal on all ranks, and shard them unless they are sharded. A collective over the world."""

@@ -164,10 +164,8 @@ class AgreedGathers:
         names = {module: name for name, module in model.named_modules()}
         self._doing = [f"uses {names[cast(nn.Module, unit)] or 'the model'}" for unit in units]
         heads = [names[cast(nn.Module, unit)] for unit in units if is_head(unit)]
-        self._doing += [
-            "begins the backward",
-            *(f"begins the backward without having called {name}" for name in heads),
-        ]
+        self._doing.append("begins the backward")
+        self._doing += [f"begins the backward without having called {name}" for name in heads]
         self._num_units = len(units)
         self._group = group
         self._device = device
@@ -194,12 +192,12 @@ class AgreedGathers:
         own = torch.tensor(index, device=self._device)
         by_rank = [torch.empty_like(own) for _ in range(self._group.size())]
         dist.all_gather(by_rank, own, group=self._group)
-        found = [int(order) for order in by_rank]
-        other = next((rank for rank, order in enumerate(found) if order != found[0]), None)
+        indices = [int(index_of_rank) for index_of_rank in by_rank]
+        other = next((rank for rank, index in enumerate(indices) if index != indices[0]), None)
         if other is not None:
             raise RuntimeError(
-                f"Ranks use different FSDP units in the same forward: rank 0 {self._doing[found[0]]} while"
-                f" rank {other} {self._doing[found[other]]}, {self._advice}"
+                f"Ranks use different FSDP units in the same forward: rank 0 {self._doing[indices[0]]} while"
+                f" rank {other} {self._doing[indices[other]]}, {self._advice}"
             )
 
 

@@ -25,7 +25,6 @@ from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.patching import Left, PatchStack, leave
 
 HALF = (torch.float16, torch.bfloat16)
-FLOATING = (*HALF, torch.float32, torch.float64)
 FSDP2_PRECISIONS = {
     "32-true": torch.float32,
     "64-true": torch.float64,
@@ -52,19 +51,6 @@ def check_precision(plugin: Precision, data_parallel: str) -> None:
         f"data_parallel={data_parallel!r} does not work with {type(plugin).__name__}: choose"
         f" Trainer(precision=...) from {', '.join(FSDP2_PRECISIONS)}{way_out}"
     )
-
-
-def check_policy(policy: MixedPrecisionPolicy | None) -> None:
-    """Raise TypeError or ValueError unless ``policy`` is None or names floating dtypes that can be computed in."""
-    if policy is None:
-        return
-    if not isinstance(policy, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {policy!r}.")
-    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-        dtype = getattr(policy, name)
-        if dtype is not None and dtype not in FLOATING:
-            valid = ", ".join(map(str, FLOATING))
-            raise ValueError(f"mp_policy: {name} must be None or one of {valid}, got {dtype!r}.")
 
 
 def resolve_policy(
