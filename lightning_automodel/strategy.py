@@ -644,11 +644,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        if self._module.trainer.state.fn == TrainerFn.FITTING:
-            self._required_run.inputs.before_validation()
-        self._required_run.engine.sync.release()
-        self._required_run.engine.synchronize_buffers()
-        self._required_run.engine.start_evaluation_loop()
+        self._required_run.start_validation()
 
     @override
     def on_test_start(self) -> None:
@@ -743,7 +739,7 @@ class AutomodelStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self._form.names_parameters:
             return super().lightning_module_state_dict()
-        with nullcontext() if self._run is None else self._run.engine.sync.saving():
+        with nullcontext() if self._run is None else self._run.saving():
             return self._saver.model_state(self._module, is_together=not self._supervisor.has_failed)
 
     @override
@@ -758,7 +754,7 @@ class AutomodelStrategy(ParallelStrategy):
         """The parameters of ``optimizer`` that are stepped whole, and whether this rank owns them."""
         if self._run is None:
             return {}
-        return self._run.steps.whole.of(optimizer)
+        return self._run.owned(optimizer)
 
     @override
     def save_checkpoint(
@@ -829,7 +825,7 @@ class AutomodelStrategy(ParallelStrategy):
 
         Raises ``CheckpointError`` on every rank, if any cannot read it.
         """
-        self._required_run.engine.sync.release()
+        self._required_run.release_gathered()
         if weights_only is None:
             weights_only = self._supervisor.weights_only
         checkpoint = self._loader.open(

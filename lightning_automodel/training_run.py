@@ -1,7 +1,7 @@
 """What one run of the Trainer owns, from the strategy's ``setup`` to its ``teardown``."""
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -11,7 +11,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
@@ -309,6 +309,18 @@ class TrainingRun:
 
     # --- Beside training ----------------------------------------------------------------------------------------------
 
+    def start_validation(self) -> None:
+        """Let all ranks validate one model: that of the shards, with rank 0's buffers. A collective."""
+        if self.module.trainer.state.fn == TrainerFn.FITTING:
+            self.inputs.before_validation()
+        self.release_gathered()
+        self.engine.synchronize_buffers()
+        self.engine.start_evaluation_loop()
+
+    def release_gathered(self) -> None:
+        """Free gathered parameters, since weights may be written next. Not a collective."""
+        self.engine.sync.release()
+
     def evaluation_step(
         self, step: Callable[..., Any], begin: Callable[[], bool], *args: Any, **kwargs: Any
     ) -> Any:
@@ -353,6 +365,14 @@ class TrainingRun:
 
     # --- What is saved, and how it ends -------------------------------------------------------------------------------
 
+    def saving(self) -> AbstractContextManager[None]:
+        """Context in which the module's state dict is what a checkpoint holds."""
+        return self.engine.sync.saving()
+
+    def owned(self, optimizer: Optimizer) -> dict[nn.Parameter, bool]:
+        """The parameters of ``optimizer`` that are stepped whole, and whether this rank owns them."""
+        return self.steps.whole.of(optimizer)
+
     def state(self) -> dict[str, Any]:
         """What a resumed run needs of earlier windows: range factor, last report."""
         report = self.windows.last_step
@@ -365,7 +385,7 @@ class TrainingRun:
         """Restore what :meth:`state` returned."""
         self.windows.scaling.restore_range(state["range_scale"])
         if state["last_step"] is not None:
-            self.windows.last_step = StepReport(**move_data_to_device(state["last_step"], self.device))
+            self.windows.restore_report(StepReport(**move_data_to_device(state["last_step"], self.device)))
 
     def describe(self) -> dict[str, Any]:
         """What was decided for this run, and why."""

@@ -60,7 +60,7 @@ class OptimizerSteps:
     def watch(self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer]) -> None:
         """Watch these optimizers, and Lightning's wrappers of them, instead of any earlier ones."""
         self._patches.restore()
-        self._windows.optimizers = optimizers
+        self._windows.use_optimizers(optimizers)
         for optimizer, wrapper in zip(optimizers, wrappers, strict=True):
             self._patches.callback(optimizer.register_step_pre_hook(self._before_step).remove)
             self._patches.callback(optimizer.register_step_post_hook(self._after_step).remove)
@@ -89,12 +89,12 @@ class OptimizerSteps:
 
         def toggle_optimizer(optimizer: OneOptimizer) -> None:
             toggle(optimizer)
-            self._windows.toggled = unwrap(optimizer)
+            self._windows.toggle(unwrap(optimizer))
             on_toggle()
 
         def untoggle_optimizer(optimizer: OneOptimizer) -> None:
             untoggle(optimizer)
-            self._windows.toggled = None
+            self._windows.toggle(None)
             on_toggle()
 
         patches.set(module, "zero_grad", self._dropping(module.zero_grad, lambda: self._windows.parameters))
@@ -211,7 +211,7 @@ class OptimizerSteps:
         """Stop watching optimizers."""
         self._patches.restore()
         self.whole.abandon()
-        self._windows.optimizers = []
+        self._windows.use_optimizers([])
         self._unsynchronised.clear()
 
     # --- Clipping -----------------------------------------------------------------------------------------------------

@@ -136,6 +136,18 @@ class GradientWindows:
         self._agrees_on_host = placement.device.type != "cpu" and self.divisor > 1
         self.num_resets = 0  # how often an optimizer stepped, or gradients were zeroed
 
+    def use_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Let windows without toggling end with a step of all of these."""
+        self.optimizers = optimizers
+
+    def toggle(self, optimizer: Optimizer | None) -> None:
+        """Let the next backwards belong to the window of ``optimizer``; None: to that of all of them."""
+        self.toggled = optimizer
+
+    def restore_report(self, report: StepReport) -> None:
+        """Go on with the report on the last step before a resumed run."""
+        self.last_step = report
+
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drop the gradients that open windows hold for these parameters, which have been zeroed."""
         self.num_resets += 1

@@ -1,7 +1,7 @@
 """All-gathers ahead of the forward or backward that needs them, and on a rank without data that others need."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -120,10 +120,11 @@ class GatheredForBackward:
         finally:
             self._always = before
 
-    def show(self) -> None:
-        """Unshard what is kept, so that resharding frees its memory."""
-        for unit in self.units:
+    def stop_keeping(self, others_than: Set[FSDPModule] = frozenset()) -> None:
+        """Unshard the ``others_than`` these, so that resharding frees their memory."""
+        for unit in self.units - others_than:
             fsdp2_gathers.show_kept_storage(unit)
+        self.units &= others_than
 
 
 @torch_internals.not_compiled

@@ -262,10 +262,7 @@ class FSDPGradSync(GradSync):
     def _reshard_others(self, needed: list[FSDPModule]) -> None:
         """Free what is gathered, except of these units."""
         still_needed = set(needed)
-        kept = self._gathered.units & still_needed
-        self._gathered.units -= kept
-        self._gathered.show()
-        self._gathered.units = kept
+        self._gathered.stop_keeping(others_than=still_needed)
         for unit in self.units:
             if unit not in still_needed:
                 reshard(unit)
@@ -359,8 +356,7 @@ class FSDPGradSync(GradSync):
         """See the base class; after it, the module shows its sharded parameters, and hooks follow."""
         self._reduce(Reductions.BY_FSDP2 if self._ends_window else Reductions.NONE)
         if self._gathered.units:
-            self._gathered.show()
-            self._gathered.units.clear()
+            self._gathered.stop_keeping()
         if self._ends_window and self._first_gathers is not None:
             self._stop_comparing()
         for unit in fsdp2.unsharded(self.units):
