@@ -31,7 +31,13 @@ from typing import Any
 import torch
 
 from lightning_automodel.distributed import device_groups, first_rank, process_group
-from lightning_automodel.distributed.failures import PROCESS_ENDED, RankFailedError, RankFailure, message_of
+from lightning_automodel.distributed.failures import (
+    PROCESS_ENDED,
+    RankFailedError,
+    RankFailure,
+    is_communication_error,
+    message_of,
+)
 from lightning_automodel.distributed.last_resort import limited
 from lightning_automodel.failure.coordinated_stop import REQUEUE
 from lightning_automodel.failure.position import main_thread_position
@@ -125,23 +131,43 @@ class Supervisor:
                 # All ranks stop after the same step: they may still save together, and nobody is stuck.
                 watchdog.let_leave()
                 return
-        if watchdog is None:
+        if watchdog is None:  # a single rank
             return
+
+        # What must be said before anything that may not return.
         if watchdog.failure is None:
             watchdog.stand_at(main_thread_position(exception))
             _print_first(exception)
             self._before_telling()
-        failure = watchdog.explain(exception, lightning_internals.failing_hook(exception))
-        if failure is not None:
-            log.error("This rank stops: %s.", str(failure).rstrip("."))
+
+        # Who failed: this rank, another one that is known, or one that the verdict names.
+        culprit = watchdog.failure
+        try:
+            if isinstance(exception, RankFailedError):
+                culprit = exception.failure
+            elif watchdog.can_post():
+                own = watchdog.raise_own(exception, lightning_internals.failing_hook(exception))
+                if not is_communication_error(exception):
+                    watchdog.post(own)
+                    culprit = None
+                else:
+                    verdict = culprit or watchdog.await_verdict(own)
+                    culprit = verdict if verdict.rank != own.rank else None
+                    _add_note(exception, verdict, own)
+        finally:
+            watchdog.let_leave()
+
+        # The way out.
+        if culprit is not None:
+            log.error("This rank stops: %s.", str(culprit).rstrip("."))
         _free_device(exception)
-        if failure is not None:
+        if culprit is not None:
             self._become(State.ALONE)  # the other rank has raised, and others stand in collectives or leave
-            if failure.error == KeyboardInterrupt.__name__:
+            if culprit.error == KeyboardInterrupt.__name__:
                 # Ctrl-C reaches all ranks of a terminal, but one that waits in a collective may first learn
                 # of another rank's interrupt. On both it is the user's wish, not a failure with a traceback.
                 raise KeyboardInterrupt from exception
-            raise RankFailedError(failure) from exception
+            raise RankFailedError(culprit) from exception
 
     @contextlib.contextmanager
     def tearing_down(self) -> Iterator[None]:
@@ -324,6 +350,13 @@ def _print_first(exception: BaseException) -> None:
         print(f"rank {process_group.group_rank()} raised, and leaves:", file=sys.stderr)
         traceback.print_exception(exception)
         sys.stderr.flush()
+
+
+def _add_note(exception: BaseException, verdict: RankFailure, own: RankFailure) -> None:
+    """Add to this rank's exception what the verdict knows besides, if it names this rank."""
+    note = verdict.message.removeprefix(own.message).strip()
+    if note and verdict.rank == own.rank:
+        exception.add_note(note)
 
 
 def _free_device(exception: BaseException) -> None:

@@ -172,7 +172,7 @@ class Watchdog:
         def explain(waited_s: float) -> None:
             message = f"the others have not ended their run for {waited_s:.1f} s"
             own = RankFailure(self._rank, board.host, "its last hook", "TimeoutError", message)
-            raise RankFailedError(self._await_verdict(own))
+            raise RankFailedError(self.await_verdict(own))
 
         try:
             asked_by = ""
@@ -181,7 +181,7 @@ class Watchdog:
             board.call(lambda store: board.arrive(store, END, self._ranks, asked_by))
             answers = json.loads(board.wait_for(f"{END}/result", RUN, self.timeout_s, explain))
         except RankFailedError as error:
-            self._failure = self.failure or self._post(error.failure)
+            self._failure = self.failure or self.post(error.failure)
             raise RankFailedError(self._failure) from None
         self._main_thread.become(Phase.CLOSED)
         board.conclude(END, len(self._ranks))
@@ -196,35 +196,20 @@ class Watchdog:
         """
         self._raised_at = position
 
+    def can_post(self) -> bool:
+        """Whether the other ranks can still be told, and asked: the store answers, and the watch is not over."""
+        return self.board.wait_for_answer(0.0) and not self._main_thread.is_closed
+
+    def raise_own(self, exception: BaseException, hook: str | None) -> RankFailure:
+        """Note that this rank has raised ``exception`` in ``hook``, and return it as this rank's own failure."""
+        own = RankFailure.from_exception(exception, self._rank, hook or self._where())
+        self._main_thread.become(Phase.RAISED)
+        return own
+
     def let_leave(self) -> None:
-        """Let the main thread leave without an interruption: all ranks stop after the same step."""
-        self._main_thread.become(Phase.LEAVING)
-
-    def explain(self, exception: BaseException, hook: str | None) -> RankFailure | None:
-        """Find the other rank's failure that caused ``exception``.
-
-        If there is none, post the exception as this rank's own failure, raised in ``hook``, and return None.
-        """
-        try:
-            if isinstance(exception, RankFailedError):
-                return exception.failure
-            if not self.board.wait_for_answer(0.0) or self._main_thread.is_closed:
-                return self.failure
-            own = RankFailure.from_exception(exception, self._rank, hook or self._where())
-            self._main_thread.become(Phase.RAISED)
-            if not failures.is_communication_error(exception):
-                self._post(own)
-                return None
-            culprit = self.failure or self._await_verdict(own)
-            if culprit.rank != self._rank:
-                return culprit
-            note = culprit.message.removeprefix(own.message).strip()
-            if note:
-                exception.add_note(note)
-            return None
-        finally:
-            has_raised = self._main_thread.phase is Phase.RAISED
-            self._main_thread.become(Phase.EXPLAINED if has_raised else Phase.LEAVING)
+        """Let the main thread leave without an interruption: the cause is known, or all ranks stop together."""
+        has_raised = self._main_thread.phase is Phase.RAISED
+        self._main_thread.become(Phase.EXPLAINED if has_raised else Phase.LEAVING)
 
     def come_together(self, patience_s: float) -> bool:
         """Wait after a failure until every rank calls this, and return whether all do, the same on each caller.
@@ -258,13 +243,14 @@ class Watchdog:
         """Note that this rank knows of the failure. Rank 0 waits until all ranks do, for ``limit_s`` at most."""
         self.board.conclude(RUN, len(self._ranks), limit_s)
 
-    def _post(self, failure: RankFailure) -> RankFailure:
+    def post(self, failure: RankFailure) -> RankFailure:
+        """Post a failure for all ranks. Returns the first that was posted, which is the verdict."""
         try:
             return self.board.call(lambda store: self.board.post(store, RUN, failure))
         except RankFailedError as error:
             return self.failure or error.failure
 
-    def _await_verdict(self, own: RankFailure) -> RankFailure:
+    def await_verdict(self, own: RankFailure) -> RankFailure:
         """The verdict, which another rank may have to find; ``own`` if there is none in time."""
         self._own = own
         give_up_at = time.monotonic() + 3 * self._longest_search_s
@@ -272,7 +258,7 @@ class Watchdog:
             self.board.call(self.board.beat)
         while time.monotonic() < give_up_at and self.failure is None and self.board.lost is None:
             time.sleep(POLL_S)
-        return self.failure or self.board.lost or self._post(own)
+        return self.failure or self.board.lost or self.post(own)
 
     # --- The board's thread -----------------------------------------------------------------------
 

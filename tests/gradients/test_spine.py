@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from lightning_automodel import AutomodelStrategy
+from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.micro_batch import MicroBatches
 from tests.gradients.spine import OPTIONS, route
 from tests.rank_pool import RankPool
@@ -31,9 +32,11 @@ def test_counts(pool2: RankPool, name: str) -> None:
         assert all(count <= limit for count, limit in zip(counts, LIMITS[name], strict=True)), described
 
 
-@pytest.mark.parametrize("route", [MicroBatches.backward, AutomodelStrategy.save_checkpoint])
+@pytest.mark.parametrize(
+    "route", [MicroBatches.backward, AutomodelStrategy.save_checkpoint, Supervisor._leave]
+)
 def test_routes_read_from_top_to_bottom(route: Callable[..., object]) -> None:
-    """What happens to a micro-batch, and a save: at most 60 lines, one context inside, and no function of its own."""
+    """A micro-batch, a save, and a rank that fails: at most 60 lines, one context, no function inside."""
     function = ast.parse(textwrap.dedent(inspect.getsource(route))).body[0]
     assert isinstance(function, ast.FunctionDef)
     assert function.end_lineno is not None
