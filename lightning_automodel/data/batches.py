@@ -56,8 +56,15 @@ class TrackedLoader(Iterator[Any]):
     this rank has none, as after resuming. ``rank_lengths`` are those of all ranks' loaders, None if any is
     unknown. Without any batch, ``if_empty`` is raised.
 
-    ``count`` counts the label tokens of a batch ahead, unless None. ``handed_out`` has the handles of
-    batches that were handed out but not begun; the Trainer may prefetch some.
+    ``count`` counts the label tokens of a batch ahead, unless None. The way of a batch through an epoch:
+
+    ===========  ===========================================  =======================================
+    state        where it is                                  it comes there by
+    ===========  ===========================================  =======================================
+    drawn        ``drawn_ahead``, with its handle             ``ahead``, for a window or the last one
+    handed out   ``handed_out``, its handle alone             ``__next__``: the Trainer may prefetch
+    begun        with whoever asked for its handle            ``begin`` or ``begin_last``
+    ===========  ===========================================  =======================================
     """
 
     def __init__(
@@ -69,11 +76,18 @@ class TrackedLoader(Iterator[Any]):
         if_empty: str | None = None,
     ) -> None:
         # Past __setattr__, which sets attributes of the loader.
-        own = vars(self)
-        own.update(
-            loader=loader, pads=pads, count=None, handed_out=deque(), num_handed_out=0, drawn_ahead=deque()
+        vars(self).update(
+            loader=loader,
+            pads=pads,
+            rank_lengths=rank_lengths,
+            if_empty=if_empty,
+            count=None,
+            drawn_ahead=deque(),
+            handed_out=deque(),
+            num_handed_out=0,
+            _group=group,
+            _source=iter(()),
         )
-        own.update(_group=group, rank_lengths=rank_lengths, if_empty=if_empty, _source=iter(()))
 
     def __getattr__(self, name: str) -> Any:  # what it lacks are attributes of the loader
         return getattr(self.loader, name)
@@ -143,32 +157,38 @@ class TrackedLoader(Iterator[Any]):
         return drawn
 
     def _padded(self, batches: Iterator[Any]) -> Iterator[tuple[BatchHandle, Any]]:
+        """Batches with their handles, then padding batches until no rank has a batch left."""
         padding = None
-        is_first = True
+        needs_padding = True
         while True:
             batch = next(batches, _END)
             has_batch = Exchange(self._group, int(batch is not _END))
             handle = BatchHandle(batch is None, 0, batch is _END, has_batch)
-            if is_first:
-                num_real = handle.num_real()
-                try:
-                    if 0 < num_real < self._group.size():
-                        padding = self._share(batch, int(has_batch.received().argmax()))
-                    elif num_real:
-                        padding = copy.deepcopy(batch)
-                except (TypeError, pickle.PicklingError) as error:
-                    raise TypeError(
-                        "uneven_inputs='pad' copies the first batch of each epoch, for ranks whose data"
-                        f" ends. This {type(batch).__name__} cannot be copied ({error}): let the loader"
-                        " yield tensors, in dicts, tuples or dataclasses."
-                    ) from error
+            if needs_padding:
+                padding = self._make_padding(batch, handle)
                 # Lightning skips a batch that is None, on all ranks alike: the next one is the first.
-                is_first = padding is None and num_real > 0
+                needs_padding = padding is None and handle.num_real() > 0
             if handle.is_filler:
                 if handle.num_real() == 0:
                     return
                 batch = copy.deepcopy(padding)
             yield handle, batch
+
+    def _make_padding(self, batch: Any, handle: BatchHandle) -> Any:
+        """A copy of an epoch's first ``batch``; None if no rank has one. A collective if only some ranks have one."""
+        num_real = handle.num_real()
+        try:
+            if 0 < num_real < self._group.size() and handle.has_batch is not None:
+                return self._share(batch, int(handle.has_batch.received().argmax()))
+            if num_real:
+                return copy.deepcopy(batch)
+            return None
+        except (TypeError, pickle.PicklingError) as error:
+            raise TypeError(
+                "uneven_inputs='pad' copies the first batch of each epoch, for ranks whose data"
+                f" ends. This {type(batch).__name__} cannot be copied ({error}): let the loader"
+                " yield tensors, in dicts, tuples or dataclasses."
+            ) from error
 
     def _share(self, batch: Any, source: int) -> Any:
         """A copy of this rank's batch, or of rank ``source``'s if it has none. A collective over the group."""

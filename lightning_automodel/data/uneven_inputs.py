@@ -14,10 +14,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
 
 from lightning_automodel.data.batches import BatchHandle, Exchange, TrackedLoader, is_stateful, users_own
+from lightning_automodel.data.loader_lengths import has_no_certain_length, may_end_early, with_sampler
 from lightning_automodel.data.padding import ModuleState, neutral
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import gather_objects
@@ -28,7 +29,6 @@ _UNKNOWN = -1
 _TRAIN = "train"
 _STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
 _LOADERS = {"val": "val_dataloaders", "test": "test_dataloaders", "predict": "predict_dataloaders"}
-_KEEP_THEIR_LENGTH = ("torch", "torchdata", "lightning", "pytorch_lightning", "builtins")
 
 
 class Comparison(Enum):
@@ -108,7 +108,7 @@ class UnevenInputs:
         own = copy.copy(sampler)
         own.total_size = total
         own.num_samples = len(range(own.rank, total, own.num_replicas))
-        return _with_sampler(loader, sampler, own)
+        return with_sampler(loader, sampler, own)
 
     def process(self, loader: Any) -> Any:
         """What to iterate instead of a loader of the current stage. A collective, so in the same order on all ranks."""
@@ -338,7 +338,7 @@ class UnevenInputs:
         elif (
             not is_sequential
             and lightning_internals.has_length(loop)
-            and any(map(_has_no_certain_length, loaders))
+            and any(map(has_no_certain_length, loaders))
         ):
             problem = (
                 "a stream that may end before a limit or another loader: evaluate one loader after the other"
@@ -411,46 +411,6 @@ class UnevenInputs:
         return {"val": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}[
             self._stage
         ]
-
-
-def may_end_early(loader: Any) -> bool:
-    """Whether ``loader`` has a length that its batches need not keep to.
-
-    Such a loader reads a stream, or it, its batch sampler or its sampler iterates by code that is not
-    torch's: a loader that leaves batches out, or a sampler that fills batches up to a number of tokens and
-    estimates how many.
-    """
-    loader = users_own(loader)
-    if sized_len(loader) is None or isinstance(loader, (list, tuple)):
-        return False
-    if isinstance(getattr(loader, "dataset", None), IterableDataset):
-        return True
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    samplers = (batch_sampler, getattr(batch_sampler, "sampler", None), getattr(loader, "sampler", None))
-    return not all(_keeps_its_length(iterated) for iterated in (loader, *samplers) if iterated is not None)
-
-
-def _keeps_its_length(iterated: Any) -> bool:
-    """Whether the code that iterates is torch's, Lightning's or Python's own, which yields as many as ``len()``."""
-    cls = type(iterated)
-    definer = next((base for base in cls.__mro__ if "__iter__" in vars(base)), cls)
-    return definer.__module__.partition(".")[0] in _KEEP_THEIR_LENGTH
-
-
-def _has_no_certain_length(loader: Any) -> bool:
-    return sized_len(loader) is None or may_end_early(loader)
-
-
-def _with_sampler(holder: Any, sampler: Any, own: Any) -> Any:
-    """A copy of ``holder`` (a loader or, in recursion, a batch sampler) with ``own`` instead of ``sampler``."""
-    holder = copy.copy(holder)
-    for name, value in vars(holder).items():
-        # Through vars(), since DataLoader refuses to set a sampler after its __init__.
-        if value is sampler:
-            vars(holder)[name] = own
-        elif getattr(value, "sampler", None) is sampler:
-            vars(holder)[name] = _with_sampler(value, sampler, own)
-    return holder
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import lightning.pytorch as pl
@@ -46,8 +47,26 @@ _EPOCH_COUNTERS: tuple[tuple[Callable[[Any], Any], str], ...] = (
 )
 
 
+class ResumesBy(Enum):
+    """What a loader goes on by within an epoch. Checkpoints hold the values."""
+
+    STATE = "state"  # that of its own state_dict(), each rank by its own
+    INDICES = "indices"  # those of its sampler, drawn again and skipped
+    NOTHING = "no position"  # it starts over
+
+
 class TrainingLoaders:
-    """The training loaders of a fit. ``say`` shows the user a warning, once."""
+    """The training loaders of a fit. ``say`` shows the user a warning, once.
+
+    ================  ==========================================================================
+    of each loader    a position in a checkpoint holds
+    ================  ==========================================================================
+    all               what it resumes by, and the states of its generators and samplers
+    of ``STATE``      its state; between epochs its count of epochs, if it has one
+    of ``INDICES``    the random states before its first index, how many batches it has yielded,
+                      the indices that workers have drawn ahead, its length and batch size
+    ================  ==========================================================================
+    """
 
     def __init__(self, trainer: "pl.Trainer", device: torch.device, say: Callable[[str], None]) -> None:
         self._trainer = trainer
@@ -103,7 +122,7 @@ class TrainingLoaders:
 
     def _position(self, index: int, loader: Any, at: loops.Position) -> dict[str, Any]:
         generators, samplers = rng.own_states(loader)
-        found: dict[str, Any] = {"kind": _kind(loader), "generators": generators, "samplers": samplers}
+        found: dict[str, Any] = {"kind": _kind(loader).value, "generators": generators, "samplers": samplers}
         if isinstance(sampler := _innermost_sampler(loader), DistributedSampler):
             found["seed"] = sampler.seed
         # Between epochs it is at the end of one, and starts over; so is a generator before its first batch.
@@ -147,7 +166,7 @@ class TrainingLoaders:
     def start(self, positions: list[dict[str, Any]], at: loops.Position) -> None:
         """Resume, once the loaders are iterated and the run has started. Changes the global random states."""
         loaders = self._all()
-        kinds = list(map(_kind, loaders))
+        kinds = [_kind(loader).value for loader in loaders]
         saved = [position["kind"] for position in positions]
         if at.stage != loops.EPOCH and kinds != saved:
             raise ValueError(
@@ -203,25 +222,8 @@ class TrainingLoaders:
 
     def _restore_position(self, at: loops.Position, loader: Any, position: dict[str, Any]) -> int:
         """Prepare a loader to be iterated; return how many batches it must then load and drop."""
+        _restore_epoch(at, loader, position)
         recorder = _recorder(loader)
-        sampler = _innermost_sampler(loader)
-        if "seed" in position and isinstance(sampler, DistributedSampler):
-            # Lightning seeds its sampler from PL_GLOBAL_SEED, which may differ now, or not be set.
-            sampler.seed = position["seed"]
-        if at.is_iterated:
-            for owner in (getattr(loader, "sampler", None), sampler):
-                set_epoch = getattr(owner, "set_epoch", None)
-                if callable(set_epoch):
-                    set_epoch(at.epochs)
-        if position.get("state") is not None:
-            if _is_litdatas(loader):
-                # Until it is iterated, litdata writes its data set's epoch into the state that it has
-                # loaded.
-                loader.dataset.set_epoch(position["state"]["current_epoch"])
-            loader.load_state_dict(position["state"])
-        for owner, name in _EPOCH_COUNTERS:
-            if name in position.get("epoch_counters", {}):
-                setattr(owner(loader), name, position["epoch_counters"][name])
         if recorder is None or "iteration" not in position:
             return 0
         yielded = position["yielded"]
@@ -276,6 +278,28 @@ class TrainingLoaders:
         self._recorders = []
 
 
+def _restore_epoch(at: loops.Position, loader: Any, position: dict[str, Any]) -> None:
+    """Restore which epoch a loader is in, by its sampler's seed and number of epochs, its own state or counters."""
+    sampler = _innermost_sampler(loader)
+    if "seed" in position and isinstance(sampler, DistributedSampler):
+        # Lightning seeds its sampler from PL_GLOBAL_SEED, which may differ now, or not be set.
+        sampler.seed = position["seed"]
+    if at.is_iterated:
+        for owner in (getattr(loader, "sampler", None), sampler):
+            set_epoch = getattr(owner, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(at.epochs)
+    if position.get("state") is not None:
+        if _is_litdatas(loader):
+            # Until it is iterated, litdata writes its data set's epoch into the state that it has
+            # loaded.
+            loader.dataset.set_epoch(position["state"]["current_epoch"])
+        loader.load_state_dict(position["state"])
+    for owner, name in _EPOCH_COUNTERS:
+        if name in position.get("epoch_counters", {}):
+            setattr(owner(loader), name, position["epoch_counters"][name])
+
+
 def _start_persistent_workers(loaders: list[Any]) -> None:
     """Start the workers that a generator starts in the first epoch only; this draws a random number, as then."""
     for loader in loaders:
@@ -287,13 +311,12 @@ def _has_own_iter(loader: Any) -> bool:
     return type(loader).__iter__ is not DataLoader.__iter__
 
 
-def _kind(loader: Any) -> str:
-    """The kind of state from which a loader resumes."""
+def _kind(loader: Any) -> ResumesBy:
     if is_stateful(loader):
-        return "state"
+        return ResumesBy.STATE
     if _recorder(loader) is None:
-        return "no position"
-    return "indices"
+        return ResumesBy.NOTHING
+    return ResumesBy.INDICES
 
 
 def _is_litdatas(loader: Any) -> bool:

@@ -1,0 +1,52 @@
+"""What the length of a loader promises, and a loader with another sampler, whose length it then has."""
+
+import copy
+from typing import Any
+
+from lightning.fabric.utilities.data import sized_len
+from torch.utils.data import IterableDataset
+
+from lightning_automodel.data.batches import users_own
+
+_KEEP_THEIR_LENGTH = ("torch", "torchdata", "lightning", "pytorch_lightning", "builtins")
+
+
+def may_end_early(loader: Any) -> bool:
+    """Whether ``loader`` has a length that its batches need not keep to.
+
+    Such a loader reads a stream, or it, its batch sampler or its sampler iterates by code that is not
+    torch's: a loader that leaves batches out, or a sampler that fills batches up to a number of tokens and
+    estimates how many.
+    """
+    loader = users_own(loader)
+    if sized_len(loader) is None or isinstance(loader, (list, tuple)):
+        return False
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        return True
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = (batch_sampler, getattr(batch_sampler, "sampler", None), getattr(loader, "sampler", None))
+    return not all(_keeps_its_length(iterated) for iterated in (loader, *samplers) if iterated is not None)
+
+
+def _keeps_its_length(iterated: Any) -> bool:
+    """Whether the code that iterates is torch's, Lightning's or Python's own, which yields as many as ``len()``."""
+    cls = type(iterated)
+    definer = next((base for base in cls.__mro__ if "__iter__" in vars(base)), cls)
+    return definer.__module__.partition(".")[0] in _KEEP_THEIR_LENGTH
+
+
+def has_no_certain_length(loader: Any) -> bool:
+    """Whether ``loader`` has no length, or may end before it."""
+    return sized_len(loader) is None or may_end_early(loader)
+
+
+def with_sampler(holder: Any, sampler: Any, own: Any) -> Any:
+    """A copy of ``holder`` (a loader or, in recursion, a batch sampler) with ``own`` instead of ``sampler``."""
+    holder = copy.copy(holder)
+    for name, value in vars(holder).items():
+        # Through vars(), since DataLoader refuses to set a sampler after its __init__.
+        if value is sampler:
+            vars(holder)[name] = own
+        elif getattr(value, "sampler", None) is sampler:
+            vars(holder)[name] = with_sampler(value, sampler, own)
+    return holder
