@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.optimizers import is_optimizer_key
-from lightning_automodel.checkpoint.sharded import ShardDirectory
+from lightning_automodel.checkpoint.shard_directory import ShardDirectory
 from lightning_automodel.checkpoint.single_file import save_file
 from lightning_automodel.checkpoint.state_dict import MODEL, dicts_in
 from lightning_automodel.checkpoint.trees import put_together

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.optimizers import Names, by_name, flat, optimizer_key
-from lightning_automodel.checkpoint.sharded import ShardDirectory
+from lightning_automodel.checkpoint.shard_directory import ShardDirectory
 from lightning_automodel.checkpoint.single_file import fill_tree
 from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, Saved
 from lightning_automodel.checkpoint.trees import PLACE, joined, places, put_together, take_apart

@@ -9,13 +9,14 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch.optim import Optimizer
 
-from lightning_automodel.checkpoint import paths, state_dict
+from lightning_automodel.checkpoint import filling, paths, state_dict
 from lightning_automodel.checkpoint.edited import EditedDirectory, lazy_model, lazy_optimizers
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.form import STATES, CheckpointForm
+from lightning_automodel.checkpoint.manifest import is_shard_directory
 from lightning_automodel.checkpoint.optimizers import parameter_names
-from lightning_automodel.checkpoint.sharded import ShardDirectory, is_shard_directory
-from lightning_automodel.checkpoint.single_file import WholeCheckpoint, fill_module, load_file
+from lightning_automodel.checkpoint.shard_directory import ShardDirectory
+from lightning_automodel.checkpoint.single_file import WholeCheckpoint, load_file
 from lightning_automodel.distributed import collectives
 from lightning_automodel.sharding import weight_averaging
 
@@ -104,13 +105,13 @@ class CheckpointLoader:
         optimizers = self._to_fill(checkpoint, optimizers)
         if not self.fills_optimizers:
             with on_every_rank(f"Cannot load {self._path}"):
-                fill_module(module, checkpoint, optimizers, strict)
+                filling.fill_plain_module(module, checkpoint, optimizers, strict)
             return
         saved = self._edited(checkpoint, module, optimizers)
-        state_dict.load_model(saved, module, optimizers, strict)
+        filling.load_model(saved, module, optimizers, strict)
         own = state_dict.model_state(module)
         rest = {key: value for key, value in checkpoint.items() if key not in STATES}
-        state_dict.restore_shards(saved, rest, own)
+        filling.restore_shards(saved, rest, own)
         # Lightning's WeightAveraging reads the weights from this entry, and loads the average by itself.
         if weight_averaging.averaged_models(module):
             checkpoint[state_dict.MODEL] = own
@@ -120,13 +121,13 @@ class CheckpointLoader:
         checkpoint: dict[str, Any],
         module: "pl.LightningModule",
         optimizers: list[Optimizer],
-        owned: state_dict.OwnedParameters,
+        owned: filling.OwnedParameters,
     ) -> None:
         """Fill the optimizers, after the callbacks' hooks, which may edit the ``checkpoint`` too."""
         optimizers = self._to_fill(checkpoint, optimizers)
         if optimizers:
             saved = self._edited(checkpoint, module, optimizers)
-            state_dict.load_optimizers(saved, module, optimizers, owned)
+            filling.load_optimizers(saved, module, optimizers, owned)
 
     def _to_fill(self, checkpoint: Mapping[str, Any], optimizers: list[Optimizer]) -> list[Optimizer]:
         """The ``optimizers`` to fill; none, so that they start afresh, if a hook has emptied the saved list."""

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.trees import Path, places, put_together
+from lightning_automodel.checkpoint.trees import Path
 from lightning_automodel.internals.torch import without_wrappers
 
 NOTES = "lightning_automodel"
@@ -71,7 +71,7 @@ def has_groups(state: Any) -> bool:
     return all(isinstance(group, Mapping) and "params" in group for group in groups)
 
 
-def _ids(state: Mapping[str, Any]) -> list[Any]:
+def ids_of(state: Mapping[str, Any]) -> list[Any]:
     """The ids of parameters in a state of torch's form, group after group."""
     return [parameter for group in state["param_groups"] for parameter in group["params"]]
 
@@ -89,29 +89,29 @@ def by_name(state: Any, names: list[str]) -> Any:
         return {}
 
     if has_groups(state):
-        ids = _ids(state)
+        ids = ids_of(state)
         if all(isinstance(number, int) for number in ids) and len(ids) != len(names):
             raise CheckpointError(
                 f"the saved optimizer has {len(ids)} parameters, and this run's has {len(names)}"
             )
-    return _renamed(state, names_of, int)
+    return rename(state, names_of, int)
 
 
 def by_number(state: Any, numbers: Mapping[str, int]) -> Any:
     """The reverse of :func:`by_name`."""
-    return _renamed(state, lambda names: {name: numbers[name] for name in names if name in numbers}, str)
+    return rename(state, lambda names: {name: numbers[name] for name in names if name in numbers}, str)
 
 
-def _renamed(state: Any, new_names: Callable[[list[Any]], Mapping[Any, Any]], kind: type) -> Any:
+def rename(state: Any, new_names: Callable[[list[Any]], Mapping[Any, Any]], kind: type) -> Any:
     """``state`` with other ids of parameters in each state of torch's form whose ids are of this ``kind``."""
     if isinstance(state, list):
-        return [_renamed(item, new_names, kind) for item in state]
+        return [rename(item, new_names, kind) for item in state]
     if type(state) is not dict:
         return state
-    renamed = {key: _renamed(value, new_names, kind) for key, value in state.items()}
+    renamed = {key: rename(value, new_names, kind) for key, value in state.items()}
     if not has_groups(state):
         return renamed
-    ids = _ids(state)
+    ids = ids_of(state)
     if not all(isinstance(old, kind) for old in ids):
         return renamed
     new = new_names(ids)
@@ -158,8 +158,8 @@ class Owners:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], names: Names) -> None:
-        self._parameters = parameters
-        self._names = names
+        self.parameters = parameters
+        self.names = names
         self._own = [parameters[name] for name in flat(names)]
 
     def of(self, path: Path) -> Tensor | None:
@@ -169,15 +169,15 @@ class Owners:
         parameter.
         """
         for part, within in itertools.pairwise(path):
-            if part == "state" and within in self._parameters:
-                return self._parameters[str(within)]
-        if path[0] != "param_groups" or not isinstance(path[1], int) or path[1] >= len(self._names):
+            if part == "state" and within in self.parameters:
+                return self.parameters[str(within)]
+        if path[0] != "param_groups" or not isinstance(path[1], int) or path[1] >= len(self.names):
             return None
-        group = self._names[path[1]]
+        group = self.names[path[1]]
         number = path[-1]
         if not isinstance(number, int) or number >= len(group):
             return None
-        return self._parameters[group[number]]
+        return self.parameters[group[number]]
 
     def sharded(self) -> list[DTensor]:
         """The optimizer's sharded parameters."""
@@ -266,101 +266,3 @@ def some(names: list[str]) -> str:
     if len(names) > 5:
         listed += f" and {len(names) - 5} more"
     return listed
-
-
-# --- Loading ----------------------------------------------------------------------------------------------
-
-
-class Loading:
-    """Loads one optimizer.
-
-    Args:
-        saved: The saved state, with places for tensors.
-        entries: Saved tensors by key.
-        optimizer: The optimizer.
-        parameters: All parameters of the model by name.
-        names: Names of the optimizer's parameters by group.
-        index: Number of the optimizer.
-        owned: The names of parameters that are stepped whole, and whether this rank owns them.
-
-    Raises:
-        CheckpointError: If the state was saved for another optimizer.
-    """
-
-    def __init__(
-        self,
-        saved: dict[str, Any],
-        entries: Mapping[str, Tensor | None],
-        optimizer: Optimizer,
-        parameters: Mapping[str, Tensor],
-        names: Names,
-        index: int,
-        owned: Mapping[str, bool],
-    ) -> None:
-        self._optimizer = optimizer
-        self._names = flat(names)
-        self._owned = owned
-        self._notes: dict[str, str] = saved.get(NOTES, {})
-        tree = {key: value for key, value in saved.items() if key != NOTES}
-        if has_groups(tree):
-            groups = tree["param_groups"]
-            check_groups(optimizer, groups, index)
-            saved_names = [list(group["params"]) for group in groups]
-            renamed = new_names(saved_names, names, parameters, index)
-            tree = _renamed(tree, lambda _: renamed, str)
-            elsewhere = [name for name in tree["state"] if owned.get(name) is False]
-            tree["state"] = {name: value for name, value in tree["state"].items() if name not in elsewhere}
-        self._tree = tree
-        self._owners = Owners(parameters, names)
-        self._prefix = f"{optimizer_key(index)}."
-        self._entries = entries
-        self._targets: dict[str, Tensor] = {}
-
-    def make_targets(self) -> dict[str, Tensor]:
-        """Empty tensors by key, to be overwritten with the saved values before :meth:`finish`."""
-        for path, key in places(self._tree):
-            entry = self._entries[key]
-            assert entry is not None
-            self._targets[key] = self._target(entry, key, path)
-        return self._targets
-
-    def _target(self, entry: Tensor, key: str, path: Path) -> Tensor:
-        """A shard if the tensor is sharded like a parameter, else a whole tensor."""
-        note = self._notes.get(key.removeprefix(self._prefix))
-        owner = self._owners.of(path)
-        is_stepped_whole = path[0] == "state" and path[1] in self._owned
-        like_owner = owner is not None and entry.dim() and entry.shape == owner.shape
-        if owner is not None and like_owner and note in (None, "local", "owned") and not is_stepped_whole:
-            return torch.empty_like(owner, dtype=entry.dtype)
-        empty = torch.empty(entry.shape, dtype=entry.dtype)
-        sharded = self._owners.sharded()
-        if is_stepped_whole or note != "sharded" or not sharded:
-            return empty
-        for parameter in sharded:
-            if parameter.shape == entry.shape:
-                return torch.empty_like(parameter, dtype=entry.dtype)
-        mesh = sharded[0].device_mesh
-        placements = [Replicate()] * mesh.ndim
-        return DTensor.from_local(empty.to(sharded[0].device), mesh, placements, run_check=False)
-
-    def finish(self) -> None:
-        """Load the optimizer's state from the targets, which are filled by now. Not a collective."""
-        tree = put_together(self._tree, self._value)
-        packed = self._optimizer.state_dict()
-        if not has_groups(tree) or not has_groups(packed):
-            numbers = {name: number for number, name in enumerate(self._names)}
-            self._optimizer.load_state_dict(by_number(tree, numbers))
-            return
-        id_of = dict(zip(self._names, _ids(packed), strict=True))
-        groups = zip(packed["param_groups"], tree["param_groups"], strict=True)
-        numbered = by_number(tree, id_of)
-        # Options that were not saved stay this run's, such as flags that newer releases of torch have added.
-        numbered["param_groups"] = [{**own, **saved, "params": own["params"]} for own, saved in groups]
-        self._optimizer.load_state_dict({**packed, **numbered})
-
-    def _value(self, key: str) -> Tensor:
-        tensor = self._targets[key]
-        is_local = self._notes.get(key.removeprefix(self._prefix)) == "local"
-        if is_local and isinstance(tensor, DTensor):
-            return tensor.to_local()
-        return tensor

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import on_this_rank
-from lightning_automodel.checkpoint.sharded import ShardDirectory
+from lightning_automodel.checkpoint.shard_directory import ShardDirectory
 from lightning_automodel.checkpoint.single_file import WholeCheckpoint, load_file
 from lightning_automodel.checkpoint.state_dict import MODEL
 from lightning_automodel.internals import lightning as lightning_internals

@@ -21,7 +21,7 @@ from lightning_automodel.checkpoint import paths, single_file, state_dict
 from lightning_automodel.checkpoint.form import STATES, CheckpointForm
 from lightning_automodel.checkpoint.optimizers import optimizer_state
 from lightning_automodel.checkpoint.restorable import on_first_rank, restorable_state
-from lightning_automodel.checkpoint.sharded import prepare_shards
+from lightning_automodel.checkpoint.shard_writer import prepare_shards
 from lightning_automodel.checkpoint.single_file import prepare_file
 from lightning_automodel.checkpoint.whole_modules import with_whole_modules
 from lightning_automodel.distributed import collectives

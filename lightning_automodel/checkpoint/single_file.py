@@ -13,8 +13,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 from fsspec.core import url_to_fs
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 from torch.utils.serialization import config as serialization_config
 from typing_extensions import override
 
@@ -35,7 +34,7 @@ def prepare_file(
     save: Callable[[dict[str, Any], str], None],
     copy: bool = False,
 ) -> Callable[[dist.ProcessGroup | None], None]:
-    """Prepare a file, which ``save`` writes on rank 0. A collective; see :func:`.sharded.prepare_shards`."""
+    """Prepare a file, which ``save`` writes on rank 0. A collective; see :func:`.shard_writer.prepare_shards`."""
     what = f"Cannot save {path}"
     with on_every_rank(what):
         if group_rank() == 0:
@@ -205,51 +204,3 @@ def fill_tree(targets: Any, values: Mapping[str, Any], prefix: str = "") -> None
                 target.copy_(shard_like(target, values[name]))
         else:
             targets[key] = values[name]
-
-
-def fill_module(module: nn.Module, checkpoint: dict[str, Any], own: list[Optimizer], strict: bool) -> None:
-    """Load the state of a replicated ``module`` through its hooks, which may rename entries. Not a collective.
-
-    Puts optimizer states in the order of the run's ``own`` optimizers, which Lightning fills afterwards.
-    Raises :class:`CheckpointError` if the checkpoint does not match them, or holds another model; torch has
-    then loaded the entries that match.
-    """
-    if own:
-        states = checkpoint.get(state_dict.OPTIMIZERS, [])
-        if not states:
-            raise optimizers.no_optimizer_state()
-        optimizers.check_number("optimizers", len(states), len(own))
-        names_by_optimizer = checkpoint.get(optimizers.PARAMETER_NAMES) or [None] * len(own)
-        checkpoint[state_dict.OPTIMIZERS] = [
-            _as_own(module, optimizer, state, names, index)
-            for index, (optimizer, state, names) in enumerate(
-                zip(own, states, names_by_optimizer, strict=True)
-            )
-        ]
-    saved = checkpoint[MODEL]
-    state = state_dict.under_own_names(module, saved, module_versions(saved))
-    try:
-        module.load_state_dict(state, strict=strict)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"it does not match the model: {error} (with LightningModule.strict_loading = False, names that"
-            " only one of the two has are skipped)"
-        ) from error
-
-
-def _as_own(
-    module: nn.Module, optimizer: Optimizer, state: Any, saved_names: Names | None, index: int
-) -> Any:
-    """A saved optimizer's ``state`` in this run's order of parameters, if it or ``saved_names`` has names."""
-    if not optimizers.has_groups(state):  # not torch's form: the optimizer checks it when it loads
-        return state
-    state = {key: value for key, value in state.items() if key != optimizers.NOTES}
-    groups = state["param_groups"]
-    optimizers.check_groups(optimizer, groups, index)
-    saved = saved_names or [list(group["params"]) for group in groups]
-    if not all(isinstance(name, str) for name in optimizers.flat(saved)):
-        return state
-    names = optimizers.parameter_names(module, optimizer)
-    known = {without_wrappers(name): parameter for name, parameter in module.named_parameters()}
-    renamed = optimizers.new_names(saved, names, known, index)
-    return optimizers.in_order(state, saved, renamed, names)

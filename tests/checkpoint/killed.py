@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_automodel.checkpoint.sharded import ShardDirectory
+from lightning_automodel.checkpoint.shard_directory import ShardDirectory
 from lightning_automodel.checkpoint.single_file import load_file
 from tests.checkpoint.checkpoints import ACCUMULATE, NUM_BATCHES, AdamModule, fit, leftovers
 from tests.processes import forked

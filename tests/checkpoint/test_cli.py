@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.checkpoint.sharded import prepare_shards
+from lightning_automodel.checkpoint.shard_writer import prepare_shards
 from lightning_automodel.checkpoint.single_file import load_file as load_checkpoint
 from lightning_automodel.checkpoint.single_file import save_file
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint import CheckpointError
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.checkpoint.sharded import ShardDirectory
+from lightning_automodel.checkpoint.shard_directory import ShardDirectory
 from tests.checkpoint.checkpoints import ACCUMULATE, AdamModule, batches, resume, save, uninterrupted
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, full_weights, weight_error

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_automodel.checkpoint import CheckpointError, paths
 from lightning_automodel.checkpoint.reading import open_checkpoint
-from lightning_automodel.checkpoint.sharded import prepare_shards
+from lightning_automodel.checkpoint.shard_writer import prepare_shards
 from lightning_automodel.checkpoint.single_file import prepare_file, save_file
 from tests.checkpoint.checkpoints import fit, load_only, resume, save, uninterrupted
 from tests.checkpoint.test_damage import opened
@@ -90,7 +90,7 @@ def _fail_to_replace(root: str) -> tuple[str, bool]:
         fit({}, module)
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
-                patch.setattr("lightning_automodel.checkpoint.sharded.ShardWriter.write_data", _fail)
+                patch.setattr("lightning_automodel.checkpoint.shard_writer.ShardWriter.write_data", _fail)
             with pytest.raises(CheckpointError) as raised:
                 trainer.save_checkpoint("stand://runs/last.ckpt")
         loaded = load_only({}, "stand://runs/last.ckpt")

@@ -24,7 +24,7 @@ from lightning_automodel.checkpoint import (
     CheckpointForm,
     CheckpointSaver,
     paths,
-    sharded,
+    shard_writer,
     single_file,
 )
 from tests.checkpoint.checkpoints import FORMS, files_of, fit, forms, leftovers, load_only, save
@@ -142,7 +142,7 @@ class SavesEachStep(Recorder):
 @contextmanager
 def slow_writing(recorder: Recorder) -> Iterator[None]:
     """Saves in the background wait until training has gone on after the first of them."""
-    write_shards = sharded.ShardWriter.write_data
+    write_shards = shard_writer.ShardWriter.write_data
     write_file = single_file.save_file
 
     def wait() -> None:
@@ -157,7 +157,7 @@ def slow_writing(recorder: Recorder) -> Iterator[None]:
         write_file(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded.ShardWriter, "write_data", slow_shards)
+        patch.setattr(shard_writer.ShardWriter, "write_data", slow_shards)
         patch.setattr(single_file, "save_file", slow_file)
         yield
 
@@ -209,7 +209,7 @@ def failing_writes() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(sharded.ShardWriter, "write_data", fail)
+            patch.setattr(shard_writer.ShardWriter, "write_data", fail)
         patch.setattr(single_file, "save_file", fail)
         yield
 
