@@ -53,18 +53,7 @@ class LocalMixture(mixtures.Mixture):
 
     @override
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        group = dist.group.WORLD
-        counts = counts.view(RANKS, -1)
-        arriving = torch.empty_like(counts)
-        dist.all_to_all_single(arriving, counts, group=group)
-        sent = counts.sum(1).tolist()
-        received = arriving.sum(1).tolist()
-        here = mixtures.exchange(rows, sent, received, group)
-        expert = torch.arange(counts.shape[1]).repeat(RANKS).repeat_interleave(arriving.flatten())
-        order = expert.argsort(stable=True)
-        computed = self.experts(here[order], arriving.sum(0).tolist())
-        returned = torch.zeros_like(computed).index_copy(0, order, computed)
-        return mixtures.exchange(returned, received, sent, group)
+        return mixtures.compute_on_ranks(rows, counts, dist.group.WORLD, self.experts)
 
 
 class Toy(pl.LightningModule):

@@ -5,6 +5,7 @@ Shapes: n tokens, k experts chosen for each, e experts, d width, h hidden width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,17 +81,28 @@ class Mixture(nn.Module):
         if not isinstance(weights, DTensor):
             return self.experts(rows, counts.tolist())
         group = weights.device_mesh["expert_parallel"].get_group()  # in a unit of its own it is sharded here
-        counts = counts.view(group.size(), -1)  # [rank, its experts]
-        arriving = torch.empty_like(counts)  # [from rank, own experts]
-        dist.all_to_all_single(arriving, counts, group=group)
-        sent = counts.sum(1).tolist()
-        received = arriving.sum(1).tolist()
-        here = exchange(rows, sent, received, group)
-        expert = torch.arange(counts.shape[1], device=rows.device).repeat(len(counts))
-        expert = expert.repeat_interleave(arriving.flatten())
-        order = expert.argsort(stable=True)
-        computed = self.experts(here[order], arriving.sum(0).tolist())
-        return exchange(torch.zeros_like(computed).index_copy(0, order, computed), received, sent, group)
+        return compute_on_ranks(rows, counts, group, self.experts)
+
+
+def compute_on_ranks(
+    rows: Tensor, counts: Tensor, group: dist.ProcessGroup, compute: Callable[[Tensor, list[int]], Tensor]
+) -> Tensor:
+    """Send rows, sorted by expert, to the ranks that hold these, and return what ``compute`` makes of them there.
+
+    ``counts`` [e] has this rank's rows for each expert; each rank holds as many experts, in the order of the
+    ranks. A collective over ``group``.
+    """
+    counts = counts.view(group.size(), -1)  # [rank, its experts]
+    arriving = torch.empty_like(counts)  # [from rank, own experts]
+    dist.all_to_all_single(arriving, counts, group=group)
+    sent = counts.sum(1).tolist()
+    received = arriving.sum(1).tolist()
+    here = exchange(rows, sent, received, group)
+    expert = torch.arange(counts.shape[1], device=rows.device).repeat(len(counts))
+    expert = expert.repeat_interleave(arriving.flatten())
+    order = expert.argsort(stable=True)
+    computed = compute(here[order], arriving.sum(0).tolist())
+    return exchange(torch.zeros_like(computed).index_copy(0, order, computed), received, sent, group)
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
