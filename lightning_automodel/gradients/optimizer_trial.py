@@ -20,9 +20,8 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -30,8 +29,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_automodel.gradients.trial_tensors import TrialTensors
-from lightning_automodel.gradients.whole_tensors import nested_optimizers
+from lightning_automodel.gradients.optimizer_copy import copy_optimizer
+from lightning_automodel.gradients.trial_tensors import TrialTensor, trial_tensors
 from lightning_automodel.gradients.windows import mixing_shards
 from lightning_automodel.internals import torch as torch_internals
 
@@ -50,23 +49,19 @@ class Outcome(IntEnum):
     RIGHT = 0
     COMMUNICATES = 1
     WRONG = 2
+    UNTRIED = 3
+    """The reference itself failed."""
 
 
-@dataclass
-class GroupTrial:
-    """What this rank has found out about one group of an optimizer's parameters.
+class Finding(NamedTuple):
+    """What this rank has found out, and what went wrong, in words."""
 
-    Attributes:
-        on_shards: Steps on this rank's shards without collectives.
-        alone: Steps of each whole tensor by itself.
-        notes: What went wrong, in words, by what was tried.
-        is_tried: False if the reference itself failed.
-    """
+    outcome: Outcome = Outcome.RIGHT
+    note: str = ""
 
-    on_shards: Outcome = Outcome.RIGHT
-    alone: Outcome = Outcome.RIGHT
-    notes: dict[str, str] = field(default_factory=dict)
-    is_tried: bool = True
+    def or_worse(self, other: "Finding") -> "Finding":
+        """The worse outcome of both, with the own note if there is one."""
+        return Finding(max(self.outcome, other.outcome), self.note or other.note)
 
 
 # --- Copies of an optimizer -------------------------------------------------------------------------------------------
@@ -81,7 +76,7 @@ def _copied(
         id(parameter): filler for group in optimizer.param_groups for parameter in group["params"]
     }
     memo.update({id(like): new for like, new in zip(reversed(likes), reversed(trained), strict=True)})
-    copied = _shallow(optimizer, memo, likes, trained)
+    copied = copy_optimizer(optimizer, memo, lambda own: _small_state(own.state, likes, trained))
     for number, group in enumerate(copied.param_groups):
         group["params"][:] = trained if number == index else []
         rate = group.get("lr")
@@ -90,32 +85,6 @@ def _copied(
         elif isinstance(rate, Tensor):
             group["lr"] = torch.full_like(rate, _LEARNING_RATE)
     return copied
-
-
-def _shallow(
-    optimizer: Optimizer,
-    memo: dict[int, Any],
-    likes: Sequence[nn.Parameter],
-    trained: Sequence[nn.Parameter],
-) -> Optimizer:
-    """A copy without hooks, and without the large tensors of its state; ``memo`` is that of ``copy.deepcopy``."""
-    new: Optimizer = object.__new__(type(optimizer))
-    memo[id(optimizer)] = new
-    memo[id(optimizer.state)] = _small_state(optimizer.state, likes, trained)
-    for inner in nested_optimizers(optimizer)[1:]:
-        if id(inner) not in memo:
-            _shallow(inner, memo, likes, trained)
-    of_torch = vars(Optimizer([nn.Parameter(torch.zeros(1))], {}))
-    vars(new).update(of_torch)
-    for name, value in vars(optimizer).items():
-        is_hook = name in of_torch and name not in ("defaults", "state", "param_groups")
-        is_patch = callable(value) and hasattr(type(optimizer), name)
-        # Which the optimizer has asked for names: neither to be copied nor written.
-        if isinstance(value, nn.Module):
-            memo[id(value)] = nn.Module()
-        if not is_hook and not is_patch:
-            vars(new)[name] = copy.deepcopy(value, memo)
-    return new
 
 
 def _small_state(
@@ -164,40 +133,39 @@ class _TrialMode(torch_internals.TorchDispatchMode):
 
 def _step(
     optimizer: Optimizer,
-    index: int,
+    shown: list[nn.Parameter],
     parameters: Sequence[nn.Parameter],
-    gradients: Sequence[Sequence[Tensor | None]],
+    gradients: Sequence[Tensor | None],
     allows_collectives: bool = False,
     as_owner: bool = False,
 ) -> None:
-    """Take a step of a copy, whose group ``index`` has the ``parameters``, with each of the ``gradients``.
+    """Take a step of a copy with ``gradients`` of the ``parameters``; its group has them in the list ``shown``.
 
     ``as_owner``: as in `whole_tensors`, where stand-ins come once the closure has run, for what has a
     gradient.
     """
-    shown = optimizer.param_groups[index]["params"]
-    for of_step in gradients:
+    if as_owner:
+        shown[:] = [nn.Parameter(torch.zeros(1)) for _ in parameters]
+
+    def closure() -> Tensor:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
         if as_owner:
-            shown[:] = [nn.Parameter(torch.zeros(1)) for _ in parameters]
+            shown[:] = [parameter for parameter in parameters if parameter.grad is not None]
+        return torch.tensor(0.7)
 
-        def closure(of_step: Sequence[Tensor | None] = of_step) -> Tensor:
-            for parameter, gradient in zip(parameters, of_step, strict=True):
-                parameter.grad = gradient
-            if as_owner:
-                shown[:] = [parameter for parameter in parameters if parameter.grad is not None]
-            return torch.tensor(0.7)
-
-        with mixing_shards(optimizer), _TrialMode(allows_collectives):
-            type(optimizer).step(optimizer, closure)  # type: ignore[arg-type]  # a tensor is what Lightning returns
+    with mixing_shards(optimizer), _TrialMode(allows_collectives):
+        type(optimizer).step(optimizer, closure)  # type: ignore[arg-type]  # a tensor is what Lightning returns
 
 
-def _outcome(error: BaseException) -> Outcome:
+def _finding(error: BaseException) -> Finding:
+    """What an exception in steps on shards, where no collective is allowed, tells."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, _CommunicatesError):
-            return Outcome.COMMUNICATES
+            return Finding(Outcome.COMMUNICATES, "it asks other ranks for their shards")
         cause = cause.__cause__ or cause.__context__
-    return Outcome.WRONG
+    return Finding(Outcome.WRONG, _in_words(error))
 
 
 class OptimizerTrial:
@@ -214,100 +182,89 @@ class OptimizerTrial:
         self._index = index
         group = optimizer.param_groups[index]
         self._num_steps = _num_steps(optimizer, group)
-        self._tensors = TrialTensors(group["params"], self._num_steps, dtype)
-        self._reference: list[Tensor] = []
+        self._tensors = trial_tensors(group["params"], self._num_steps, dtype)
+        self._reference: dict[TrialTensor, Tensor] = {}
         self._numbers: dict[str, float] = {}  # that the reference leaves in the group and the optimizer
 
-    def run(self, tries_both: bool) -> GroupTrial:
+    def run(self, tries_both: bool) -> tuple[Finding, Finding]:
         """Compare steps on this rank's shards with the reference, and if they differ, those of each tensor alone.
 
         Not a collective. ``tries_both``: also if they do not differ.
         """
-        found = GroupTrial()
-        if len(self._tensors) == 0:
-            return found
+        on_shards = Finding()
+        alone = Finding()
+        if not self._tensors:
+            return on_shards, alone
         try:
-            self._reference, self._numbers = self._stepped(range(len(self._tensors)), self._tensors.whole)
+            stepped, self._numbers = self._stepped(self._tensors, TrialTensor.whole)
         except Exception as error:
-            found.is_tried = False
-            found.notes["untried"] = _in_words(error)
-            return found
-        found.on_shards, note = self._compare_shards()
-        if found.on_shards is not Outcome.RIGHT:
-            found.notes["on shards"] = note
-        if found.on_shards is not Outcome.RIGHT or tries_both:
-            found.alone, note = self._compare_alone()
-            if found.alone is not Outcome.RIGHT:
-                found.notes["alone"] = note
-        return found
+            return Finding(Outcome.UNTRIED, _in_words(error)), alone
+        self._reference = dict(zip(self._tensors, stepped, strict=True))
+        try:
+            on_shards = self._compare_shards()
+        except Exception as error:
+            on_shards = _finding(error)
+        if on_shards.outcome is not Outcome.RIGHT or tries_both:
+            try:
+                alone = self._compare_alone()
+            except Exception as error:
+                alone = Finding(Outcome.WRONG, _in_words(error))
+        return on_shards, alone
 
-    def run_with_collectives(self) -> tuple[Outcome, str]:
+    def run_with_collectives(self) -> Finding:
         """Compare steps on shards, where all ranks take part. A collective, so that what a rank raises is raised."""
-        chosen = range(len(self._tensors))
-        return self._compared(
-            chosen, *self._stepped(chosen, self._tensors.shard, allows_collectives=True), True
-        )
+        return self._compare_shards(allows_collectives=True)
+
+    def _compare_shards(self, **how: bool) -> Finding:
+        stepped, numbers = self._stepped(self._tensors, TrialTensor.shard, **how)
+        expected = [tensor.part(whole) for tensor, whole in self._reference.items()]
+        return self._compared(self._tensors, stepped, expected, numbers)
+
+    def _compare_alone(self) -> Finding:
+        self._stepped([], TrialTensor.whole, as_owner=True)  # a rank that owns nothing
+        for chosen in (self._tensors, *([tensor] for tensor in self._tensors)):
+            stepped, numbers = self._stepped(chosen, TrialTensor.whole, as_owner=True)
+            found = self._compared(chosen, stepped, [self._reference[tensor] for tensor in chosen], numbers)
+            if found.outcome is not Outcome.RIGHT:
+                return found
+        return Finding()
 
     def _stepped(
-        self, chosen: Sequence[int], form: Callable[[int, Tensor], Tensor], **how: bool
+        self, chosen: Sequence[TrialTensor], form: Callable[[TrialTensor, Tensor], Tensor], **how: bool
     ) -> tuple[list[Tensor], dict[str, float]]:
         """The chosen tensors, in the ``form`` of shards or whole ones, and the optimizer's numbers, after all steps."""
-        tensors = self._tensors
-        parameters = [nn.Parameter(form(index, tensors.values[index])) for index in chosen]
-        likes = [tensors.likes[index] for index in chosen]
-        optimizer = _copied(self._optimizer, self._index, likes, parameters)
-        gradients: list[list[Tensor | None]] = [
-            [form(index, of_step[index]) for index in chosen] for of_step in tensors.gradients
-        ]
-        if 0 in chosen:  # a parameter that a step has not used
-            gradients[1][chosen.index(0)] = None
-        _step(optimizer, self._index, parameters, gradients, **how)
+        parameters = [nn.Parameter(form(tensor, tensor.values)) for tensor in chosen]
+        optimizer = _copied(self._optimizer, self._index, [tensor.like for tensor in chosen], parameters)
+        shown = optimizer.param_groups[self._index]["params"]
+        for step in range(self._num_steps):
+            gradients = [tensor.gradients[step] for tensor in chosen]
+            formed = [
+                None if gradient is None else form(tensor, gradient)
+                for tensor, gradient in zip(chosen, gradients, strict=True)
+            ]
+            _step(optimizer, shown, parameters, formed, **how)
         return [parameter.detach() for parameter in parameters], _numbers(optimizer, self._index)
 
-    def _compare_shards(self) -> tuple[Outcome, str]:
-        try:
-            found = self._stepped(range(len(self._tensors)), self._tensors.shard)
-            return self._compared(range(len(self._tensors)), *found, on_shards=True)
-        except Exception as error:
-            outcome = _outcome(error)
-            communicates = "it asks other ranks for their shards"
-            return outcome, communicates if outcome is Outcome.COMMUNICATES else _in_words(error)
-
-    def _compare_alone(self) -> tuple[Outcome, str]:
-        try:
-            self._stepped([], self._tensors.whole, as_owner=True)  # a rank that owns nothing
-            everything = list(range(len(self._tensors)))
-            for chosen in (everything, *([index] for index in everything)):
-                found = self._stepped(chosen, self._tensors.whole, as_owner=True)
-                outcome, note = self._compared(chosen, *found, on_shards=False)
-                if outcome is not Outcome.RIGHT:
-                    return outcome, note
-        except Exception as error:
-            return Outcome.WRONG, _in_words(error)
-        return Outcome.RIGHT, ""
-
     def _compared(
-        self, chosen: Sequence[int], parameters: list[Tensor], numbers: dict[str, float], on_shards: bool
-    ) -> tuple[Outcome, str]:
-        for index, parameter in zip(chosen, parameters, strict=True):
-            reference = self._reference[index]
-            change = (reference - self._tensors.values[index]).abs().max().double()
-            if on_shards:
-                expected = self._tensors.part(index, reference)
-            else:
-                expected = reference
-            found = torch_internals.local_tensor(parameter)
-            allowed = (
-                4 * torch.finfo(expected.dtype).eps * expected.abs().double() + _RELATIVE_DIFFERENCE * change
-            )
-            difference = (found - expected).abs().double()
+        self,
+        chosen: Sequence[TrialTensor],
+        stepped: Sequence[Tensor],
+        expected: Sequence[Tensor],
+        numbers: dict[str, float],
+    ) -> Finding:
+        for tensor, parameter, part in zip(chosen, stepped, expected, strict=True):
+            reference = self._reference[tensor]
+            change = (reference - tensor.values).abs().max().double()
+            allowed = 4 * torch.finfo(part.dtype).eps * part.abs().double() + _RELATIVE_DIFFERENCE * change
+            difference = (torch_internals.local_tensor(parameter) - part).abs().double()
             if not bool((difference <= allowed).all()):
                 percent = 100 * float(difference.max() / change)
-                return Outcome.WRONG, f"{percent:.2g} % of the largest change of a {list(reference.shape)}"
+                note = f"{percent:.2g} % of the largest change of a {list(reference.shape)}"
+                return Finding(Outcome.WRONG, note)
         for name, number in self._numbers.items():
             if not math.isclose(number, numbers.get(name, math.nan), rel_tol=_RELATIVE_DIFFERENCE):
-                return Outcome.WRONG, f"{name} is {numbers.get(name)} instead of {number}"
-        return Outcome.RIGHT, ""
+                return Finding(Outcome.WRONG, f"{name} is {numbers.get(name)} instead of {number}")
+        return Finding()
 
 
 def _numbers(optimizer: Optimizer, index: int) -> dict[str, float]:
@@ -327,7 +284,7 @@ def _num_steps(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
     return 1 + max([_NUM_STEPS - 1, *(number for number in numbers if number <= _LATEST_STEP)])
 
 
-def _in_words(error: Exception) -> str:
+def _in_words(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
@@ -346,16 +303,19 @@ def undisturbed(device: torch.device) -> Iterator[None]:
 
 def try_group(
     optimizer: Optimizer, index: int, device: torch.device, tries_both: bool
-) -> tuple[OptimizerTrial, GroupTrial]:
-    """Try one group of an optimizer on this rank; see :meth:`OptimizerTrial.run`. Not a collective."""
+) -> tuple[OptimizerTrial, Finding, Finding]:
+    """Try one group of an optimizer on this rank. Not a collective.
+
+    Returns the trial in the dtype of the parameters, and what :meth:`OptimizerTrial.run` has found, in half
+    precision the worse of that and of a trial in float32.
+    """
     with undisturbed(device):
         trial = OptimizerTrial(optimizer, index)
-        found = trial.run(tries_both)
+        on_shards, alone = trial.run(tries_both)
         is_half = any(parameter.dtype.itemsize < 4 for parameter in optimizer.param_groups[index]["params"])
-        if not is_half or not found.is_tried:
-            return trial, found
-        in_float32 = OptimizerTrial(optimizer, index, torch.float32).run(tries_both)
-    found.on_shards = max(found.on_shards, in_float32.on_shards)
-    found.alone = max(found.alone, in_float32.alone)
-    found.notes = {**in_float32.notes, **found.notes}
-    return trial, found
+        if is_half and on_shards.outcome is not Outcome.UNTRIED:
+            wide_on_shards, wide_alone = OptimizerTrial(optimizer, index, torch.float32).run(tries_both)
+            if wide_on_shards.outcome is not Outcome.UNTRIED:
+                on_shards = on_shards.or_worse(wide_on_shards)
+                alone = alone.or_worse(wide_alone)
+    return trial, on_shards, alone

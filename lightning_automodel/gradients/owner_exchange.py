@@ -8,7 +8,6 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,18 +28,17 @@ class Split(NamedTuple):
     num_parts: int
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a tensor of one shape lies on the ranks that hold its parts.
+class Holders(NamedTuple):
+    """The ranks that together hold one copy of a sharded tensor, and which part of it each has.
 
-    Args:
-        shape: Of the whole tensor.
+    Attributes:
+        ranks: Of the world, in the order of the group.
         splits: In the order in which they are applied: tensor parallelism splits before FSDP2, whatever the
             order of the mesh's dimensions.
-        coordinates: One for each rank of the group that exchanges, by split.
+        coordinates: One for each rank, by split.
     """
 
-    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
     splits: tuple[Split, ...]
     coordinates: tuple[tuple[int, ...], ...]
 
@@ -53,12 +51,6 @@ class Layout:
             whole = whole.narrow(split.tensor_dim, start, min(length, size - start))
         return whole
 
-    @functools.cached_property
-    def part_shapes(self) -> list[torch.Size]:
-        """The shapes of all parts, by rank of the group: they are asked for in each step."""
-        whole = torch.empty(self.shape, device="meta")
-        return [self.part(whole, rank).shape for rank in range(len(self.coordinates))]
-
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole tensor of its ``parts`` by rank of the group: the reverse of :meth:`part`."""
         at = dict(zip(self.coordinates, parts, strict=True))
@@ -68,18 +60,6 @@ class Layout:
                 for rest in dict.fromkeys(coordinate[:index] for coordinate in at)
             }
         return at[()]
-
-
-class Holders(NamedTuple):
-    """The ranks that together hold one copy of a sharded tensor."""
-
-    ranks: tuple[int, ...]  # of the world, in the order of the group
-    splits: tuple[Split, ...]
-    coordinates: tuple[tuple[int, ...], ...]
-
-    def layout(self, shape: Sequence[int]) -> Layout:
-        """The layout of a tensor of this ``shape``."""
-        return Layout(tuple(shape), self.splits, self.coordinates)
 
 
 def holders_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Holders:
@@ -142,12 +122,19 @@ def group_of(mesh: DeviceMesh, holders: Holders) -> dist.ProcessGroup:
     return group
 
 
-@dataclass(eq=False)
 class Owned:
-    """A sharded tensor and its owner, a rank of the group of its holders."""
+    """A sharded tensor of this ``shape`` and its ``owner``, a rank of the group of its holders."""
 
-    layout: Layout
-    owner: int
+    def __init__(self, holders: Holders, shape: Sequence[int], owner: int) -> None:
+        self.holders = holders
+        self.shape = shape
+        self.owner = owner
+
+    @functools.cached_property
+    def part_shapes(self) -> list[torch.Size]:
+        """The shapes of all parts, by rank of the group: their owner asks for them in each step."""
+        whole = torch.empty(*self.shape, device="meta")
+        return [self.holders.part(whole, rank).shape for rank in range(len(self.holders.ranks))]
 
 
 class OwnerExchange:
@@ -177,11 +164,11 @@ class OwnerExchange:
                 sent[owned.owner].append(part)
                 if owned.owner == self.rank:
                     for rank, shapes in enumerate(received):
-                        shapes.append(owned.layout.part_shapes[rank])
+                        shapes.append(owned.part_shapes[rank])
             parts = self._all_to_all(sent, received, tensors[chosen[0]][1])
             mine = [index for index in chosen if tensors[index][0].owner == self.rank]
             for number, index in enumerate(mine):
-                wholes[index] = tensors[index][0].layout.join([by_rank[number] for by_rank in parts])
+                wholes[index] = tensors[index][0].holders.join([by_rank[number] for by_rank in parts])
         return wholes
 
     def to_holders(self, tensors: Sequence[tuple[Owned, Tensor | None, Tensor]]) -> None:
@@ -194,7 +181,7 @@ class OwnerExchange:
                 received[owned.owner].append(part.shape)
                 if whole is not None:
                     for rank, parts in enumerate(sent):
-                        parts.append(owned.layout.part(whole, rank))
+                        parts.append(owned.holders.part(whole, rank))
             found = self._all_to_all(sent, received, tensors[chosen[0]][2])
             for rank, values in enumerate(found):
                 places = [tensors[index][2] for index in chosen if tensors[index][0].owner == rank]

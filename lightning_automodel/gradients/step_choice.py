@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_automodel.gradients.optimizer_trial import (
-    GroupTrial,
+    Finding,
     OptimizerTrial,
     Outcome,
     try_group,
     undisturbed,
 )
-from lightning_automodel.gradients.trial_tensors import can_train, distinct, scaled_down
-from lightning_automodel.gradients.whole_tensors import is_split, sharding_of
+from lightning_automodel.gradients.trial_tensors import kinds
+from lightning_automodel.gradients.whole_tensors import is_split
 
 OPTION = "optimizer_step"
 """The strategy's option, and the key of a group of parameters that has another value."""
@@ -23,6 +23,7 @@ VALUES = ("auto", "shards", "whole")
 
 _IGNORED = ("params", "param_names", "lr", "initial_lr")
 """Of a group: what makes no difference to its trial."""
+_ELSEWHERE = "found on another rank"
 
 
 class GroupChoice(NamedTuple):
@@ -33,11 +34,19 @@ class GroupChoice(NamedTuple):
 
 
 class _Tried(NamedTuple):
+    """A group of an optimizer, the value of the option for it, and what this rank has found out.
+
+    Attributes:
+        on_shards: Of steps on this rank's shards without collectives.
+        alone: Of steps of each whole tensor by itself.
+    """
+
     optimizer: Optimizer
     group: int
     requested: str
     trial: OptimizerTrial
-    found: GroupTrial
+    on_shards: Finding
+    alone: Finding
 
 
 class StepChoices:
@@ -87,19 +96,11 @@ class StepChoices:
     def _key(self, optimizer: Optimizer, index: int) -> Any:
         """The same for groups whose trials would be; None for a group that needs no trial."""
         group = optimizer.param_groups[index]
-        sharded = [
-            parameter for parameter in group["params"] if can_train(parameter) and is_split(parameter)
-        ]
+        sharded = kinds(filter(is_split, group["params"]))
         if not sharded:
             return None
         options = sorted((name, repr(value)) for name, value in group.items() if name not in _IGNORED)
-        shapes = sorted(
-            {
-                (scaled_down(like)[0], str(like.dtype), str(sharding_of(like)[1]))
-                for like in distinct(sharded)
-            }
-        )
-        return id(optimizer), str(options), str(sorted(shapes))
+        return optimizer, tuple(options), frozenset(sharded)
 
     def _try(self, optimizer: Optimizer, index: int) -> _Tried:
         requested = optimizer.param_groups[index].get(OPTION, self._option)
@@ -108,82 +109,72 @@ class StepChoices:
                 f"The group {index} of {type(optimizer).__name__} has {OPTION}={requested!r}; valid are"
                 f" {', '.join(map(repr, VALUES))}."
             )
-        trial, found = try_group(optimizer, index, self._device, tries_both=requested == "whole")
-        return _Tried(optimizer, index, requested, trial, found)
+        trial, on_shards, alone = try_group(optimizer, index, self._device, tries_both=requested == "whole")
+        return _Tried(optimizer, index, requested, trial, on_shards, alone)
 
     def _agree(self, tried: list[_Tried]) -> list[GroupChoice]:
         """The choices that all ranks make by what each of them has found. A collective over the world."""
-        numbers = [
-            [candidate.found.on_shards, candidate.found.alone, not candidate.found.is_tried]
-            for candidate in tried
+        if not tried:
+            return []
+        worst = self._worst([[group.on_shards.outcome, group.alone.outcome] for group in tried])
+        return [
+            self._choice(group, Outcome(on_shards), Outcome(alone))
+            for group, (on_shards, alone) in zip(tried, worst, strict=True)
         ]
-        worst = self._worst(numbers)
-        found: list[GroupChoice] = []
-        for candidate, (on_shards, alone, is_untried) in zip(tried, worst, strict=True):
-            needs_collectives = (
-                on_shards == Outcome.COMMUNICATES and alone != Outcome.RIGHT and not is_untried
-            )
-            if needs_collectives and candidate.requested == "auto":
-                found.append(self._with_collectives(candidate))
-            else:
-                found.append(self._choice(candidate, on_shards, alone, bool(is_untried)))
-        return found
 
-    def _worst(self, numbers: list[list[int]]) -> list[list[int]]:
-        worst = torch.tensor(numbers, dtype=torch.int64)
-        if worst.numel() > 0:
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._host_group)
+    def _worst(self, outcomes: list[list[int]]) -> list[list[int]]:
+        worst = torch.tensor(outcomes, dtype=torch.int64)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._host_group)
         found: list[list[int]] = worst.tolist()
         return found
 
-    def _choice(self, candidate: _Tried, on_shards: int, alone: int, is_untried: bool) -> GroupChoice:
-        name = type(candidate.optimizer).__name__
-        notes = candidate.found.notes
-        if is_untried:
+    def _choice(self, tried: _Tried, on_shards: Outcome, alone: Outcome) -> GroupChoice:
+        """What all ranks do about a group, by the worst outcomes of all. May be a collective over the world."""
+        name = type(tried.optimizer).__name__
+        own = tried.on_shards
+        if on_shards is Outcome.UNTRIED:
+            where = own.note if own.outcome is Outcome.UNTRIED else "on another rank"
             self._say_once(
-                f"{name} could not be tried on small tensors ({notes.get('untried', 'on another rank')}), so"
-                " that nobody knows whether it computes on shards of parameters what it computes on whole"
-                f" ones. It is left on shards: compare with {OPTION}='whole', or with data_parallel='ddp'."
+                f"{name} could not be tried on small tensors ({where}), so that nobody knows whether it"
+                " computes on shards of parameters what it computes on whole ones. It is left on shards:"
+                f" compare with {OPTION}='whole', or with data_parallel='ddp'."
             )
-            return GroupChoice(candidate.requested == "whole", "it could not be tried")
-        difference = notes.get("on shards", "found on another rank")
-        if candidate.requested == "shards":
-            if on_shards != Outcome.RIGHT:
+            return GroupChoice(tried.requested == "whole", "it could not be tried")
+        difference = own.note or _ELSEWHERE
+        if tried.requested == "shards":
+            if on_shards is not Outcome.RIGHT:
                 self._say_once(
                     f"{name} computes something else on shards of parameters than on whole ones"
                     f" ({difference}), and {OPTION}='shards' leaves it there: leave the option out."
                 )
             return GroupChoice(False, f"{OPTION}='shards'")
-        if on_shards == Outcome.RIGHT and candidate.requested == "auto":
+        if tried.requested == "auto" and on_shards is Outcome.RIGHT:
             return GroupChoice(False, "it treats each element alone")
-        if alone == Outcome.RIGHT:
-            return GroupChoice(
-                True, f"{OPTION}='whole'" if candidate.requested == "whole" else f"on shards: {difference}"
-            )
-        raise self._refusal(candidate)
+        if alone is Outcome.RIGHT:
+            reason = f"{OPTION}='whole'" if tried.requested == "whole" else f"on shards: {difference}"
+            return GroupChoice(True, reason)
+        if tried.requested == "auto" and on_shards is Outcome.COMMUNICATES:
+            return self._with_collectives(tried)
+        raise _refusal(tried, difference)
 
-    def _with_collectives(self, candidate: _Tried) -> GroupChoice:
+    def _with_collectives(self, tried: _Tried) -> GroupChoice:
         """A last trial, on shards that are summed over ranks. A collective: what one rank raises ends the run."""
         try:
             with undisturbed(self._device):
-                outcome, note = candidate.trial.run_with_collectives()
+                found = tried.trial.run_with_collectives()
         except Exception as error:
-            candidate.found.notes["on shards"] = f"{type(error).__name__}: {error}"
-            raise self._refusal(candidate) from error
-        [[worst]] = self._worst([[outcome]])
+            raise _refusal(tried, f"{type(error).__name__}: {error}") from error
+        [[worst]] = self._worst([[found.outcome]])
         if worst != Outcome.RIGHT:
-            candidate.found.notes["on shards"] = note or "found on another rank"
-            raise self._refusal(candidate)
+            raise _refusal(tried, found.note or _ELSEWHERE)
         return GroupChoice(False, "its sums over all parameters are right on shards")
 
-    def _refusal(self, candidate: _Tried) -> ValueError:
-        notes = candidate.found.notes
-        return ValueError(
-            f"{type(candidate.optimizer).__name__} (group {candidate.group}) cannot train sharded"
-            " parameters. Before the first batch, its steps on small tensors that are sharded like its"
-            " parameters were compared with the same steps on whole tensors. On shards:"
-            f" {notes.get('on shards', 'found on another rank')}. With an owner that steps each parameter"
-            f" alone: {notes.get('alone', 'found on another rank')}. Pass data_parallel='ddp', under which"
-            " every rank steps whole parameters, or choose an optimizer that treats each parameter by"
-            " itself."
-        )
+
+def _refusal(tried: _Tried, on_shards: str) -> ValueError:
+    return ValueError(
+        f"{type(tried.optimizer).__name__} (group {tried.group}) cannot train sharded parameters. Before the"
+        " first batch, its steps on small tensors that are sharded like its parameters were compared with"
+        f" the same steps on whole tensors. On shards: {on_shards}. With an owner that steps each parameter"
+        f" alone: {tried.alone.note or _ELSEWHERE}. Pass data_parallel='ddp', under which every rank"
+        " steps whole parameters, or choose an optimizer that treats each parameter by itself."
+    )

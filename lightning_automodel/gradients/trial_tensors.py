@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,128 +10,118 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.gradients.owner_exchange import Layout, holders_of
+from lightning_automodel.gradients.owner_exchange import holders_of
 from lightning_automodel.gradients.whole_tensors import is_split, sharding_of
 
 _NUM_KINDS = 12
 _MANY_ROWS = 16
 
+Kind = tuple[tuple[int, ...], torch.dtype, Any]
+"""The shape of a small tensor, its dtype, and mesh and placements, None for one that is not sharded."""
 
-class TrialTensors:
-    """Small tensors that are sharded like the parameters of a group, with gradients for some steps.
 
-    Args:
-        parameters: Of the group.
-        dtype: That of parameters in half precision is tried in float32 too, where more can be seen.
+@dataclass(eq=False)
+class TrialTensor:
+    """A small tensor that is sharded like a parameter.
+
+    Attributes:
+        like: The parameter.
+        values: Of the whole tensor.
+        gradients: Of the whole tensor, for each step; None where a step does not use it.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], num_steps: int, dtype: torch.dtype | None
-    ) -> None:
-        self.likes: list[nn.Parameter] = []
-        self.layouts: list[Layout | None] = []
-        shapes: list[tuple[int, ...]] = []
-        seen = set[Any]()
-        for parameter in distinct(filter(can_train, parameters)):
-            shape, layout = scaled_down(parameter)
-            if layout is not None:
-                sharding = sharding_of(parameter)
-            else:
-                sharding = None
-            key = (shape, parameter.dtype, sharding)
-            if key not in seen and len(seen) < _NUM_KINDS:
-                seen.add(key)
-                self.likes.append(parameter)
-                self.layouts.append(layout)
-                shapes.append(shape)
-        if len(shapes) == 1:  # two at least: some optimizers mix their parameters
-            self.likes *= 2
-            self.layouts *= 2
-            shapes *= 2
-        generator = torch.Generator().manual_seed(0)
-        pairs = list(zip(shapes, self.likes, strict=True))
-        self.values = [self._random(shape, generator, 0.1, dtype, like) for shape, like in pairs]
-        self.gradients = [
-            [self._random(shape, generator, 1.0, dtype, like) for shape, like in pairs]
-            for _ in range(num_steps)
-        ]
+    like: nn.Parameter
+    values: Tensor
+    gradients: list[Tensor | None] = field(default_factory=list)
 
-    @staticmethod
-    def _random(
-        shape: tuple[int, ...],
-        generator: torch.Generator,
-        scale: float,
-        dtype: torch.dtype | None,
-        like: Tensor,
-    ) -> Tensor:
-        if like.is_complex():
-            wide = torch.complex64
-        else:
-            wide = torch.float32
-        values = torch.randn(shape, generator=generator, dtype=wide) * scale
-        if values.dim() > 0:  # another norm for each part
-            rows = values.size(0)
-            values *= torch.linspace(0.5, 2, rows).view(rows, *[1] * (values.dim() - 1))
-        return values.to(device=like.device, dtype=dtype or like.dtype)
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def whole(self, index: int, values: Tensor) -> Tensor:
+    def whole(self, values: Tensor) -> Tensor:
         """A copy of ``values``."""
         return values.clone()
 
-    def shard(self, index: int, values: Tensor) -> Tensor:
+    def shard(self, values: Tensor) -> Tensor:
         """This rank's part of ``values``, as a sharded tensor if the parameter is one."""
-        like = self.likes[index]
-        layout = self.layouts[index]
-        if layout is None:
+        if not is_split(self.like):
             return values.clone()
-        mesh, placements = sharding_of(like)
-        part = self.part(index, values).clone(memory_format=torch.contiguous_format)
+        mesh, placements = sharding_of(self.like)
+        part = self.part(values).clone(memory_format=torch.contiguous_format)
         sharded = DTensor.from_local(
             part, mesh, placements, run_check=False, shape=values.shape, stride=values.stride()
         )
         # It was moved to the mesh's devices; an offloaded parameter is on the host.
-        return sharded.to(like.device)
+        return sharded.to(self.like.device)
 
-    def part(self, index: int, values: Tensor) -> Tensor:
+    def part(self, values: Tensor) -> Tensor:
         """This rank's part of ``values``."""
-        layout = self.layouts[index]
-        if layout is None:
+        if not is_split(self.like):
             return values
-        holders = holders_of(*sharding_of(self.likes[index]))
-        return layout.part(values, holders.ranks.index(dist.get_rank()))
+        holders = holders_of(*sharding_of(self.like))
+        return holders.part(values, holders.ranks.index(dist.get_rank()))
 
 
-def distinct(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """The first of the parameters of each shape, dtype and sharding: a model of many layers repeats a few."""
-    found: dict[Any, nn.Parameter] = {}
-    for parameter in parameters:
+def trial_tensors(
+    parameters: Sequence[nn.Parameter], num_steps: int, dtype: torch.dtype | None
+) -> list[TrialTensor]:
+    """Tensors that stand for the ``parameters`` of a group; none if none of these can train.
+
+    ``dtype``: parameters in half precision are tried in float32 too, where more can be seen.
+    """
+    chosen = list(kinds(parameters).items())[:_NUM_KINDS]
+    if len(chosen) == 1:  # two at least: some optimizers mix their parameters
+        chosen *= 2
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        TrialTensor(like, _random(shape, generator, 0.1, dtype, like)) for (shape, _, _), like in chosen
+    ]
+    for _ in range(num_steps):
+        for tensor in tensors:
+            tensor.gradients.append(_random(tensor.values.shape, generator, 1.0, dtype, tensor.like))
+    if tensors:  # a parameter that a step has not used
+        tensors[0].gradients[1] = None
+    return tensors
+
+
+def _random(
+    shape: Sequence[int], generator: torch.Generator, scale: float, dtype: torch.dtype | None, like: Tensor
+) -> Tensor:
+    if like.is_complex():
+        wide = torch.complex64
+    else:
+        wide = torch.float32
+    values = torch.randn(shape, generator=generator, dtype=wide) * scale
+    if values.dim() > 0:  # another norm for each part
+        rows = values.size(0)
+        values *= torch.linspace(0.5, 2, rows).view(rows, *[1] * (values.dim() - 1))
+    return values.to(device=like.device, dtype=dtype or like.dtype)
+
+
+def kinds(parameters: Iterable[nn.Parameter]) -> dict[Kind, nn.Parameter]:
+    """The first parameter of each kind, among those that may get gradients now or, being frozen, later."""
+    # A model of many layers repeats a few shapes.
+    distinct: dict[Any, nn.Parameter] = {}
+    for parameter in filter(_can_train, parameters):
+        sharding = None
         if is_split(parameter):
             sharding = sharding_of(parameter)
-        else:
-            sharding = None
-        found.setdefault((parameter.shape, parameter.dtype, parameter.device, sharding), parameter)
-    return list(found.values())
+        distinct.setdefault((parameter.shape, parameter.dtype, sharding), parameter)
+    found: dict[Kind, nn.Parameter] = {}
+    for (_, dtype, sharding), parameter in distinct.items():
+        found.setdefault((_small_shape(parameter), dtype, sharding), parameter)
+    return found
 
 
-def can_train(parameter: Tensor) -> bool:
-    """Whether a parameter may get gradients now or, being frozen, later: those of quantised bases never do."""
+def _can_train(parameter: Tensor) -> bool:
+    """Whether a parameter may ever get gradients: those of quantised bases do not."""
     is_number = parameter.is_floating_point() or parameter.is_complex()
     return is_number and parameter.dtype.itemsize > 1 and parameter.numel() > 0
 
 
-def scaled_down(parameter: Tensor) -> tuple[tuple[int, ...], Layout | None]:
+def _small_shape(parameter: Tensor) -> tuple[int, ...]:
     """A small shape in which a parameter's looks alike: wide or tall, rows that do not divide, fewer than ranks."""
-    if is_split(parameter):
-        holders = holders_of(*sharding_of(parameter))
-    else:
-        holders = None
     num_parts: dict[int, int] = defaultdict(lambda: 1)
-    for split in holders.splits if holders is not None else ():
-        num_parts[split.tensor_dim] *= split.num_parts
-    shape = [_scaled_size(size, num_parts[dim]) for dim, size in enumerate(parameter.shape)]
+    if is_split(parameter):
+        for split in holders_of(*sharding_of(parameter)).splits:
+            num_parts[split.tensor_dim] *= split.num_parts
+    shape = [_small_size(size, num_parts[dim]) for dim, size in enumerate(parameter.shape)]
     if len(shape) > 1:
         rows, columns = parameter.shape[:2]
         if columns >= rows and shape[0] > _MANY_ROWS:  # as large as the square of the ranks otherwise
@@ -141,11 +132,10 @@ def scaled_down(parameter: Tensor) -> tuple[tuple[int, ...], Layout | None]:
             shape[1] = shape[0]
         else:
             shape[1] = max(min(shape[1], shape[0] - 1), 1)
-    found = tuple(shape)
-    return found, None if holders is None else holders.layout(found)
+    return tuple(shape)
 
 
-def _scaled_size(size: int, num_parts: int) -> int:
+def _small_size(size: int, num_parts: int) -> int:
     if size <= 3:
         return size
     if num_parts == 1:

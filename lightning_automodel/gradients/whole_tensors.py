@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from lightning_automodel.distributed.collectives import full
 from lightning_automodel.gradients.owner_exchange import (
     Holders,
-    Layout,
     Owned,
     OwnerExchange,
     group_of,
@@ -43,8 +42,10 @@ class WholeParameter(Owned):
             during steps.
     """
 
-    def __init__(self, parameter: nn.Parameter, layout: Layout, exchange: OwnerExchange, owner: int) -> None:
-        super().__init__(layout, owner)
+    def __init__(
+        self, parameter: nn.Parameter, holders: Holders, exchange: OwnerExchange, owner: int
+    ) -> None:
+        super().__init__(holders, parameter.shape, owner)
         self.parameter = parameter
         self.exchange = exchange
         self.stand_in: nn.Parameter | None = None
@@ -64,7 +65,7 @@ class WholeParameter(Owned):
         assert gradient is not None
         mesh, placements = sharding_of(self.parameter)
         if not isinstance(gradient, DTensor):  # the user's, of the whole parameter
-            return self.layout.part(gradient, self.exchange.rank)
+            return self.holders.part(gradient, self.exchange.rank)
         return torch_internals.local_tensor(gradient.redistribute(mesh, placements))
 
 
@@ -123,9 +124,7 @@ class WholeSteps:
             num_owned = self._num_owned.setdefault(exchange, [0] * group.size())
             owner = num_owned.index(min(num_owned))
             num_owned[owner] += parameter.numel()
-            self._parameters[parameter] = WholeParameter(
-                parameter, holders.layout(parameter.shape), exchange, owner
-            )
+            self._parameters[parameter] = WholeParameter(parameter, holders, exchange, owner)
 
     def _stepped_whole(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
         groups = self._groups.get(optimizer, ())

@@ -82,7 +82,7 @@ def _whole_on_owner() -> tuple[bool, bool]:
     up = experts.up
     holders = holders_of(up.device_mesh, up.placements)
     exchange = OwnerExchange(group_of(up.device_mesh, holders), torch.device("cpu"))
-    whole = exchange.to_owners([(Owned(holders.layout(up.shape), owner=1), up.to_local())])[0]
+    whole = exchange.to_owners([(Owned(holders, up.shape, owner=1), up.to_local())])[0]
     is_right = whole is None if exchange.rank != 1 else whole.equal(expected)
     return is_right, up.full_tensor().equal(expected)
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, ExactnessCheck
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.gradients.owner_exchange import Layout, Split
+from lightning_automodel.gradients.owner_exchange import Holders, Owned, Split
 from lightning_automodel.gradients.step_choice import OPTION
 from lightning_automodel.gradients.whole_tensors import WholeSteps
 from tests.gradients import whole_steps
@@ -107,12 +107,12 @@ def test_layouts(rows: int) -> None:
     coordinates = tuple(
         (tensor, shard, column) for shard in range(3) for column in range(2) for tensor in range(2)
     )
-    layout = Layout((rows, 5), splits, coordinates)
+    holders = Holders(tuple(range(12)), splits, coordinates)
     whole = torch.arange(rows * 5).view(rows, 5)
-    parts = [layout.part(whole, rank) for rank in range(12)]
-    assert [part.shape for part in parts] == layout.part_shapes
+    parts = [holders.part(whole, rank) for rank in range(12)]
+    assert [part.shape for part in parts] == Owned(holders, (rows, 5), owner=0).part_shapes
     assert sum(part.numel() for part in parts) == whole.numel()
-    assert torch.equal(layout.join(parts), whole)
+    assert torch.equal(holders.join(parts), whole)
 
 
 # --- Bits -------------------------------------------------------------------------------------------------------------
