@@ -152,6 +152,13 @@ class OwnerExchange:
         self.group = group
         self.rank = group.rank()
         self._device = device
+        self._num_owned = [0] * group.size()  # elements, by rank
+
+    def choose_owner(self, numel: int) -> int:
+        """The rank that owns the fewest elements so far; now it owns ``numel`` more. Not a collective."""
+        owner = self._num_owned.index(min(self._num_owned))
+        self._num_owned[owner] += numel
+        return owner
 
     def to_owners(self, tensors: Sequence[tuple[Owned, Tensor]]) -> list[Tensor | None]:
         """Send this rank's parts. Returns the whole tensor for each that this rank owns, else None."""

@@ -101,7 +101,6 @@ class WholeSteps:
         # By mesh and placements: as many entries as ranks each.
         self._holders: dict[tuple[Any, Any], Holders] = {}
         self._exchanges: dict[dist.ProcessGroup, OwnerExchange] = {}
-        self._num_owned: dict[OwnerExchange, list[int]] = {}
         self._stepping: dict[Optimizer, _Swapped] = {}
 
     def take(self, optimizer: Optimizer, groups: set[int]) -> None:
@@ -121,9 +120,7 @@ class WholeSteps:
             holders = self._holders[sharding]
             group = group_of(sharding[0], holders)
             exchange = self._exchanges.setdefault(group, OwnerExchange(group, self._device))
-            num_owned = self._num_owned.setdefault(exchange, [0] * group.size())
-            owner = num_owned.index(min(num_owned))
-            num_owned[owner] += parameter.numel()
+            owner = exchange.choose_owner(parameter.numel())
             self._parameters[parameter] = WholeParameter(parameter, holders, exchange, owner)
 
     def _stepped_whole(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
