@@ -1,6 +1,7 @@
 """Cross-entropy from the last hidden states in chunks, without the logits of all positions or their gradient."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,81 +67,126 @@ def token_loss(
     """
     if chunk_elements is not None and chunk_elements < 1:
         raise ValueError(f"chunk_elements must be at least 1, got {chunk_elements}.")
-    targets = labels[..., label_shift:]
-    num_positions = targets.shape[-1]
-    is_label = targets != ignore_index
     if skip_ignored is None:
         skip_ignored = labels.device.type == "cpu"
-    if skip_ignored:
-        places = is_label.nonzero(as_tuple=True)  # called once: it makes the host wait for an accelerator
-        targets = targets[places]  # [n]
-    else:
-        is_label = is_label.flatten()
-        targets = torch.where(is_label, targets.flatten(), 0)  # [n]
-    mesh: DeviceMesh | None = None
+    positions = _Positions(labels, label_shift, ignore_index, skip_ignored)
+    losses_of = partial(_cross_entropies, weight=weight, label_smoothing=label_smoothing, z_loss=z_loss)
     head = torch_internals.uncompiled(head)
-    forward = head.forward
+    chunked = _ChunkedHead(head.forward, positions, losses_of, chunk_elements)
+    with PatchStack() as patches:
+        patches.set(head, "forward", chunked.forward)
+        output = head(hidden)
+    return chunked.total(output), positions.count(weight)
 
-    def logits_of(rows: Tensor) -> Tensor:
-        return forward(rows if mesh is None else DTensor.from_local(rows, mesh, [Replicate()]))
 
-    def loss_of(rows: Tensor, chunk: slice) -> Tensor:
-        losses = _cross_entropies(logits_of(rows), targets[chunk], weight, label_smoothing, z_loss)
-        return (losses if skip_ignored else losses.masked_fill(~is_label[chunk], 0.0)).sum()
+class _Positions:
+    """The n positions whose losses are added up: those with a label, or all, where those without give zeros.
 
-    @torch_internals.not_compiled
-    def chunked_forward(states: Tensor) -> Tensor:
-        """The head's forward while FSDP2 has gathered its parameters and tensor parallelism has placed ``states``."""
-        nonlocal mesh
-        if isinstance(states, DTensor):
-            mesh = states.device_mesh
-            states = states.full_tensor()
-        if states.shape[:-1] != labels.shape:
+    Attributes:
+        targets: [n] labels.
+    """
+
+    def __init__(self, labels: Tensor, label_shift: int, ignore_index: int, skips_ignored: bool) -> None:
+        targets = labels[..., label_shift:]
+        is_label = targets != ignore_index
+        self._shape = labels.shape
+        self._length = targets.shape[-1]
+        self._num_labels = is_label.sum()
+        self._places: tuple[Tensor, ...] = ()
+        self._ignored: Tensor | None = None  # [n]; None if there are only positions with a label
+        if skips_ignored:
+            self._places = is_label.nonzero(as_tuple=True)  # it makes the host wait for an accelerator
+            self.targets = targets[self._places]
+        else:
+            self._ignored = ~is_label.flatten()
+            self.targets = targets.flatten().masked_fill(self._ignored, 0)
+
+    def rows_of(self, states: Tensor) -> Tensor:
+        """[n, d] the rows of [..., s, d] hidden states. Raises ValueError if these do not match the labels."""
+        if states.shape[:-1] != self._shape:
             raise ValueError(
-                f"hidden {list(states.shape)} must be [..., s, d] for labels {list(labels.shape)} [..., s]."
+                f"hidden {list(states.shape)} must be [..., s, d] for labels {list(self._shape)} [..., s]."
             )
-        rows = states[..., :num_positions, :]
+        rows = states[..., : self._length, :]
+        if self._ignored is None:
+            return rows[self._places]
         # Zeros, not what stands at ignored positions: it may be NaN, and so would be zero times its
         # gradient.
-        # [n, d]
-        if skip_ignored:
-            rows = rows[places]
-        else:
-            rows = rows.flatten(0, -2).masked_fill(~is_label[:, None], 0.0)
-        if mesh is None:
-            num_ranks = 1
-        else:
-            num_ranks = mesh.size()
-        # Not under no_grad: autocast would cache a weight without its gradient.
-        num_classes = logits_of(rows[:0]).shape[-1]
-        num_rows = (chunk_elements or 2**22) * num_ranks // num_classes
-        # Each chunk adds a gradient of the whole weight, so its logits may take as much memory.
-        num_rows = max(num_rows, states.shape[-1] // 4 if chunk_elements is None else 1)
-        loss = _sum_over_chunks(loss_of, rows, max(num_rows, 1))
-        # One copy per tensor-parallel rank, since the plan may shard the output or replicate it; averaged
-        # below.
-        if mesh is None:
-            return loss
-        return DTensor.from_local(loss.expand(num_ranks), mesh, [Replicate()])
+        return rows.flatten(0, -2).masked_fill(self._ignored[:, None], 0.0)
 
-    with PatchStack() as patches:
-        patches.set(head, "forward", chunked_forward)
-        loss = head(hidden)
-    if mesh is not None and loss.shape[0] < mesh.size():
-        loss = DTensor.from_local(loss, mesh, [Shard(0)])
-    loss = loss.mean()
-    if loss.dtype in (torch.float16, torch.bfloat16):
-        raise ValueError(
-            f"The head casts its output to {loss.dtype}, too coarse for a sum of losses: leave output_dtype"
-            " unset."
-        )
-    if weight is None:
-        count = is_label.sum()
-    elif skip_ignored:
-        count = weight[targets].sum()
-    else:
-        count = weight[targets].masked_fill(~is_label, 0.0).sum()
-    return (loss.full_tensor() if isinstance(loss, DTensor) else loss), count
+    def sum(self, values: Tensor, chunk: slice) -> Tensor:
+        """[] the sum of the values of a chunk of positions, without those that have no label."""
+        if self._ignored is not None:
+            values = values.masked_fill(self._ignored[chunk], 0.0)
+        return values.sum()
+
+    def count(self, weight: Tensor | None) -> Tensor:
+        """[] how many labels there are, or the sum of their weights."""
+        if weight is None:
+            return self._num_labels
+        return self.sum(weight[self.targets], slice(None))
+
+
+class _ChunkedHead:
+    """Runs a head on chunks of positions, and returns the sum of their losses in place of logits."""
+
+    def __init__(
+        self,
+        forward: Callable[[Tensor], Tensor],
+        positions: _Positions,
+        losses_of: Callable[[Tensor, Tensor], Tensor],
+        chunk_elements: int | None,
+    ) -> None:
+        self._forward = forward
+        self._positions = positions
+        self._losses_of = losses_of
+        self._chunk_elements = chunk_elements
+        self._mesh: DeviceMesh | None = None  # of tensor parallelism, once it has placed the hidden states
+
+    @torch_internals.not_compiled
+    def forward(self, states: Tensor) -> Tensor:
+        """The head's forward while FSDP2 has gathered its parameters and tensor parallelism has placed ``states``."""
+        num_ranks = 1
+        if isinstance(states, DTensor):
+            self._mesh = states.device_mesh
+            num_ranks = self._mesh.size()
+            states = states.full_tensor()
+        rows = self._positions.rows_of(states)
+        # Not under no_grad: autocast would cache a weight without its gradient.
+        num_classes = self._logits_of(rows[:0]).shape[-1]
+        num_rows = (self._chunk_elements or 2**22) * num_ranks // num_classes
+        if self._chunk_elements is None:
+            # Each chunk adds a gradient of the whole weight, so its logits may take as much memory.
+            num_rows = max(num_rows, states.shape[-1] // 4)
+        loss = _sum_over_chunks(self._loss_of, rows, max(num_rows, 1))
+        # One copy per tensor-parallel rank, since the plan may shard the output or replicate it; averaged
+        # in the total.
+        if self._mesh is None:
+            return loss
+        return DTensor.from_local(loss.expand(num_ranks), self._mesh, [Replicate()])
+
+    def total(self, output: Tensor) -> Tensor:
+        """[] the sum of all losses, by what the head has returned. A collective where tensor parallelism shards it."""
+        if self._mesh is not None and output.shape[0] < self._mesh.size():
+            output = DTensor.from_local(output, self._mesh, [Shard(0)])
+        loss = output.mean()
+        if loss.dtype in (torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"The head casts its output to {loss.dtype}, too coarse for a sum of losses: leave"
+                " output_dtype unset."
+            )
+        if isinstance(loss, DTensor):
+            return loss.full_tensor()
+        return loss
+
+    def _logits_of(self, rows: Tensor) -> Tensor:
+        if self._mesh is not None:
+            rows = DTensor.from_local(rows, self._mesh, [Replicate()])
+        return self._forward(rows)
+
+    def _loss_of(self, rows: Tensor, chunk: slice) -> Tensor:
+        losses = self._losses_of(self._logits_of(rows), self._positions.targets[chunk])
+        return self._positions.sum(losses, chunk)
 
 
 def _sum_over_chunks(loss_of: Callable[[Tensor, slice], Tensor], rows: Tensor, num_rows: int) -> Tensor:
@@ -229,9 +275,7 @@ def _cross_entropies(
         logits = logits.redistribute(placements=[Shard(1)]).to_local()
         start = mesh.get_local_rank() * -(-num_classes // mesh.size())  # as DTensor shards
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if weight is None:
-        weight = None
-    else:
+    if weight is not None:
         weight = weight.to(logits.dtype)
     log_partition = logits.logsumexp(-1)
     if mesh is None:

@@ -234,7 +234,7 @@ class TokenWeighting:
         else:
             num_label_tokens = torch.zeros_like(totals[0])
         return StepReport(
-            loss=totals[1] / totals[0 if self.per_token_loss else 2],
+            loss=totals[1] / totals[self.denominator_index],
             num_label_tokens=num_label_tokens,
             num_micro_batches=totals[2].long(),
             grad_norm=None,
