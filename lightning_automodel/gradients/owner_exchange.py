@@ -5,9 +5,9 @@ gathering would bring every tensor to every rank.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
+from itertools import chain, product
 from typing import NamedTuple
 
 import torch
@@ -90,7 +90,7 @@ def holders_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> Holders:
     splits = (*outer, *inner)
     ranks = mesh.mesh[tuple(index)]
     by_mesh_dim = sorted(splits)
-    at = itertools.product(*(range(split.num_parts) for split in by_mesh_dim))
+    at = product(*(range(split.num_parts) for split in by_mesh_dim))
     order = [by_mesh_dim.index(split) for split in splits]
     coordinates = [tuple(coordinate[place] for place in order) for coordinate in at]
     # A group has its ranks in ascending order. Those of experts under context parallelism come in another
@@ -165,41 +165,39 @@ class OwnerExchange:
         wholes: list[Tensor | None] = [None] * len(tensors)
         for chosen in _by_dtype([part for _, part in tensors]):
             sent: list[list[Tensor]] = [[] for _ in range(self.group.size())]
-            received: list[list[torch.Size]] = [[] for _ in range(self.group.size())]
+            mine: dict[int, Owned] = {}
             for index in chosen:
                 owned, part = tensors[index]
                 sent[owned.owner].append(part)
                 if owned.owner == self.rank:
-                    for rank, shapes in enumerate(received):
-                        shapes.append(owned.part_shapes[rank])
-            parts = self._all_to_all(sent, received, tensors[chosen[0]][1])
-            mine = [index for index in chosen if tensors[index][0].owner == self.rank]
-            for number, index in enumerate(mine):
-                wholes[index] = tensors[index][0].holders.join([by_rank[number] for by_rank in parts])
+                    mine[index] = owned
+            shapes = [[owned.part_shapes[rank] for owned in mine.values()] for rank in range(len(sent))]
+            parts = self._all_to_all(sent, shapes, tensors[chosen[0]][1])
+            for (index, owned), by_rank in zip(mine.items(), zip(*parts, strict=True), strict=True):
+                wholes[index] = owned.holders.join(by_rank)
         return wholes
 
     def to_holders(self, tensors: Sequence[tuple[Owned, Tensor | None, Tensor]]) -> None:
         """Send the whole tensors that this rank owns (the second of each), and overwrite the parts (the third)."""
         for chosen in _by_dtype([part for _, _, part in tensors]):
             sent: list[list[Tensor]] = [[] for _ in range(self.group.size())]
-            received: list[list[torch.Size]] = [[] for _ in range(self.group.size())]
+            places: list[list[Tensor]] = [[] for _ in range(self.group.size())]
             for index in chosen:
                 owned, whole, part = tensors[index]
-                received[owned.owner].append(part.shape)
+                places[owned.owner].append(part)
                 if whole is not None:
                     for rank, parts in enumerate(sent):
                         parts.append(owned.holders.part(whole, rank))
-            found = self._all_to_all(sent, received, tensors[chosen[0]][2])
-            for rank, values in enumerate(found):
-                places = [tensors[index][2] for index in chosen if tensors[index][0].owner == rank]
-                for place, value in zip(places, values, strict=True):
-                    place.copy_(value)
+            shapes = [[place.shape for place in by_owner] for by_owner in places]
+            found = self._all_to_all(sent, shapes, tensors[chosen[0]][2])
+            for place, value in zip(chain(*places), chain(*found), strict=True):
+                place.copy_(value)
 
     def _all_to_all(
         self, sent: list[list[Tensor]], shapes: list[list[torch.Size]], like: Tensor
     ) -> list[list[Tensor]]:
         """Send tensors to each rank; returns those of the ``shapes`` that each rank sends. A collective."""
-        flat = [part.reshape(-1) for parts in sent for part in parts]
+        flat = [part.reshape(-1) for part in chain(*sent)]
         if flat:
             outgoing = torch.cat(flat).to(self._device)
         else:
@@ -212,7 +210,7 @@ class OwnerExchange:
         else:
             dist.all_to_all_single(incoming, outgoing, num_received, num_sent, group=self.group)
         incoming = incoming.to(like.device)
-        numels = [math.prod(shape) for of_rank in shapes for shape in of_rank]
+        numels = list(map(math.prod, chain(*shapes)))
         pieces = iter(incoming.split(numels))
         return [[next(pieces).view(shape) for shape in of_rank] for of_rank in shapes]
 

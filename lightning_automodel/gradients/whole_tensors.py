@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.distributed.collectives import full
 from lightning_automodel.gradients.owner_exchange import (
     Holders,
@@ -49,7 +50,6 @@ class WholeParameter(Owned):
         self.parameter = parameter
         self.exchange = exchange
         self.stand_in: nn.Parameter | None = None
-        self.known_states: list[Any] = []  # by optimizer: those that are whole on the owner
         if owner == exchange.rank:
             empty = torch_internals.local_tensor(parameter).new_empty(0)
             self.stand_in = nn.Parameter(empty, requires_grad=parameter.requires_grad)
@@ -202,21 +202,19 @@ class WholeSteps:
                 _free(swapped.stepped)
 
     def _take_states(self, optimizers: list[Optimizer], whole: WholeParameter) -> None:
-        """Make new states of a parameter whole on its owner, and drop them elsewhere.
+        """Make the states of a parameter whole on its owner, and drop them elsewhere.
 
         A state that was made before the first step, or loaded by the user's code, may be sharded: then a
         collective.
         """
         for optimizer in optimizers:
             state = optimizer.state.get(whole.parameter)
-            if not state or any(state is known for known in whole.known_states):
+            if not state:
                 continue
-            found = {key: apply_to_collection(value, DTensor, full) for key, value in state.items()}
+            if any(isinstance(tensor, DTensor) for tensor in tensors_in(state)):
+                optimizer.state[whole.parameter] = apply_to_collection(dict(state), DTensor, full)
             if whole.stand_in is None:
                 del optimizer.state[whole.parameter]
-            else:
-                optimizer.state[whole.parameter] = found
-                whole.known_states.append(found)
 
 
 class _Swapped:
@@ -243,16 +241,15 @@ class _Swapped:
             if index < len(optimizer.param_groups)
         }
         for parameters in lists.values():
-            self._lists.append((parameters, list(parameters)))
-            shown: list[nn.Parameter] = []
-            for parameter in parameters:
+            own = list(parameters)
+            self._lists.append((parameters, own))
+            parameters.clear()
+            for parameter in own:
                 whole = whole_parameters.get(parameter)
                 if whole is None:
-                    shown.append(parameter)
-                    continue
-                if parameter.grad is not None and whole.stand_in is not None:
-                    shown.append(whole.stand_in)
-            parameters[:] = shown
+                    parameters.append(parameter)
+                elif parameter.grad is not None and whole.stand_in is not None:
+                    parameters.append(whole.stand_in)
         self._move_states(to_stand_ins=True)
 
     def restore(self) -> None:
@@ -271,9 +268,6 @@ class _Swapped:
             for optimizer in self._optimizers:
                 if old in optimizer.state:
                     optimizer.state[new] = optimizer.state.pop(old)
-            if not to_stand_ins:
-                states = (optimizer.state.get(whole.parameter) for optimizer in self._optimizers)
-                whole.known_states = [state for state in states if state is not None]
 
 
 def nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
