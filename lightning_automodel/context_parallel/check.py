@@ -78,25 +78,18 @@ class FirstStepCheck:
         Returns a warning for the user, if some attention could not be compared. RuntimeError on every rank
         if an output differs on any of them by more than rounding.
         """
-        self._slices = slices
-        self._shape = shape
-        chunk = min(_CHUNK, slices.chunk)
-        self._length = 2 * slices.num_ranks * chunk
-        documents = None if slices.documents is None else slices.documents[:, : self._length]
-        length = min(self._length, slices.length)
-        self._sliced = replace(slices, chunk=chunk, length=length, documents=documents, num_calls=0)
-        self._whole = replace(self._sliced, group=None, chunks=(0, 1), chunk=self._length // 2)
+        first = _FirstPositions(slices, shape)
         names = {submodule: name for name, submodule in self._module.named_modules()}
         calls = self._calls
         self._calls = []
         # Ranks may have called different modules, or some with arguments that cannot be sliced.
         told = gather_objects(
-            [names[called] if self._covers(arguments) else None for called, *arguments in calls]
+            [names[called] if first.cover(arguments) else None for called, *arguments in calls]
         )
         found: tuple[str, float] | None = None
         for call, called in zip(calls, zip(*told, strict=False), strict=False):
             if called[0] is not None and len({*called}) == 1:
-                difference = self._first_difference(call, names)
+                difference = self._first_difference(call, first, names)
                 found = found or difference
         found_by_rank, draws_by_rank = zip(*gather_objects((found, self._draws)), strict=True)
         is_random = any(draws_by_rank)
@@ -104,12 +97,12 @@ class FirstStepCheck:
             name, error = next(filter(None, found_by_rank))
             raise RuntimeError(
                 f"{name} gives something else on slices of sequences than on whole ones: off by {error:.2g}"
-                f" of its size on the first {self._length} positions of the first batch. In it, or just"
+                f" of its size on the first {first.length} positions of the first batch. In it, or just"
                 " before, positions are mixed within this rank's slice alone, or counted from its start:"
                 " attend by lightning_automodel.context_parallel_attention(query, key, value), and take"
                 " positions from batch['position_ids']."
             )
-        if not is_random and slices.num_calls <= self._sliced.num_calls:
+        if not is_random and slices.num_calls <= first.sliced.num_calls:
             return None
         return (
             f"{class_name(self._module)}.training_step draws random numbers in evaluation mode too, or"
@@ -118,49 +111,15 @@ class FirstStepCheck:
             " whole sequences. To have them compared, call one module, as in self.model(**batch)."
         )
 
-    def _covers(self, arguments: Any) -> bool:
-        """Whether a module was called with slices, and with no other tensor that has the length of a sequence."""
-        tensors = list(tensors_in(arguments))
-        others = [tensor for tensor in tensors if not self._is_slice(tensor)]
-        lengths = {
-            self._shape[-1],
-            self._shape[-1] * self._slices.num_ranks,
-            self._slices.length,
-            self._length,
-        }
-        return len(others) < len(tensors) and not any(
-            lengths.intersection(tensor.shape[1:]) for tensor in others
-        )
-
-    def _is_slice(self, tensor: Tensor) -> bool:
-        # A floating-point [b, s] may as well be [b, features].
-        is_known = not isinstance(tensor, DTensor) and (tensor.ndim > 2 or not tensor.is_floating_point())
-        return is_known and tensor.shape[:2] == self._shape
-
-    def _gather(self, tensor: Tensor) -> Tensor:
-        """A slice [b, s, ...] of each rank to the first positions [b, length, ...]. A collective."""
-        if not self._is_slice(tensor):
-            return tensor
-        whole = attention.whole(tensor.reshape(*self._shape, -1), self._slices)[:, : self._length]
-        # Contiguous, as models may call view() on it.
-        return whole.reshape(-1, self._length, *tensor.shape[2:]).contiguous()
-
-    def _cut(self, tensor: Tensor) -> Tensor:
-        """[b, length, ...] to this rank's [b, s, ...]; a tensor of another length is returned unchanged."""
-        if tensor.ndim < 2 or tensor.shape[1] != self._length:
-            return tensor
-        chunks = tensor.split(self._sliced.chunk, dim=1)
-        return torch.cat([chunks[index] for index in self._sliced.chunks], dim=1)
-
     def _first_difference(
-        self, call: tuple[nn.Module, Any, Any], names: dict[nn.Module, str]
+        self, call: tuple[nn.Module, Any, Any], first: "_FirstPositions", names: dict[nn.Module, str]
     ) -> tuple[str, float] | None:
         """The first module that returns another output in slices, and its error. A collective of the context peers."""
         module, *arguments = call
-        arguments = apply_to_collection(arguments, Tensor, self._gather, allow_frozen=True)
-        whole = self._outputs(module, arguments, self._whole)
-        arguments = apply_to_collection(arguments, Tensor, self._cut, allow_frozen=True)
-        in_slices = self._outputs(module, arguments, self._sliced)
+        arguments = apply_to_collection(arguments, Tensor, first.gather, allow_frozen=True)
+        whole = self._outputs(module, arguments, first.whole)
+        arguments = apply_to_collection(arguments, Tensor, first.cut, allow_frozen=True)
+        in_slices = self._outputs(module, arguments, first.sliced)
         is_wide = torch.get_float32_matmul_precision() == "highest"
         if is_wide:
             epsilon = 0.0
@@ -169,7 +128,7 @@ class FirstStepCheck:
         for submodule, output, own in _in_pairs(whole, in_slices):
             # A wide output may come from narrower ones.
             epsilon = max(epsilon, torch.finfo(output.dtype).eps)
-            expected = self._cut(output)
+            expected = first.cut(output)
             if expected is not output and own.shape == expected.shape:
                 error = float(_error(own.double(), expected.double()))
                 if error > math.sqrt(epsilon) / 2:
@@ -219,6 +178,56 @@ class FirstStepCheck:
             yield
             after = [generator.get_rng_state() for generator in generators]
             self._draws |= not all(map(torch.equal, before, after))
+
+
+class _FirstPositions:
+    """The first positions of a batch, of which each rank has a slice of the ``shape`` [b, s].
+
+    Attributes:
+        length: How many there are.
+        sliced: How ranks share them.
+        whole: The same where this rank holds all of them.
+    """
+
+    def __init__(self, slices: Slices, shape: torch.Size) -> None:
+        self._slices = slices
+        self._shape = shape
+        chunk = min(_CHUNK, slices.chunk)
+        self.length = 2 * slices.num_ranks * chunk
+        documents = None if slices.documents is None else slices.documents[:, : self.length]
+        length = min(self.length, slices.length)
+        self.sliced = replace(slices, chunk=chunk, length=length, documents=documents, num_calls=0)
+        self.whole = replace(self.sliced, group=None, chunks=(0, 1), chunk=self.length // 2)
+
+    def cover(self, arguments: Any) -> bool:
+        """Whether a module was called with slices, and with no other tensor that has the length of a sequence."""
+        tensors = list(tensors_in(arguments))
+        others = [tensor for tensor in tensors if not self._is_slice(tensor)]
+        own = self._shape[-1]
+        lengths = {own, own * self._slices.num_ranks, self._slices.length, self.length}
+        return len(others) < len(tensors) and not any(
+            lengths.intersection(tensor.shape[1:]) for tensor in others
+        )
+
+    def _is_slice(self, tensor: Tensor) -> bool:
+        # A floating-point [b, s] may as well be [b, features].
+        is_known = not isinstance(tensor, DTensor) and (tensor.ndim > 2 or not tensor.is_floating_point())
+        return is_known and tensor.shape[:2] == self._shape
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """A slice [b, s, ...] of each rank to the first positions [b, length, ...]. A collective."""
+        if not self._is_slice(tensor):
+            return tensor
+        whole = attention.whole(tensor.reshape(*self._shape, -1), self._slices)[:, : self.length]
+        # Contiguous, as models may call view() on it.
+        return whole.reshape(-1, self.length, *tensor.shape[2:]).contiguous()
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """[b, length, ...] to this rank's [b, s, ...]; a tensor of another length is returned unchanged."""
+        if tensor.ndim < 2 or tensor.shape[1] != self.length:
+            return tensor
+        chunks = tensor.split(self.sliced.chunk, dim=1)
+        return torch.cat([chunks[index] for index in self.sliced.chunks], dim=1)
 
 
 def _in_pairs(whole: Outputs, in_slices: Outputs) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
