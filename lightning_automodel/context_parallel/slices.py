@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from lightning_automodel.context_parallel.attention import Slices
+from lightning_automodel.options import StrategyOptions
 
 SHIFTED_LABELS = "shift_labels"
 """Key of labels at the position that predicts them, as Hugging Face models call them."""
@@ -27,26 +28,18 @@ class SequenceSlices:
     missing attention mask.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        label_key: str,
-        ignore_index: int,
-        label_shift: int,
-        adds_mask: bool = False,
-    ) -> None:
-        self.chunks = rank, 2 * size - 1 - rank
-        self._num_chunks = 2 * size
-        self._label_key = label_key
-        self._label_shift = label_shift
+    def __init__(self, rank: int, options: StrategyOptions, adds_mask: bool = False) -> None:
+        self._num_chunks = 2 * options.context_parallel_size
+        self.chunks = rank, self._num_chunks - 1 - rank
+        self._label_key = options.label_key
+        self._label_shift = options.label_shift
         self._adds_mask = adds_mask
         self._padding = {
             _IDS: 0,
             _POSITIONS: 0,
             _MASK: 0,
-            label_key: ignore_index,
-            SHIFTED_LABELS: ignore_index,
+            options.label_key: options.ignore_index,
+            SHIFTED_LABELS: options.ignore_index,
         }
 
     def describe(self, batch: Any, group: dist.ProcessGroup) -> Slices:
@@ -86,37 +79,45 @@ class SequenceSlices:
             begins.cumsum(-1), (0, self._chunk_length(length) * self._num_chunks - length), value=-1
         )
 
-    def slice(self, batch: Any, cuts: bool = True) -> MutableMapping[str, Any]:
-        """A copy of a batch with this rank's slice of each sequence, or with ``cuts=False`` the whole ones.
+    def slice(self, batch: Any) -> MutableMapping[str, Any]:
+        """A copy of a batch with this rank's slice of each sequence.
 
         ``input_ids``, labels, ``position_ids``, ``attention_mask`` [..., s] and all entries that have the
-        shape of ``input_ids`` are sliced; other entries are unchanged. Missing position ids are created.
-        With a ``label_shift`` labels are shifted before slicing, so that the last token of a slice keeps its
-        label, which is in the next slice. They are then stored as ``shift_labels``, and reading ``labels``
-        raises.
+        shape of ``input_ids`` are sliced; other entries are unchanged.
         """
+        sliced = self.complete(batch)
         length = self._length(batch)
-        if isinstance(batch, MutableMapping):
-            sliced = copy.copy(batch)
-        else:
-            sliced = dict(batch)
-        if batch.get(_POSITIONS) is None:
-            sliced[_POSITIONS] = torch.arange(length, device=batch[_IDS].device).expand(batch[_IDS].shape)
-        if self._adds_mask and batch.get(_MASK) is None:
-            sliced[_MASK] = torch.ones_like(batch[_IDS])
-        if self._label_shift and self._label_key in batch:
-            if SHIFTED_LABELS not in batch:
-                self._check(self._label_key, batch[self._label_key], length)
-                shifted = batch[self._label_key][..., self._label_shift :]
-                sliced[SHIFTED_LABELS] = F.pad(
-                    shifted, (0, length - shifted.shape[-1]), value=self._padding[self._label_key]
-                )
-            sliced[self._label_key] = ShiftedAway()
-        for key, tensor in sliced.items() if cuts else ():
+        for key, tensor in sliced.items():
             if isinstance(tensor, Tensor) and (key in self._padding or tensor.shape == batch[_IDS].shape):
                 self._check(key, tensor, length)
                 sliced[key] = self._cut(tensor, self._padding.get(key, 0))
         return sliced
+
+    def complete(self, batch: Any) -> MutableMapping[str, Any]:
+        """A copy of a batch with all that a slice needs, in whole sequences.
+
+        Missing position ids are created. With a ``label_shift`` labels are shifted before slicing, so that
+        the last token of a slice keeps its label, which is in the next slice. They are then stored as
+        ``shift_labels``, and reading ``labels`` raises.
+        """
+        length = self._length(batch)
+        if isinstance(batch, MutableMapping):
+            completed = copy.copy(batch)
+        else:
+            completed = dict(batch)
+        if batch.get(_POSITIONS) is None:
+            completed[_POSITIONS] = torch.arange(length, device=batch[_IDS].device).expand(batch[_IDS].shape)
+        if self._adds_mask and batch.get(_MASK) is None:
+            completed[_MASK] = torch.ones_like(batch[_IDS])
+        if self._label_shift and self._label_key in batch:
+            if SHIFTED_LABELS not in batch:
+                self._check(self._label_key, batch[self._label_key], length)
+                shifted = batch[self._label_key][..., self._label_shift :]
+                completed[SHIFTED_LABELS] = F.pad(
+                    shifted, (0, length - shifted.shape[-1]), value=self._padding[self._label_key]
+                )
+            completed[self._label_key] = ShiftedAway()
+        return completed
 
     def _check(self, key: str, tensor: Tensor, length: int) -> None:
         if tensor.ndim == 0 or tensor.shape[-1] != length or (key == _MASK and tensor.ndim > 2):

@@ -71,8 +71,7 @@ class ContextParallelSteps:
         self._tell = tell
         num_layers = let_models_attend_across(module, patches)
         self._num_layers = max(num_layers, 1)
-        labels = options.label_key, options.ignore_index, options.label_shift
-        self.slices = SequenceSlices(mesh.get_local_rank(), mesh.size(), *labels, adds_mask=num_layers > 0)
+        self.slices = SequenceSlices(mesh.get_local_rank(), options, adds_mask=num_layers > 0)
         self._check: FirstStepCheck | None = FirstStepCheck(module, plugin)
         self._unwatched = {"training_step", "validation_step", "test_step", "predict_step"}
         self._newest: Slices | None = None
@@ -107,9 +106,7 @@ class ContextParallelSteps:
         told = gather_objects(
             (float(weighting.count(batch, output, step)), weighting.num_labels(batch)), self._group
         )
-        of_whole = _miscounted(
-            weighting, told, batch, self.slices.slice(whole, cuts=False), has_count(output)
-        )
+        of_whole = _miscounted(weighting, told, batch, self.slices.complete(whole), has_count(output))
         outcome = of_whole, [count for count, _ in told]
         for of_whole, counts in gather_objects(outcome, None if step == "training_step" else self._group):
             if of_whole is not None:

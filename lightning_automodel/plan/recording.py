@@ -283,8 +283,7 @@ def _slice(
 ) -> tuple[Any, Any]:
     """The first rank's slice of the batch, and its description. Hugging Face models then attend across ranks."""
     num_layers = hugging_face.let_models_attend_across(module, stack)
-    labels = options.label_key, options.ignore_index, options.label_shift
-    slicer = slices.SequenceSlices(0, options.context_parallel_size, *labels, adds_mask=num_layers > 0)
+    slicer = slices.SequenceSlices(0, options, adds_mask=num_layers > 0)
     return slicer.slice(batch), slicer.describe(batch, mesh[CONTEXT].get_group())
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS, SequenceSlices
+from lightning_automodel.options import StrategyOptions
 
 IGNORED = -100
 OTHERS = ("name", "weights")  # entries that are no sequences
@@ -15,8 +16,9 @@ OTHERS = ("name", "weights")  # entries that are no sequences
 
 def slices_of(batch: Any, size: int, **options: Any) -> list[Any]:
     """The slice of every rank."""
-    kwargs = {"label_key": "labels", "ignore_index": IGNORED, "label_shift": 0, **options}
-    return [SequenceSlices(rank, size, **kwargs).slice(batch) for rank in range(size)]
+    adds_mask = options.pop("adds_mask", False)
+    of_run = StrategyOptions(context_parallel_size=size, ignore_index=IGNORED, **options)
+    return [SequenceSlices(rank, of_run, adds_mask).slice(batch) for rank in range(size)]
 
 
 def whole(slices: list[Any], key: str, length: int) -> Tensor:
@@ -104,7 +106,7 @@ def test_a_mask_is_added_where_asked_for_and_padded_with_zeros() -> None:
 
 
 def test_documents_begin_where_positions_do_not_go_up_by_one() -> None:
-    slices = SequenceSlices(0, 2, "labels", IGNORED, 0)
+    slices = SequenceSlices(0, StrategyOptions(context_parallel_size=2, ignore_index=IGNORED))
     batch = {"input_ids": torch.zeros(1, 6), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]])}
     documents = slices._documents(batch)
     assert documents is not None

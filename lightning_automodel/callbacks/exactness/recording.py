@@ -86,7 +86,7 @@ class Recorder:
             if context is None or weighting is None:
                 self._begin(step_args)
                 return called(*step_args, **step_kwargs)
-            self._begin((context.slices.slice(args[0], cuts=False), *args[1:]))
+            self._begin((context.slices.complete(args[0]), *args[1:]))
             output = called(*step_args, **step_kwargs)
             # The count of this rank's slice.
             self._newest.returned_count = float(weighting.count(step_args[0], output))
