@@ -168,6 +168,16 @@ def _finding(error: BaseException) -> Finding:
     return Finding(Outcome.WRONG, _in_words(error))
 
 
+Form = Callable[[TrialTensor, Tensor], Tensor]
+
+
+class Stepped(NamedTuple):
+    """What a copy of the optimizer has made of tensors, and of the numbers that it keeps beside their states."""
+
+    tensors: dict[TrialTensor, Tensor]
+    numbers: dict[str, float]
+
+
 class OptimizerTrial:
     """Tries one group of an optimizer's parameters.
 
@@ -183,8 +193,7 @@ class OptimizerTrial:
         group = optimizer.param_groups[index]
         self._num_steps = _num_steps(optimizer, group)
         self._tensors = trial_tensors(group["params"], self._num_steps, dtype)
-        self._reference: dict[TrialTensor, Tensor] = {}
-        self._numbers: dict[str, float] = {}  # that the reference leaves in the group and the optimizer
+        self._reference = Stepped({}, {})
 
     def run(self, tries_both: bool) -> tuple[Finding, Finding]:
         """Compare steps on this rank's shards with the reference, and if they differ, those of each tensor alone.
@@ -196,10 +205,9 @@ class OptimizerTrial:
         if not self._tensors:
             return on_shards, alone
         try:
-            stepped, self._numbers = self._stepped(self._tensors, TrialTensor.whole)
+            self._reference = self._stepped(self._tensors, TrialTensor.whole)
         except Exception as error:
             return Finding(Outcome.UNTRIED, _in_words(error)), alone
-        self._reference = dict(zip(self._tensors, stepped, strict=True))
         try:
             on_shards = self._compare_shards()
         except Exception as error:
@@ -216,54 +224,47 @@ class OptimizerTrial:
         return self._compare_shards(allows_collectives=True)
 
     def _compare_shards(self, **how: bool) -> Finding:
-        stepped, numbers = self._stepped(self._tensors, TrialTensor.shard, **how)
-        expected = [tensor.part(whole) for tensor, whole in self._reference.items()]
-        return self._compared(self._tensors, stepped, expected, numbers)
+        return self._compared(self._stepped(self._tensors, TrialTensor.shard, **how), TrialTensor.part)
 
     def _compare_alone(self) -> Finding:
         self._stepped([], TrialTensor.whole, as_owner=True)  # a rank that owns nothing
         for chosen in (self._tensors, *([tensor] for tensor in self._tensors)):
-            stepped, numbers = self._stepped(chosen, TrialTensor.whole, as_owner=True)
-            found = self._compared(chosen, stepped, [self._reference[tensor] for tensor in chosen], numbers)
+            stepped = self._stepped(chosen, TrialTensor.whole, as_owner=True)
+            found = self._compared(stepped, TrialTensor.whole)
             if found.outcome is not Outcome.RIGHT:
                 return found
         return Finding()
 
-    def _stepped(
-        self, chosen: Sequence[TrialTensor], form: Callable[[TrialTensor, Tensor], Tensor], **how: bool
-    ) -> tuple[list[Tensor], dict[str, float]]:
-        """The chosen tensors, in the ``form`` of shards or whole ones, and the optimizer's numbers, after all steps."""
+    def _stepped(self, chosen: Sequence[TrialTensor], form: Form, **how: bool) -> Stepped:
+        """Take all steps of the chosen tensors, in the ``form`` of shards or whole ones."""
         parameters = [nn.Parameter(form(tensor, tensor.values)) for tensor in chosen]
         optimizer = _copied(self._optimizer, self._index, [tensor.like for tensor in chosen], parameters)
         shown = optimizer.param_groups[self._index]["params"]
         for step in range(self._num_steps):
-            gradients = [tensor.gradients[step] for tensor in chosen]
-            formed = [
-                None if gradient is None else form(tensor, gradient)
-                for tensor, gradient in zip(chosen, gradients, strict=True)
-            ]
+            gradients = [(tensor, tensor.gradients[step]) for tensor in chosen]
+            formed = [None if gradient is None else form(tensor, gradient) for tensor, gradient in gradients]
             _step(optimizer, shown, parameters, formed, **how)
-        return [parameter.detach() for parameter in parameters], _numbers(optimizer, self._index)
+        detached = [parameter.detach() for parameter in parameters]
+        return Stepped(dict(zip(chosen, detached, strict=True)), _numbers(optimizer, self._index))
 
-    def _compared(
-        self,
-        chosen: Sequence[TrialTensor],
-        stepped: Sequence[Tensor],
-        expected: Sequence[Tensor],
-        numbers: dict[str, float],
-    ) -> Finding:
-        for tensor, parameter, part in zip(chosen, stepped, expected, strict=True):
-            reference = self._reference[tensor]
+    def _compared(self, stepped: Stepped, form: Form) -> Finding:
+        """How tensors compare with the reference, of which ``form`` makes what is expected."""
+        for tensor, parameter in stepped.tensors.items():
+            reference = self._reference.tensors[tensor]
             change = (reference - tensor.values).abs().max().double()
-            allowed = 4 * torch.finfo(part.dtype).eps * part.abs().double() + _RELATIVE_DIFFERENCE * change
-            difference = (torch_internals.local_tensor(parameter) - part).abs().double()
+            expected = form(tensor, reference)
+            allowed = (
+                4 * torch.finfo(expected.dtype).eps * expected.abs().double() + _RELATIVE_DIFFERENCE * change
+            )
+            difference = (torch_internals.local_tensor(parameter) - expected).abs().double()
             if not bool((difference <= allowed).all()):
                 percent = 100 * float(difference.max() / change)
                 note = f"{percent:.2g} % of the largest change of a {list(reference.shape)}"
                 return Finding(Outcome.WRONG, note)
-        for name, number in self._numbers.items():
-            if not math.isclose(number, numbers.get(name, math.nan), rel_tol=_RELATIVE_DIFFERENCE):
-                return Finding(Outcome.WRONG, f"{name} is {numbers.get(name)} instead of {number}")
+        for name, number in self._reference.numbers.items():
+            found = stepped.numbers.get(name, math.nan)
+            if not math.isclose(number, found, rel_tol=_RELATIVE_DIFFERENCE):
+                return Finding(Outcome.WRONG, f"{name} is {stepped.numbers.get(name)} instead of {number}")
         return Finding()
 
 
