@@ -1,6 +1,7 @@
 """Cross-entropy from the last hidden states in chunks, without the logits of all positions or their gradient."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -127,48 +128,42 @@ class _Positions:
         return self.sum(weight[self.targets], slice(None))
 
 
+@dataclass
 class _ChunkedHead:
     """Runs a head on chunks of positions, and returns the sum of their losses in place of logits."""
 
-    def __init__(
-        self,
-        forward: Callable[[Tensor], Tensor],
-        positions: _Positions,
-        losses_of: Callable[[Tensor, Tensor], Tensor],
-        chunk_elements: int | None,
-    ) -> None:
-        self._forward = forward
-        self._positions = positions
-        self._losses_of = losses_of
-        self._chunk_elements = chunk_elements
-        self._mesh: DeviceMesh | None = None  # of tensor parallelism, once it has placed the hidden states
+    original: Callable[[Tensor], Tensor]
+    positions: _Positions
+    losses_of: Callable[[Tensor, Tensor], Tensor]
+    chunk_elements: int | None
+    mesh: DeviceMesh | None = None  # of tensor parallelism, once it has placed the hidden states
 
     @torch_internals.not_compiled
     def forward(self, states: Tensor) -> Tensor:
         """The head's forward while FSDP2 has gathered its parameters and tensor parallelism has placed ``states``."""
         num_ranks = 1
         if isinstance(states, DTensor):
-            self._mesh = states.device_mesh
-            num_ranks = self._mesh.size()
+            self.mesh = states.device_mesh
+            num_ranks = self.mesh.size()
             states = states.full_tensor()
-        rows = self._positions.rows_of(states)
+        rows = self.positions.rows_of(states)
         # Not under no_grad: autocast would cache a weight without its gradient.
         num_classes = self._logits_of(rows[:0]).shape[-1]
-        num_rows = (self._chunk_elements or 2**22) * num_ranks // num_classes
-        if self._chunk_elements is None:
+        num_rows = (self.chunk_elements or 2**22) * num_ranks // num_classes
+        if self.chunk_elements is None:
             # Each chunk adds a gradient of the whole weight, so its logits may take as much memory.
             num_rows = max(num_rows, states.shape[-1] // 4)
         loss = _sum_over_chunks(self._loss_of, rows, max(num_rows, 1))
         # One copy per tensor-parallel rank, since the plan may shard the output or replicate it; averaged
         # in the total.
-        if self._mesh is None:
+        if self.mesh is None:
             return loss
-        return DTensor.from_local(loss.expand(num_ranks), self._mesh, [Replicate()])
+        return DTensor.from_local(loss.expand(num_ranks), self.mesh, [Replicate()])
 
     def total(self, output: Tensor) -> Tensor:
         """[] the sum of all losses, by what the head has returned. A collective where tensor parallelism shards it."""
-        if self._mesh is not None and output.shape[0] < self._mesh.size():
-            output = DTensor.from_local(output, self._mesh, [Shard(0)])
+        if self.mesh is not None and output.shape[0] < self.mesh.size():
+            output = DTensor.from_local(output, self.mesh, [Shard(0)])
         loss = output.mean()
         if loss.dtype in (torch.float16, torch.bfloat16):
             raise ValueError(
@@ -180,13 +175,13 @@ class _ChunkedHead:
         return loss
 
     def _logits_of(self, rows: Tensor) -> Tensor:
-        if self._mesh is not None:
-            rows = DTensor.from_local(rows, self._mesh, [Replicate()])
-        return self._forward(rows)
+        if self.mesh is not None:
+            rows = DTensor.from_local(rows, self.mesh, [Replicate()])
+        return self.original(rows)
 
     def _loss_of(self, rows: Tensor, chunk: slice) -> Tensor:
-        losses = self._losses_of(self._logits_of(rows), self._positions.targets[chunk])
-        return self._positions.sum(losses, chunk)
+        losses = self.losses_of(self._logits_of(rows), self.positions.targets[chunk])
+        return self.positions.sum(losses, chunk)
 
 
 def _sum_over_chunks(loss_of: Callable[[Tensor, slice], Tensor], rows: Tensor, num_rows: int) -> Tensor:
