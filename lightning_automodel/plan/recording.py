@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import flop_registry
 
 from lightning_automodel.context_parallel import attention, hugging_face, slices
+from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.distributed.mesh import CONTEXT, REPLICATE, SHARD, TENSOR, MeshSizes, view_mesh
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
@@ -90,7 +91,7 @@ class MicroBatch(torch_internals.TorchDispatchMode):
         if func.is_view or "FakeTensor" in names:
             return output
         self.follow(output)
-        sizes = [tensor.nbytes for tensor in _leaves((args, kwargs, output))]
+        sizes = [tensor.nbytes for tensor in tensors_in((args, kwargs, output))]
         if "c10d" in func.namespace:
             if func.namespace == "c10d":
                 group = "context"
@@ -109,7 +110,7 @@ class MicroBatch(torch_internals.TorchDispatchMode):
 
     def follow(self, tensors: Any) -> None:
         """Count the memory of ``tensors`` until it is freed."""
-        for tensor in _leaves(tensors):
+        for tensor in tensors_in(tensors):
             storage = torch_internals.local_tensor(tensor).untyped_storage()
             if id(storage) not in self._sizes:
                 self._sizes[id(storage)] = storage.nbytes()
@@ -230,11 +231,12 @@ def _optimizer_state(module: pl.LightningModule) -> float:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)
-    optimizers = list(_leaves(module.configure_optimizers(), Optimizer))
+    optimizers: list[Optimizer] = []
+    apply_to_collection(module.configure_optimizers(), Optimizer, optimizers.append)
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    size = sum(tensor.nbytes for optimizer in optimizers for tensor in _leaves(dict(optimizer.state)))
+    size = sum(tensor.nbytes for optimizer in optimizers for tensor in tensors_in(dict(optimizer.state)))
     return size / max(sum(parameter.numel() for parameter in trained), 1)
 
 
@@ -304,14 +306,3 @@ def _stand_in(micro: MicroBatch, stack: PatchStack) -> None:
         # Both read values. Assume that a mask has padding, and that position ids belong to one document.
         stack.set(masking_utils, "is_tracing", lambda *_: True)
         stack.set(masking_utils, "find_packed_sequence_indices", lambda *_: None)
-
-
-def _leaves(value: Any, kind: type = Tensor) -> Iterator[Any]:
-    """The values of one type in nested containers."""
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item, kind)
