@@ -1,7 +1,7 @@
 """What the autograd graph of a loss tells about how it was averaged. Read in the first micro-batches of a run alone."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ _LINEAR = ("Add", "Sub", "Neg", "Sum", "Stack", "Cat", "DDPSink")
 _COLLECTIVES = ("AllGather", "AllReduce", "c10d_functional")
 """In the names of the functions of ``torch.distributed.nn``, which ``all_gather(..., sync_grads=True)``
 calls too, and of its functional collectives."""
+_NLL_LOSSES = ("NllLoss", "NllLoss2D")
 _MEAN = 1
 """How torch numbers ``reduction="mean"``."""
 _MAX_NODES = 1000
@@ -112,10 +113,7 @@ def _inputs(edge: _Edge) -> list[_Edge]:
         return []
     if divisor is None or factor is None:
         return []
-    return [
-        replace(edge, node=parent, divisor=edge.divisor * divisor, factor=edge.factor * factor)
-        for parent in inputs
-    ]
+    return [_Edge(parent, edge.divisor * divisor, edge.factor * factor) for parent in inputs]
 
 
 def _name(node: Any) -> str:
@@ -130,16 +128,13 @@ def _constant(node: Any, name: str, inputs: list[Any]) -> float | None:
     if any(parent is not None for parent in inputs):
         return None
     value = torch_internals.saved(node, name)
-    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+    if value is None or (isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex())):
         return None
     try:
-        if value is None:
-            return None
         return float(value)
     except RuntimeError:
-        return (
-            None  # under a dispatch mode, torch cannot read the tensor that it has made of a Python number
-        )
+        # Under a dispatch mode, torch cannot read the tensor that it has made of a Python number.
+        return None
 
 
 def _term(edge: _Edge, metrics: list[Any]) -> LossTerm | None:
@@ -150,18 +145,14 @@ def _term(edge: _Edge, metrics: list[Any]) -> LossTerm | None:
         return edge.term("metric")
     if any(collective in name for collective in _COLLECTIVES):
         return edge.term("all ranks")
-    if name in ("NllLoss", "NllLoss2D"):
+    if name in _NLL_LOSSES:
         if torch_internals.saved(node, "reduction") != _MEAN:
             return edge.term("cross-entropies")
         weight: Kind = "labels" if torch_internals.saved(node, "weight") is None else "class weights"
         return edge.term(weight, float(torch_internals.saved(node, "total_weight")))
     if name == "Div" and (rows := _rows_of_probabilities(node)) is not None:
         return edge.term("probabilities", rows)
-    if node.name() == "SumBackward0" and _name(_without_factors(node)) not in (
-        "NllLoss",
-        "NllLoss2D",
-        "LogSoftmax",
-    ):
+    if node.name() == "SumBackward0" and _name(_without_factors(node)) not in (*_NLL_LOSSES, "LogSoftmax"):
         return edge.term("numbers")
     return None
 

@@ -41,20 +41,13 @@ _OF_PLAIN_SUMS = "It is a sum: pass loss_reduction='sum', or divide it by the la
 _OF_MEANS = "loss_reduction='sum' expects a sum: leave it out where the loss is a mean."
 
 
-@dataclass(frozen=True)
-class _Look:
-    """What the loss of one micro-batch divides by, and what was counted for it."""
-
-    terms: list[LossTerm]
-    count: float
-
-
 class FirstLooks:
     """Looks at the losses of the first four micro-batches of a run, which reads the device."""
 
     def __init__(self) -> None:
         self._left = NUM_LOOKS
-        self._first: dict[tuple[Kind, ...], _Look] = {}  # of losses with these terms
+        # By the kinds of their terms: what a loss divides by, and what was counted for it.
+        self._first: dict[tuple[Kind, ...], tuple[list[LossTerm], float]] = {}
         # A term that is taken from all ranks, of this rank's losses.
         self._over_ranks: _Comparison | None = None
 
@@ -73,10 +66,10 @@ class FirstLooks:
         terms = [replace(term, divisor=term.divisor / accumulate) for term in loss_terms(loss, module)]
         if not all(0 < value < math.inf for value in (number, *(term.divisor for term in terms))):
             return None
-        look = _Look(terms, number)
-        first = self._first.setdefault(tuple(term.kind for term in terms), look)
-        for earlier, term in zip(first.terms, look.terms, strict=True):
-            found = _Comparison(module, weighting, (earlier, term), (first.count, number))
+        kinds = tuple(term.kind for term in terms)
+        first_terms, first_number = self._first.setdefault(kinds, (terms, number))
+        for first, term in zip(first_terms, terms, strict=True):
+            found = _Comparison(module, weighting, (first, term), (first_number, number))
             if term.kind in ("all ranks", "metric"):
                 self._over_ranks = found
             if (text := found.of_all_ranks() or found.of_one_rank()) is not None:
