@@ -153,7 +153,7 @@ class WholeSteps:
         A collective over the holders of its parameters. Gradients must be final, and on all ranks for the
         same parameters. Called again, after an exception, it starts over.
         """
-        self.abandon(optimizer)
+        _free(self._take_back(optimizer))
         if optimizer not in self._groups:
             return
         self._assign_owners(optimizer)
@@ -179,27 +179,28 @@ class WholeSteps:
     @torch.no_grad()
     def end(self, optimizer: Optimizer) -> None:
         """Bring the stepped weights back, and give ``optimizer`` its sharded parameters. The same collective."""
-        swapped = self._stepping.pop(optimizer, None)
-        if swapped is None:
-            return
-        swapped.restore()
-        for whole in swapped.stepped:
+        stepped = self._take_back(optimizer)
+        for whole in stepped:
             if whole.stand_in is not None:
                 whole.stand_in.grad = None  # its memory is needed while weights travel
-        for exchange, parameters in _by_exchange(swapped.stepped).items():
+        for exchange, parameters in _by_exchange(stepped).items():
             exchange.to_holders([(whole, whole.stand_in, whole.shard) for whole in parameters])
-        written = [whole.parameter for whole in swapped.stepped]
-        if written:
-            torch.autograd.graph.increment_version(written)
-        _free(swapped.stepped)
+        if stepped:
+            torch.autograd.graph.increment_version([whole.parameter for whole in stepped])
+        _free(stepped)
 
-    def abandon(self, optimizer: Optimizer | None = None) -> None:
-        """Give ``optimizer``, or all, their sharded parameters, after an exception in a step. Not a collective."""
-        for stepping in [optimizer] if optimizer is not None else list(self._stepping):
-            swapped = self._stepping.pop(stepping, None)
-            if swapped is not None:
-                swapped.restore()
-                _free(swapped.stepped)
+    def abandon(self) -> None:
+        """Give all optimizers their sharded parameters, after an exception in a step. Not a collective."""
+        for optimizer in list(self._stepping):
+            _free(self._take_back(optimizer))
+
+    def _take_back(self, optimizer: Optimizer) -> list[WholeParameter]:
+        """Give ``optimizer`` its sharded parameters. Returns those that were stepped whole."""
+        swapped = self._stepping.pop(optimizer, None)
+        if swapped is None:
+            return []
+        swapped.restore()
+        return swapped.stepped
 
     def _take_states(self, optimizers: list[Optimizer], whole: WholeParameter) -> None:
         """Make the states of a parameter whole on its owner, and drop them elsewhere.
