@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from lightning_automodel.context_parallel import attention
 from lightning_automodel.internals.patching import Left, PatchStack, leave
 from lightning_automodel.internals.torch import not_compiled
+from lightning_automodel.sharding.units import outermost
 
 NAME = "context_parallel"
 """Name under which both functions below are registered: transformers looks attention and masks up by one name."""
@@ -21,7 +22,7 @@ def let_models_attend_across(module: nn.Module, patches: PatchStack) -> int:
 
     Returns the least number of attention calls in a step that uses one of them.
     """
-    models: list[Any] = list(outermost_hugging_face_models(module))
+    models: list[Any] = outermost_hugging_face_models(module)
     if not models:
         return 0
     for model in models:
@@ -48,9 +49,11 @@ def let_models_attend_across(module: nn.Module, patches: PatchStack) -> int:
 
 def outermost_hugging_face_models(module: nn.Module) -> list[nn.Module]:
     """The Hugging Face models at or below ``module`` that are not inside another one. Does not import transformers."""
-    if any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
-        return [module]
-    return [model for child in module.children() for model in outermost_hugging_face_models(child)]
+
+    def is_of_hugging_face(submodule: nn.Module) -> bool:
+        return any(cls.__name__ == "PreTrainedModel" for cls in type(submodule).__mro__)
+
+    return list(outermost(module, is_of_hugging_face))
 
 
 def _check(model: Any) -> None:

@@ -28,6 +28,8 @@ from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.tensor_parallel import check_same_batch
 from lightning_automodel.sharding.units import class_name
 
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
 
 class _Watch(TorchFunctionMode):
     """Refuses torch's own attention functions in a step: they attend only within this rank's slice."""
@@ -60,7 +62,7 @@ class ContextParallelSteps:
         tell: Callable[[str], None],
         patches: PatchStack,
     ) -> None:
-        for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        for name in _STEPS:
             if lightning_internals.draws_its_batches(getattr(module, name)):
                 raise ValueError(
                     f"context_parallel_size={mesh.size()} slices the batch that {name} gets: let it take the"
@@ -73,7 +75,7 @@ class ContextParallelSteps:
         self._num_layers = max(num_layers, 1)
         self.slices = SequenceSlices(mesh.get_local_rank(), options, adds_mask=num_layers > 0)
         self._check: FirstStepCheck | None = FirstStepCheck(module, plugin)
-        self._unwatched = {"training_step", "validation_step", "test_step", "predict_step"}
+        self._unwatched = set(_STEPS)
         self._newest: Slices | None = None
         self._shape = torch.Size()
         self._is_first = True
