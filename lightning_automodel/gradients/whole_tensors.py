@@ -77,10 +77,9 @@ def sharding_of(parameter: Tensor) -> tuple[Any, Any]:
 
 def is_split(parameter: Tensor) -> bool:
     """Whether a parameter is sharded, be it over one rank: optimizers that make plain tensors refuse that too."""
-    is_replicated = not isinstance(parameter, DTensor) or all(
+    return isinstance(parameter, DTensor) and not all(
         placement.is_replicate() for placement in parameter.placements
     )
-    return not is_replicated
 
 
 class WholeSteps:
