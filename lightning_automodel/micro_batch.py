@@ -161,13 +161,13 @@ class MicroBatches:
         try:
             if not is_padding:
                 window.add(sums)
-            sync.begin(loss, ends, frozen, counts=not is_padding)
+            sync.begin(loss, ends, frozen, is_padding)
             with self._recomputing():
                 self.plugin.backward(objective, module, optimizer, *args, **kwargs)
-            # Now `.grad` holds the sum of S over ranks, divided by D.
             uses = sync.reduce(final, window.trained)
             sync.keep()
             if ends:
+                # Now `.grad` of `final` holds the sum of S over ranks, divided by D.
                 totals = windows.sum_over_ranks(window, uses)  # N, among them
                 denominator = windows.denominator(window, totals)
                 rescale_clip.divide_(final, denominator, windows.divisor, window.scale)

@@ -57,7 +57,7 @@ from lightning_automodel.sharding import checks, meta_init
 from lightning_automodel.sharding.weight_averaging import LateAverages, save_unswapped
 from lightning_automodel.training_run import TrainingRun
 
-_PATIENCE_AFTER_FAILURE = timedelta(seconds=15)
+_TIME_TO_MEET_AFTER_FAILURE = timedelta(seconds=15)
 
 
 class AutomodelStrategy(ParallelStrategy):
@@ -691,7 +691,7 @@ class AutomodelStrategy(ParallelStrategy):
         The mean of integers is exact. Non-tensors are returned unchanged. Of a ``DTensor``, the full one is
         reduced. After a failure for which the other ranks do not come, the value is returned unchanged.
         """
-        if not isinstance(tensor, Tensor) or self._mesh is None or self._supervisor.is_alone():
+        if not isinstance(tensor, Tensor) or self._mesh is None or self._supervisor.wait_whether_alone():
             return tensor
         if self._run is not None:
             self._run.inputs.check_reduction()
@@ -708,7 +708,7 @@ class AutomodelStrategy(ParallelStrategy):
         ``ModelCheckpoint(save_on_exception=True)`` asks, which would wait for ranks that stand in other
         collectives.
         """
-        if self._supervisor.is_alone():
+        if self._supervisor.wait_whether_alone():
             return decision
         return super().reduce_boolean_decision(decision, all)
 
@@ -788,8 +788,7 @@ class AutomodelStrategy(ParallelStrategy):
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         save_file = file_saver(self.checkpoint_io, storage_options)
         with self._equal_buffers():
-            copies = self._saver.in_background and goes_on
-            write = self._saver.prepare(checkpoint, module, target, save_file, copies)
+            write = self._saver.prepare(checkpoint, module, target, save_file, goes_on)
             self._saver.write(write, target, module.device, goes_on)
         if self._form.as_directory and self._options.save_distributed_checkpoint is None:
             self._advice.say_once(DIRECTORY_NOTE, say=lambda text: rank_zero_info(f"{filepath} {text}"))
@@ -802,11 +801,12 @@ class AutomodelStrategy(ParallelStrategy):
         if not self._supervisor.has_failed:
             # Without this barrier, collectives of saving could pair with others of ranks that do not save.
             collectives.named_barrier("save_checkpoint", self._options.parsed_timeout)
-        if self.world_size == 1 or self._supervisor.is_alone():
+        if self.world_size == 1 or self._supervisor.wait_whether_alone():
             return None
         if self._supervisor.has_failed:
+            # The ranks go on together, but not all of them may come to this save.
             try:
-                collectives.named_barrier("save_after_failure", _PATIENCE_AFTER_FAILURE)
+                collectives.named_barrier("save_after_failure", _TIME_TO_MEET_AFTER_FAILURE)
             except RuntimeError:
                 return None
         return collectives.host_group(self._options.parsed_timeout)

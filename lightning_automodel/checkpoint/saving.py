@@ -163,13 +163,15 @@ class CheckpointSaver:
         module: "pl.LightningModule",
         target: str,
         save_file: Callable[[dict[str, Any], str], None],
-        copies: bool,
+        goes_on: bool,
     ) -> Write:
         """Complete ``checkpoint`` in the run's form, and return what writes it.
 
-        With ``copies`` its state may change before it is written. If a rank cannot, every rank raises
-        :class:`CheckpointError`, and older checkpoints are unchanged. ``save_file`` writes a single file.
+        Copies the state if it is going to be written in the background while training ``goes_on``. If a rank
+        cannot, every rank raises :class:`CheckpointError`, and older checkpoints are unchanged.
+        ``save_file`` writes a single file.
         """
+        copies = self._writes_in_background(goes_on)
         if self._form.is_sharded:
             rest = {key: value for key, value in checkpoint.items() if key not in STATES}
             checkpoint.update(with_whole_modules(rest, module, f"Cannot save {target}"))
@@ -192,7 +194,7 @@ class CheckpointSaver:
         next save.
         """
         self._defers = goes_on
-        if self.in_background and goes_on:
+        if self._writes_in_background(goes_on):
             self._pending_path = target
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self._pending = self._thread.submit(
@@ -204,6 +206,9 @@ class CheckpointSaver:
         write(collectives.host_group(self._timeout) if dist.is_initialized() else None)
         if not goes_on:
             self.finish()  # no later step runs the links and removals that wait for this save
+
+    def _writes_in_background(self, goes_on: bool) -> bool:
+        return self.in_background and goes_on
 
     def _background_group(self) -> dist.ProcessGroup | None:
         """A gloo group that training does not use: collectives of two threads must not mix in one group."""

@@ -50,9 +50,9 @@ log = logging.getLogger(__name__)
 SIGTERM_STATUS = 128 + signal.SIGTERM
 LINGER_AFTER_FAILURE_S = 1.0
 LONGEST_LEAVING_S = 30.0
-PATIENCE_AT_STOP_S = 15.0
+TIME_TO_MEET_AT_STOP_S = 15.0
 # Less than a rank that stands in a collective is given to leave: `main_thread.TIME_TO_RAISE_S`, twice.
-PATIENCE_AFTER_FAILURE_S = 2.0
+TIME_TO_MEET_AFTER_FAILURE_S = 2.0
 
 
 class State(Enum):
@@ -253,7 +253,7 @@ class Supervisor:
         if self._watchdog is not None:
             self._watchdog.save_on_exception()
 
-    def is_alone(self) -> bool:
+    def wait_whether_alone(self) -> bool:
         """Whether this rank must save and decide without the others after a failure.
 
         The first call waits for them. They come if all have failed alike, or stop after the same step. If
@@ -263,10 +263,10 @@ class Supervisor:
         if self._watchdog is None:  # the run has been torn down, or has a single rank
             return False
         if self._state is State.FAILED:
-            patience_s = PATIENCE_AFTER_FAILURE_S
+            limit_s = TIME_TO_MEET_AFTER_FAILURE_S
             if self._watchdog.stop.is_decided:
-                patience_s = PATIENCE_AT_STOP_S
-            is_together = self._watchdog.come_together(patience_s)
+                limit_s = TIME_TO_MEET_AT_STOP_S
+            is_together = self._watchdog.come_together(limit_s)
             self._become(State.TOGETHER if is_together else State.ALONE)
         return self._state is State.ALONE
 

@@ -39,7 +39,7 @@ class GradSync:
         self._hooks: list[RemovableHandle] = []
         self._tracked: set[nn.Parameter] = set()
         self._used: set[nn.Parameter] = set()
-        self._counts = True
+        self._is_padding = False
         self._ends_window = False  # the backward that runs, or ran last
 
     def track(self, parameter: nn.Parameter, leaf: nn.Parameter) -> None:
@@ -50,7 +50,7 @@ class GradSync:
             self._hooks.append(leaf.register_post_accumulate_grad_hook(hook))
 
     def _mark_used(self, parameter: nn.Parameter, _: Tensor) -> None:
-        if self._counts:
+        if not self._is_padding:
             self._used.add(parameter)
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
@@ -60,13 +60,13 @@ class GradSync:
     # --- The steps of one backward, in the order of `MicroBatches.backward` -------------------------------------------
 
     def begin(
-        self, loss: Tensor, ends: bool, frozen: Set[nn.Parameter] = frozenset(), counts: bool = True
+        self, loss: Tensor, ends: bool, frozen: Set[nn.Parameter] = frozenset(), is_padding: bool = False
     ) -> None:
         """The backward of ``loss`` comes next, which ``ends`` its window, or not; the same on all ranks.
 
         ``frozen`` has the parameters that earlier backwards of the open windows have trained and this one
-        does not, the same on all ranks. ``counts``: whether the parameters in it count as used (not with
-        padding batches). May be a collective over the data-parallel group.
+        does not, the same on all ranks. ``is_padding``: the batch is a padding batch, in which no parameter
+        counts as used. May be a collective over the data-parallel group.
         """
 
     def reduce(self, final: list[nn.Parameter], trained: Container[nn.Parameter]) -> Uses:
@@ -130,7 +130,7 @@ class GradSync:
         """Context in which the model's state dict is what a checkpoint holds."""
         return nullcontext()
 
-    def counts(self, tensors: Iterable[Tensor]) -> list[int]:
+    def write_versions(self, tensors: Iterable[Tensor]) -> list[int]:
         """Numbers that differ from earlier ones if the tensors may have been written since."""
         return torch_internals.versions(tensors)
 

@@ -50,10 +50,10 @@ class DDPGradSync(GradSync):
 
     @override
     def begin(
-        self, loss: Tensor, ends: bool, frozen: Set[nn.Parameter] = frozenset(), counts: bool = True
+        self, loss: Tensor, ends: bool, frozen: Set[nn.Parameter] = frozenset(), is_padding: bool = False
     ) -> None:
         ddp = self._ddp
-        self._counts = counts
+        self._is_padding = is_padding
         if self._tracks:
             for parameter in ddp.parameters():
                 self.track(parameter, parameter)

@@ -191,6 +191,7 @@ class FSDPGradSync(GradSync):
 
     @override
     def _mark_used(self, parameter: nn.Parameter, _: Tensor) -> None:
+        """Note the use, or refuse a backward that is not the strategy's while it would join a window."""
         if self._in_backward:
             super()._mark_used(parameter, _)
         elif self._reductions is Reductions.NONE or self.is_last is False:
@@ -295,7 +296,7 @@ class FSDPGradSync(GradSync):
 
     @override
     def begin(
-        self, loss: Tensor, ends: bool, frozen: Set[nn.Parameter] = frozenset(), counts: bool = True
+        self, loss: Tensor, ends: bool, frozen: Set[nn.Parameter] = frozenset(), is_padding: bool = False
     ) -> None:
         self._between_steps.close()  # a hook may run a backward
         if self._unwatched or not self._has_gathered:
@@ -316,7 +317,7 @@ class FSDPGradSync(GradSync):
             for group in self._groups:
                 fsdp2.zero_missing_gradients(group, frozen)
         self._ends_window = ends
-        self._counts = counts
+        self._is_padding = is_padding
         self._in_backward = True
 
     @override
@@ -415,7 +416,7 @@ class FSDPGradSync(GradSync):
         return self._written.saving()
 
     @override
-    def counts(self, tensors: Iterable[Tensor]) -> list[int]:
+    def write_versions(self, tensors: Iterable[Tensor]) -> list[int]:
         return self._written.counts.of(tensors)
 
     @override

@@ -110,37 +110,25 @@ def test_other_directories_are_not_replaced(pool2: RankPool, tmp_path: Path, for
         assert all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
-class Recorder(Callback):
-    """Keeps the weights that were saved, by path, and tells when training has gone on after the first save."""
+class SavesEachStep(Callback):
+    """Saves after each optimizer step, keeps the weights of that time, and tells when a later step was taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.weights: dict[str, dict[str, Tensor]] = {}
         self.went_on = threading.Event()
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        if self.weights:
-            self.went_on.set()
-
-    def watch(self, trainer: Trainer, path: str) -> None:
-        self.weights[path] = full_weights(trainer.lightning_module.model)
-
-
-class SavesEachStep(Recorder):
-    """Saves after each optimizer step, and has the weights at that time."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = folder
-
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         if not trainer.fit_loop.epoch_loop._should_accumulate():
+            if self.weights:
+                self.went_on.set()  # after a step that the first save must not see
             path = str(self.folder / f"step={trainer.global_step}.ckpt")
-            self.watch(trainer, path)
+            self.weights[path] = full_weights(trainer.lightning_module.model)
             trainer.save_checkpoint(path)
 
 
 @contextmanager
-def slow_writing(recorder: Recorder) -> Iterator[None]:
+def slow_writing(recorder: SavesEachStep) -> Iterator[None]:
     """Saves in the background wait until training has gone on after the first of them."""
     write_shards = shard_writer.ShardWriter.write_data
     write_file = single_file.save_file

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_automodel import AutomodelStrategy
+from lightning_automodel.distributed.failures import RankFailedError, RankFailure
 from lightning_automodel.failure import watchdog
 from lightning_automodel.failure.supervisor import State, Supervisor
 from tests.rank_pool import RankPool
@@ -168,3 +169,68 @@ def test_teardown_after_a_failure_does_not_hide_it(caplog: pytest.LogCaptureFixt
     assert record.message == (
         "Tearing down after a failure has raised too: RuntimeError: device-side assert triggered"
     )
+
+
+class Told:
+    """A watchdog's answers: this rank is rank 0, and ``verdict`` is what the board says."""
+
+    failure = None
+    stop = SimpleNamespace(is_decided=False)
+
+    def __init__(self, verdict: RankFailure) -> None:
+        self.verdict = verdict
+        self.posted: list[RankFailure] = []
+        self.has_left = False
+
+    def stand_at(self, position: Any) -> None: ...
+
+    def can_post(self) -> bool:
+        return True
+
+    def raise_own(self, exception: BaseException, hook: str | None) -> RankFailure:
+        return RankFailure.from_exception(exception, 0, hook or "training_step")
+
+    def post(self, failure: RankFailure) -> None:
+        self.posted.append(failure)
+
+    def await_verdict(self, own: RankFailure) -> RankFailure:
+        return self.verdict
+
+    def let_leave(self) -> None:
+        self.has_left = True
+
+
+def _leave(exception: BaseException, told: Told) -> State:
+    supervisor = Supervisor(lambda: None, lambda: None)
+    supervisor._watchdog = told  # type: ignore[assignment]
+    supervisor._become(State.FAILED)
+    supervisor._leave(exception)
+    return supervisor._state
+
+
+def test_a_rank_that_the_verdict_names_raises_its_own_error() -> None:
+    """With what the others know of it as a note; it does not report itself as another rank's failure."""
+    error = dist.DistError("the collective failed")
+    told = Told(RankFailure(0, "here", "training_step", "DistError", "the collective failed at train.py:7"))
+    assert _leave(error, told) is State.FAILED
+    assert error.__notes__ == ["at train.py:7"]
+    assert (told.posted, told.has_left) == ([], True)
+
+
+def test_a_rank_whose_collective_failed_raises_the_cause() -> None:
+    error = dist.DistError("the collective failed")
+    told = Told(RankFailure(1, "there", "training_step", "ValueError", "bad batch"))
+    with pytest.raises(
+        RankFailedError, match="rank 1 on there failed in training_step: ValueError: bad batch"
+    ) as raised:
+        _leave(error, told)
+    assert raised.value.__cause__ is error
+    assert (told.posted, told.has_left) == ([], True)
+
+
+def test_a_rank_that_raises_posts_its_failure() -> None:
+    """And lets its own exception through."""
+    told = Told(RankFailure(1, "there", "training_step", "ValueError", "another"))
+    assert _leave(ValueError("bad batch"), told) is State.FAILED
+    assert [failure.message for failure in told.posted] == ["bad batch"]
+    assert told.has_left

@@ -89,7 +89,8 @@ class Route:
 
     def __str__(self) -> str:
         lines = [f"{len(self.functions)} functions, {len(self.files)} files, {self.num_returns} returns"]
-        lines += [f"  {file}: {name}" for name, file in self.entries]
+        named = [entry for entry in self.entries if not entry[0].endswith(COMPREHENSIONS)]
+        lines += [f"  {file}: {name}" for name, file in dict.fromkeys(named)]
         everything = Route(entries=self.entries + self.called_back)
         lines.append(
             f"with what torch calls: {len(everything.functions)} functions, {len(everything.files)} files"
