@@ -38,7 +38,7 @@ from lightning_automodel.checkpoint import (
     named_parameters,
     note_on_hyper_parameters,
 )
-from lightning_automodel.data.batches import Exchange
+from lightning_automodel.data.batches import PendingGather
 from lightning_automodel.data.streams import check_counted_ranks
 from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.first_rank import FirstRankPerNode
@@ -465,7 +465,7 @@ class AutomodelStrategy(ParallelStrategy):
         )
         self.model = self._run.model
         if self.world_size > 1:
-            stop_iteration.watch(trainer, self._patches)
+            stop_iteration.explain_stop_iteration(trainer, self._patches)
         self._weight_averages.set_up(module, self._patches)
 
     def _make_resumable(self, trainer: "pl.Trainer") -> None:
@@ -487,7 +487,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     def _as_on_rank_0(self, decision: bool) -> bool:
         """What rank 0 decides. A collective on the host."""
-        sent = Exchange(collectives.host_group(self._options.parsed_timeout), decision)
+        sent = PendingGather(collectives.host_group(self._options.parsed_timeout), decision)
         return bool(sent.received()[0, 0])
 
     @override

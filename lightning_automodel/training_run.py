@@ -128,7 +128,7 @@ class TrainingRun:
         self.model = self.engine.setup(module, fitting, self._give_values)
         if fitting and self._may_accumulate():
             self.advice.about_deferral(self.engine.describe())
-        self.replaced.found(self.engine.sync.write_versions, self.patches)
+        self.replaced.refuse_use(self.engine.sync.write_versions, self.patches)
         self._changed = ChangedParameters(module, self.patches)
         tensor_parallel.synchronize_metrics(module, self._mesh, self.patches)
         self.patches.set(module, "log", update_wrapper(partial(log_full, module.log), module.log))

@@ -18,13 +18,13 @@ LONG_LINE = 110
 LONG_FUNCTION = 40
 MOST_ARGUMENTS = 6
 LIMITS = {
-    "tokens": 175_550,
+    "tokens": 176_400,
     "lines of 110 characters and more, per thousand": 17,
     "assignments of a tuple to a tuple": 0,
-    "conditional expressions": 182,
+    "conditional expressions": 171,
     "loops over `each`": 0,
-    "functions of more than 40 lines": 9,
-    "constructors of more than six arguments": 2,
+    "functions of more than 40 lines": 6,
+    "constructors of more than six arguments": 1,
 }
 LAYOUT = {
     tokenize.COMMENT,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 _END = object()
 
 
-class Exchange:
+class PendingGather:
     """An all-gather of a few numbers over a host group: a collective that runs meanwhile, and waits only when read."""
 
     def __init__(self, group: dist.ProcessGroup, *numbers: float) -> None:
@@ -37,7 +37,7 @@ class BatchHandle:
     is_none: bool  # which Lightning skips
     count: float = 0  # label tokens, if they are counted ahead
     is_filler: bool = False  # this rank had no batch left
-    has_batch: Exchange | None = None  # if ranks pad, each sends 1 if it had a batch, else 0
+    has_batch: PendingGather | None = None  # if ranks pad, each sends 1 if it had a batch, else 0
 
     def num_real(self) -> int:
         """How many ranks had a batch; 0 without padding. Waits until all ranks have drawn."""
@@ -162,7 +162,7 @@ class TrackedLoader(Iterator[Any]):
         needs_padding = True
         while True:
             batch = next(batches, _END)
-            has_batch = Exchange(self._group, int(batch is not _END))
+            has_batch = PendingGather(self._group, int(batch is not _END))
             handle = BatchHandle(batch is None, 0, batch is _END, has_batch)
             if needs_padding:
                 padding = self._make_padding(batch, handle)
@@ -204,7 +204,7 @@ def is_stateful(loader: Any) -> bool:
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
-def users_own(loader: Any) -> Any:
+def unwrap_loader(loader: Any) -> Any:
     """The user's loader in a :class:`TrackedLoader`; any other loader unchanged."""
     if isinstance(loader, TrackedLoader):
         return loader.loader

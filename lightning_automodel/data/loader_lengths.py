@@ -6,7 +6,7 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import IterableDataset
 
-from lightning_automodel.data.batches import users_own
+from lightning_automodel.data.batches import unwrap_loader
 
 _KEEP_THEIR_LENGTH = ("torch", "torchdata", "lightning", "pytorch_lightning", "builtins")
 
@@ -18,7 +18,7 @@ def may_end_early(loader: Any) -> bool:
     torch's: a loader that leaves batches out, or a sampler that fills batches up to a number of tokens and
     estimates how many.
     """
-    loader = users_own(loader)
+    loader = unwrap_loader(loader)
     if sized_len(loader) is None or isinstance(loader, (list, tuple)):
         return False
     if isinstance(getattr(loader, "dataset", None), IterableDataset):

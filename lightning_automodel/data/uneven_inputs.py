@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
 
-from lightning_automodel.data.batches import BatchHandle, Exchange, TrackedLoader, is_stateful, users_own
+from lightning_automodel.data.batches import (
+    BatchHandle,
+    PendingGather,
+    TrackedLoader,
+    is_stateful,
+    unwrap_loader,
+)
 from lightning_automodel.data.loader_lengths import has_no_certain_length, may_end_early, with_sampler
 from lightning_automodel.data.padding import ModuleState, neutral
 from lightning_automodel.data.window_ahead import WindowAhead
@@ -76,7 +82,7 @@ class UnevenInputs:
         self.seconds_drawing = 0.0  # spent on drawing batches ahead of their steps
         self._before_padding: ModuleState | None = None
         self._comparisons: dict[str, Comparison] = {}  # of stages; NOTHING if they are missing
-        self._sent: Exchange | None = None
+        self._sent: PendingGather | None = None
         self._is_in_step = False
         self._handle: BatchHandle | None = None
         self.is_filler = False  # whether this rank's newest training batch was a padding batch
@@ -86,7 +92,7 @@ class UnevenInputs:
 
         They are still repeated in training without padding, and in evaluation with fewer samples than ranks.
         """
-        loader = users_own(loader)
+        loader = unwrap_loader(loader)
         batch_sampler = getattr(loader, "batch_sampler", None)
         sampler = getattr(batch_sampler, "sampler", getattr(loader, "sampler", None))
         if (
@@ -122,7 +128,9 @@ class UnevenInputs:
         length = sized_len(loader)
         ends_by_itself = may_end_early(loader)
         told = (
-            Exchange(self._group, _UNKNOWN if length is None else length, ends_by_itself).received().long()
+            PendingGather(self._group, _UNKNOWN if length is None else length, ends_by_itself)
+            .received()
+            .long()
         )
         lengths = told[:, 0].tolist()
         may_end = bool(told[:, 1].any()) and _UNKNOWN not in lengths and len(lengths) > 1
@@ -244,7 +252,7 @@ class UnevenInputs:
         if self._comparisons.get(_TRAIN) is not Comparison.WHAT_FOLLOWS:
             return
         number = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        received = Exchange(self._group, following, number).received().long()
+        received = PendingGather(self._group, following, number).received().long()
         ended = [rank for rank, sent in enumerate(received[:, 0].tolist()) if sent == Next.END]
         others = [rank for rank in range(self._group.size()) if rank not in ended]
         if ended and others:
@@ -270,12 +278,12 @@ class UnevenInputs:
             return
         if comparison is Comparison.WHAT_FOLLOWS:
             # Not waited for: a rank whose data has ended does, and its error ends the others.
-            self._sent = Exchange(self._group, Next.BATCH, number)
+            self._sent = PendingGather(self._group, Next.BATCH, number)
             return
         if not progress.is_last_batch:
-            self._sent = Exchange(self._group, Next.BATCH)
+            self._sent = PendingGather(self._group, Next.BATCH)
             return
-        self._sent = Exchange(self._group, Next.LAST_BATCH)
+        self._sent = PendingGather(self._group, Next.LAST_BATCH)
         if others := [rank for rank, sent in enumerate(self._answers()) if sent == Next.BATCH]:
             ended = sorted(set(range(self._group.size())) - set(others))
             raise RuntimeError(
@@ -309,7 +317,7 @@ class UnevenInputs:
         self._sent = None
         if self._comparisons.get(self._stage) is Comparison.LAST_BATCH:
             is_last = self._is_last(args[2] if len(args) > 2 else 0)
-            self._sent = Exchange(self._group, Next.LAST_BATCH if is_last else Next.BATCH)
+            self._sent = PendingGather(self._group, Next.LAST_BATCH if is_last else Next.BATCH)
         self._is_in_step = True
         try:
             output = step(*args)
@@ -320,7 +328,7 @@ class UnevenInputs:
         while is_last and Next.BATCH in self._answers():
             if stops:
                 raise lightning_internals.SIGTERMException
-            self._sent = Exchange(self._group, Next.END)
+            self._sent = PendingGather(self._group, Next.END)
             stops = begin()
             join()
         return output

@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 
-from lightning_automodel.data.batches import BatchHandle, Exchange, TrackedLoader
+from lightning_automodel.data.batches import BatchHandle, PendingGather, TrackedLoader
 from lightning_automodel.gradients.token_loss import WindowTotals
 
 
@@ -31,7 +31,7 @@ class WindowAhead:
         self._count_batch = count_batch
         self._window: list[BatchHandle] = []
         self._own_micro_batches = 0
-        self._sent: Exchange
+        self._sent: PendingGather
         self.count: float = 0
 
     def process(self, loader: Any) -> TrackedLoader:
@@ -68,7 +68,7 @@ class WindowAhead:
         self._window = [handle, *prefetched, *loader.ahead(size - 1 - len(prefetched))][:size]
         own = [batch.count for batch in self._window if not (batch.is_none or batch.is_filler)]
         self._own_micro_batches = len(own)
-        self._sent = Exchange(self._group, sum(own), len(own))
+        self._sent = PendingGather(self._group, sum(own), len(own))
 
     def totals(self) -> WindowTotals:
         """Totals of the window that has begun. Waits until all ranks have begun it."""

@@ -37,7 +37,7 @@ def explained(error: StopIteration, where: str | None = None) -> RuntimeError:
     )
 
 
-def watch(trainer: "pl.Trainer", patches: PatchStack) -> None:
+def explain_stop_iteration(trainer: "pl.Trainer", patches: PatchStack) -> None:
     """Raise what :func:`explained` returns if a hook of a fit, or of a batch of evaluation, raises StopIteration.
 
     The strategy does the same in its own hooks: steps of evaluation, and the transfer of batches.

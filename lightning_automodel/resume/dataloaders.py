@@ -20,7 +20,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import Checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_automodel.data.batches import TrackedLoader, is_stateful, users_own
+from lightning_automodel.data.batches import TrackedLoader, is_stateful, unwrap_loader
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.resume import loops, rng
@@ -107,7 +107,7 @@ class TrainingLoaders:
     def _all(self) -> list[Any]:
         if self._fetcher is None:
             return []
-        return list(map(users_own, self._fetcher.combined_loader.flattened))
+        return list(map(unwrap_loader, self._fetcher.combined_loader.flattened))
 
     def before_fetch(self) -> None:
         """Called before a batch is drawn. If the loop draws one batch ahead, the last two states are kept."""

@@ -1,4 +1,4 @@
-"""Parameters that sharding has replaced by shards, and that user code may still hold: nobody reads or trains them."""
+"""Parameters that sharding has replaced by shards, and that user code may still hold: using them is refused."""
 
 import gc
 import weakref
@@ -30,7 +30,7 @@ class ReplacedParameters:
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self._module.named_parameters(remove_duplicate=False)
 
-    def found(self, counts: Callable[[list[nn.Parameter]], list[int]], patches: PatchStack) -> None:
+    def refuse_use(self, counts: Callable[[list[nn.Parameter]], list[int]], patches: PatchStack) -> None:
         """Refuse from now on what reaches a replaced parameter. Called once the module is sharded.
 
         ``counts`` tells how often parameters may have been written.
