@@ -73,7 +73,7 @@ def test_full_disk(pool2: RankPool, tmp_path: Path, form: str, failing: int) -> 
     for message, saved, loaded in pool2.run(_fail_to_save, FORMS[form], str(path), failing):
         assert message.startswith(f"Cannot save {path}: rank {failing}: OSError: [Errno 27] File too large")
         assert all(torch.equal(saved[name], loaded[name]) for name in saved)
-    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def _save_where_nothing_can_be(options: dict[str, Any], path: str) -> str:
@@ -103,7 +103,7 @@ def test_other_directories_are_not_replaced(pool2: RankPool, tmp_path: Path, for
             "it is a directory, but not a checkpoint (it holds thesis.tex), and saving would replace it"
             in message
         )
-    assert [each.name for each in path.iterdir()] == ["thesis.tex"]
+    assert [file.name for file in path.iterdir()] == ["thesis.tex"]
     (path / "thesis.tex").unlink()
     saved = pool2.run(save, FORMS[form], str(path))[0]
     for loaded in pool2.run(load_only, FORMS[form], str(path)):
@@ -220,7 +220,7 @@ def test_failure_in_the_background(pool2: RankPool, tmp_path: Path, form: str) -
         assert batches_after == 1
     for loaded in pool2.run(load_only, FORMS[form], path):
         assert all(torch.equal(saved[name], loaded[name]) for name in saved)
-    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def _fail_in_the_last_save(options: dict[str, Any], folder: str) -> str:
@@ -248,8 +248,8 @@ def _keep_the_newest(
     replace = paths.replace
 
     def count(staging: Path, target: Path) -> None:
-        whole = [each for each in Path(folder).glob("epoch*.ckpt") if each.exists()]
-        dangling = [each for each in Path(folder).iterdir() if each.is_symlink() and not each.exists()]
+        whole = [path for path in Path(folder).glob("epoch*.ckpt") if path.exists()]
+        dangling = [path for path in Path(folder).iterdir() if path.is_symlink() and not path.exists()]
         seen.append((len(whole), len(dangling)))
         replace(staging, target)
 
@@ -289,8 +289,8 @@ def test_the_newest_is_kept_until_a_newer_one_is_there(
     assert len(seen) >= 6
     assert all(whole >= 1 for whole, _ in seen[1:]), "there was no checkpoint for a moment"
     assert all(dangling == 0 for _, dangling in seen)
-    kept = [each for each in tmp_path.iterdir() if each.name.startswith("epoch")]
-    assert [str(each) for each in kept] == [best]
+    kept = [path for path in tmp_path.iterdir() if path.name.startswith("epoch")]
+    assert [str(path) for path in kept] == [best]
     if save_last is not None:
         assert Path(last).exists()
         assert Path(last).is_symlink() == (save_last == "link")
@@ -316,7 +316,7 @@ def test_nothing_is_left_running(pool2: RankPool, tmp_path: Path, form: str) -> 
 
 def _two_callbacks(options: dict[str, Any], folder: str) -> list[str]:
     """Both keep one, in the same directory, under the same names."""
-    callbacks = [ModelCheckpoint(dirpath=folder, every_n_train_steps=each) for each in (1, 2)]
+    callbacks = [ModelCheckpoint(dirpath=folder, every_n_train_steps=number) for number in (1, 2)]
     fit(options, callbacks=callbacks, enable_checkpointing=True, max_epochs=3)
     return [callback.best_model_path for callback in callbacks]
 
@@ -330,7 +330,7 @@ def test_two_callbacks_do_not_share_a_file(
     for first, second in pool2.run(
         _two_callbacks, {**FORMS[form], "async_checkpoint": in_background}, str(tmp_path)
     ):
-        assert sorted(str(each) for each in tmp_path.iterdir()) == sorted({first, second})
+        assert sorted(str(path) for path in tmp_path.iterdir()) == sorted({first, second})
         assert first != second
 
 

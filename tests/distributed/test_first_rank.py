@@ -28,7 +28,8 @@ from lightning_automodel.distributed.first_rank import FirstRankPerNode, Scope
 from tests.distributed import first_rank_script
 from tests.distributed.interleavings import Plan, Record, contradictions, draw, follow
 from tests.processes import forked
-from tests.rank_pool import LOOPBACK, LOOPBACK_INTERFACE, RankPool
+from tests.rank_pool import RankPool
+from tests.rank_process import LOOPBACK, LOOPBACK_INTERFACE
 
 SILENCE = timedelta(seconds=1)
 PATIENCE_S = 180.0

@@ -32,7 +32,8 @@ from lightning_automodel.distributed.process_group import (
     join_process_group,
 )
 from tests.processes import forked
-from tests.rank_pool import LOOPBACK, LOOPBACK_INTERFACE, _free_port
+from tests.rank_pool import _free_port
+from tests.rank_process import LOOPBACK, LOOPBACK_INTERFACE
 
 PATIENCE_S = 60.0
 TIMEOUT = timedelta(seconds=PATIENCE_S)
