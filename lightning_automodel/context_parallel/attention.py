@@ -138,14 +138,25 @@ def attend_across(
         for index, rows, part in zip(slices.chunks, query.split(slices.chunk, dim=-2), masks, strict=True):
             # Padding follows all other positions, so under a causal mask only rows of padding see it.
             end = (index + 1) * slices.chunk if is_causal else slices.length
+            seen: Tensor | None = None
             if part is not None:
-                seen: Tensor | None = part[..., :end]
-            else:
-                seen = causal_lower_right(slices.chunk, end) if is_causal else None
+                seen = part[..., :end]
+            elif is_causal:
+                seen = _causal_bias(slices.chunk, end, query.device)
             parts.append(
                 F.scaled_dot_product_attention(rows, key[..., :end, :], value[..., :end, :], seen, **options)
             )
     return torch.cat(parts, dim=-2)
+
+
+def _causal_bias(num_rows: int, num_columns: int, device: torch.device) -> Tensor:
+    """A mask for the last ``num_rows`` of ``num_columns`` positions: each attends to those up to its own."""
+    try:
+        return causal_lower_right(num_rows, num_columns)
+    except RuntimeError:
+        # Torch (2.13) cannot make it under a dispatch mode, such as that of FlopCounterMode.
+        columns = torch.arange(num_columns, device=device)
+        return columns <= columns[-num_rows:, None]
 
 
 def current() -> Slices | None:

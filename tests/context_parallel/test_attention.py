@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_automodel import context_parallel_attention
+from lightning_automodel.context_parallel import attention
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -26,3 +28,22 @@ def test_attention_without_slices(is_causal: bool, is_masked: bool) -> None:
         query, key, value, is_causal=is_causal, attention_mask=mask if is_masked else None
     )
     torch.testing.assert_close(attended, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunks", [(0, 1), (0, 3), (1, 2)])
+def test_attention_while_operations_are_counted(chunks: tuple[int, int]) -> None:
+    """`StepMonitor(flops=True)` counts in a dispatch mode, in which torch cannot make its causal bias."""
+    slices = attention.Slices(group=None, chunks=chunks, chunk=2, length=8)
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(1, 2, 4, 4, generator=generator).double()
+    key, value = (torch.randn(1, 2, 8, 4, generator=generator).double() for _ in range(2))
+
+    def attend() -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention, "whole", lambda part, slices: torch.cat([key, value], dim=-1))
+            with attention.computing_on(slices):
+                return context_parallel_attention(query, key[..., :4, :], value[..., :4, :])
+
+    with FlopCounterMode(display=False):
+        attended = attend()
+    torch.testing.assert_close(attended, attend(), rtol=1e-12, atol=1e-12)
