@@ -393,5 +393,5 @@ def watch_processes(find_ended: Callable[[], list[tuple[int, str]]]) -> None:
 def check_processes() -> None:
     """While joining: raise RankFailedError if a process that this one has started has ended."""
     for rank, how in _find_ended():
-        message = f"its process {how} before all ranks had joined"
+        message = f"before all ranks had joined, its process {how}"
         raise RankFailedError(RankFailure(rank, socket.gethostname(), "", PROCESS_ENDED, message))

@@ -24,6 +24,19 @@ log = logging.getLogger(__name__)
 # An `on_exception` hook may write a checkpoint; after Ctrl-C the user wants the prompt back.
 TIME_TO_END_S = 60.0
 TIME_TO_END_AFTER_INTERRUPT_S = 10.0
+WHY_ENDED = {
+    "SIGKILL": (
+        ', usually by the kernel as memory ran out: look for "out of memory" in dmesg, and for limits of the job'
+    ),
+    "SIGSEGV": (
+        ', a fault in compiled code, often of an extension: look for "Fatal Python error" above, where its line'
+        " is"
+    ),
+    "SIGBUS": (
+        ", often as /dev/shm is full: give the container more of it (docker run --shm-size), or take fewer"
+        " num_workers"
+    ),
+}
 
 
 def describe_exit(status: int, backend: str) -> str:
@@ -32,7 +45,8 @@ def describe_exit(status: int, backend: str) -> str:
     if status == -signal.SIGABRT:
         return f"was ended by SIGABRT, {_why_aborted(backend)} {failures.RUN_ON_ALL_RANKS}"
     if status < 0:
-        return f"was ended by {names.get(-status, f'signal {-status}')}"
+        name = names.get(-status, f"signal {-status}")
+        return f"was ended by {name}{WHY_ENDED.get(name, '')}"
     return f"ended with exit status {status}"
 
 

@@ -43,7 +43,7 @@ SCRIPT_FAILS = {
     "SIGKILL": (1, "its process was ended by SIGKILL"),
     "exception": (1, "failed in training_step: ValueError: no labels here"),
     "leave": (1, "its process ended with exit status 0"),
-    "broken": (1, "its process ended with exit status 1 before all ranks had joined"),
+    "broken": (1, "before all ranks had joined, its process ended with exit status 1"),
 }
 
 
