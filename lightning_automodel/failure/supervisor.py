@@ -147,13 +147,14 @@ class Supervisor:
                 culprit = exception.failure
             elif watchdog.can_post():
                 own = watchdog.raise_own(exception, lightning_internals.failing_hook(exception))
-                if not is_communication_error(exception):
-                    watchdog.post(own)
-                    culprit = None
+                if is_communication_error(exception):
+                    culprit = culprit or watchdog.await_verdict(own)
                 else:
-                    verdict = culprit or watchdog.await_verdict(own)
-                    culprit = verdict if verdict.rank != own.rank else None
-                    _add_note(exception, verdict, own)
+                    watchdog.post(own)
+                    culprit = own
+                if culprit.rank == own.rank:
+                    _add_note(exception, culprit, own)
+                    culprit = None
         finally:
             watchdog.let_leave()
 
@@ -353,9 +354,9 @@ def _print_first(exception: BaseException) -> None:
 
 
 def _add_note(exception: BaseException, verdict: RankFailure, own: RankFailure) -> None:
-    """Add to this rank's exception what the verdict knows besides, if it names this rank."""
+    """Add to this rank's exception what the verdict, which names this rank, knows besides."""
     note = verdict.message.removeprefix(own.message).strip()
-    if note and verdict.rank == own.rank:
+    if note:
         exception.add_note(note)
 
 
