@@ -199,22 +199,6 @@ def _load_model(
         raise _mismatch(missing, unknown)
 
 
-# --- Shards beside the model, such as callbacks' averages of the weights ----------------------------------
-
-
-def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, Any]) -> None:
-    """Read sharded states into ``tree``, part of ``saved.rest``, sharded like ``model_state``. A collective."""
-    for place, values in dicts_in(tree):
-        shards = {
-            name: torch.empty_like(own, dtype=entry.dtype)
-            for name, own in model_state.items()
-            if (entry := saved.entries.get(f"{place}.{name}")) is not None
-        }
-        if shards:
-            saved.read_into({place: shards})
-            values.update(shards)
-
-
 def fill_plain_module(
     module: nn.Module, checkpoint: dict[str, Any], own: list[Optimizer], strict: bool
 ) -> None:
@@ -263,3 +247,19 @@ def _as_own(
     known = {without_wrappers(name): parameter for name, parameter in module.named_parameters()}
     renamed = new_names(saved, names, known, index)
     return in_order(state, saved, renamed, names)
+
+
+# --- Shards beside the model, such as callbacks' averages of the weights ----------------------------------
+
+
+def restore_shards(saved: Saved, tree: dict[str, Any], model_state: dict[str, Any]) -> None:
+    """Read sharded states into ``tree``, part of ``saved.rest``, sharded like ``model_state``. A collective."""
+    for place, values in dicts_in(tree):
+        shards = {
+            name: torch.empty_like(own, dtype=entry.dtype)
+            for name, own in model_state.items()
+            if (entry := saved.entries.get(f"{place}.{name}")) is not None
+        }
+        if shards:
+            saved.read_into({place: shards})
+            values.update(shards)

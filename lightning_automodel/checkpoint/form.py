@@ -3,11 +3,6 @@
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS
-
-STATES = (MODEL, OPTIMIZERS)
-"""Keys of a checkpoint that hold states of the model and its optimizers, in this form."""
-
 
 class CheckpointForm:
     """The form of a strategy's checkpoints. Nothing here is a collective.

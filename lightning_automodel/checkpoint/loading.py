@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_automodel.checkpoint import filling, paths, state_dict
 from lightning_automodel.checkpoint.edited import EditedDirectory, lazy_model, lazy_optimizers
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.form import STATES, CheckpointForm
+from lightning_automodel.checkpoint.form import CheckpointForm
 from lightning_automodel.checkpoint.manifest import is_shard_directory
 from lightning_automodel.checkpoint.optimizers import parameter_names
 from lightning_automodel.checkpoint.shard_directory import ShardDirectory
@@ -110,7 +110,7 @@ class CheckpointLoader:
         saved = self._edited(checkpoint, module, optimizers)
         filling.load_model(saved, module, optimizers, strict)
         own = state_dict.model_state(module)
-        rest = {key: value for key, value in checkpoint.items() if key not in STATES}
+        rest = {key: value for key, value in checkpoint.items() if key not in state_dict.STATES}
         filling.restore_shards(saved, rest, own)
         # Lightning's WeightAveraging reads the weights from this entry, and loads the average by itself.
         if weight_averaging.averaged_models(module):

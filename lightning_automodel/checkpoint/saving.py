@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint import paths, single_file, state_dict
-from lightning_automodel.checkpoint.form import STATES, CheckpointForm
+from lightning_automodel.checkpoint.form import CheckpointForm
 from lightning_automodel.checkpoint.optimizers import optimizer_state
 from lightning_automodel.checkpoint.restorable import on_first_rank, restorable_state
 from lightning_automodel.checkpoint.shard_writer import prepare_shards
@@ -173,7 +173,7 @@ class CheckpointSaver:
         """
         copies = self._writes_in_background(goes_on)
         if self._form.is_sharded:
-            rest = {key: value for key, value in checkpoint.items() if key not in STATES}
+            rest = {key: value for key, value in checkpoint.items() if key not in state_dict.STATES}
             checkpoint.update(with_whole_modules(rest, module, f"Cannot save {target}"))
         if self._form.as_directory:
             parameters = module.named_parameters(remove_duplicate=False)

@@ -152,9 +152,7 @@ class WholeCheckpoint(Saved):
 
     def __init__(self, path: str, checkpoint: dict[str, Any], parameter_names: Iterable[Names] = ()) -> None:
         self.path = path
-        self.rest = {
-            key: value for key, value in checkpoint.items() if key not in (MODEL, state_dict.OPTIMIZERS)
-        }
+        self.rest = {key: value for key, value in checkpoint.items() if key not in state_dict.STATES}
         self.module_versions = module_versions(checkpoint[MODEL])
         of_model = state_dict.without_wrappers_in(checkpoint[MODEL])
         values: dict[str, Any] = {f"{MODEL}.{name}": value for name, value in of_model.items()}

@@ -24,6 +24,8 @@ MODEL = "state_dict"
 OPTIMIZERS = "optimizer_states"
 """Key of the optimizers' states in a checkpoint."""
 
+STATES = (MODEL, OPTIMIZERS)
+
 EXTRA_STATES = "lightning_automodel_extra_state"
 """Key in ``meta.pt`` of extra states (``get_extra_state``): torch would flatten dicts and lose empty ones."""
 
