@@ -92,7 +92,7 @@ class _Positions:
         is_label = targets != ignore_index
         self._shape = labels.shape
         self._length = targets.shape[-1]
-        self._num_labels = is_label.sum()
+        self._is_label = is_label
         self._places: tuple[Tensor, ...] = ()
         self._ignored: Tensor | None = None  # [n]; None if there are only positions with a label
         if skips_ignored:
@@ -124,7 +124,7 @@ class _Positions:
     def count(self, weight: Tensor | None) -> Tensor:
         """[] how many labels there are, or the sum of their weights."""
         if weight is None:
-            return self._num_labels
+            return self._is_label.sum()
         return self.sum(weight[self.targets], slice(None))
 
 
