@@ -790,8 +790,7 @@ class AutomodelStrategy(ParallelStrategy):
         with self._equal_buffers():
             write = self._saver.prepare(checkpoint, module, target, save_file, goes_on)
             self._saver.write(write, target, module.device, goes_on)
-        if self._form.as_directory and self._options.save_distributed_checkpoint is None:
-            self._advice.say_once(DIRECTORY_NOTE, say=lambda text: rank_zero_info(f"{filepath} {text}"))
+        self._explain_directory(filepath)
 
     def _meet_to_save(self) -> dist.ProcessGroup | None:
         """The host group of all ranks, which save together; None if the others have left, or this is the only one.
@@ -810,6 +809,11 @@ class AutomodelStrategy(ParallelStrategy):
             except RuntimeError:
                 return None
         return collectives.host_group(self._options.parsed_timeout)
+
+    def _explain_directory(self, filepath: str | Path) -> None:
+        """Say once what a checkpoint is, if it is a directory and the user has not asked for one."""
+        if self._form.as_directory and self._options.save_distributed_checkpoint is None:
+            self._advice.say_once(DIRECTORY_NOTE, say=lambda text: rank_zero_info(f"{filepath} {text}"))
 
     def _equal_buffers(self) -> AbstractContextManager[None]:
         """Context in which all ranks have rank 0's buffers; after a failure each has its own. A collective."""
