@@ -40,6 +40,10 @@ FAULTS = {
     "SIGKILL": (1, "RankFailedError: rank 1 on ", "its process was ended by SIGKILL"),
     "SIGTERM": (128 + signal.SIGTERM, "SIGTERMException: ", ""),
 }
+KILLED = (
+    'ended by SIGKILL, usually by the kernel as memory ran out: look for "out of memory" in dmesg, and for limits'
+    " of the job"
+)
 FAILED = [("fork", "exception"), ("fork", "SIGTERM")]
 FAILED_IN_THE_SWEEP = [
     ("fork", "SIGKILL"),
@@ -233,11 +237,11 @@ def loses_the_store(folder: Path, local_rank: int) -> None:
         ),
         (
             (is_killed, loses_the_store),
-            r"rank 4 on here was last seen in backward: its process was ended by SIGKILL, usually by ",
+            rf"rank 4 on here was last seen in backward: its process was {KILLED}$",
         ),
         (
             (is_killed, waits_for_it),
-            rf"rank 4 on {socket.gethostname()}: its process was ended by SIGKILL, ",
+            rf"rank 4 on {socket.gethostname()}: its process was {KILLED}$",
         ),
     ],
 )
@@ -267,21 +271,18 @@ def test_the_first_report_counts(tmp_path: Path) -> None:
     ("status", "backend", "text"),
     [
         (3, "gloo", "ended with exit status 3"),
-        (
-            -9,
-            "gloo",
-            'was ended by SIGKILL, usually by the kernel as memory ran out: look for "out of memory" in dmesg',
-        ),
+        (-9, "gloo", f"was {KILLED}"),
         (
             -11,
             "gloo",
             "was ended by SIGSEGV, a fault in compiled code, often of an extension: look for"
-            ' "Fatal Python error" above',
+            ' "Fatal Python error" above, where its line is',
         ),
         (
             -signal.SIGBUS,
             "gloo",
-            "was ended by SIGBUS, often as /dev/shm is full: give the container more of it",
+            "was ended by SIGBUS, often as /dev/shm is full: give the container more of it (docker run"
+            " --shm-size), or take fewer num_workers",
         ),
         (-2, "gloo", "was ended by SIGINT"),
         (-6, "gloo", "was ended by SIGABRT, as gloo does"),
