@@ -120,11 +120,11 @@ class GatheredForBackward:
         finally:
             self._always = before
 
-    def stop_keeping(self, others_than: Set[FSDPModule] = frozenset()) -> None:
-        """Unshard the ``others_than`` these, so that resharding frees their memory."""
-        for unit in self.units - others_than:
+    def stop_keeping(self, needed: Set[FSDPModule] = frozenset()) -> None:
+        """Unshard what is kept of units that are not ``needed`` any more, so that resharding frees its memory."""
+        for unit in self.units - needed:
             fsdp2_gathers.show_kept_storage(unit)
-        self.units &= others_than
+        self.units &= needed
 
 
 @torch_internals.not_compiled

@@ -263,7 +263,7 @@ class FSDPGradSync(GradSync):
     def _reshard_others(self, needed: list[FSDPModule]) -> None:
         """Free what is gathered, except of these units."""
         still_needed = set(needed)
-        self._gathered.stop_keeping(others_than=still_needed)
+        self._gathered.stop_keeping(still_needed)
         for unit in self.units:
             if unit not in still_needed:
                 reshard(unit)
