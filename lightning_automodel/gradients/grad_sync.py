@@ -46,10 +46,11 @@ class GradSync:
         """Note whether backwards use ``parameter``, whose gradient autograd accumulates in ``leaf``."""
         if parameter.requires_grad and parameter not in self._tracked:
             self._tracked.add(parameter)
-            hook = partial(self._mark_used, parameter)
+            hook = partial(self._gradient_accumulated, parameter)
             self._hooks.append(leaf.register_post_accumulate_grad_hook(hook))
 
-    def _mark_used(self, parameter: nn.Parameter, _: Tensor) -> None:
+    def _gradient_accumulated(self, parameter: nn.Parameter, _: Tensor) -> None:
+        """Hook of autograd: note that a backward has used ``parameter``."""
         if not self._is_padding:
             self._used.add(parameter)
 

@@ -127,8 +127,8 @@ class GradientWindows:
         self._group = placement.mesh.group
         self._denominator_index = weighting.denominator_index
         self.unfinished: dict[Optimizer | None, Window] = {}  # the windows that have begun and not ended
-        self._pending: dict[nn.Parameter, Tensor] = {}
-        self._older: dict[nn.Parameter, Tensor] = {}  # what `.grad` held before the backward that runs
+        self._accumulated: dict[nn.Parameter, Tensor] = {}
+        self._set_aside: dict[nn.Parameter, Tensor] = {}  # what `.grad` held before the backward that runs
         self.optimizers: list[Optimizer] = []
         self.toggled: Optimizer | None = None
         self.in_backward = False
@@ -159,17 +159,17 @@ class GradientWindows:
             key: window for key, window in self.unfinished.items() if not window.owned <= dropped
         }
         if not self.unfinished:
-            self._pending.clear()
+            self._accumulated.clear()
             self._sync.discard()
             return
         for parameter in dropped:
-            self._pending.pop(parameter, None)
+            self._accumulated.pop(parameter, None)
         self._sync.discard(dropped)
 
     def reset(self) -> None:
         """Drop all windows and their gradients: a run begins or ends, or something has failed."""
         self.unfinished = {}
-        self._pending = {}
+        self._accumulated = {}
         self.toggled = None
         self.since_step.clear()
         self.measured.clear()
@@ -267,18 +267,18 @@ class GradientWindows:
         now.
         """
         self.in_backward = True
-        self._older = {}
+        self._set_aside = {}
         for parameter in self.parameters:
             if parameter.requires_grad:
                 window.trained.add(parameter)
             if parameter.grad is not None:
-                self._older[parameter] = (
+                self._set_aside[parameter] = (
                     parameter.grad.clone() if self._sync.reuses_gradients else parameter.grad
                 )
                 parameter.grad = None
-        for parameter, part in self._pending.items():
+        for parameter, part in self._accumulated.items():
             parameter.grad = part
-        self._pending = {}
+        self._accumulated = {}
         trained = {
             parameter for open_window in self.unfinished.values() for parameter in open_window.trained
         }
@@ -357,8 +357,8 @@ class GradientWindows:
     def abandon(self, error: BaseException) -> None:
         """After an ``error`` in a backward: put ``.grad`` back as it was before it, and drop all windows."""
         for parameter in self.parameters:
-            parameter.grad = self._older.get(parameter)
-        self._older = {}
+            parameter.grad = self._set_aside.get(parameter)
+        self._set_aside = {}
         try:
             self.reset()
             self._sync.recover()
@@ -371,8 +371,8 @@ class GradientWindows:
     def put_back(self, final: list[nn.Parameter]) -> None:
         """Add ``final`` gradients to the older ones; keep the others for their windows, and put ``.grad`` back."""
         are_final = set(final)
-        older = self._older
-        self._older = {}
+        older = self._set_aside
+        self._set_aside = {}
         self.in_backward = False
         for parameter in self.parameters:
             part = parameter.grad
@@ -381,7 +381,7 @@ class GradientWindows:
                 if before is not None:
                     parameter.grad = before
             elif parameter not in are_final:
-                self._pending[parameter] = part
+                self._accumulated[parameter] = part
                 parameter.grad = before
             elif before is not None:
                 # In place, as autograd accumulates: the user may hold this tensor.

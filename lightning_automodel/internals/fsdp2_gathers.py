@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -44,46 +44,68 @@ def note_all_gathers(unit: FSDPModule, note: Callable[[], None], patches: PatchS
         patches.set(group, "unshard", partial(noting, group, group.unshard))
 
 
+class GatherObserver(Protocol):
+    """Is told of the all-gathers of one parameter group, for which FSDP2 has no hooks."""
+
+    def starting(self) -> None:
+        """Called before an all-gather starts."""
+
+    def finished(self) -> bool:
+        """Called once parameters are unsharded. False repeats the all-gather, which is a collective."""
+
+    def freeing(self, is_in_forward: bool) -> None:
+        """Called before unsharded parameters are freed, or hidden behind the sharded ones.
+
+        ``is_in_forward``: whether the unit's root runs at the moment.
+        """
+
+    def shows_shards(self) -> bool:
+        """Whether state dicts have shards while the unit's root runs.
+
+        Else they have what modules show: FSDP2 would reshard what the step still needs.
+        """
+
+
 def watch_gathers(
-    unit: FSDPModule,
-    group: FSDPParamGroup,
-    starting: Callable[[], None],
-    finished: Callable[[], bool],
-    freeing: Callable[[bool], None],
-    is_saving: Callable[[], bool],
-    patches: PatchStack,
+    unit: FSDPModule, group: FSDPParamGroup, observer: GatherObserver, patches: PatchStack
 ) -> None:
-    """Call back around each all-gather of a ``group`` of ``unit``, for which FSDP2 has no hooks.
-
-    ``starting`` before it starts. ``finished`` once parameters are unsharded: False repeats it, which is a
-    collective. ``freeing`` before unsharded parameters are freed, or hidden behind the sharded ones, with
-    whether the unit's root runs at the moment.
-
-    While the unit's root runs, state dicts have what modules show, unless ``is_saving``: FSDP2 would reshard
-    what the step still needs.
-    """
-    state = unit._get_fsdp_state()
+    """Tell ``observer`` of each all-gather of a ``group`` of ``unit``, and of what frees its results."""
     unshard = group.unshard
     wait = group.wait_for_unshard
-    reshard = group.reshard
-    to_sharded = group._to_sharded
-    to_smaller_mesh = group.fsdp_params[0].to_sharded_post_forward
-    is_resharding = False
 
     def watched_unshard(*args: Any, **kwargs: Any) -> None:
         if not group.is_unsharded and group._all_gather_result is None:
-            starting()
+            observer.starting()
         unshard(*args, **kwargs)
 
     def watched_wait() -> None:
         is_pending = group._all_gather_result is not None
         wait()
-        if is_pending and not finished():
+        if is_pending and not observer.finished():
             to_sharded()
-            starting()
+            observer.starting()
             unshard()
             wait()
-            finished()
+            observer.finished()
+
+    to_sharded = _watch_frees(unit, group, observer, patches)
+    patches.set(group, "unshard", watched_unshard)
+    patches.set(group, "wait_for_unshard", watched_wait)
+    for param in group.fsdp_params:
+        patches.set(
+            param, "reset_sharded_param", partial(_reset_if_sharded, group, param.reset_sharded_param)
+        )
+
+
+def _watch_frees(
+    unit: FSDPModule, group: FSDPParamGroup, observer: GatherObserver, patches: PatchStack
+) -> Callable[[], None]:
+    """Tell ``observer`` before unsharded parameters are freed. Returns how FSDP2 frees them, without telling."""
+    state = unit._get_fsdp_state()
+    reshard = group.reshard
+    to_sharded = group._to_sharded
+    to_smaller_mesh = group.fsdp_params[0].to_sharded_post_forward
+    is_resharding = False
 
     def watched_reshard() -> None:
         nonlocal is_resharding
@@ -95,24 +117,19 @@ def watch_gathers(
 
     def watched_to_sharded() -> None:
         is_in_forward = state._state_ctx.iter_forward_root is not None
-        if is_resharding or not is_in_forward or is_saving():
+        if is_resharding or not is_in_forward or observer.shows_shards():
             if group.is_unsharded:
-                freeing(is_in_forward)
+                observer.freeing(is_in_forward)
             to_sharded()
 
     def watched_to_smaller_mesh() -> None:
-        freeing(True)
+        observer.freeing(True)
         to_smaller_mesh()
 
-    patches.set(group, "unshard", watched_unshard)
-    patches.set(group, "wait_for_unshard", watched_wait)
     patches.set(group, "reshard", watched_reshard)
     patches.set(group, "_to_sharded", watched_to_sharded)
     patches.set(group.fsdp_params[0], "to_sharded_post_forward", watched_to_smaller_mesh)
-    for param in group.fsdp_params:
-        patches.set(
-            param, "reset_sharded_param", partial(_reset_if_sharded, group, param.reset_sharded_param)
-        )
+    return cast(Callable[[], None], to_sharded)
 
 
 def _reset_if_sharded(group: FSDPParamGroup, reset: Callable[[], None]) -> None:

@@ -190,10 +190,10 @@ class FSDPGradSync(GradSync):
             self._bypassed.append(name)
 
     @override
-    def _mark_used(self, parameter: nn.Parameter, _: Tensor) -> None:
+    def _gradient_accumulated(self, parameter: nn.Parameter, _: Tensor) -> None:
         """Note the use, or refuse a backward that is not the strategy's while it would join a window."""
         if self._in_backward:
-            super()._mark_used(parameter, _)
+            super()._gradient_accumulated(parameter, _)
         elif self._reductions is Reductions.NONE or self.is_last is False:
             # FSDP2 would add this gradient to the deferred ones of the window, and it would be rescaled with
             # them.

@@ -97,9 +97,7 @@ class _WatchedGroup:
         self._awaits_backward = False  # which gathers again
         self._trains: list[bool] = []  # the copies, when they were gathered
         self._memory: list[Tensor] = []  # that FSDP2 gathers into, of each copy
-        fsdp2_gathers.watch_gathers(
-            unit, group, self._start, self._finish, self._free, lambda: weights.is_saving, patches
-        )
+        fsdp2_gathers.watch_gathers(unit, group, self, patches)
 
     @property
     def _params(self) -> list[FSDPParam]:
@@ -133,12 +131,12 @@ class _WatchedGroup:
         """Whether no shard was written since it was gathered."""
         return self._shard_counts == self._of_shards()
 
-    def _start(self) -> None:
+    def starting(self) -> None:
         """Before an all-gather starts, maybe ahead of the forward that needs it."""
         self._awaits_backward = False
         self._shard_counts = self._of_shards()
 
-    def _finish(self) -> bool:
+    def finished(self) -> bool:
         """After an all-gather; False if it must be repeated, since a shard was written after it had started."""
         self._copy_counts = self._of_copies()
         self._trains = [param.unsharded_param.requires_grad for param in self._params]
@@ -146,7 +144,7 @@ class _WatchedGroup:
             self._memory = [_memory(param.unsharded_param) for param in self._params]
         return self.is_current()
 
-    def _free(self, is_in_forward: bool) -> None:
+    def freeing(self, is_in_forward: bool) -> None:
         """Before the copies are freed or hidden."""
         self._awaits_backward = is_in_forward and torch.is_grad_enabled()
         trains = [param.unsharded_param.requires_grad for param in self._params]
@@ -168,6 +166,10 @@ class _WatchedGroup:
             _write_back(param, name, shard_is_written=shards_before[index] != shards_now[index])
         self._copy_counts = self._of_copies()
         self._shard_counts = self._of_shards()
+
+    def shows_shards(self) -> bool:
+        """Whether state dicts have shards within a step, which then cannot go on."""
+        return self._weights.is_saving
 
     def _freeze_alike(self, trains: list[bool]) -> None:
         """Freeze or unfreeze shards like their copies, unless somebody has set the shards' own flags since."""
