@@ -306,8 +306,8 @@ def _probe_fsdp2(state: Any) -> None:
             check(param, "mp_policy", "free_unsharded_param")
             check(param, "fsdp_placement", "padded_sharded_param_size")
             check(param, "reset_sharded_param", "to_sharded_post_forward", writable=True)
-            # Assigned by the lazy initialisation.
-            check(type(param), "orig_dtype", "param_dtype", "reduce_dtype")
+            # Assigned by the lazy initialisation, or by a forward.
+            check(type(param), "orig_dtype", "param_dtype", "reduce_dtype", "_sharded_post_forward_param")
             if ACCUMULATES_IN_LEAF:
                 check(param, "unsharded_grad_dtype")
             else:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -44,6 +44,14 @@ def note_all_gathers(unit: FSDPModule, note: Callable[[], None], patches: PatchS
         patches.set(group, "unshard", partial(noting, group, group.unshard))
 
 
+class _Place(NamedTuple):
+    """A module that holds a parameter, and its name there."""
+
+    module: nn.Module
+    name: str
+    param: FSDPParam
+
+
 class GatherObserver(Protocol):
     """Is told of the all-gathers of one parameter group, for which FSDP2 has no hooks."""
 
@@ -69,24 +77,36 @@ class GatherObserver(Protocol):
 def watch_gathers(
     unit: FSDPModule, group: FSDPParamGroup, observer: GatherObserver, patches: PatchStack
 ) -> None:
-    """Tell ``observer`` of each all-gather of a ``group`` of ``unit``, and of what frees its results."""
+    """Tell ``observer`` of each all-gather of a ``group`` of ``unit``, and of what frees its results.
+
+    A tensor that user code has put in a parameter's place for one forward, as
+    ``torch.func.functional_call`` does, stays there: FSDP2 would put the gathered parameter there instead.
+    """
     unshard = group.unshard
     wait = group.wait_for_unshard
+    places = _places(unit, group)
 
     def watched_unshard(*args: Any, **kwargs: Any) -> None:
-        if not group.is_unsharded and group._all_gather_result is None:
+        if group.is_unsharded:
+            _show_gathered(places)
+        elif group._all_gather_result is None:
             observer.starting()
         unshard(*args, **kwargs)
 
     def watched_wait() -> None:
-        is_pending = group._all_gather_result is not None
+        if group._all_gather_result is None:
+            wait()
+            return
+        substitutes = _substitutes(places)
         wait()
-        if is_pending and not observer.finished():
+        if not observer.finished():
             to_sharded()
             observer.starting()
             unshard()
             wait()
             observer.finished()
+        for place, tensor in substitutes:
+            place.module._parameters[place.name] = cast(nn.Parameter, tensor)  # or any tensor
 
     to_sharded = _watch_frees(unit, group, observer, patches)
     patches.set(group, "unshard", watched_unshard)
@@ -95,6 +115,35 @@ def watch_gathers(
         patches.set(
             param, "reset_sharded_param", partial(_reset_if_sharded, group, param.reset_sharded_param)
         )
+
+
+def _places(unit: FSDPModule, group: FSDPParamGroup) -> list[_Place]:
+    """Where the modules of ``unit`` hold the parameters of ``group``; several places where they share one."""
+    param_of = {param.sharded_param: param for param in group.fsdp_params}
+    return [
+        _Place(module, name, param_of[shard])
+        for module in cast(nn.Module, unit).modules()
+        for name, shard in module.named_parameters(recurse=False)
+        if shard in param_of
+    ]
+
+
+def _substitutes(places: list[_Place]) -> list[tuple[_Place, Tensor]]:
+    """The tensors that stand where modules would have the shards."""
+    substitutes: list[tuple[_Place, Tensor]] = []
+    for place in places:
+        tensor = place.module._parameters.get(place.name)
+        smaller_shard = getattr(place.param, "_sharded_post_forward_param", None)
+        if tensor is not None and tensor is not place.param.sharded_param and tensor is not smaller_shard:
+            substitutes.append((place, tensor))
+    return substitutes
+
+
+def _show_gathered(places: list[_Place]) -> None:
+    """Show gathered parameters where ``functional_call``, after a forward that gathered them, put back the shards."""
+    for place in places:
+        if place.module._parameters.get(place.name) is place.param.sharded_param:
+            place.module._parameters[place.name] = place.param.unsharded_param
 
 
 def _watch_frees(

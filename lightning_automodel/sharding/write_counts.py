@@ -20,6 +20,13 @@ from lightning_automodel.internals.torch import versions
 DATA: Any = torch.Tensor.data
 """The descriptor of an attribute that is patched here."""
 
+_SHARDED_VALUES = (
+    "A tensor of shape {} got sharded values (`p.data = values`, a DTensor), which were taken where"
+    " module.parameters() are shards, and are put back where FSDP2 has gathered the parameter. Take and put"
+    " back in the same place: both in hooks of a training step, or both outside of it. Or pass"
+    " data_parallel='ddp'."
+)
+
 
 class WriteCounts:
     """Counts writes to tensors, as long as ``patches`` of torch's attributes last.
@@ -61,6 +68,8 @@ class WriteCounts:
         if id(tensor) in self._handed_out:
             self._handed_out[id(tensor)] += 1
             value = value.detach().clone()  # FSDP2 frees the memory of what it has gathered
+        if isinstance(value, DTensor) and not isinstance(tensor, DTensor):
+            raise RuntimeError(_SHARDED_VALUES.format(tuple(tensor.shape)))  # torch would crash later
         is_alike = (tensor.shape, tensor.dtype, tensor.device) == (value.shape, value.dtype, value.device)
         if not isinstance(tensor, DTensor) or not is_alike:
             DATA.__set__(tensor, value)

@@ -122,6 +122,40 @@ class FirstOrderMAML(nn.Module):
         return torch.func.functional_call(self.net, moved, (inputs,)).square().sum(1)
 
 
+class FunctionalCalls(nn.Module):
+    """Calls its blocks with other tensors in the place of their weights, and with the weights themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.makes_weights = nn.Linear(1, WIDTH * WIDTH)
+
+    def losses(self, inputs: Tensor) -> Tensor:
+        weight = self.makes_weights(inputs.new_ones(1)).unflatten(0, (WIDTH, WIDTH))
+        hidden = inputs
+        for block in self.blocks:
+            hidden = torch.tanh(torch.func.functional_call(block, {"weight": weight}, (hidden,)))
+        for block in self.blocks:
+            hidden = torch.tanh(torch.func.functional_call(block, {"weight": 2 * weight}, (hidden,)))
+        for _ in range(2):
+            hidden = torch.func.functional_call(
+                self.blocks[0], dict(self.blocks[0].named_parameters()), hidden
+            )
+        return self.blocks[1](hidden).square().sum(1)
+
+
+class ScaledWeights(nn.Module):
+    """Computes with weights that are computed from its own, outside of its units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def losses(self, inputs: Tensor) -> Tensor:
+        scaled = {name: 0.5 * parameter for name, parameter in self.net.named_parameters()}
+        return torch.func.functional_call(self.net, scaled, (inputs,)).square().sum(1)
+
+
 SAME_NUMBER = {2: 0, 3: 1, 5: 1, 6: 2}
 ANOTHER_NUMBER = {2: 0, 3: 1, 6: 2}
 MODELS: dict[str, Any] = {
@@ -133,6 +167,8 @@ MODELS: dict[str, Any] = {
     "PreActivation": PreActivation,
     "Adjoint": Adjoint,
     "FirstOrderMAML": FirstOrderMAML,
+    "FunctionalCalls": FunctionalCalls,
+    "ScaledWeights": ScaledWeights,
 }
 DROPPED = "Ranks use different FSDP units in the same forward: rank"
 MESSAGES = {
@@ -142,6 +178,7 @@ MESSAGES = {
     "PreActivation": "An FSDP unit changes its input in place",
     "Adjoint": "got a gradient that it does not reduce",
     "FirstOrderMAML": "A sharded parameter met a plain tensor",
+    "ScaledWeights": "A sharded parameter met a plain tensor",
 }
 """What is said of those that are refused with the default units."""
 
@@ -178,6 +215,11 @@ DEFAULT = (
     "Adjoint, remedy, resharded",
     "FirstOrderMAML, kept",
     "FirstOrderMAML, remedy",
+    "FunctionalCalls, kept",
+    "FunctionalCalls, resharded",
+    "FunctionalCalls, by hand",
+    "ScaledWeights, kept",
+    "ScaledWeights, remedy",
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,6 +42,8 @@ def _counted() -> dict[str, bool]:
         before = counts.of([whole])
         whole.data.mul_(2.0)
         note("data of a gathered tensor", whole, before)
+        with pytest.raises(RuntimeError, match=r"A tensor of shape \(3, 2\) got sharded values"):
+            whole.data = shard.data
         changed["shard has the values"] = bool((shard.full_tensor() == 5.0).all())
         changed["gathered tensor has the values"] = bool((whole == 4.0).all())
     return changed
