@@ -10,8 +10,10 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.step_choice import StepChoices
 from lightning_automodel.gradients.whole_tensors import WholeSteps
@@ -25,6 +27,8 @@ from lightning_automodel.gradients.windows import (
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
+
+_ROUNDING = 1e-4  # of a gradient that each rank computes for itself, by kernels that are not deterministic
 
 
 class OptimizerSteps:
@@ -179,6 +183,7 @@ class OptimizerSteps:
     def _begin(self, optimizer: Optimizer) -> None:
         if len(self._choices.of.get(optimizer, ())) < len(optimizer.param_groups):
             self.choose([optimizer])
+        self._check_gradients_by_hand(optimizer)
         self.whole.begin(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -205,6 +210,30 @@ class OptimizerSteps:
                 f"{unsynchronised} parameters of {name} have gradients of a plain loss.backward(), which"
                 " DistributedDataParallel does not synchronise under manual optimization, so ranks would"
                 " diverge. Call self.manual_backward(loss) instead."
+            )
+
+    def _check_gradients_by_hand(self, optimizer: Optimizer) -> None:
+        """Raise RuntimeError if ranks would step with different gradients, none of which are of a ``manual_backward``.
+
+        A collective over the data-parallel group. It runs only where an optimizer steps under manual
+        optimization, and no window of it has ended since its last step.
+        """
+        windows = self._windows
+        if self._is_automatic or windows.divisor == 1:
+            return
+        if windows.in_backward or optimizer in windows.since_step:
+            return
+        replicated = [p for p in optimizer_parameters(optimizer) if not isinstance(p, DTensor)]
+        norm = rescale_clip.total_norm(replicated)
+        largest = collectives.reduce_tensor(norm, windows.mesh.group, "max", windows.device)
+        smallest = collectives.reduce_tensor(norm, windows.mesh.group, "min", windows.device)
+        if largest - smallest > _ROUNDING * largest:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} would step with gradients that differ between ranks: their norms"
+                f" are {float(smallest):.4g} to {float(largest):.4g}. No manual_backward has run since its"
+                " last step, and nobody averages what is written by hand (`p.grad ="
+                " torch.autograd.grad(loss, p)[0]`). Call self.manual_backward(loss), once for each of several"
+                " losses, and change what it leaves in .grad. Or write the same gradients on all ranks."
             )
 
     def close(self) -> None:

@@ -123,7 +123,7 @@ class GradientWindows:
         self.divisor = placement.mesh.sizes.divisor
         self.parameters = parameters
         self._sync = sync
-        self._device = placement.device
+        self.device = placement.device
         self._group = placement.mesh.group
         self._denominator_index = weighting.denominator_index
         self.unfinished: dict[Optimizer | None, Window] = {}  # the windows that have begun and not ended
@@ -211,7 +211,7 @@ class GradientWindows:
 
     def _begin(self, key: Optimizer | None, expected: Count) -> Window:
         """Open a window."""
-        sums = torch.zeros(3, dtype=wide_dtype(self._device), device=self._device)
+        sums = torch.zeros(3, dtype=wide_dtype(self.device), device=self.device)
         if key is None:
             optimizers = self.optimizers
         else:
@@ -293,7 +293,7 @@ class GradientWindows:
         waiting. Else that rank reads them.
         """
         own = [uses.order, uses.order**2, *uses.by_parameter.values()]
-        reads = not all(uses.by_parameter.values()) or self._device.type == "cpu"
+        reads = not all(uses.by_parameter.values()) or self.device.type == "cpu"
         on_host = self._agrees_on_host and len(uses.by_parameter) > 0
         totals = window.sums
         if on_host:

@@ -123,6 +123,41 @@ def test_plain_backward_raises_under_ddp(pool2: RankPool) -> None:
         assert "Call self.manual_backward(loss) instead" in message
 
 
+class GradientsByHand(Recipe):
+    """Writes .grad itself: what `torch.autograd.grad` returns, or the same on all ranks, as evolution strategies do."""
+
+    def __init__(self, equal: bool) -> None:
+        super().__init__()
+        self.equal = equal
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        parameters = list(self.parameters())
+        if self.equal:
+            gradients = [torch.full_like(parameter, 0.1) for parameter in parameters]
+        else:
+            gradients = list(torch.autograd.grad(self.loss(batch), parameters))
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
+
+def _fit_gradients_by_hand(equal: bool) -> str | None:
+    try:
+        make_trainer(AutomodelStrategy(data_parallel="ddp")).fit(GradientsByHand(equal), _batches(2))
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def test_gradients_by_hand_must_be_alike(pool2: RankPool) -> None:
+    """No window averages them."""
+    for message in pool2.run(_fit_gradients_by_hand, False):
+        assert message is not None
+        assert "SGD would step with gradients that differ between ranks: their norms are" in message
+    assert pool2.run(_fit_gradients_by_hand, True) == [None, None]
+
+
 class PlainBackwardInMidWindow(Recipe):
     """In a window that has begun, and where a reduction is deferred before it has."""
 
