@@ -45,6 +45,7 @@ from lightning_automodel.distributed.first_rank import FirstRankPerNode
 from lightning_automodel.distributed.mesh import Placement, RunMesh, adopt_mesh, build_mesh, resolve_sizes
 from lightning_automodel.failure import stop_iteration
 from lightning_automodel.failure.supervisor import Supervisor, check_processes
+from lightning_automodel.gradients.learning_rates import share_metrics
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.gradients.windows import unwrap
 from lightning_automodel.internals import lightning as lightning_internals
@@ -436,10 +437,15 @@ class AutomodelStrategy(ParallelStrategy):
         self._advice.say_once(summary(self.describe()), say=rank_zero_info)
 
     def _patch_trainer(self, trainer: "pl.Trainer") -> None:
-        """Let all ranks decide alike where Lightning lets each decide by its own signals and its own clock."""
+        """Let all ranks decide alike where Lightning lets each decide by its own signals, clock and metrics."""
         if self.world_size > 1:
             lightning_internals.patch_signals(trainer, self._supervisor.ask_to_requeue, self._patches)
             lightning_internals.patch_validation_clock(trainer, self._as_on_rank_0, self._patches)
+            group = collectives.host_group(self._options.parsed_timeout)
+            share_metrics(self._schedulers, group, self._advice.say_once, self._patches)
+
+    def _schedulers(self) -> list[Any]:
+        return [config.scheduler for config in self.lr_scheduler_configs]
 
     def _prepare_checkpoints(self, trainer: "pl.Trainer") -> None:
         """Decide on the form of checkpoints, and watch the callbacks that save them."""

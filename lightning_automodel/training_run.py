@@ -238,6 +238,7 @@ class TrainingRun:
             self.replaced.give_shards(optimizer)
         self._changed.check(optimizers)
         checks.check_optimizers(self.module, optimizers, self._mesh.sizes.divisor)
+        checks.check_order(self.module, optimizers, self._placement.host_group)
         self.steps.choose(optimizers)
         self.watch_module()
 

@@ -1,6 +1,7 @@
 """Checks that refuse what a model, an optimizer or a step must not contain, with the reason and a way out."""
 
 from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -184,6 +185,31 @@ def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: in
                 f"{name} chooses its step from the loss of each rank alone, so {divisor} ranks would"
                 " diverge: choose a first-order optimizer or one rank."
             )
+
+
+def check_order(module: nn.Module, optimizers: list[Optimizer], group: dist.ProcessGroup) -> None:
+    """Raise ValueError, on every rank, unless the optimizers have their parameters in the same order on all ranks.
+
+    A collective over ``group``. What ranks exchange by the order of parameters would be another parameter's
+    elsewhere: gradients of those that are stepped whole, and states in checkpoints.
+    """
+    name_of = {parameter: name for name, parameter in module.named_parameters()}
+    own = [
+        (type(optimizer).__name__, name_of.get(parameter, ""))
+        for optimizer in optimizers
+        for parameter_group in optimizer.param_groups
+        for parameter in parameter_group["params"]
+    ]
+    by_rank = collectives.gather_objects(own, group)
+    for rank, other in enumerate(by_rank):
+        for expected, found in zip_longest(by_rank[0], other, fillvalue=("no optimizer", "no parameter")):
+            if found != expected:
+                raise ValueError(
+                    "configure_optimizers gives the optimizers their parameters in another order on each rank:"
+                    f" {expected[1]} of {expected[0]} on rank 0 is {found[1]} of {found[0]} on rank {rank}. A"
+                    " set of tensors has no order; to leave out what comes twice, pass"
+                    " list(dict.fromkeys(parameters)) instead of list(set(parameters))."
+                )
 
 
 def check_embeddings(module: nn.Module) -> None:

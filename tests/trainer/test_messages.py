@@ -308,6 +308,14 @@ class CollectsOthers(ModelModule):
         return torch.optim.SGD(self.collected, lr=0.1)
 
 
+class OrdersByRank(ModelModule):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        parameters = list(self.parameters())
+        if dist.get_rank() == 1:
+            parameters.reverse()
+        return torch.optim.SGD(parameters, lr=0.1)
+
+
 class SecondOrder(ModelModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.parameters())
@@ -324,6 +332,14 @@ def test_an_optimizer_of_another_model_raises(pool2: RankPool) -> None:
     for message in pool2.run(_error_of_optimizer, CollectsOthers, {}):
         assert "13 of 13 parameters of SGD are not parameters of CollectsOthers" in message
         assert "configure_optimizers, from self.parameters()" in message
+
+
+@pytest.mark.parametrize("options", first_by_default([{}, DDP]), ids=["fsdp2", "ddp"])
+def test_an_order_for_each_rank_raises(pool2: RankPool, options: dict[str, Any]) -> None:
+    """As `list(set(parameters))` has it. What is exchanged in this order would be another parameter's."""
+    for message in pool2.run(_error_of_optimizer, OrdersByRank, options):
+        assert "the optimizers their parameters in another order on each rank: model." in message
+        assert "of SGD on rank 0 is model." in message
 
 
 @pytest.mark.parametrize("options", first_by_default([{}, DDP]), ids=["fsdp2", "ddp"])
