@@ -1,7 +1,7 @@
 """Checks that refuse what a model, an optimizer or a step must not contain, with the reason and a way out."""
 
 from collections.abc import Iterable, Mapping
-from itertools import zip_longest
+from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -113,23 +113,31 @@ def check_equal_models(module: nn.Module, host_group: dist.ProcessGroup) -> None
         for name, tensor in tensors.items()
         if not is_lazy(tensor)
     }
-    received = [held]
-    dist.broadcast_object_list(received, group=host_group, group_src=0)
-    first = received[0]
-    name = next((name for name in {**first, **held} if first.get(name) != held.get(name)), None)
-    # Only what differs is gathered: all names of all ranks would be hundreds of megabytes at a thousand
-    # ranks.
-    if name is None:
-        own = None
-    else:
-        own = (name, first.get(name, "missing"), held.get(name, "missing"))
-    found = enumerate(collectives.gather_objects(own, host_group))
-    if differing := {rank: difference for rank, difference in found if difference is not None}:
+    differing = _differences(held, "missing", host_group)
+    if differing:
         rank, (name, on_first, on_other) = next(iter(differing.items()))
         raise ValueError(
             f"Ranks hold different models: {name} is {on_first} on rank 0 and {on_other} on rank {rank} (of"
             f" ranks {list(differing)}). Build and freeze the same model on every rank."
         )
+
+
+def _differences(
+    own: dict[Any, str], missing: str, group: dist.ProcessGroup
+) -> dict[int, tuple[Any, str, str]]:
+    """By rank, the first entry that differs from rank 0's: its key, and both values. A collective over ``group``."""
+    received = [own]
+    dist.broadcast_object_list(received, group=group, group_src=0)
+    first = received[0]
+    key = next((key for key in {**first, **own} if first.get(key) != own.get(key)), None)
+    # Only what differs is gathered: all entries of all ranks would be hundreds of megabytes at a thousand
+    # ranks.
+    if key is None:
+        difference = None
+    else:
+        difference = (key, first.get(key, missing), own.get(key, missing))
+    by_rank = enumerate(collectives.gather_objects(difference, group))
+    return {rank: difference for rank, difference in by_rank if difference is not None}
 
 
 def check_callbacks(callbacks: Iterable[pl.Callback], shards: bool = False) -> None:
@@ -193,23 +201,23 @@ def check_order(module: nn.Module, optimizers: list[Optimizer], group: dist.Proc
     A collective over ``group``. What ranks exchange by the order of parameters would be another parameter's
     elsewhere: gradients of those that are stepped whole, and states in checkpoints.
     """
+    if group.size() == 1:
+        return
     name_of = {parameter: name for name, parameter in module.named_parameters()}
-    own = [
-        (type(optimizer).__name__, name_of.get(parameter, ""))
+    places = [
+        f"{name_of.get(parameter)} of {type(optimizer).__name__}"
         for optimizer in optimizers
         for parameter_group in optimizer.param_groups
         for parameter in parameter_group["params"]
     ]
-    by_rank = collectives.gather_objects(own, group)
-    for rank, other in enumerate(by_rank):
-        for expected, found in zip_longest(by_rank[0], other, fillvalue=("no optimizer", "no parameter")):
-            if found != expected:
-                raise ValueError(
-                    "configure_optimizers gives the optimizers their parameters in another order on each rank:"
-                    f" {expected[1]} of {expected[0]} on rank 0 is {found[1]} of {found[0]} on rank {rank}. A"
-                    " set of tensors has no order; to leave out what comes twice, pass"
-                    " list(dict.fromkeys(parameters)) instead of list(set(parameters))."
-                )
+    differing = _differences(dict(enumerate(places)), "missing", group)
+    if differing:
+        rank, (_, on_first, on_other) = next(iter(differing.items()))
+        raise ValueError(
+            "configure_optimizers gives the optimizers their parameters in another order on each rank:"
+            f" {on_first} on rank 0 is {on_other} on rank {rank}. A set of tensors has no order; to leave out"
+            " what comes twice, pass list(dict.fromkeys(parameters)) instead of list(set(parameters))."
+        )
 
 
 def check_embeddings(module: nn.Module) -> None:
