@@ -1,7 +1,8 @@
 """Shards that user code takes for whole tensors: ``p.grad[rows] = 0`` in ``on_before_optimizer_step``.
 
 Torch gives a copy for a slice across shards, so that what ``p.grad[2:4].zero_()`` writes is lost. For the
-number of a norm, ``float(p.grad.norm())``, it gives each rank its own part.
+number of a norm, ``float(p.grad.norm())``, it gives each rank its own part. Random numbers it draws for each
+shard by itself: on a CPU the same ones on all ranks, so that ``p.normal_()`` makes equal rows.
 """
 
 import functools
@@ -22,14 +23,27 @@ from lightning_automodel.sharding.write_counts import DATA
 
 _SLICING = ("__getitem__", "select", "narrow", "chunk", "split", "diagonal")
 _NUM_KEPT = 100  # slices of an optimizer step
+_FILLING = (
+    "bernoulli_",
+    "cauchy_",
+    "exponential_",
+    "geometric_",
+    "log_normal_",
+    "normal_",
+    "random_",
+    "uniform_",
+)
+_DRAWING_LIKE = ("rand_like", "randint_like", "randn_like")
+_DRAWING_FROM = ("bernoulli", "normal", "poisson")  # from probabilities, means or rates
 _READING = ("item", "tolist", "__float__", "__int__", "__bool__", "__len__")
 
 
 class ShardsAsWhole:
-    """Makes ``shard[index]`` right, and refuses what would be wrong, as long as ``patches`` last.
+    """Makes ``shard[index]`` and random numbers right, and refuses what would be wrong, as long as ``patches`` last.
 
     Code that indexes runs on all ranks: if a tensor must be gathered for it, that is a collective on its
-    mesh.
+    mesh. Random numbers are drawn for the whole tensor, as in one process, and each rank keeps its shard of
+    them. Ranks that are seeded alike, and have drawn alike since, then hold parts of one tensor.
     """
 
     def __init__(self, module: nn.Module, patches: PatchStack) -> None:
@@ -40,6 +54,11 @@ class ShardsAsWhole:
         for name in _READING:
             patches.set(DTensor, name, _refusing_parts(getattr(DTensor, name)))
         patches.set(DTensor, "__setitem__", self._assigning(DTensor.__setitem__))
+        for name in _FILLING:
+            patches.set(DTensor, name, self._filling(getattr(DTensor, name)))
+        for name in (*_DRAWING_LIKE, *_DRAWING_FROM):
+            patches.set(torch, name, self._drawing(getattr(torch, name)))
+        patches.set(DTensor, "bernoulli", self._drawing(DTensor.bernoulli))
         patches.callback(register_optimizer_step_post_hook(self._check).remove)
 
     def _watched(self, name: str, slicing: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,12 +101,44 @@ class ShardsAsWhole:
             with torch.no_grad():
                 whole = tensor.full_tensor()
                 whole[_whole(index)] = _whole(value)
-                replicated = DTensor.from_local(
-                    whole, tensor.device_mesh, [Replicate()] * len(tensor.placements)
-                )
-                tensor.copy_(replicated.redistribute(placements=tensor.placements))
+                tensor.copy_(_sharded_like(whole, tensor))
 
         return set_item
+
+    def _stands_for_parameter(self, tensor: Any) -> bool:
+        """Whether it is a sharded parameter or gradient, and no activation of a tensor-parallel layer."""
+        return isinstance(tensor, DTensor) and tensor.shape in self._shapes and _is_sharded(tensor)
+
+    def _filling(self, fill: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fill)
+        def fill_whole(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
+            if not self._stands_for_parameter(tensor):
+                return fill(tensor, *args, **kwargs)
+            whole = _empty_whole(tensor)
+            fill(whole, *map(_whole, args), **kwargs)
+            return tensor.copy_(_sharded_like(whole, tensor))
+
+        return fill_whole
+
+    def _drawing(self, draw: Callable[..., Any]) -> Callable[..., Any]:
+        is_like = draw.__name__ in _DRAWING_LIKE
+
+        def whole_argument(value: Any) -> Any:
+            if is_like and isinstance(value, DTensor):
+                return _empty_whole(value)
+            return _whole(value)
+
+        @functools.wraps(draw)
+        def draw_whole(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return draw(*args, **kwargs)
+            model = next(filter(self._stands_for_parameter, (*args, *kwargs.values())), None)
+            if model is None:
+                return draw(*args, **kwargs)
+            whole_kwargs = {name: whole_argument(value) for name, value in kwargs.items()}
+            return _sharded_like(draw(*map(whole_argument, args), **whole_kwargs), model)
+
+        return draw_whole
 
     def _check(self, *_: Any) -> None:
         copies = self._copies
@@ -108,6 +159,17 @@ def _is_sharded(tensor: DTensor) -> bool:
     return not any(placement.is_partial() for placement in tensor.placements) and any(
         not placement.is_replicate() for placement in tensor.placements
     )
+
+
+def _empty_whole(tensor: DTensor) -> Tensor:
+    """A plain tensor like all of ``tensor``, without values."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _sharded_like(whole: Tensor, tensor: DTensor) -> DTensor:
+    """The shards of a plain tensor that every rank has, laid out like ``tensor``. Nothing is communicated."""
+    replicated = DTensor.from_local(whole, tensor.device_mesh, [Replicate()] * len(tensor.placements))
+    return replicated.redistribute(placements=tensor.placements)
 
 
 def _chooses(index: Any) -> bool:

@@ -48,6 +48,18 @@ def _swapped(p: Tensor) -> None:
     p.grad[0] = p.grad[4]
 
 
+def _noisy(p: Tensor) -> None:
+    torch.manual_seed(3)
+    p.grad.add_(torch.randn_like(p.grad)).mul_(torch.rand_like(input=p) < 0.8)
+
+
+def _drawn_again(p: Tensor) -> None:
+    torch.manual_seed(3)
+    torch.nn.init.xavier_uniform_(p)
+    p.data.mul_(torch.bernoulli(torch.full_like(p, 0.8))).add_(torch.full_like(p, 0.1).bernoulli())
+    p.add_(torch.normal(p.detach(), 0.1))
+
+
 RIGHT: dict[str, Callable[[Tensor], Any]] = {
     "rows": lambda p: p.grad.__setitem__(ROWS, 0),
     "list": lambda p: p.grad.__setitem__([0, 4], 0.0),
@@ -62,6 +74,8 @@ RIGHT: dict[str, Callable[[Tensor], Any]] = {
     "row": _swapped,
     "read": lambda p: p.grad.mul_(p.grad[ROWS].sum()),
     "weights": lambda p: p.data.__setitem__(slice(2, 5), 0),
+    "noise": _noisy,
+    "drawn again": _drawn_again,
     "mask recipe": _masked_alike,
     "norm recipe": _limited,
 }
