@@ -646,6 +646,12 @@ class AutomodelStrategy(ParallelStrategy):
         """
         return self._required_run.steps.clip(optimizer, clip_val, algorithm)
 
+    @override
+    def on_train_end(self) -> None:
+        run = self._required_run
+        run.release_gathered()
+        run.check_replicas()
+
     # --- Beside training ----------------------------------------------------------------------------------------------
 
     @override

@@ -42,6 +42,7 @@ from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
 from lightning_automodel.sharding.replaced_parameters import ReplacedParameters
+from lightning_automodel.sharding.replicas import check_replicas
 from lightning_automodel.sharding.shards_as_whole import ShardsAsWhole
 
 
@@ -312,11 +313,17 @@ class TrainingRun:
 
     def start_validation(self) -> None:
         """Let all ranks validate one model: that of the shards, with rank 0's buffers. A collective."""
+        self.release_gathered()
         if self.module.trainer.state.fn == TrainerFn.FITTING:
             self.inputs.before_validation()
-        self.release_gathered()
+            self.check_replicas()
         self.engine.synchronize_buffers()
         self.engine.start_evaluation_loop()
+
+    def check_replicas(self) -> None:
+        """Raise RuntimeError, on every rank, if copies of a parameter have drifted apart. A collective."""
+        ignored = getattr(self.model, "parameters_to_ignore", ())  # of DistributedDataParallel
+        check_replicas(self.module, self._mesh, self.device, ignored)
 
     def release_gathered(self) -> None:
         """Free gathered parameters, since weights may be written next. Not a collective."""
