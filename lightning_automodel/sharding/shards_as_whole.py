@@ -21,7 +21,8 @@ from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import versions
 from lightning_automodel.sharding.write_counts import DATA
 
-_SLICING = ("__getitem__", "select", "narrow", "chunk", "split", "diagonal")
+_SLICING = ("chunk", "diagonal", "dsplit", "hsplit", "narrow", "select", "split", "tensor_split", "vsplit")
+_VIEWING = ("flatten", "ravel", "reshape", "reshape_as", "unflatten", "view", "view_as")
 _NUM_KEPT = 100  # slices of an optimizer step
 _FILLING = (
     "bernoulli_",
@@ -48,9 +49,12 @@ class ShardsAsWhole:
 
     def __init__(self, module: nn.Module, patches: PatchStack) -> None:
         self._shapes = {parameter.shape for parameter in module.parameters()}
+        self._sizes = {parameter.numel() for parameter in module.parameters()}
         self._copies: deque[tuple[Tensor, int]] = deque(maxlen=_NUM_KEPT)
+        for name in ("__getitem__", *_SLICING, *_VIEWING):
+            patches.set(DTensor, name, self._watched(getattr(DTensor, name)))
         for name in _SLICING:
-            patches.set(DTensor, name, self._watched(name, getattr(DTensor, name)))
+            patches.set(torch, name, self._watched(getattr(torch, name)))
         for name in _READING:
             patches.set(DTensor, name, _refusing_parts(getattr(DTensor, name)))
         patches.set(DTensor, "__setitem__", self._assigning(DTensor.__setitem__))
@@ -61,11 +65,14 @@ class ShardsAsWhole:
         patches.set(DTensor, "bernoulli", self._drawing(DTensor.bernoulli))
         patches.callback(register_optimizer_step_post_hook(self._check).remove)
 
-    def _watched(self, name: str, slicing: Callable[..., Any]) -> Callable[..., Any]:
-        def cut(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
+    def _watched(self, slicing: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(slicing)
+        def cut(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not isinstance(tensor, DTensor):
+                return slicing(tensor, *args, **kwargs)
             if torch.is_grad_enabled() and tensor.requires_grad:
                 return slicing(tensor, *args, **kwargs)
-            if name == "__getitem__" and _chooses(args[0]):  # then plain tensors give a copy too
+            if slicing.__name__ == "__getitem__" and _chooses(args[0]):  # then plain tensors give a copy too
                 is_sharded = _is_sharded(tensor)
                 if is_sharded:
                     return tensor.full_tensor()[_whole(args[0])]
@@ -81,7 +88,8 @@ class ShardsAsWhole:
     def _watch(self, tensor: DTensor, part: Any) -> Any:
         """A slice whose writes are counted by itself, if it should share the memory of ``tensor`` and does not."""
         # Activations of tensor-parallel layers are sliced too.
-        if not isinstance(part, DTensor) or tensor.shape not in self._shapes:
+        is_known = tensor.numel() in self._sizes or any(tensor is copied for copied, _ in self._copies)
+        if not isinstance(part, DTensor) or not is_known:
             return part
         memory = torch_internals.local_tensor(tensor).untyped_storage().data_ptr()
         if torch_internals.local_tensor(part).untyped_storage().data_ptr() == memory:

@@ -89,6 +89,22 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
         lambda p: p.grad.narrow(0, 2, 3).zero_(),
         "A slice of a sharded parameter or gradient was written",
     ),
+    "function": (
+        lambda p: torch.narrow(p.grad, 0, 2, 3).zero_(),
+        "A slice of a sharded parameter or gradient was written",
+    ),
+    "parts": (
+        lambda p: p.grad.tensor_split(2)[1].zero_(),
+        "A slice of a sharded parameter or gradient was written",
+    ),
+    "slice of a view": (
+        lambda p: p.grad.unsqueeze(0)[0, 3].zero_(),
+        "A slice of a sharded parameter or gradient was written",
+    ),
+    "slice of a slice": (
+        lambda p: p.grad[1:][2:].zero_(),
+        "A slice of a sharded parameter or gradient was written",
+    ),
     "weights": (
         lambda p: p.data[3:].zero_(),
         "A slice of a sharded parameter or gradient was written in place",
