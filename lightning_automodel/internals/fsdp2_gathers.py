@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -98,7 +99,10 @@ def watch_gathers(
             wait()
             return
         substitutes = _substitutes(places)
-        wait()
+        # The first gather makes tensors that later ones write to, which training could not if they were
+        # inference tensors.
+        with torch.inference_mode(False):
+            wait()
         if not observer.finished():
             to_sharded()
             observer.starting()

@@ -203,11 +203,6 @@ class FSDP2Engine(Engine):
 
     @override
     def start_evaluation_loop(self) -> None:
-        if torch.is_inference_mode_enabled():
-            # A unit's first gather makes tensors that later ones write to, which training could not if they
-            # were inference tensors. With gloo alone Lightning takes torch.no_grad() instead.
-            with torch.inference_mode(False):
-                self.sync.gather_once()
         self._gathers.start_loop()
 
     @override

@@ -26,9 +26,12 @@ def check_replicas(
     """
     copies: dict[dist.ProcessGroup, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, parameter in module.named_parameters():
-        if name not in ignored and parameter.is_floating_point():
+        local = torch_internals.local_tensor(parameter)
+        # A subclass of tensors may hold codes, which cannot be summed.
+        is_plain = type(local) in (Tensor, nn.Parameter) and local.is_floating_point()
+        if is_plain and name not in ignored:
             for group in _groups_with_copies(parameter, mesh):
-                copies[group].append((name, torch_internals.local_tensor(parameter)))
+                copies[group].append((name, local))
     for group, named in copies.items():
         drifted = _drifted(named, group, device)
         if drifted:

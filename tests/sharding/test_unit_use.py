@@ -156,6 +156,19 @@ class ScaledWeights(nn.Module):
         return torch.func.functional_call(self.net, scaled, (inputs,)).square().sum(1)
 
 
+class LooksAhead(nn.Module):
+    """Computes in inference mode first, as rollouts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def losses(self, inputs: Tensor) -> Tensor:
+        with torch.inference_mode():
+            ahead = self.net(inputs)
+        return (self.net(inputs) - 0.5 * ahead.clone()).square().sum(1)
+
+
 SAME_NUMBER = {2: 0, 3: 1, 5: 1, 6: 2}
 ANOTHER_NUMBER = {2: 0, 3: 1, 6: 2}
 MODELS: dict[str, Any] = {
@@ -168,6 +181,7 @@ MODELS: dict[str, Any] = {
     "Adjoint": Adjoint,
     "FirstOrderMAML": FirstOrderMAML,
     "FunctionalCalls": FunctionalCalls,
+    "LooksAhead": LooksAhead,
     "ScaledWeights": ScaledWeights,
 }
 DROPPED = "Ranks use different FSDP units in the same forward: rank"
@@ -218,6 +232,7 @@ DEFAULT = (
     "FunctionalCalls, kept",
     "FunctionalCalls, resharded",
     "FunctionalCalls, by hand",
+    "LooksAhead, kept",
     "ScaledWeights, kept",
     "ScaledWeights, remedy",
 )
