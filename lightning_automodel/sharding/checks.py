@@ -59,6 +59,16 @@ _TWO_MESHES = (
     " clip, pass Trainer(gradient_clip_val=...), or call self.clip_gradients(...) or, by hand,"
     " self.trainer.strategy.clip_gradients(optimizer, clip_val): these take any mixture."
 )
+_COPIES_SHARDS = (
+    "copy.deepcopy() of a sharded module, which torch refuses. Make the copy before it is sharded, in __init__"
+    " or configure_model: it is then sharded too, and copy.load_state_dict(module.state_dict()) gives it the"
+    " weights of now. Or build a plain module, and load {name: value.full_tensor()} of the state dict into it,"
+    " on all ranks."
+)
+_SPARSE = (
+    "FSDP2 cannot reduce sparse gradients, such as those of nn.Embedding(sparse=True). Leave sparse=True out,"
+    " or pass data_parallel='ddp'."
+)
 _EXPLANATIONS = {
     "got mixed torch.Tensor and DTensor": _MEETS_SHARDS,
     "require placement changes": _MEETS_SHARDS,
@@ -68,13 +78,15 @@ _EXPLANATIONS = {
     "but its data is not allocated yet": _FREED,
     "only allowed to backward once on any region computed under selective": _RECOMPUTED_TWICE,
     "undefined, but still allreduced by DDP": _ZEROED_WITHIN_WINDOW,
+    "FSDP does not support deepcopy": _COPIES_SHARDS,
+    "'fsdp::chunk_cat' with arguments from the 'Sparse": _SPARSE,
 }
 """What a part of torch's text means here."""
 
 
 def _explanation(error: BaseException) -> str | None:
     """What to say in place of a text of torch."""
-    if not isinstance(error, RuntimeError):
+    if not isinstance(error, RuntimeError | AssertionError):
         return None
     return next((text for symptom, text in _EXPLANATIONS.items() if symptom in str(error)), None)
 
