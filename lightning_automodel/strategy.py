@@ -780,7 +780,10 @@ class AutomodelStrategy(ParallelStrategy):
                 ranks.
         """
         module = self._module
-        ranks = self._meet_to_save()
+        is_together = self._meet_to_save()
+        ranks = None
+        if is_together and self.world_size > 1:
+            ranks = collectives.host_group(self._options.parsed_timeout)
         # What the checkpoint holds besides what Lightning has put into it.
         checkpoint.update(describe_models(module))
         if "optimizer_states" in checkpoint:
@@ -791,7 +794,7 @@ class AutomodelStrategy(ParallelStrategy):
             if self._resume is not None:
                 extra_states = differing_extra_states(module, filepath, ranks)
                 self._resume.add_to(checkpoint, self._joined_mesh.sizes_by_name(), ranks, extra_states)
-        if ranks is None and self.world_size > 1:
+        if not is_together:
             self._saver.save_alone(checkpoint, filepath, self.checkpoint_io)
             return
         target = self._saver.agree_on_target(filepath, self.checkpoint_io, storage_options)
@@ -804,23 +807,25 @@ class AutomodelStrategy(ParallelStrategy):
             self._saver.write(write, target, module.device, goes_on)
         self._explain_directory(filepath)
 
-    def _meet_to_save(self) -> dist.ProcessGroup | None:
-        """The host group of all ranks, which save together; None if the others have left, or this is the only one.
+    def _meet_to_save(self) -> bool:
+        """Whether all ranks save together; False if others have left after a failure. A collective.
 
-        A collective. RuntimeError after the strategy's timeout, if not every rank saves.
+        RuntimeError after the strategy's timeout, if not every rank saves.
         """
         if not self._supervisor.has_failed:
             # Without this barrier, collectives of saving could pair with others of ranks that do not save.
             collectives.named_barrier("save_checkpoint", self._options.parsed_timeout)
-        if self.world_size == 1 or self._supervisor.wait_whether_alone():
-            return None
+        if self.world_size == 1:
+            return True
+        if self._supervisor.wait_whether_alone():
+            return False
         if self._supervisor.has_failed:
             # The ranks go on together, but not all of them may come to this save.
             try:
                 collectives.named_barrier("save_after_failure", _TIME_TO_MEET_AFTER_FAILURE)
             except RuntimeError:
-                return None
-        return collectives.host_group(self._options.parsed_timeout)
+                return False
+        return True
 
     def _explain_directory(self, filepath: str | Path) -> None:
         """Say once what a checkpoint is, if it is a directory and the user has not asked for one."""
