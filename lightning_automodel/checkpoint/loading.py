@@ -13,9 +13,8 @@ from lightning_automodel.checkpoint import filling, paths, state_dict
 from lightning_automodel.checkpoint.edited import EditedDirectory, lazy_model, lazy_optimizers
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.form import CheckpointForm
-from lightning_automodel.checkpoint.manifest import is_shard_directory
 from lightning_automodel.checkpoint.optimizers import parameter_names
-from lightning_automodel.checkpoint.shard_directory import ShardDirectory
+from lightning_automodel.checkpoint.shard_directory import ShardDirectory, is_shard_directory
 from lightning_automodel.checkpoint.single_file import WholeCheckpoint, load_file
 from lightning_automodel.distributed import collectives
 from lightning_automodel.sharding import weight_averaging

@@ -23,12 +23,12 @@ from typing_extensions import override
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
-from lightning_automodel.checkpoint.manifest import FORMAT, MANIFEST, METADATA, REST, checksum
 from lightning_automodel.checkpoint.optimizers import (
     NOTES,
     OPTIMIZER_STATES,
     optimizer_key,
 )
+from lightning_automodel.checkpoint.shard_directory import FORMAT, MANIFEST, METADATA, REST, checksum
 from lightning_automodel.checkpoint.state_dict import (
     EXTRA_STATES,
     MODEL,

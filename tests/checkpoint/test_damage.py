@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import CheckpointError
-from lightning_automodel.checkpoint.manifest import MANIFEST
+from lightning_automodel.checkpoint.shard_directory import MANIFEST
 from tests.checkpoint.checkpoints import FORMS, AdamModule, batches, files_of, forms, save
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights

@@ -15,8 +15,8 @@ import torch
 
 from lightning_automodel.checkpoint import CheckpointError
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.checkpoint.manifest import MANIFEST
 from lightning_automodel.checkpoint.reading import read_directory
+from lightning_automodel.checkpoint.shard_directory import MANIFEST
 from tests.checkpoint.test_cli import MODEL, inspected, save_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -14,9 +14,8 @@ import torch.distributed.checkpoint as dcp
 
 from lightning_automodel.checkpoint import CheckpointError
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.checkpoint.manifest import MANIFEST
 from lightning_automodel.checkpoint.reading import open_checkpoint
-from lightning_automodel.checkpoint.shard_directory import ShardDirectory
+from lightning_automodel.checkpoint.shard_directory import MANIFEST, ShardDirectory
 from tests.checkpoint.test_cli import MODEL, Custom, inspected, save_shards, save_whole
 
 pytestmark = pytest.mark.filterwarnings("ignore")
