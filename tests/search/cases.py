@@ -67,7 +67,8 @@ class Case:
         soft: Labels are distributions over classes.
         negative: Rank 1 tells its counts with a minus.
         over_ranks: The loss that is returned is already the mean over ranks.
-        rows: How a hook changes some rows of a gradient.
+        rows: How a hook changes some rows of a gradient, or draws random numbers for it.
+        functional: `torch.func.functional_call` of a block: with weights of its "own", or "made" by others.
     """
 
     seed: int = 0
@@ -117,6 +118,7 @@ class Case:
     negative: bool = False
     over_ranks: bool = False
     rows: str | None = None
+    functional: str | None = None
 
     @property
     def num_ranks(self) -> int:

@@ -64,7 +64,10 @@ KINDS: dict[str, Callable[[random.Random], Any]] = {
     "soft": lambda rng: True,
     "negative": lambda rng: True,
     "over_ranks": lambda rng: True,
-    "rows": lambda rng: rng.choice(["slice", "one", "assign", "index", "fill", "mask", "data"]),
+    "rows": lambda rng: rng.choice(
+        ["slice", "one", "narrow", "view", "assign", "index", "fill", "mask", "data", "noise", "drawn"]
+    ),
+    "functional": lambda rng: rng.choice(["own", "made"]),
 }
 """What a kind becomes when it is drawn."""
 
@@ -190,6 +193,11 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
             "norm": lambda c: None if c.norm == "batch" else c.norm,
         },
     ),
+    # What a block computes again in the backward is no longer inside of the functional call.
+    (
+        lambda c: c.functional is not None,
+        {"strategy": _dropped("strategy", "activation_checkpointing")},
+    ),
     # A hook on a module's gradients knows tensors alone.
     (lambda c: c.backward is not None and "hook" in c.backward, {"output": "tensor"}),
     (lambda c: c.backward is not None and c.manual in _SEVERAL_LOSSES, {"manual": "each"}),
@@ -218,7 +226,9 @@ KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
     r"were replaced after the module was distributed": lambda c: (
         c.changed and c.changed.startswith("replace")
     ),
-    r"A slice of a sharded parameter or gradient was written in place": lambda c: c.rows in ("slice", "one"),
+    r"A slice of a sharded parameter or gradient was written in place": lambda c: (
+        c.rows in ("slice", "one", "narrow", "view")
+    ),
     r"A sharded parameter met a plain tensor.*A mask of a gradient": lambda c: c.rows in ("fill", "mask"),
     r"A sharded parameter met a plain tensor.*An average of weights": lambda c: any(
         "_" in each for each in c.writes

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from tests.search.block import first_block, plain
@@ -242,12 +243,25 @@ def altered(case: Case, net: Any, hidden: Tensor) -> Tensor:
         hidden = hidden * (1 + parameter) if whose == "root" else hidden + torch.tanh(hidden @ parameter.T)
     if case.backward in ("function_clip", "function_reverse"):
         hidden = (_Clipped if case.backward == "function_clip" else _Reversed).apply(hidden)
+    if case.functional is not None:
+        hidden = _called_functionally(case, net, hidden)
     if hasattr(net, "late"):
         hidden = hidden + torch.tanh(net.late(hidden))
     if hasattr(net, "teacher_block"):
         with torch.no_grad():
             target = plain(net.teacher_block[0](hidden))
         hidden = hidden + 0.1 * target
+    return hidden
+
+
+def _called_functionally(case: Case, net: Any, hidden: Tensor) -> Tensor:
+    """[b, s, d] what the first block makes of hidden states, twice, with weights that the call is given."""
+    block = first_block(net)
+    for _ in range(2):
+        weights = {"linear.weight": net.embedding.weight[:WIDTH]}
+        if case.functional == "own":
+            weights = dict(block.named_parameters())
+        hidden = plain(functional_call(block, weights, (hidden,)))
     return hidden
 
 
@@ -281,6 +295,17 @@ def edit_rows(case: Case, net: Any) -> None:
         gradient[2:5].zero_()
     elif case.rows == "one":
         gradient[4].mul_(3)
+    elif case.rows == "narrow":
+        torch.narrow(gradient, 0, 2, 3).zero_()
+    elif case.rows == "view":
+        gradient.unsqueeze(0)[0, 4].mul_(3)
+    elif case.rows in ("noise", "drawn"):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(case.seed)
+            if case.rows == "noise":
+                gradient.add_(torch.randn_like(gradient), alpha=0.01)
+            else:
+                nn.init.uniform_(gradient, -0.01, 0.01)
     elif case.rows == "assign":
         gradient[4] = 0.0
     elif case.rows == "index":
