@@ -37,7 +37,7 @@ _STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_ste
 _LOADERS = {"val": "val_dataloaders", "test": "test_dataloaders", "predict": "predict_dataloaders"}
 
 
-class Comparison(Enum):
+class Exchanged(Enum):
     """What ranks tell each other of the data of a stage. ``UnevenInputs.process`` chooses it for each stage."""
 
     NOTHING = auto()  # all ranks have equally many batches, or padding makes them so
@@ -81,7 +81,7 @@ class UnevenInputs:
         self.ahead = ahead
         self.seconds_drawing = 0.0  # spent on drawing batches ahead of their steps
         self._before_padding: ModuleState | None = None
-        self._comparisons: dict[str, Comparison] = {}  # of stages; NOTHING if they are missing
+        self._comparisons: dict[str, Exchanged] = {}  # of stages; NOTHING if they are missing
         self._sent: PendingGather | None = None
         self._is_in_step = False
         self._handle: BatchHandle | None = None
@@ -135,7 +135,7 @@ class UnevenInputs:
         lengths = told[:, 0].tolist()
         may_end = bool(told[:, 1].any()) and _UNKNOWN not in lengths and len(lengths) > 1
         if may_end and self.is_training and not self._pads:
-            self._comparisons[self._stage] = Comparison.WHAT_FOLLOWS
+            self._comparisons[self._stage] = Exchanged.WHAT_FOLLOWS
             return loader
         if may_end:
             lengths = [_UNKNOWN] * len(lengths)
@@ -143,7 +143,7 @@ class UnevenInputs:
             if self.is_training and self._pads:
                 self._check_padding(loader)
                 return TrackedLoader(loader, self._group, True, None if _UNKNOWN in lengths else lengths)
-            self._comparisons.setdefault(self._stage, Comparison.LAST_BATCH)
+            self._comparisons.setdefault(self._stage, Exchanged.LAST_BATCH)
             if not self.is_training:
                 empty = (
                     f"The {self._stage} data of rank {self._group.rank()} holds no batch, while other ranks"
@@ -249,7 +249,7 @@ class UnevenInputs:
         self._compare(Next.END)
 
     def _compare(self, following: Next) -> None:
-        if self._comparisons.get(_TRAIN) is not Comparison.WHAT_FOLLOWS:
+        if self._comparisons.get(_TRAIN) is not Exchanged.WHAT_FOLLOWS:
             return
         number = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
         received = PendingGather(self._group, following, number).received().long()
@@ -273,10 +273,10 @@ class UnevenInputs:
         """
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         number = progress.current.ready
-        comparison = self._comparisons.get(_TRAIN, Comparison.NOTHING)
-        if comparison is Comparison.NOTHING:
+        comparison = self._comparisons.get(_TRAIN, Exchanged.NOTHING)
+        if comparison is Exchanged.NOTHING:
             return
-        if comparison is Comparison.WHAT_FOLLOWS:
+        if comparison is Exchanged.WHAT_FOLLOWS:
             # Not waited for: a rank whose data has ended does, and its error ends the others.
             self._sent = PendingGather(self._group, Next.BATCH, number)
             return
@@ -315,7 +315,7 @@ class UnevenInputs:
         self.is_filler = False
         is_last = False
         self._sent = None
-        if self._comparisons.get(self._stage) is Comparison.LAST_BATCH:
+        if self._comparisons.get(self._stage) is Exchanged.LAST_BATCH:
             is_last = self._is_last(args[2] if len(args) > 2 else 0)
             self._sent = PendingGather(self._group, Next.LAST_BATCH if is_last else Next.BATCH)
         self._is_in_step = True

@@ -1,6 +1,6 @@
 """Runs the Trainer's function so that all ranks leave together.
 
-The states of a rank (:class:`State`), which only `Supervisor._become` changes:
+The states of a rank (:class:`RankState`), which only `Supervisor._become` changes:
 
     from       to          when
     any        RUNNING     `run` is called
@@ -55,7 +55,7 @@ TIME_TO_MEET_AT_STOP_S = 15.0
 TIME_TO_MEET_AFTER_FAILURE_S = 2.0
 
 
-class State(Enum):
+class RankState(Enum):
     """Where a rank is in its run."""
 
     IDLE = auto()  # no function runs, and the last one has not failed
@@ -82,8 +82,8 @@ class Supervisor:
         self._watchdog: Watchdog | None = None
         self._previous_handler: Any = None
         self._handler_process: int | None = None
-        self._state = State.IDLE
-        self._failed_at = 0.0  # when it came to State.FAILED, on the monotonic clock
+        self._state = RankState.IDLE
+        self._failed_at = 0.0  # when it came to RankState.FAILED, on the monotonic clock
         self.weights_only: bool | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -91,27 +91,27 @@ class Supervisor:
         for supervisor in [supervisor for supervisor in _current if supervisor.has_failed]:
             # A callback's `on_exception` raised in an earlier run, so that Lightning did not tear it down.
             supervisor.close()
-        self._become(State.RUNNING)
+        self._become(RankState.RUNNING)
         self.weights_only = lightning_internals.told_weights_only(function, args, kwargs)
         try:
             self._join()
             result = function(*args, **kwargs)
             self._raise_what_came_late()
             self._end()
-            self._become(State.IDLE)
+            self._become(RankState.IDLE)
             return result
         except lightning_internals.TunerExitException:
             self._end()
-            self._become(State.IDLE)
+            self._become(RankState.IDLE)
             raise
         except BaseException as exception:
-            self._become(State.FAILED)
+            self._become(RankState.FAILED)
             self._leave(exception)
             raise
 
-    def _become(self, state: State) -> None:
+    def _become(self, state: RankState) -> None:
         """Change the state, here alone."""
-        if state is State.FAILED:
+        if state is RankState.FAILED:
             self._failed_at = time.monotonic()
         self._state = state
 
@@ -163,7 +163,9 @@ class Supervisor:
             log.error("This rank stops: %s.", str(culprit).rstrip("."))
         _free_device(exception)
         if culprit is not None:
-            self._become(State.ALONE)  # the other rank has raised, and others stand in collectives or leave
+            self._become(
+                RankState.ALONE
+            )  # the other rank has raised, and others stand in collectives or leave
             if culprit.error == KeyboardInterrupt.__name__:
                 # Ctrl-C reaches all ranks of a terminal, but one that waits in a collective may first learn
                 # of another rank's interrupt. On both it is the user's wish, not a failure with a traceback.
@@ -247,7 +249,7 @@ class Supervisor:
     @property
     def has_failed(self) -> bool:
         """Whether this rank is leaving after a failure of its own or of another rank."""
-        return self._state in (State.FAILED, State.ALONE, State.TOGETHER)
+        return self._state in (RankState.FAILED, RankState.ALONE, RankState.TOGETHER)
 
     def save_on_exception(self) -> None:
         """Give this rank time to raise when another one fails, since it then saves a checkpoint alone."""
@@ -263,17 +265,17 @@ class Supervisor:
         """
         if self._watchdog is None:  # the run has been torn down, or has a single rank
             return False
-        if self._state is State.FAILED:
+        if self._state is RankState.FAILED:
             limit_s = TIME_TO_MEET_AFTER_FAILURE_S
             if self._watchdog.stop.is_decided:
                 limit_s = TIME_TO_MEET_AT_STOP_S
             is_together = self._watchdog.come_together(limit_s)
-            self._become(State.TOGETHER if is_together else State.ALONE)
-        return self._state is State.ALONE
+            self._become(RankState.TOGETHER if is_together else RankState.ALONE)
+        return self._state is RankState.ALONE
 
     def close(self) -> None:
         """After a failure, end the watch and destroy this package's process groups, in half a minute at most."""
-        if self._state is State.RUNNING:
+        if self._state is RankState.RUNNING:
             return
         stops_together = False
         if self.has_failed and self._watchdog is not None:

@@ -1,6 +1,6 @@
 """Where a stopped fit resumes: recorded as it trains, saved with a checkpoint, and restored from one.
 
-The states of a fit (:class:`State`), which only `Resume._become` changes, and what a checkpoint saved then
+The states of a fit (:class:`FitState`), which only `Resume._become` changes, and what a checkpoint saved then
 holds:
 
     WAITING ---- on_train_start() ---------------> RECORDING ---- close() ---> CLOSED
@@ -40,7 +40,7 @@ FORMAT = 4
 _FETCH = "train_dataloader_next"
 
 
-class State(Enum):
+class FitState(Enum):
     """Where a fit is between its checkpoint and its end; see the module's docstring."""
 
     WAITING = auto()  # nothing waits to be restored, and no batch was drawn
@@ -85,17 +85,17 @@ class Resume:
         self._first_flags = snapshot.flags(self._module)
         self._first_buffers: dict[str, Tensor] = {}
         self._patches = patches
-        self._state = State.WAITING
-        self._loaded: dict[str, Any] = {}  # in State.LOADED, what is to be restored
+        self._state = FitState.WAITING
+        self._loaded: dict[str, Any] = {}  # in FitState.LOADED, what is to be restored
         self._snapshot: Snapshot | None = None
-        self._final: Snapshot | None = None  # in State.CLOSED, where the fit ended
+        self._final: Snapshot | None = None  # in FitState.CLOSED, where the fit ended
         self._logged = 0
         self._actions_seen: set[str] = set()
 
-    def _become(self, state: State) -> None:
+    def _become(self, state: FitState) -> None:
         """Change the state, here alone, and drop what was loaded unless it waits."""
         self._state = state
-        if state is not State.LOADED:
+        if state is not FitState.LOADED:
             self._loaded = {}
 
     def process_dataloader(self, loader: Any) -> None:
@@ -107,7 +107,7 @@ class Resume:
         """Run the fit loop. If no step is left, it does nothing: then do what followed after the checkpoint."""
         fit_loop: Any = self._trainer.fit_loop
         fit_loop.setup_data()
-        if self._state is not State.LOADED or self._trainer.limit_train_batches == 0 or not fit_loop.done:
+        if self._state is not FitState.LOADED or self._trainer.limit_train_batches == 0 or not fit_loop.done:
             run()
             return
         loaded = self._loaded
@@ -118,7 +118,7 @@ class Resume:
             fit_loop.epoch_progress.increment_processed()
             fit_loop.epoch_progress.increment_completed()
         if not is_within_batch and not at.is_epoch_ending:  # the fit was over
-            self._become(State.WAITING)
+            self._become(FitState.WAITING)
             self._restore(loaded)
             return
         for callback in self._trainer.checkpoint_callbacks:
@@ -130,7 +130,7 @@ class Resume:
         """Called in ``on_train_start``, after everything is loaded and all other hooks. Every rank calls it."""
         self._first_buffers = snapshot.buffers(self._module)
         loaded = self._loaded
-        self._become(State.RECORDING)
+        self._become(FitState.RECORDING)
         if loaded:
             self._go_on(loaded)
         self._logged = lightning_internals.logging_step(self._trainer)
@@ -194,9 +194,9 @@ class Resume:
 
     def close(self) -> None:
         """Stop recording, once ``patches`` are restored; :meth:`add_to` still adds where the fit ended."""
-        if self._state in (State.WAITING, State.RECORDING):
+        if self._state in (FitState.WAITING, FitState.RECORDING):
             self._final = self._to_save()
-            self._become(State.CLOSED)
+            self._become(FitState.CLOSED)
         self._loaders.close()
 
     def add_to(
@@ -212,7 +212,7 @@ class Resume:
         rank's state is added. ``sizes`` are the ranks along each dimension of the mesh, ``extra_states``
         what this rank's modules keep besides tensors, where that is not the same on every rank.
         """
-        if self._state is State.LOADED:  # a hook saves before the run has started
+        if self._state is FitState.LOADED:  # a hook saves before the run has started
             own = self._loaded
         else:
             own = self._add_moment(checkpoint, self._final or self._to_save())
@@ -344,7 +344,7 @@ class Resume:
         the loops from ``checkpoint`` after this. Raises ValueError if another version of this package wrote
         ``state``.
         """
-        if self._state in (State.RECORDING, State.CLOSED):
+        if self._state in (FitState.RECORDING, FitState.CLOSED):
             return  # the fit runs, and a hook loads weights: it goes on where it is
         if state is not None and state["format"] != FORMAT:
             raise ValueError(
@@ -364,7 +364,7 @@ class Resume:
             if plain in extra_states:
                 model_state[name] = extra_states[plain]
         self._loaded = own
-        self._become(State.LOADED)
+        self._become(FitState.LOADED)
         fit_loop: Any = self._trainer.fit_loop
         self._patches.set(fit_loop, "run", partial(self._run_to_its_end, fit_loop.run))
         # Before optimizers are loaded, as these have no state for frozen parameters.

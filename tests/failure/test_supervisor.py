@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure
 from lightning_automodel.failure import watchdog
-from lightning_automodel.failure.supervisor import State, Supervisor
+from lightning_automodel.failure.supervisor import RankState, Supervisor
 from tests.rank_pool import RankPool
 from tests.trainer.runs import LabelledModule, loader, make_trainer
 
@@ -162,7 +162,7 @@ def test_teardown_after_a_failure_does_not_hide_it(caplog: pytest.LogCaptureFixt
         pass
     with pytest.raises(RuntimeError, match="device-side assert"), guard.tearing_down():
         raise RuntimeError("device-side assert")
-    guard._state = State.FAILED
+    guard._state = RankState.FAILED
     with guard.tearing_down():
         raise RuntimeError("device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA")
     (record,) = caplog.records
@@ -200,10 +200,10 @@ class Told:
         self.has_left = True
 
 
-def _leave(exception: BaseException, told: Told) -> State:
+def _leave(exception: BaseException, told: Told) -> RankState:
     supervisor = Supervisor(lambda: None, lambda: None)
     supervisor._watchdog = told  # type: ignore[assignment]
-    supervisor._become(State.FAILED)
+    supervisor._become(RankState.FAILED)
     supervisor._leave(exception)
     return supervisor._state
 
@@ -212,7 +212,7 @@ def test_a_rank_that_the_verdict_names_raises_its_own_error() -> None:
     """With what the others know of it as a note; it does not report itself as another rank's failure."""
     error = dist.DistError("the collective failed")
     told = Told(RankFailure(0, "here", "training_step", "DistError", "the collective failed at train.py:7"))
-    assert _leave(error, told) is State.FAILED
+    assert _leave(error, told) is RankState.FAILED
     assert error.__notes__ == ["at train.py:7"]
     assert (told.posted, told.has_left) == ([], True)
 
@@ -231,6 +231,6 @@ def test_a_rank_whose_collective_failed_raises_the_cause() -> None:
 def test_a_rank_that_raises_posts_its_failure() -> None:
     """And lets its own exception through."""
     told = Told(RankFailure(1, "there", "training_step", "ValueError", "another"))
-    assert _leave(ValueError("bad batch"), told) is State.FAILED
+    assert _leave(ValueError("bad batch"), told) is RankState.FAILED
     assert [failure.message for failure in told.posted] == ["bad batch"]
     assert told.has_left

@@ -110,7 +110,7 @@ def test_counters_are_consistent() -> None:
 
 
 def test_another_format_is_refused() -> None:
-    resume: Any = SimpleNamespace(_state=fit.State.WAITING, _trainer=SimpleNamespace(callbacks=[]))
+    resume: Any = SimpleNamespace(_state=fit.FitState.WAITING, _trainer=SimpleNamespace(callbacks=[]))
     with pytest.raises(
         ValueError, match="has format 1, and this version of lightning_automodel knows format 4"
     ):

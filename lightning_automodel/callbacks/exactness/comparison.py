@@ -15,7 +15,7 @@ from lightning_automodel.callbacks.exactness.gradient_check import GradientCheck
 from lightning_automodel.callbacks.exactness.isolation import random_states_kept
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
 from lightning_automodel.callbacks.exactness.optimizer_check import OptimizerCheck, changes_gradients
-from lightning_automodel.callbacks.exactness.recording import MicroBatch, Recorder, Window
+from lightning_automodel.callbacks.exactness.recording import RecordedMicroBatch, RecordedWindow, Recorder
 from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Shares
 from lightning_automodel.callbacks.exactness.results import CountResult, StepResult, described, number_of
 from lightning_automodel.callbacks.running_strategy import options_of, weighting_of
@@ -59,7 +59,7 @@ class Comparison:
 
     def compare_gradients(
         self,
-        windows: list[Window],
+        windows: list[RecordedWindow],
         recorder: Recorder,
         gradients: Gradients,
         weights: dict[str, Tensor],
@@ -110,7 +110,7 @@ class Comparison:
 
     def _replay_gradients(
         self,
-        windows: list[Window],
+        windows: list[RecordedWindow],
         gradients: Gradients,
         weights: dict[str, Tensor],
         now: dict[str, Tensor],
@@ -128,7 +128,7 @@ class Comparison:
 
     # --- The count ----------------------------------------------------------------------------------------
 
-    def _shares(self, records: list[MicroBatch]) -> Shares:
+    def _shares(self, records: list[RecordedMicroBatch]) -> Shares:
         try:
             counts = [self._count_of(record) for record in records]
         except (ValueError, TypeError):
@@ -145,7 +145,7 @@ class Comparison:
             denominator = float(sum(count > 0 for count in counts))
         return Shares(self._weighting, counts, denominator)
 
-    def _count_of(self, record: MicroBatch) -> float:
+    def _count_of(self, record: RecordedMicroBatch) -> float:
         if record.loss is None:
             return 0.0
         if record.returned_count is None:
@@ -154,7 +154,7 @@ class Comparison:
             output = {"num_label_tokens": record.returned_count}
         return float(self._weighting.count(record.arguments[0], output))
 
-    def _check_count(self, windows: list[Window], weights: dict[str, Tensor]) -> None:
+    def _check_count(self, windows: list[RecordedWindow], weights: dict[str, Tensor]) -> None:
         """Find out, once, whether the loss is divided by the count."""
         if not self._weighting.per_token_loss:
             self._count = _NO_COUNT
@@ -233,15 +233,15 @@ class Comparison:
         return verdict, "\n  ".join([f"{head} in {steps} on {ranks}, compared in {seconds:.1f} s.", *lines])
 
 
-def _by_data_rank(windows: list[Window], num_slices: int, is_sum: bool) -> list[Window]:
+def _by_data_rank(windows: list[RecordedWindow], num_slices: int, is_sum: bool) -> list[RecordedWindow]:
     """One window for all ranks that share their data, in the order of the data."""
-    peers: dict[int, list[Window]] = {}
+    peers: dict[int, list[RecordedWindow]] = {}
     for window in windows:
         peers.setdefault(window.data_rank, []).append(window)
     ordered = [peers[rank] for rank in sorted(peers)]
     if num_slices == 1:
         return [first for first, *_ in ordered]
-    merged: list[Window] = []
+    merged: list[RecordedWindow] = []
     for same_data in ordered:
         slices = zip(*(window.micro_batches for window in same_data), strict=False)
         records = [_whole(parts, num_slices, is_sum) for parts in slices]
@@ -249,7 +249,7 @@ def _by_data_rank(windows: list[Window], num_slices: int, is_sum: bool) -> list[
     return merged
 
 
-def _whole(slices: Sequence[MicroBatch], num_slices: int, is_sum: bool) -> MicroBatch:
+def _whole(slices: Sequence[RecordedMicroBatch], num_slices: int, is_sum: bool) -> RecordedMicroBatch:
     """The micro-batch of which ranks had ``slices``, with its count and its loss."""
     share = num_slices / len(slices)  # tensor-parallel ranks have the same slice
     counted = [

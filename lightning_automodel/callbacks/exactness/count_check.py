@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
-from lightning_automodel.callbacks.exactness.recording import MicroBatch, Window
+from lightning_automodel.callbacks.exactness.recording import RecordedMicroBatch, RecordedWindow
 from lightning_automodel.callbacks.exactness.replay import Replay
 from lightning_automodel.callbacks.exactness.results import (
     EXACT,
@@ -31,7 +31,7 @@ _AGREES = 1e-4
 
 
 @dataclass
-class _Fit:
+class _FitOfParts:
     """The gradient of a batch as a weighted sum of the gradients of its parts."""
 
     factors: list[float]  # weights of the parts
@@ -54,7 +54,11 @@ class CountCheck:
     """
 
     def __init__(
-        self, replay: Replay, windows: list[Window], weights: Mapping[str, Tensor], weighting: TokenWeighting
+        self,
+        replay: Replay,
+        windows: list[RecordedWindow],
+        weights: Mapping[str, Tensor],
+        weighting: TokenWeighting,
     ) -> None:
         self._replay = replay
         self._windows = windows
@@ -76,7 +80,7 @@ class CountCheck:
                 break
         return min(checked, key=lambda result: (WRONG, EXACT, NOT_CHECKED).index(result.verdict))
 
-    def _splits(self) -> list[tuple[Window, MicroBatch, Any, list[Any]]]:
+    def _splits(self) -> list[tuple[RecordedWindow, RecordedMicroBatch, Any, list[Any]]]:
         """Batches with two parts of each, those first whose parts differ most in their counts."""
         records = [(window, record) for window in self._windows for record in window.micro_batches]
         tried = []
@@ -99,7 +103,9 @@ class CountCheck:
             return -1.0
         return abs(counts[0] / sum(counts) - 0.5) + 1e-3 * sum(map(_num_rows, parts))
 
-    def _check_one(self, window: Window, record: MicroBatch, batch: Any, parts: list[Any]) -> CountResult:
+    def _check_one(
+        self, window: RecordedWindow, record: RecordedMicroBatch, batch: Any, parts: list[Any]
+    ) -> CountResult:
         fit, failure = self._best_fit(window, record, batch, parts)
         if fit is None:
             return CountResult(NOT_CHECKED, f"not checked, as {failure}")
@@ -170,8 +176,8 @@ class CountCheck:
     # --- Fitting ------------------------------------------------------------------------------------------
 
     def _best_fit(
-        self, window: Window, record: MicroBatch, batch: Any, parts: list[Any]
-    ) -> tuple[_Fit | None, str]:
+        self, window: RecordedWindow, record: RecordedMicroBatch, batch: Any, parts: list[Any]
+    ) -> tuple[_FitOfParts | None, str]:
         """The better of the fits in training and evaluation, and the reason if there is none.
 
         Evaluation is tried if the fit in training is not good, as where a row's loss depends on other rows.
@@ -197,13 +203,13 @@ class CountCheck:
 
     def _fit(
         self,
-        window: Window,
-        record: MicroBatch,
+        window: RecordedWindow,
+        record: RecordedMicroBatch,
         batch: Any,
         parts: list[Any],
         evaluates: bool,
         dtype: torch.dtype | None,
-    ) -> _Fit | None:
+    ) -> _FitOfParts | None:
         replay = self._replay
         replay.load(self._weights, dtype)
         if evaluates:
@@ -223,7 +229,7 @@ class CountCheck:
         if solved is None:
             return None
         factors, left = solved
-        fit = _Fit(factors, list(counts), left, 0.0 if dtype else 1e-6, evaluates)
+        fit = _FitOfParts(factors, list(counts), left, 0.0 if dtype else 1e-6, evaluates)
         if _are_apart(gradient(batch)[0], whole):
             fit.is_random = "training_step is not repeatable"
         elif _are_apart(gradient(batch, seed=1)[0], whole):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
-from lightning_automodel.callbacks.exactness.recording import Window
+from lightning_automodel.callbacks.exactness.recording import RecordedWindow
 from lightning_automodel.callbacks.exactness.replay import (
     Gradients,
     Replay,
@@ -43,7 +43,7 @@ _NOT_REPEATABLE = (
 
 
 @dataclass(frozen=True)
-class _Fit:
+class _FitOfMicroBatches:
     """A run's gradients as a sum of those of its micro-batches.
 
     Attributes:
@@ -78,7 +78,12 @@ class GradientCheck:
     """
 
     def __init__(
-        self, replay: Replay, trainer: pl.Trainer, windows: list[Window], shares: Shares, step: StepResult
+        self,
+        replay: Replay,
+        trainer: pl.Trainer,
+        windows: list[RecordedWindow],
+        shares: Shares,
+        step: StepResult,
     ) -> None:
         self._replay = replay
         self._windows = windows
@@ -201,7 +206,9 @@ class GradientCheck:
         step.is_wrong = step.gradient_error > limit or bool(step.parameters)
         return missing
 
-    def _judge_in_half(self, missing: dict[str, float], direct: float, fit: _Fit, factor: float) -> None:
+    def _judge_in_half(
+        self, missing: dict[str, float], direct: float, fit: _FitOfMicroBatches, factor: float
+    ) -> None:
         """In half precision rounding may be as large as an error: call wrong only what it cannot explain."""
         step = self._step
         limit = factor * step.rounding + self._least
@@ -226,12 +233,14 @@ class GradientCheck:
                 " precision='32-true'"
             )
 
-    def _fit(self, run: Gradients, contributions: list[Tensor], sample: dict[str, Tensor]) -> _Fit:
+    def _fit(
+        self, run: Gradients, contributions: list[Tensor], sample: dict[str, Tensor]
+    ) -> _FitOfMicroBatches:
         """Fit the run's gradients by the contributions of micro-batches to the gradients of one batch."""
         counts = self._shares.counts
         used = [index for index, part in enumerate(contributions) if bool(part.any()) and counts[index]]
         if not used:
-            return _Fit(torch.ones(0), torch.ones(0), 0.0, math.inf, 0.0)
+            return _FitOfMicroBatches(torch.ones(0), torch.ones(0), 0.0, math.inf, 0.0)
         matrix = torch.stack([contributions[index] for index in used], dim=1)
         target = torch.cat([_entries(run[name], positions) for name, positions in sample.items()])
         factors = torch.linalg.lstsq(matrix, target[:, None]).solution[:, 0]  # 1 where the weight is right
@@ -241,7 +250,7 @@ class GradientCheck:
         right = torch.tensor(
             [counts[index] / self._shares.denominator for index in used], dtype=torch.float64
         )
-        return _Fit(factors * right, right, float((factors - 1).abs().max()), left, explained)
+        return _FitOfMicroBatches(factors * right, right, float((factors - 1).abs().max()), left, explained)
 
     def _written(
         self, written: Mapping[str, Tensor], weights: Mapping[str, Tensor], now: Mapping[str, Tensor]
@@ -336,7 +345,7 @@ def _perturbed(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor
     return (weight.double() * (1 + eps * moves.double())).to(weight.dtype)
 
 
-def _weights_in_words(fit: _Fit, units: str) -> str:
+def _weights_in_words(fit: _FitOfMicroBatches, units: str) -> str:
     given = fit.given
     right = fit.right
     total = float(given.sum())

@@ -29,7 +29,7 @@ _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
-class MicroBatch:
+class RecordedMicroBatch:
     """One call of ``training_step`` on one rank: its arguments, random states and results."""
 
     arguments: tuple[Any, ...]  # the batch, on the host, and its index if the step takes it
@@ -41,12 +41,12 @@ class MicroBatch:
 
 
 @dataclass
-class Window:
+class RecordedWindow:
     """The micro-batches of one optimizer step on one rank, without padding batches."""
 
     data_rank: int  # the same on ranks that share their data
     tensors: dict[tuple[str, str], Tensor | None]  # buffers and other tensors before the first micro-batch
-    micro_batches: list[MicroBatch] = field(default_factory=list)
+    micro_batches: list[RecordedMicroBatch] = field(default_factory=list)
     problem: str | None = None  # why it cannot be replayed
 
 
@@ -68,7 +68,7 @@ class Recorder:
 
     def clear(self) -> None:
         """Begin a new window with the next training step."""
-        self.window: Window | None = None
+        self.window: RecordedWindow | None = None
         # This rank's part of the weights before the window; weights that are whole, on rank 0 only.
         self.weights: dict[str, Tensor] = {}
         self.before: Fingerprints = {}  # before the window
@@ -99,7 +99,7 @@ class Recorder:
         return output
 
     @property
-    def _newest(self) -> MicroBatch:
+    def _newest(self) -> RecordedMicroBatch:
         assert self.window is not None
         return self.window.micro_batches[-1]
 
@@ -117,7 +117,7 @@ class Recorder:
             window.problem = f"the batch cannot be copied ({described(error)})"
             arguments = ()
         window.micro_batches.append(
-            MicroBatch(
+            RecordedMicroBatch(
                 arguments,
                 global_states(self.trainer.strategy.root_device),
                 [generator.get_state() for generator in module_copy.generators_of(self.module)],
@@ -125,7 +125,7 @@ class Recorder:
             )
         )
 
-    def _begin_window(self, before: Fingerprints) -> Window:
+    def _begin_window(self, before: Fingerprints) -> RecordedWindow:
         keeps_whole = self.trainer.is_global_zero
         sampler = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {}
         tensors = {
@@ -142,7 +142,7 @@ class Recorder:
             name: parameter.requires_grad for name, parameter in self.module.named_parameters()
         }
         self.training = {name: submodule.training for name, submodule in self.module.named_modules()}
-        return Window(sampler.get("rank", self.trainer.global_rank), tensors)
+        return RecordedWindow(sampler.get("rank", self.trainer.global_rank), tensors)
 
     def _end(self, output: Any) -> None:
         if self.window is None:
@@ -248,7 +248,7 @@ def unequal(by_rank: list[Replicas]) -> list[str]:
     return sorted({name for (name, _), distinct in values.items() if len(distinct) > 1})
 
 
-def gathered_on_first(window: Window | None, world_size: int) -> list[Window] | None:
+def gathered_on_first(window: RecordedWindow | None, world_size: int) -> list[RecordedWindow] | None:
     """The windows of all ranks that have one, on rank 0; None on the others. A collective over the world."""
     if not dist.is_initialized() or world_size == 1:
         if window is None:
@@ -257,7 +257,9 @@ def gathered_on_first(window: Window | None, world_size: int) -> list[Window] | 
     try:
         sent = pickle.dumps(window)
     except Exception as error:  # the other ranks wait in the collective below: join it with the reason
-        sent = pickle.dumps(Window(0, {}, problem=f"the batch cannot be pickled ({described(error)})"))
+        sent = pickle.dumps(
+            RecordedWindow(0, {}, problem=f"the batch cannot be pickled ({described(error)})")
+        )
     received: list[Any] | None = [None] * world_size if dist.get_rank() == 0 else None
     dist.gather_object(sent, received, dst=0)
     if received is None:

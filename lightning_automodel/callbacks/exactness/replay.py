@@ -23,8 +23,8 @@ from lightning_automodel.callbacks.exactness.isolation import alone, refuse_to_g
 from lightning_automodel.callbacks.exactness.module_copy import ReplayError
 from lightning_automodel.callbacks.exactness.recording import (
     Fingerprints,
-    MicroBatch,
-    Window,
+    RecordedMicroBatch,
+    RecordedWindow,
     fingerprints,
     loss_of,
     whole_on_host,
@@ -161,7 +161,7 @@ class Replay:
 
     def one_batch(
         self,
-        windows: list[Window],
+        windows: list[RecordedWindow],
         shares: Shares,
         weights: Mapping[str, Tensor],
         dtype: torch.dtype | None,
@@ -229,7 +229,7 @@ class Replay:
         self.module.zero_grad()
         return _sampled(gradients, sample)
 
-    def set_tensors(self, window: Window, dtype: torch.dtype | None) -> None:
+    def set_tensors(self, window: RecordedWindow, dtype: torch.dtype | None) -> None:
         """Set buffers, and tensors that modules keep as attributes, to their values before a rank's window."""
         values = dict(window.tensors)
         for key, tensor in values.items():
@@ -239,7 +239,7 @@ class Replay:
         module_copy.set_tensors(self.module, values)
 
     def call(
-        self, record: MicroBatch, batch: Any, dtype: torch.dtype | None, seed: int | None = None
+        self, record: RecordedMicroBatch, batch: Any, dtype: torch.dtype | None, seed: int | None = None
     ) -> Any:
         """Run ``training_step`` on ``batch`` with the random states and counters of ``record``, or from a seed."""
         set_global_states(record.random, self.device)
