@@ -31,7 +31,7 @@ _AGREES = 1e-4
 
 
 @dataclass
-class _FitOfParts:
+class _PartsFit:
     """The gradient of a batch as a weighted sum of the gradients of its parts."""
 
     factors: list[float]  # weights of the parts
@@ -177,7 +177,7 @@ class CountCheck:
 
     def _best_fit(
         self, window: RecordedWindow, record: RecordedMicroBatch, batch: Any, parts: list[Any]
-    ) -> tuple[_FitOfParts | None, str]:
+    ) -> tuple[_PartsFit | None, str]:
         """The better of the fits in training and evaluation, and the reason if there is none.
 
         Evaluation is tried if the fit in training is not good, as where a row's loss depends on other rows.
@@ -209,7 +209,7 @@ class CountCheck:
         parts: list[Any],
         evaluates: bool,
         dtype: torch.dtype | None,
-    ) -> _FitOfParts | None:
+    ) -> _PartsFit | None:
         replay = self._replay
         replay.load(self._weights, dtype)
         if evaluates:
@@ -229,7 +229,7 @@ class CountCheck:
         if solved is None:
             return None
         factors, left = solved
-        fit = _FitOfParts(factors, list(counts), left, 0.0 if dtype else 1e-6, evaluates)
+        fit = _PartsFit(factors, list(counts), left, 0.0 if dtype else 1e-6, evaluates)
         if _are_apart(gradient(batch)[0], whole):
             fit.is_random = "training_step is not repeatable"
         elif _are_apart(gradient(batch, seed=1)[0], whole):

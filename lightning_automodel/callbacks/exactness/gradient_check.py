@@ -43,7 +43,7 @@ _NOT_REPEATABLE = (
 
 
 @dataclass(frozen=True)
-class _FitOfMicroBatches:
+class _WindowFit:
     """A run's gradients as a sum of those of its micro-batches.
 
     Attributes:
@@ -207,7 +207,7 @@ class GradientCheck:
         return missing
 
     def _judge_in_half(
-        self, missing: dict[str, float], direct: float, fit: _FitOfMicroBatches, factor: float
+        self, missing: dict[str, float], direct: float, fit: _WindowFit, factor: float
     ) -> None:
         """In half precision rounding may be as large as an error: call wrong only what it cannot explain."""
         step = self._step
@@ -233,14 +233,12 @@ class GradientCheck:
                 " precision='32-true'"
             )
 
-    def _fit(
-        self, run: Gradients, contributions: list[Tensor], sample: dict[str, Tensor]
-    ) -> _FitOfMicroBatches:
+    def _fit(self, run: Gradients, contributions: list[Tensor], sample: dict[str, Tensor]) -> _WindowFit:
         """Fit the run's gradients by the contributions of micro-batches to the gradients of one batch."""
         counts = self._shares.counts
         used = [index for index, part in enumerate(contributions) if bool(part.any()) and counts[index]]
         if not used:
-            return _FitOfMicroBatches(torch.ones(0), torch.ones(0), 0.0, math.inf, 0.0)
+            return _WindowFit(torch.ones(0), torch.ones(0), 0.0, math.inf, 0.0)
         matrix = torch.stack([contributions[index] for index in used], dim=1)
         target = torch.cat([_entries(run[name], positions) for name, positions in sample.items()])
         factors = torch.linalg.lstsq(matrix, target[:, None]).solution[:, 0]  # 1 where the weight is right
@@ -250,7 +248,7 @@ class GradientCheck:
         right = torch.tensor(
             [counts[index] / self._shares.denominator for index in used], dtype=torch.float64
         )
-        return _FitOfMicroBatches(factors * right, right, float((factors - 1).abs().max()), left, explained)
+        return _WindowFit(factors * right, right, float((factors - 1).abs().max()), left, explained)
 
     def _written(
         self, written: Mapping[str, Tensor], weights: Mapping[str, Tensor], now: Mapping[str, Tensor]
@@ -345,7 +343,7 @@ def _perturbed(weight: Tensor, eps: float, generator: torch.Generator) -> Tensor
     return (weight.double() * (1 + eps * moves.double())).to(weight.dtype)
 
 
-def _weights_in_words(fit: _FitOfMicroBatches, units: str) -> str:
+def _weights_in_words(fit: _WindowFit, units: str) -> str:
     given = fit.given
     right = fit.right
     total = float(given.sum())
