@@ -16,7 +16,7 @@ from lightning_automodel import AutomodelStrategy
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.plan.__main__ import _parser, _plans, main
 from lightning_automodel.plan.layouts import DEVICES, Plan
-from lightning_automodel.plan.recording import CannotPlanError, MicroBatchRecorder, run
+from lightning_automodel.plan.recording import CannotPlanError, PlannedBatch, run
 
 WIDTH = 64
 ROWS = 32
@@ -78,7 +78,7 @@ def manual() -> tuple[pl.LightningModule, Tensor]:
     return build(Manual)
 
 
-def _run(**options: Any) -> MicroBatchRecorder:
+def _run(**options: Any) -> PlannedBatch:
     return run(build, "32-true", StrategyOptions(**options))
 
 

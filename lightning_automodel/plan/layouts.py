@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lightning_automodel.distributed.mesh import resolve_sizes
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.plan.recording import MicroBatchRecorder, Parameter
+from lightning_automodel.plan.recording import Parameter, PlannedBatch
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Plan:
 
     def __init__(
         self,
-        micro: MicroBatchRecorder,
+        micro: PlannedBatch,
         options: StrategyOptions,
         world_size: int,
         accumulate: int,

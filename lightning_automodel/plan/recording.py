@@ -58,7 +58,7 @@ class Parameter(NamedTuple):
         return -(-self.rows // ranks) * (self.numel // max(self.rows, 1))
 
 
-class MicroBatchRecorder(torch_internals.TorchDispatchMode):
+class PlannedBatch(torch_internals.TorchDispatchMode):
     """A record of one micro-batch on one rank; as a mode, it follows tensors, operations and collectives."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, micro: MicroBatchRecorder, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+        ctx: Any, micro: PlannedBatch, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor:
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
         row_values = query.new_empty(query.shape[:-1], dtype=torch.float32)
@@ -154,12 +154,12 @@ class _FusedAttention(torch.autograd.Function):
         return None, *map(torch.empty_like, ctx.saved_tensors[:3]), None
 
 
-def run(build: Build, precision_name: str, options: StrategyOptions) -> MicroBatchRecorder:
+def run(build: Build, precision_name: str, options: StrategyOptions) -> PlannedBatch:
     """Record one micro-batch of ``build``, which returns a LightningModule and a batch for ``training_step``.
 
     ``precision_name`` is a key of ``PRECISIONS``. Raises :class:`CannotPlanError`.
     """
-    micro = MicroBatchRecorder()
+    micro = PlannedBatch()
     plugin = PRECISIONS[precision_name]
     tensor = options.tensor_parallel_size
     context = options.context_parallel_size
@@ -241,7 +241,7 @@ def _optimizer_state(module: pl.LightningModule) -> float:
 
 
 def _note_units(
-    micro: MicroBatchRecorder,
+    micro: PlannedBatch,
     module: nn.Module,
     plugin: Precision,
     options: StrategyOptions,
@@ -293,7 +293,7 @@ def _slice(
     return slicer.slice(batch), slicer.describe(batch, mesh[CONTEXT].get_group())
 
 
-def _stand_in(micro: MicroBatchRecorder, stack: PatchStack) -> None:
+def _stand_in(micro: PlannedBatch, stack: PatchStack) -> None:
     """Replace operations that do not run on the meta device."""
 
     def attend(
