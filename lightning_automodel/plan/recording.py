@@ -241,11 +241,7 @@ def _optimizer_state(module: pl.LightningModule) -> float:
 
 
 def _note_units(
-    micro: PlannedBatch,
-    module: nn.Module,
-    plugin: Precision,
-    options: StrategyOptions,
-    stack: PatchStack,
+    micro: PlannedBatch, module: nn.Module, plugin: Precision, options: StrategyOptions, stack: PatchStack
 ) -> None:
     """Record parameters and buffers, watch units and gradients, and let blocks compute as in the strategy."""
     buffers = dict(module.named_buffers())
