@@ -64,6 +64,7 @@ def _learning_rate(make_module: type[FollowsItsMetric]) -> tuple[float, bool, bo
     return optimizer.param_groups[0]["lr"], is_told, ReduceLROnPlateau.step is step
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("make_module", [FollowsItsMetric, FollowsByHand])
 def test_ranks_share_the_learning_rate(pool2: RankPool, make_module: type[FollowsItsMetric]) -> None:
     """The means are 3.5, 3 and 2.5: each is better than the one before, and the learning rate stays."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
@@ -18,6 +19,10 @@ ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"data_parallel": "ddp"}),
     "fsdp2": (2, {}),
     "hsdp": (4, {"data_parallel_replicate_size": 2}),
+    "local sgd": (
+        2,
+        {"data_parallel": "ddp", "ddp_comm_hook": debugging_hooks.noop_hook, "count_window_ahead": True},
+    ),
 }
 
 
@@ -51,6 +56,7 @@ def _fit(alike: bool, options: dict[str, Any], validates: bool) -> tuple[str, in
     return "", trainer.fit_loop.total_batch_idx + 1
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("validates", [True, False])
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("hsdp", marks=pytest.mark.sweep)])
 def test_drifting_copies_raise(pool2: RankPool, pool4: RankPool, engine: str, validates: bool) -> None:
@@ -62,9 +68,12 @@ def test_drifting_copies_raise(pool2: RankPool, pool4: RankPool, engine: str, va
         assert num_batches == (4 if validates else 8)
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", pytest.param("hsdp", marks=pytest.mark.sweep)])
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "engine", ["ddp", "fsdp2", "local sgd", pytest.param("hsdp", marks=pytest.mark.sweep)]
+)
 def test_equal_copies_do_not(pool2: RankPool, pool4: RankPool, engine: str) -> None:
-    """Drawn alike, or held in parts."""
+    """Drawn alike, or held in parts; nor do those that a communication hook lets drift."""
     num_ranks, options = ENGINES[engine]
     pool = pool2 if num_ranks == 2 else pool4
     assert [message for message, _ in pool.run(_fit, True, options, True)] == [""] * num_ranks
