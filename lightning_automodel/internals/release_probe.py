@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-TESTED_RELEASES = {"torch": "2.13.0 to 2.15.0", "lightning": "2.6.1 to 2.6.6"}
+TESTED_RELEASES = {"torch": "2.13.0 to 2.15.0", "lightning": "2.6.1 or 2.6.4 to 2.6.6"}
 """The releases that ``.ci/versions`` has run with; ``docs/support.md`` has the table."""
 
 _MISSING = object()

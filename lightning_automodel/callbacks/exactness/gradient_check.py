@@ -273,7 +273,7 @@ class GradientCheck:
             return ""
         record, loss = unequal[0]
         return (
-            f"{len(unequal)} of {len(pairs)} losses are others in the replay, as {record.loss:.6g} in the"
+            f"{len(unequal)} of {len(pairs)} losses differ in the replay, such as {record.loss:.6g} in the"
             f" run and {loss:.6g} in the replay: "
         )
 
