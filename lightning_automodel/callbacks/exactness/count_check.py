@@ -127,7 +127,7 @@ class CountCheck:
             )
         tolerance = max(_AGREES, 20 * fit.noise)
         if fit.evaluates:
-            where = " in evaluation"
+            where = " (compared in eval mode)"
         else:
             where = ""
         if _are_close(fit.factors, self._factors(self._weighting, fit.counts), tolerance):
