@@ -56,10 +56,16 @@ class Advice:
             )
 
     def about_loss(
-        self, module: nn.Module, weighting: TokenWeighting, loss: Tensor, count: Count, accumulate: int
+        self,
+        module: nn.Module,
+        weighting: TokenWeighting,
+        loss: Tensor,
+        count: Count,
+        accumulate: int,
+        batch: Any = None,
     ) -> None:
         """Warn, in the first micro-batches of a run, about a loss [] that does not divide by what is counted."""
-        text = self._first_looks.advice(module, weighting, loss, count, accumulate)
+        text = self._first_looks.advice(module, weighting, loss, count, accumulate, batch)
         if text is not None:
             self.say_once(text)
 

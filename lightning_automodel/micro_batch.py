@@ -193,7 +193,8 @@ class MicroBatches:
         self._num_looks -= 1
         self.advice.about_half_precision(loss, count)
         if aux_loss is None:
-            self.advice.about_loss(self.module, self.weighting, loss, count, divided_by)
+            batch = self._step.batch
+            self.advice.about_loss(self.module, self.weighting, loss, count, divided_by, batch)
         if self.windows.last_step is None:
             self.advice.about_backward_hooks(self.module, self.windows.divisor, self.ahead is not None)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, Literal
 
@@ -82,6 +82,14 @@ class TokenWeighting:
             " num_label_tokens=n)); pass count_label_tokens=<function of the batch>; or put labels under"
             f" batch[{self.label_key!r}] with {self.ignore_index} where the loss ignores them (label_key=,"
             " ignore_index=). If every micro-batch should weigh the same instead, pass per_token_loss=False."
+        )
+
+    def count_with_other_shift(self, batch: Any) -> float | None:
+        """Label tokens with a ``label_shift`` of 1 instead of 0, or 0 instead of 1; None without labels to count."""
+        if self.count_label_tokens is not None or not self._has_labels(batch):
+            return None
+        return float(
+            replace(self, label_shift=1 - min(self.label_shift, 1)).count_labels(batch[self.label_key])
         )
 
     def count_on_host(self, batch: Any) -> float:

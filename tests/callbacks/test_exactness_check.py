@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, ExactnessCheck
+from lightning_automodel.callbacks.exactness.optimizer_check import _copy
 from lightning_automodel.distributed import collectives
 from tests.callbacks.exactness import (
     SLICED,
@@ -221,3 +222,36 @@ def test_power(precision: str, least: float, pool2: RankPool) -> None:
         verdicts += [verdict for _, verdict, report in found if "were not seen" not in report]
     assert verdicts.count("exact") <= (0.1 if precision == "bf16-true" else 0.0) * len(verdicts)
     assert verdicts.count("wrong") >= least * len(verdicts)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a list of its parameters, and counts in a tensor and in a list."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.own = list(self.param_groups[0]["params"])
+        self.num_steps = torch.zeros(())
+        self.norms: list[float] = []
+
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        self.norms.append(1.0)
+        for parameter in self.own:
+            parameter.data.sub_(parameter.grad)
+
+
+def test_a_copied_optimizer_leaves_the_run_alone() -> None:
+    """Its counters and lists are its own; the parameters that it lists are those of the replay."""
+    module = torch.nn.Linear(2, 2)
+    replayed = torch.nn.Linear(2, 2)
+    optimizer = Counting(module.parameters())
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    copied = _copy(optimizer, names, dict(replayed.named_parameters()))
+    for parameter in replayed.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    copied.step()
+    assert (float(optimizer.num_steps), optimizer.norms) == (0.0, [])
+    assert all(map(torch.equal, before, module.parameters()))
+    assert isinstance(copied, Counting)
+    assert float(copied.num_steps) == 1.0

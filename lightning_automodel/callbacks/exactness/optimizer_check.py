@@ -148,15 +148,25 @@ def changes_gradients(trainer: pl.Trainer) -> list[str]:
 
 
 def _copy(optimizer: Optimizer, names: Mapping[int, str], own: Mapping[str, nn.Parameter]) -> Optimizer:
-    """The same optimizer on the parameters ``own``, without state, hooks, or a call of its constructor."""
+    """The same optimizer on the parameters ``own``, without state, hooks, or a call of its constructor.
+
+    Unlike :func:`lightning_automodel.gradients.optimizer_copy.copy_optimizer` it refuses wrappers, and shares
+    what is neither a tensor nor a collection: modules and functions are the run's own.
+    """
     inner = [type(value).__name__ for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     if inner:
         raise TypeError(f"{type(optimizer).__name__} wraps another optimizer ({inner[0]})")
     copied = type(optimizer).__new__(type(optimizer))
+    parameter_of: dict[int, Any] = {key: own[name] for key, name in names.items() if name in own}
     for name, value in vars(optimizer).items():
         if "hooks" in name:
             vars(copied)[name] = collections.OrderedDict()
-        elif name not in _NOT_OF_A_COPY:
+        elif name in _NOT_OF_A_COPY:
+            continue
+        elif isinstance(value, Tensor | list | tuple | dict | set):
+            # A step of the copy must not count in the run's own list, or write to its parameters.
+            vars(copied)[name] = copy.deepcopy(value, parameter_of)
+        else:
             vars(copied)[name] = value
     copied.state = collections.defaultdict(dict)
     copied.param_groups = [
