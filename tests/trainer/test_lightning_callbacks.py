@@ -276,6 +276,7 @@ def test_timer(pool2: RankPool, engine: str) -> None:
 class FailsInFifthBatch(LabelledModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         if batch_idx == 4:
+            dist.barrier()  # a rank that comes late, on a busy machine, would hear of the other's failure first
             raise ValueError("no fifth batch")
         return super().training_step(batch, batch_idx)
 
