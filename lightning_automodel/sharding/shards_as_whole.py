@@ -67,17 +67,18 @@ class ShardsAsWhole:
 
     def _watched(self, slicing: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(slicing)
-        def cut(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not isinstance(tensor, DTensor):
-                return slicing(tensor, *args, **kwargs)
+        def cut(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not args or not isinstance(args[0], DTensor):
+                return slicing(*args, **kwargs)
+            tensor = args[0]
             if torch.is_grad_enabled() and tensor.requires_grad:
-                return slicing(tensor, *args, **kwargs)
-            if slicing.__name__ == "__getitem__" and _chooses(args[0]):  # then plain tensors give a copy too
-                is_sharded = _is_sharded(tensor)
-                if is_sharded:
-                    return tensor.full_tensor()[_whole(args[0])]
-                return slicing(tensor, *args)
-            found = slicing(tensor, *args, **kwargs)
+                return slicing(*args, **kwargs)
+            # Rows that a tensor or a list chooses are a copy of a plain tensor too.
+            if slicing.__name__ == "__getitem__" and _chooses(args[1]):
+                if _is_sharded(tensor):
+                    return tensor.full_tensor()[_whole(args[1])]
+                return slicing(*args)
+            found = slicing(*args, **kwargs)
             watch = partial(self._watch, tensor)
             if isinstance(found, (tuple, list)):
                 return tuple(map(watch, found))

@@ -74,6 +74,9 @@ RIGHT: dict[str, Callable[[Tensor], Any]] = {
     "row": _swapped,
     "read": lambda p: p.grad.mul_(p.grad[ROWS].sum()),
     "weights": lambda p: p.data.__setitem__(slice(2, 5), 0),
+    "plain tensors by keywords": lambda p: p.grad.mul_(
+        torch.narrow(input=torch.ones(3), dim=0, start=1, length=2).sum()
+    ),
     "noise": _noisy,
     "drawn again": _drawn_again,
     "mask recipe": _masked_alike,
