@@ -198,6 +198,13 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
         lambda c: c.functional is not None,
         {"strategy": _dropped("strategy", "activation_checkpointing")},
     ),
+    # A block that is a part of a unit cannot be called by itself.
+    (
+        lambda c: (
+            c.functional is not None and c.container in ("groups", "iterated", "indexed", "dict_of_groups")
+        ),
+        {"container": "list"},
+    ),
     # A hook on a module's gradients knows tensors alone.
     (lambda c: c.backward is not None and "hook" in c.backward, {"output": "tensor"}),
     (lambda c: c.backward is not None and c.manual in _SEVERAL_LOSSES, {"manual": "each"}),
