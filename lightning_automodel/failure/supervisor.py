@@ -163,9 +163,8 @@ class Supervisor:
             log.error("This rank stops: %s.", str(culprit).rstrip("."))
         _free_device(exception)
         if culprit is not None:
-            self._become(
-                RankState.ALONE
-            )  # the other rank has raised, and others stand in collectives or leave
+            # The other rank has raised, and others stand in collectives or leave.
+            self._become(RankState.ALONE)
             if culprit.error == KeyboardInterrupt.__name__:
                 # Ctrl-C reaches all ranks of a terminal, but one that waits in a collective may first learn
                 # of another rank's interrupt. On both it is the user's wish, not a failure with a traceback.

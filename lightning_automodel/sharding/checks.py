@@ -125,7 +125,7 @@ def check_equal_models(module: nn.Module, host_group: dist.ProcessGroup) -> None
         for name, tensor in tensors.items()
         if not is_lazy(tensor)
     }
-    differing = _differences(held, "missing", host_group)
+    differing = _differences(held, host_group)
     if differing:
         rank, (name, on_first, on_other) = next(iter(differing.items()))
         raise ValueError(
@@ -134,9 +134,7 @@ def check_equal_models(module: nn.Module, host_group: dist.ProcessGroup) -> None
         )
 
 
-def _differences(
-    own: dict[Any, str], missing: str, group: dist.ProcessGroup
-) -> dict[int, tuple[Any, str, str]]:
+def _differences(own: dict[Any, str], group: dist.ProcessGroup) -> dict[int, tuple[Any, str, str]]:
     """By rank, the first entry that differs from rank 0's: its key, and both values. A collective over ``group``."""
     received = [own]
     dist.broadcast_object_list(received, group=group, group_src=0)
@@ -147,7 +145,7 @@ def _differences(
     if key is None:
         difference = None
     else:
-        difference = (key, first.get(key, missing), own.get(key, missing))
+        difference = (key, first.get(key, "missing"), own.get(key, "missing"))
     by_rank = enumerate(collectives.gather_objects(difference, group))
     return {rank: difference for rank, difference in by_rank if difference is not None}
 
@@ -222,7 +220,7 @@ def check_order(module: nn.Module, optimizers: list[Optimizer], group: dist.Proc
         for parameter_group in optimizer.param_groups
         for parameter in parameter_group["params"]
     ]
-    differing = _differences(dict(enumerate(places)), "missing", group)
+    differing = _differences(dict(enumerate(places)), group)
     if differing:
         rank, (_, on_first, on_other) = next(iter(differing.items()))
         raise ValueError(
