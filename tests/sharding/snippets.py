@@ -765,3 +765,145 @@ def _states_as_masks(net: Trained) -> None:
         mask = (average * p.grad > 0).to(p.grad.dtype)
         mask.div_(mask.mean().clamp_(min=1e-3))
         average.mul_(mask)
+
+
+# --- Where views, copies and autograd meet ---------------------------------------------------------------------------
+
+
+@_writes
+def _two_views(net: Trained) -> Any:
+    first = net.weight.grad[:2]
+    second = net.weight.grad[1:4]
+    first.mul_(2)
+    second.add_(1)
+    seen = first.sum()
+    second[0] = first[0] * 3
+    second[2] -= first[1]
+    return seen, first.norm(), second.clone()
+
+
+@_writes
+def _view_and_whole(net: Trained) -> Any:
+    flat = net.weight.grad.view(-1)
+    net.weight.grad.zero_()
+    flat[2:7] = 1
+    torch.add(net.weight.grad, 1, out=net.weight.grad)
+    flat.clamp_(max=1.5)
+    net.weight.grad.copy_(net.weight.grad.flip(0))
+    return flat.sum()
+
+
+@_writes
+def _view_of_data(net: Trained) -> Any:
+    weights = net.weight.data
+    corner = weights[3:, 1:]
+    net.weight.data = net.weight.data * 2
+    weights_now = net.weight.data
+    weights_now[0].data.zero_()
+    return weights_now.sum(), corner.shape
+
+
+@_writes
+def _view_with_gradient(net: Trained) -> Any:
+    with torch.enable_grad():
+        penalty = (net.weight[2:] ** 2).sum() + net.weight.unbind()[0].prod() + net.weight.T[1].exp().mean()
+    penalty.backward()
+    return penalty
+
+
+@_writes
+def _lists_with_gradient(net: Trained) -> Any:
+    penalty = torch.stack(torch._foreach_norm(net.parameters)).sum() + net.short.square().sum()
+    penalty = penalty + sum(p.sum() for p in torch._foreach_mul([net.weight, net.other], 0.1))
+    penalty.backward()
+    return penalty
+
+
+@_writes
+def _leaf_made_of_a_copy(net: Trained) -> None:
+    leaf = net.weight.detach().clone().requires_grad_()
+    other = torch.zeros_like(net.weight, requires_grad=True)
+    ((leaf * 2 - other).square().mean() + leaf.norm(dim=0).sum()).backward()
+    net.weight.grad.add_(leaf.grad).sub_(other.grad)
+
+
+@_writes
+def _by_functional_transforms(net: Trained) -> Any:
+    hessian = torch.autograd.functional.hessian(lambda bias: (bias**3).sum(), net.bias)
+    net.bias.grad.mul_(hessian.flatten())
+    vector = ramp(net.weight)
+    product = torch.autograd.functional.vjp(lambda p: p @ p.T @ p, net.weight, vector)[1]
+    net.weight.grad.add_(product)
+    return hessian
+
+
+@_writes
+@torch.no_grad()
+def _written_by_functions(net: Trained) -> Any:
+    F.relu(net.weight.grad, inplace=True)
+    F.threshold_(net.other.grad, 0.0, 0.1)
+    torch.clamp_(input=net.short.grad, min=-0.01, max=0.01)
+    F.normalize(net.other.data, dim=1, out=net.other.data)
+    net.bias.grad.data.fill_(net.bias.grad.norm())
+    net.other.copy_(net.other.flip(0))
+    torch._foreach_mul_([net.weight.grad, net.other.grad], net.bias[0])
+    torch._foreach_copy_([net.short.data], [ramp(net.short)])
+
+
+@_writes
+@torch.no_grad()
+def _plain_gets_shards(net: Trained) -> Any:
+    plain = ramp(net.weight)
+    plain[plain < net.weight] = 0
+    plain[1:3] = net.other[1:3]
+    plain[0].add_(net.weight[0]).mul_(net.weight.grad[0].norm())
+    plain *= net.other
+    torch._foreach_lerp_([plain, net.weight.grad], [net.weight, ramp(net.weight)], 0.5)
+    net.weight.sub_(plain)
+    return plain
+
+
+@_writes
+def _module_moved(net: Trained) -> Any:
+    net.module.double().cpu().to("cpu")
+    return net.weight.requires_grad, len(list(net.module.parameters()))
+
+
+@_writes
+def _states_loaded(net: Trained) -> Any:
+    """Weights and states are kept, spoilt and loaded again; some weights are loaded from plain tensors."""
+    weights = copy.deepcopy(net.module.state_dict())
+    states = copy.deepcopy(net.optimizer.state_dict())
+    with torch.no_grad():
+        for p in net.parameters:
+            p.mul_(2)
+            net.optimizer.state[p]["exp_avg"].zero_()
+    net.module.load_state_dict({name: value * 0.5 for name, value in weights.items()})
+    net.optimizer.load_state_dict(states)
+    name = next(name for name, p in net.module.named_parameters() if p is net.other)
+    net.module.load_state_dict({name: ramp(net.other)}, strict=False)
+    return net.optimizer.state[net.weight]["exp_avg"].sum()
+
+
+@_writes
+@torch.no_grad()
+def _sparse_and_dense(net: Trained) -> Any:
+    sparse = net.weight.grad.to_sparse()
+    values, indices = net.weight.grad.abs().flatten().sort(descending=True)
+    net.weight.grad.view(-1)[indices[5:]] = 0
+    return sparse.to_dense().sum(), values[:5], torch.nonzero(net.weight.grad, as_tuple=True)[0]
+
+
+@_reads
+def _one_argument(net: Trained) -> Any:
+    return torch.where(net.weight > 0), 2**net.weight, 1 - net.weight, 1 / (net.weight + 3), net.weight // 1, -net.bias
+
+
+@_reads
+def _made_alike(net: Trained) -> Any:
+    weight = net.weight.detach()
+    return (
+        *(weight.new_zeros(3), weight.new_full((2,), 0.5), weight.new_tensor([1.0, 2.0])),
+        *(torch.zeros_like(weight), torch.full_like(weight, 2.0), torch.ones_like(net.bias.grad)),
+        *(weight.type(), str(weight.layout), weight.is_cuda, 0.5 in torch.ones_like(weight)),
+    )

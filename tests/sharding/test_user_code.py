@@ -148,10 +148,13 @@ class Told(LightningModule):
         self._begin_alike(optimizer)
         name = self.names[len(self.stories)]
         self.stories[name] = self.last = Story()
+        value = None
         try:
-            self.last.value = in_numbers(SNIPPETS[name](self._trained(optimizer)))
+            value = SNIPPETS[name](self._trained(optimizer))
         except Exception as error:  # noqa: BLE001  # judged by the test
             self.last.error = f"{type(error).__name__}: {error}"
+        if not raised_anywhere(self.last.error is not None):
+            self.last.value = in_numbers(value)
         self.last.gradients = {
             name: None if p.grad is None else whole(p.grad) for name, p in self.net.named_parameters()
         }
@@ -176,6 +179,14 @@ def _parts(parameter: nn.Parameter, optimizer: Any) -> Iterator[Tensor]:
     for tensor in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"], state["step"]):
         with torch._C.DisableTorchFunctionSubclass():
             yield (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def raised_anywhere(has_raised: bool) -> bool:
+    """Whether a rank's snippet has raised, so that none gathers what it returned: a collective."""
+    flag = torch.tensor(int(has_raised))
+    if dist.is_initialized():
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def whole(tensor: Tensor) -> Tensor:
