@@ -27,7 +27,6 @@ from lightning_automodel.expert_parallel.spread import check_spread
 from lightning_automodel.failure import stop_iteration
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
-from lightning_automodel.gradients.step_choice import StepChoices
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
 from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.gradients.windows import GradientWindows, mixing_shards, optimizer_parameters
@@ -150,14 +149,8 @@ class TrainingRun:
         scaling = LossScaling(scaler, in_float16, mesh, self.device, options.is_sharded, self.patches)
         parameters = list(module.parameters())
         self.windows = GradientWindows(self.engine.sync, weighting, scaling, self._placement, parameters)
-        choices = StepChoices(options.optimizer_step, self.device, host_group, self.advice.say_once)
-        self.steps = OptimizerSteps(
-            self.windows,
-            options.track_grad_norm,
-            options.error_if_nonfinite,
-            choices,
-            WholeSteps(self.device),
-        )
+        whole = WholeSteps(self.device, options.optimizer_step)
+        self.steps = OptimizerSteps(self.windows, options, whole, int, self.advice.say_once)
         self.patches.callback(self.steps.close)
         if fitting and options.count_window_ahead:
             ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, weighting.count_on_host)
@@ -240,7 +233,8 @@ class TrainingRun:
         self._changed.check(optimizers)
         checks.check_optimizers(self.module, optimizers, self._mesh.sizes.divisor)
         checks.check_order(self.module, optimizers, self._placement.host_group)
-        self.steps.choose(optimizers)
+        for optimizer in optimizers:
+            self.steps.whole.take(optimizer)
         self.watch_module()
 
     def check_parameters(self) -> None:
@@ -408,7 +402,7 @@ class TrainingRun:
             "tensors_created_without_values": len(self._without_values),
             "activation_checkpointing": self._checkpointed,
             "compiled": self._compiled,
-            "optimizer_step": self.steps.describe(),
+            "optimizer_step": self.steps.whole.describe(),
             "left_replaced": what_is_left(),
             **self.engine.describe(),
         }
