@@ -26,6 +26,7 @@ from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
 from lightning_automodel.expert_parallel.spread import check_spread
 from lightning_automodel.failure import stop_iteration
 from lightning_automodel.gradients.grad_scaling import LossScaling
+from lightning_automodel.gradients.learning_rates import check_learning_rates
 from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
 from lightning_automodel.gradients.whole_tensors import WholeSteps
@@ -315,7 +316,8 @@ class TrainingRun:
         self.engine.start_evaluation_loop()
 
     def check_replicas(self) -> None:
-        """Raise RuntimeError, on every rank, if copies of a parameter have drifted apart. A collective."""
+        """Raise RuntimeError, on every rank, if learning rates or copies of a parameter differ. A collective."""
+        check_learning_rates(self.windows.optimizers, self._placement.host_group)
         if self._options.ddp_comm_hook is not None:
             return  # which may leave gradients as each rank has them, and average weights now and then
         ignored = getattr(self.model, "parameters_to_ignore", ())  # of DistributedDataParallel
