@@ -197,8 +197,8 @@ class Variant:
         else:
             self._optimizer = MuonAndAdamW(self.model.matrices(), self.model.others(), muon, adamw)
         if name == "whole":
-            self._whole = WholeSteps(torch.get_default_device())
-            self._whole.take(self._optimizer, {0})
+            self._whole = WholeSteps(torch.get_default_device(), "auto")
+            self._whole.take(self._optimizer)
 
     def step(self) -> float:
         """Take a step; returns the processor seconds of what travels to owners and back, where that is apart."""

@@ -18,7 +18,6 @@ from lightning_automodel.internals import torch as torch_internals
 Parameters = nn.Module | Tensor | Iterable[nn.Parameter]
 
 
-
 def rescale_gradients(
     model: Parameters,
     num_tokens_for_grad_scaling: Tensor | int,

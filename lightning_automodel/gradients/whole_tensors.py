@@ -190,8 +190,8 @@ class WholeSteps:
             if sharding not in self._holders:
                 self._holders[sharding] = holders_of(*sharding)
             holders = self._holders[sharding]
-            group = group_of(sharding[0], holders)
-            exchange = self._exchanges.setdefault(group, OwnerExchange(group, self._device))
+            process_group = group_of(sharding[0], holders)
+            exchange = self._exchanges.setdefault(process_group, OwnerExchange(process_group, self._device))
             owner = exchange.choose_owner(parameter.numel())
             self._parameters[parameter] = WholeParameter(parameter, holders, exchange, owner)
 
