@@ -83,6 +83,8 @@ def test_steps_are_those_of_one_process(
     pool: RankPool = request.getfixturevalue(f"pool{num_ranks}")
     case = dataclasses.replace(CASE, num_ranks=num_ranks // options.get("tensor_parallel_size", 1))
     kinds = list(KINDS) if num_ranks == 2 else ["muon", "adafactor"]
+    if step == "whole":
+        kinds = [kind for kind in kinds if kind != "coupled"]
     by_rank = pool.run(_fit, kinds, {"optimizer_step": step, **options}, case)
     for number, kind in enumerate(kinds):
         expected = prefixed(
@@ -244,6 +246,21 @@ def test_a_group_with_an_unknown_value() -> None:
     optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(2))], OPTION: "other"}], lr=0.1)
     with pytest.raises(ValueError, match="optimizer_step='other'; valid are 'auto', 'shards', 'whole'"):
         is_stepped_whole(optimizer, optimizer.param_groups[0], "auto")
+
+
+def _fit_coupled() -> str:
+    """Runs on every rank: what is raised at the end of a fit whose owners each find a step size of their own."""
+    with pytest.raises(RuntimeError) as raised:
+        make_trainer(AutomodelStrategy(optimizer_step="whole"), precision="64-true").fit(
+            WholeModule("coupled"), loader()
+        )
+    return str(raised.value)
+
+
+def test_owners_of_coupled_parameters(pool2: RankPool) -> None:
+    """Numbers of a group that differ between ranks are refused."""
+    for message in pool2.run(_fit_coupled):
+        assert message.startswith("Ranks step with different options of their optimizers: seen=")
 
 
 # --- What changes while it trains, and what is saved ------------------------------------------------------------------

@@ -87,6 +87,14 @@ class ByLoss(Looking):
         return parameter.grad * (1 + loss)
 
 
+class Coupled(Looking):
+    """One step size for all parameters, which it keeps in its group."""
+
+    def direction(self, group: dict[str, Any], parameter: Tensor, loss: Any) -> Tensor:
+        group["seen"] = group.get("seen", 0.0) + parameter.grad.abs().sum().item()
+        return parameter.grad / (1 + group["seen"])
+
+
 def muon_and_momentum(model: nn.Module) -> Muon64:
     """Matrices of blocks, and the rest, as Muon is used; the vectors of the blocks are frozen in one group."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -101,6 +109,7 @@ KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adafactor": lambda model: torch.optim.Adafactor(_trained(model), lr=0.02),
     "rprop": lambda model: torch.optim.Rprop(_trained(model), lr=0.02),
     "by loss": lambda model: ByLoss(_trained(model)),
+    "coupled": lambda model: Coupled(_trained(model)),
 }
 
 
