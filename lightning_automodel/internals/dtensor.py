@@ -1,6 +1,7 @@
 """Private names of ``DTensor``: this rank's part and its layout, for arithmetic that communicates nothing."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +30,16 @@ def has_layout(tensor: DTensor, like: DTensor) -> bool:
     return (
         tensor.shape == like.shape and spec.placements == other.placements and spec.mesh == other.mesh
     )
+
+
+def parts_of(tensors: Iterable[DTensor]) -> list[Tensor]:
+    """This rank's part of each, as :func:`part_of`."""
+    return [tensor._local_tensor for tensor in tensors]
+
+
+def alike(tensors: Iterable[DTensor], models: Iterable[DTensor]) -> bool:
+    """Whether each tensor has the layout of its model, and its dtype."""
+    return [tensor._spec for tensor in tensors] == [model._spec for model in models]
 
 
 def with_part(cls: type[D], part: Tensor, like: DTensor) -> D:

@@ -27,8 +27,10 @@ from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients.owner_exchange import Holders, holders_of
 from lightning_automodel.gradients.token_loss import wide_dtype
 from lightning_automodel.internals.dtensor import (
+    alike,
     has_layout,
     part_of,
+    parts_of,
     plain_access,
     support_foreach,
     with_part,
@@ -133,7 +135,7 @@ class GatheredCopy:
             return
         with torch.no_grad():
             part_of(self.shard).copy_(own_part(self.whole, self.shard))
-        _count_write(self.shard)
+        _count_writes([self.shard])
         self._note_versions()
 
     def refresh(self) -> None:
@@ -210,10 +212,10 @@ def _version(tensor: Tensor) -> int:
     return tensor._version
 
 
-def _count_write(tensor: Tensor) -> None:
-    """Raise the version counter of a shard whose part was written."""
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version([tensor])
+def _count_writes(shards: list[Any]) -> None:
+    """Raise the version counters of shards whose parts were written."""
+    counted = [shard for shard in shards if not shard.is_inference()]
+    torch.autograd.graph.increment_version(counted)
 
 
 def _on_wholes(function: Function, args: Arguments, kwargs: Keywords) -> Any:
@@ -312,7 +314,7 @@ def _elementwise(function: Function, args: Arguments, kwargs: Keywords) -> Any:
         return _on_wholes(function, args, kwargs)
     if result is parts[id(like)]:  # written in place, or nothing to do, as for contiguous()
         if writes:
-            _count_write(like)
+            _count_writes([like])
         return like
     if result.shape != parts[id(like)].shape or result.device != part_of(like).device:
         return _on_wholes(function, args, kwargs)
@@ -392,44 +394,52 @@ def _into_out(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _foreach(function: Function, args: Arguments, kwargs: Keywords) -> Any:
-    """Multi-tensor kernels (``torch._foreach_*``, ``torch._fused_*``), each list element by itself, on parts."""
-    lists = [value for value in (*args, *kwargs.values()) if value.__class__ in (list, tuple)]
-    length = max(map(len, lists))
-    models: list[DTensor | None] = [None] * length
-    for index in range(length):
-        models[index] = next(
-            (
-                values[index]
-                for values in lists
-                if len(values) == length and isinstance(values[index], DTensor)
-            ),
-            None,
-        )
+    """Multi-tensor kernels (``torch._foreach_*``, ``torch._fused_*``), each entry of the lists by itself, on parts."""
+    values = [*args, *kwargs.values()]
+    targets = values[0]
+    length = len(targets)
+    models = _models_of(values, length)
     writes = _writes(function.__name__)
-    targets = next(iter((*args, *kwargs.values())))
-    converted: list[Any] = []
-    for value in (*args, *kwargs.values()):
+    if writes and any(like is not None and like is not own for like, own in zip(models, targets, strict=True)):
+        return _one_by_one(function, args, kwargs, length)
+    converted = []
+    for value in values:
         if value.__class__ not in (list, tuple) or len(value) != length:
             converted.append(value)
             continue
-        parts: list[Any] = []
-        for entry, like in zip(value, models, strict=True):
-            part = entry
-            if like is not None and isinstance(entry, Tensor):
-                part = _part_like(entry, like, False)
-            is_lost = writes and value is targets and like is not None and not isinstance(entry, DTensor)
-            if part is None or is_lost or isinstance(entry, View):
-                return _one_by_one(function, args, kwargs, length)
-            parts.append(part)
+        parts = _parts_alike(value, models)
+        if parts is None:
+            return _one_by_one(function, args, kwargs, length)
         converted.append(parts)
-    names = list(kwargs)
-    positional = converted[: len(args)]
-    result = function(*positional, **dict(zip(names, converted[len(args) :], strict=True)))
+    result = function(*converted[: len(args)], **dict(zip(kwargs, converted[len(args) :], strict=True)))
     if writes:
-        written = [entry for entry in targets if isinstance(entry, DTensor) and not entry.is_inference()]
-        torch.autograd.graph.increment_version(written)
+        _count_writes([model for model in models if model is not None])
         return None if result is None else targets
     return [part if like is None else _as_shard(part, like) for part, like in zip(result, models, strict=True)]
+
+
+def _models_of(values: Sequence[Any], length: int) -> Sequence[DTensor | None]:
+    """For each index of the lists, the first shard that has it; None where all tensors are plain."""
+    lists = [value for value in values if value.__class__ in (list, tuple) and len(value) == length]
+    if set(map(type, lists[0])) == {Shard}:
+        return lists[0]
+    return [next((e for e in entries if isinstance(e, DTensor)), None) for entries in zip(*lists, strict=True)]
+
+
+def _parts_alike(tensors: Sequence[Any], models: Sequence[DTensor | None]) -> list[Any] | None:
+    """This rank's parts of a list, each laid out like its model; None if some entry needs the whole tensor."""
+    classes = set(map(type, tensors))
+    if classes == {Shard} and set(map(type, models)) == {Shard} and alike(tensors, models):
+        return parts_of(tensors)
+    parts: list[Any] = []
+    for tensor, like in zip(tensors, models, strict=True):
+        part = tensor
+        if like is not None and isinstance(tensor, Tensor):
+            part = _part_like(tensor, like, False)
+        if part is None or isinstance(tensor, View):
+            return None
+        parts.append(part)
+    return parts
 
 
 def _one_by_one(function: Function, args: Arguments, kwargs: Keywords, length: int) -> Any:
@@ -594,7 +604,7 @@ def _set_data(target: Tensor, value: Tensor) -> None:
         )
     with torch.no_grad():
         part_of(target).copy_(part)
-    _count_write(target)
+    _count_writes([target])
 
 
 def _hook(function: Function, args: Arguments, kwargs: Keywords) -> Any:
