@@ -35,6 +35,14 @@ SECOND_BACKWARD = (
 )
 """Why a module's own ``backward`` runs that of its loss once."""
 
+NO_BACKWARD = (
+    "LightningModule.backward has run no backward of its loss, or one that reaches no trained parameter, while"
+    " other ranks may wait for gradients in theirs. For a micro-batch that shall train nothing, backpropagate"
+    " loss * 0, or return num_label_tokens=0 for it. What torch.autograd.grad(loss, parameters) returns is"
+    " neither accumulated nor averaged over ranks: run loss.backward(), and edit .grad after it."
+)
+"""Why a module's own ``backward`` must run one."""
+
 
 @dataclass
 class _Step:
@@ -174,8 +182,10 @@ class MicroBatches:
                 objective.register_hook(self._backward_starts)
             with self._recomputing():
                 self.plugin.backward(objective, self.module, optimizer, *args, **kwargs)
+            if not window.reached:
+                raise RuntimeError(NO_BACKWARD)
             if sync.window is not None:
-                self._finish()  # the module's own `backward` has not run autograd's
+                self._finish()  # the module's own `backward` has run that of another loss
         except BaseException as error:
             windows.abandon(error)
             checks.raise_explanation(error)
