@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients import rescale_clip
+from lightning_automodel.gradients.grad_sync import PLAIN_BACKWARD
 from lightning_automodel.gradients.step_choice import StepChoices
 from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.gradients.windows import (
-    PLAIN_BACKWARD,
     GradientWindows,
     OneOptimizer,
     optimizer_parameters,
