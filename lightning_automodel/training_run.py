@@ -151,7 +151,7 @@ class TrainingRun:
         parameters = list(module.parameters())
         self.windows = GradientWindows(self.engine.sync, weighting, scaling, self._placement, parameters)
         whole = WholeSteps(self.device, options.optimizer_step)
-        self.steps = OptimizerSteps(self.windows, options, whole, int, self.advice.say_once)
+        self.steps = OptimizerSteps(self.windows, options, whole, self.advice.say_once)
         self.patches.callback(self.steps.close)
         if fitting and options.count_window_ahead:
             ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, weighting.count_on_host)

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients import rescale_clip
+from lightning_automodel.gradients.grad_sync import PLAIN_BACKWARD
 from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.gradients.windows import (
-    PLAIN_BACKWARD,
     GradientWindows,
     OneOptimizer,
     optimizer_parameters,
@@ -41,7 +41,6 @@ class OptimizerSteps:
         windows: Told of steps and of zeroed gradients.
         options: Of the strategy.
         whole: Steps what owners step.
-        count_gathers: How many whole tensors this process has gathered from shards so far.
         say_once: Tells the user.
     """
 
@@ -50,12 +49,10 @@ class OptimizerSteps:
         windows: GradientWindows,
         options: StrategyOptions,
         whole: WholeSteps,
-        count_gathers: Callable[[], int],
         say_once: Callable[[str], None],
     ) -> None:
         self._windows = windows
         self.whole = whole
-        self._count_gathers = count_gathers
         self._gathers_before = 0  # the step that runs
         self._say_once = say_once
         # Which looks for overflow.
@@ -151,10 +148,10 @@ class OptimizerSteps:
     def _begin(self, optimizer: Optimizer) -> None:
         self._check_gradients_by_hand(optimizer)
         self.whole.begin(optimizer)
-        self._gathers_before = self._count_gathers()
+        self._gathers_before = collectives.gathers_so_far()
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        num_gathers = self._count_gathers() - self._gathers_before
+        num_gathers = collectives.gathers_so_far() - self._gathers_before
         if num_gathers > 0:
             self._say_once(
                 f"{type(optimizer).__name__} looks at whole tensors: a step gathered {num_gathers} of them from"

@@ -295,11 +295,11 @@ def _sum_of_squares(parameters: list[nn.Parameter], device: torch.device, foreac
             own = list(torch._foreach_norm(grads, 2, dtype=dtype))
         else:
             own = [torch.linalg.vector_norm(grad, 2, dtype=dtype) for grad in grads]
-        norms.append(_moved(torch.stack(own).to(wide), device))
+        norms.append(moved(torch.stack(own).to(wide), device))
     return torch.cat(norms).square().sum()
 
 
-def _moved(numbers: Tensor, device: torch.device) -> Tensor:
+def moved(numbers: Tensor, device: torch.device) -> Tensor:
     """``numbers`` on ``device``. From the host they go by way of pinned memory, so that it need not wait."""
     if numbers.device.type == "cpu" and device.type != "cpu":
         return numbers.pin_memory().to(device, non_blocking=True)
