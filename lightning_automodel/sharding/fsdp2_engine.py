@@ -28,7 +28,6 @@ from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.gathers import JoinedGathers, set_prefetch
 from lightning_automodel.sharding.grad_sync import FSDPGradSync
-from lightning_automodel.sharding.joined_forwards import JoinedForwards
 
 
 class FSDP2Engine(Engine):
@@ -76,17 +75,11 @@ class FSDP2Engine(Engine):
         self.sync = FSDPGradSync(module, choice.defer, choice.keep, group, is_manual)
         self.sync.discard()
         self._start_gathers_ahead(module)
-        self._gathers = self._make_joined(module)
+        self._gathers = JoinedGathers(self.sync.units)
         tensor_parallel.share_random_state(self.mesh, self.device)
         self._module: pl.LightningModule = module
         self._buffers = SharedBuffers(module, self.mesh.group, self.device)
         return module
-
-    def _make_joined(self, module: pl.LightningModule) -> JoinedGathers:
-        """What a rank without evaluation data does for the others: gather parameters, or also exchange tokens."""
-        if self.mesh.sizes.expert > 1:
-            return JoinedForwards(module, self.sync.units)
-        return JoinedGathers(self.sync.units)
 
     def _shard(self, module: pl.LightningModule) -> None:
         """Make weights equal on all ranks, and shard them unless they are sharded. A collective over the world."""
@@ -213,6 +206,14 @@ class FSDP2Engine(Engine):
 
     @override
     def join_evaluation(self) -> None:
+        if self.mesh.sizes.expert > 1:
+            raise RuntimeError(
+                "This rank has evaluated all its data, and other ranks have not: it cannot take part in their"
+                " forwards, which send tokens to the experts that it holds (expert_parallel_size > 1). Give"
+                " all ranks equally many batches: Trainer(limit_val_batches=...), or limit_test_batches or"
+                " limit_predict_batches, with as many as each rank has, or a DistributedSampler with"
+                " drop_last=True."
+            )
         with self._released_around():
             self._gathers.join()
 
