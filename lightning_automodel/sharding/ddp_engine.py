@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Container, Iterator, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -115,9 +115,6 @@ class DDPEngine(Engine):
     """The whole model on every rank, gradients averaged by ``DistributedDataParallel``."""
 
     sync: DDPGradSync
-    _ddp: DistributedDataParallel | None = None
-    _buffers: SharedBuffers | None = None  # of a fit, unless its user has told DDP not to broadcast them
-    _starts_window: bool | None = None  # as DDP saw it before an evaluation
 
     @override
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
@@ -126,7 +123,7 @@ class DDPEngine(Engine):
                 f"{units.class_name(module)} is already sharded by FSDP2, which data_parallel='ddp' cannot"
                 " replicate: pass data_parallel='fsdp2', or a module that was not sharded before."
             )
-        kwargs = self.options.ddp_kwargs or {}
+        kwargs = dict(self.options.ddp_kwargs or {})
         if kwargs.get("static_graph") and not module.automatic_optimization:
             raise ValueError(
                 "ddp_kwargs: static_graph=True works under automatic optimization alone: DDP learns the"
@@ -141,54 +138,26 @@ class DDPEngine(Engine):
         if any(quantized.has_parts(parameter) for parameter in module.parameters()):
             # To make parameters equal, DDP would flatten all of them into one plain tensor.
             apply.broadcast_states(module, self.mesh)
-            kwargs = {**kwargs, "init_sync": False}
+            kwargs["init_sync"] = False
         if self.device.type == "cpu":
             device_ids = None
         else:
             device_ids = [self.device.index]
-        ddp = DistributedDataParallel(module, device_ids=device_ids, process_group=self.mesh.group, **kwargs)
+        # DDP would broadcast them, but not know where windows begin: its forward is not always the step's.
+        shares_buffers = kwargs.pop("broadcast_buffers", True)
+        ddp = DistributedDataParallel(
+            module, device_ids=device_ids, process_group=self.mesh.group, broadcast_buffers=False, **kwargs
+        )
         hook = self.options.ddp_comm_hook
         wrapper = self.options.ddp_comm_wrapper
         if hook is not None:
             ddp.register_comm_hook(self.options.ddp_comm_state, hook if wrapper is None else wrapper(hook))
         self.sync = DDPGradSync(ddp, self.mesh, pads=self.options.uneven_inputs == "pad")
-        self._ddp = ddp
-        if ddp.broadcast_buffers:
+        if shares_buffers:
             self._buffers = SharedBuffers(module, self.mesh.group, self.device, ddp.parameters_to_ignore)
         return ddp
 
     @override
     def start_forward(self, batch: Any) -> None:
-        """See the base class. Under manual optimization, broadcasts buffers where a window begins, as DDP does.
-
-        DDP itself would forget that a window has ended: the backward runs inside of its forward. And it
-        forgets it in each forward without gradients, so that a run would depend on whether an evaluation
-        came before this window.
-        """
-        ddp = self._ddp
-        if ddp is None:
-            return
-        if self._starts_window is not None:
-            ddp.require_forward_param_sync = self._starts_window
-            self._starts_window = None
-        if ddp.module.automatic_optimization:
-            return
-        ddp.require_forward_param_sync = False
         if self._buffers is not None and self.sync.starts_window:
             self._buffers.broadcast()
-
-    @override
-    def start_evaluation_loop(self) -> None:
-        if self._ddp is not None and self._starts_window is None:
-            self._starts_window = self._ddp.require_forward_param_sync
-
-    @override
-    def synchronize_buffers(self) -> None:
-        if self._buffers is not None:
-            self._buffers.synchronize()
-
-    @override
-    def equal_buffers(self) -> AbstractContextManager[None]:
-        if self._buffers is None:
-            return nullcontext()
-        return self._buffers.synchronized()

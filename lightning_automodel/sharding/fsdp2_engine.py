@@ -1,7 +1,7 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the ranks."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -184,11 +184,8 @@ class FSDP2Engine(Engine):
                 # window, and wherever they reach spread experts.
                 self.sync.watch()
             if self.mesh.tensor_group is not None:
-                tensor_parallel.check_same_batch(
-                    batch, self.mesh.tensor_group, self.device, "tensor-parallel"
-                )
-        # Once a window, as DDP does it.
-        if self._starts_window:
+                tensor_parallel.check_same_batch(batch, self.mesh.tensor_group, "tensor-parallel")
+        if self._starts_window and self._buffers is not None:
             self._buffers.broadcast()
         self._starts_window = self.sync.is_last is not False
         self.sync.start_step()
@@ -225,14 +222,6 @@ class FSDP2Engine(Engine):
         yield
         self.sync.release()
         self.sync.end_step()
-
-    @override
-    def synchronize_buffers(self) -> None:
-        self._buffers.synchronize()
-
-    @override
-    def equal_buffers(self) -> AbstractContextManager[None]:
-        return self._buffers.synchronized()
 
     @override
     def close(self) -> None:
