@@ -123,7 +123,7 @@ class DDPEngine(Engine):
                 f"{units.class_name(module)} is already sharded by FSDP2, which data_parallel='ddp' cannot"
                 " replicate: pass data_parallel='fsdp2', or a module that was not sharded before."
             )
-        kwargs = dict(self.options.ddp_kwargs or {})
+        kwargs = self.options.ddp_kwargs or {}
         if kwargs.get("static_graph") and not module.automatic_optimization:
             raise ValueError(
                 "ddp_kwargs: static_graph=True works under automatic optimization alone: DDP learns the"
@@ -138,22 +138,20 @@ class DDPEngine(Engine):
         if any(quantized.has_parts(parameter) for parameter in module.parameters()):
             # To make parameters equal, DDP would flatten all of them into one plain tensor.
             apply.broadcast_states(module, self.mesh)
-            kwargs["init_sync"] = False
+            kwargs = {**kwargs, "init_sync": False}
         if self.device.type == "cpu":
             device_ids = None
         else:
             device_ids = [self.device.index]
-        # DDP would broadcast them, but not know where windows begin: its forward is not always the step's.
-        shares_buffers = kwargs.pop("broadcast_buffers", True)
-        ddp = DistributedDataParallel(
-            module, device_ids=device_ids, process_group=self.mesh.group, broadcast_buffers=False, **kwargs
-        )
+        ddp = DistributedDataParallel(module, device_ids=device_ids, process_group=self.mesh.group, **kwargs)
         hook = self.options.ddp_comm_hook
         wrapper = self.options.ddp_comm_wrapper
         if hook is not None:
             ddp.register_comm_hook(self.options.ddp_comm_state, hook if wrapper is None else wrapper(hook))
         self.sync = DDPGradSync(ddp, self.mesh, pads=self.options.uneven_inputs == "pad")
-        if shares_buffers:
+        if ddp.forward_sync_buffers:
+            # Else DDP would broadcast them, without knowing where windows begin: not every forward is its own.
+            ddp.forward_sync_buffers = False
             self._buffers = SharedBuffers(module, self.mesh.group, self.device, ddp.parameters_to_ignore)
         return ddp
 

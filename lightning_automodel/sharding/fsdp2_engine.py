@@ -137,7 +137,7 @@ class FSDP2Engine(Engine):
             keep = False
             keep_reason = "manual optimization may step between two forwards of one training step"
         own = needed = memory.estimate(module, self.device)
-        free = None
+        free = 0
         if "auto" in (defer, keep):
             free = memory.free_bytes(self.device, self._local_ranks)
             needed, free = memory.agree(own, free, self.device, self.mesh.groups)
