@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -645,6 +645,7 @@ class AutomodelStrategy(ParallelStrategy):
         run = self._required_run
         run.release_gathered()
         run.check_replicas()
+        run.engine.synchronize_buffers()
 
     # --- Beside training ----------------------------------------------------------------------------------------------
 
@@ -796,9 +797,8 @@ class AutomodelStrategy(ParallelStrategy):
         state = module.trainer.state
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         save_file = file_saver(self.checkpoint_io, storage_options)
-        with self._equal_buffers():
-            write = self._saver.prepare(checkpoint, module, target, save_file, goes_on)
-            self._saver.write(write, target, module.device, goes_on)
+        write = self._saver.prepare(checkpoint, module, target, save_file, goes_on)
+        self._saver.write(write, target, module.device, goes_on)
         self._explain_directory(filepath)
 
     def _meet_to_save(self) -> bool:
@@ -825,12 +825,6 @@ class AutomodelStrategy(ParallelStrategy):
         """Say once what a checkpoint is, if it is a directory and the user has not asked for one."""
         if self._form.as_directory and self._options.save_distributed_checkpoint is None:
             self._advice.say_once(DIRECTORY_NOTE, say=lambda text: rank_zero_info(f"{filepath} {text}"))
-
-    def _equal_buffers(self) -> AbstractContextManager[None]:
-        """Context in which all ranks have rank 0's buffers; after a failure each has its own. A collective."""
-        if self._run is None or self._supervisor.has_failed:
-            return nullcontext()
-        return self._run.engine.equal_buffers()
 
     @override
     def load_checkpoint(

@@ -1,7 +1,7 @@
 """What one run of the Trainer owns, from the strategy's ``setup`` to its ``teardown``."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -348,16 +348,7 @@ class TrainingRun:
                     checks.raise_explanation(error)
                     raise
 
-        def join() -> None:
-            # Only beside spread experts does a rank without data run forwards, and with them attention.
-            if self._mesh.sizes.expert > 1:
-                context = self._context
-            else:
-                context = None
-            with nullcontext() if context is None else context.step(step.__name__):
-                self.engine.join_evaluation()
-
-        return self.inputs.evaluate(evaluate, args, begin, join)
+        return self.inputs.evaluate(evaluate, args, begin, self.engine.join_evaluation)
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """See :meth:`AutomodelStrategy.evaluated`."""
