@@ -48,7 +48,7 @@ from lightning_automodel.failure.supervisor import Supervisor, check_processes
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.gradients.windows import unwrap
 from lightning_automodel.internals import lightning as lightning_internals
-from lightning_automodel.internals.patching import Left, PatchStack, leave
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.launch.launchers import make_launcher
 from lightning_automodel.options import StrategyOptions, from_keywords
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
@@ -348,7 +348,6 @@ class AutomodelStrategy(ParallelStrategy):
         collectives.host_group(timeout)
         self._mesh = self._make_mesh(timeout)
         lightning_internals.set_device_mesh(self._module, self._mesh.mesh)
-        leave(Left.DEVICE_MESH)
 
     def _make_mesh(self, timeout: timedelta) -> RunMesh:
         options = self._options

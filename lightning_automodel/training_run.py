@@ -32,7 +32,7 @@ from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting,
 from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.gradients.windows import GradientWindows, mixing_shards, optimizer_parameters
 from lightning_automodel.internals.lightning import draws_its_batches
-from lightning_automodel.internals.patching import PatchStack, what_is_left
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.micro_batch import MicroBatches
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import checks, finetuning, meta_init, precision, tensor_parallel, units
@@ -396,7 +396,6 @@ class TrainingRun:
             "activation_checkpointing": self._checkpointed,
             "compiled": self._compiled,
             "optimizer_step": self.steps.whole.describe(),
-            "left_replaced": what_is_left(),
             **self.engine.describe(),
         }
 
