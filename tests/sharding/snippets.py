@@ -144,11 +144,18 @@ READS |= {
     "histogram": lambda net: torch.histc(net.weight, bins=5, min=-1, max=1),
     "counts": lambda net: ((net.weight > 0).sum(), net.weight.count_nonzero(), (net.weight > 0).nonzero()),
     "cumulative sum": lambda net: (net.weight.cumsum(0), net.weight.diff(dim=0)),
-    "softmax": lambda net: (net.weight.softmax(0), torch.log_softmax(net.weight, dim=1), net.bias.softmax(0)),
+    "softmax": lambda net: (
+        net.weight.softmax(0),
+        torch.log_softmax(net.weight, dim=1),
+        net.bias.softmax(0),
+    ),
     "logsumexp": lambda net: torch.logsumexp(net.weight, dim=0),
     "half precision": lambda net: net.weight.bfloat16().float().norm(),
     "single precision": lambda net: net.weight.grad.norm().float(),
-    "complex": lambda net: (torch.fft.fft(net.weight, dim=0).abs(), torch.complex(net.weight, net.other).abs()),
+    "complex": lambda net: (
+        torch.fft.fft(net.weight, dim=0).abs(),
+        torch.complex(net.weight, net.other).abs(),
+    ),
     "compared with a number": lambda net: bool(net.weight.grad.norm() > 1e-3),
     "compared by Python": lambda net: max(p.grad.norm() for p in net.parameters),
     "sorted by Python": lambda net: [p.numel() for p in sorted(net.parameters, key=lambda p: p.norm())],
@@ -159,7 +166,10 @@ READS |= {
 
 READS |= {
     "product of matrices": lambda net: net.weight @ net.other.T,
-    "product with a plain matrix": lambda net: (ramp(net.weight) @ net.other.T, net.weight.T.mm(ramp(net.other))),
+    "product with a plain matrix": lambda net: (
+        ramp(net.weight) @ net.other.T,
+        net.weight.T.mm(ramp(net.other)),
+    ),
     "einsum": lambda net: torch.einsum("ij,kj->ik", net.weight, net.other),
     "linear layer": lambda net: F.linear(ramp(net.weight), net.other, net.weight[:, 0]),
     "cosine": lambda net: F.cosine_similarity(net.weight, net.other, dim=0),
@@ -198,7 +208,10 @@ READS |= {
     "steps": lambda net: net.weight[1:4, ::2],
     "masked": lambda net: net.weight[net.weight > 0],
     "masked rows": lambda net: net.weight[even_rows(net.weight)].sum(),
-    "selected": lambda net: (net.weight.index_select(0, rows(net.weight)), net.weight.take(rows(net.weight))),
+    "selected": lambda net: (
+        net.weight.index_select(0, rows(net.weight)),
+        net.weight.take(rows(net.weight)),
+    ),
     "gathered": lambda net: net.weight.gather(0, net.weight.argsort(0)),
     "iterated": lambda net: [row.sum() for row in net.weight],
     "split": lambda net: [part.norm() for part in net.weight.split(2)],
@@ -211,12 +224,19 @@ READS |= {
     "histogram by numpy": lambda net: np.histogram(net.weight.grad.detach().cpu().numpy())[0],
     "tensor of numbers": lambda net: torch.tensor([p.grad.norm() for p in net.parameters]),
     "text": lambda net: f"{net.weight.grad.norm():.6f} {net.bias.item():.6f}",
-    "printed": lambda net: all(len(text) > 0 for text in (repr(net.weight), str(net.weight.grad), f"{net.bias}")),
+    "printed": lambda net: all(
+        len(text) > 0 for text in (repr(net.weight), str(net.weight.grad), f"{net.bias}")
+    ),
     "what it is": lambda net: (
         *(isinstance(net.weight, nn.Parameter), isinstance(net.weight.grad, Tensor)),
         *(net.weight.is_leaf, net.weight.requires_grad, net.weight.is_floating_point()),
         *(net.weight.numel(), net.weight.ndim, len(net.weight), list(net.weight.stride())),
-        *(str(net.weight.dtype), net.weight.device.type, net.weight.is_contiguous(), net.weight.element_size()),
+        *(
+            str(net.weight.dtype),
+            net.weight.device.type,
+            net.weight.is_contiguous(),
+            net.weight.element_size(),
+        ),
     ),
     "keys": lambda net: {p: i for i, p in enumerate(net.parameters)}[net.weight] in range(100),
     "members": lambda net: (net.weight in set(net.parameters), any(p is net.weight for p in net.parameters)),
@@ -316,7 +336,9 @@ WRITES |= {f"penalty by {name}": _penalise(loss) for name, loss in LOSSES.items(
 
 @_writes
 def _penalty_by_backward(net: Trained) -> Any:
-    penalty = F.mse_loss(net.weight, ramp(net.weight)) + net.other.norm(dim=0).sum() + net.bias.square().sum()
+    penalty = (
+        F.mse_loss(net.weight, ramp(net.weight)) + net.other.norm(dim=0).sum() + net.bias.square().sum()
+    )
     penalty.backward()
     return penalty
 
@@ -328,7 +350,9 @@ def _penalty_by_backward_to_inputs(net: Trained) -> None:
 
 @_writes
 def _penalty_between_parameters(net: Trained) -> None:
-    gradients = torch.autograd.grad(F.mse_loss(net.weight, net.other) + net.short.norm(), [net.weight, net.other])
+    gradients = torch.autograd.grad(
+        F.mse_loss(net.weight, net.other) + net.short.norm(), [net.weight, net.other]
+    )
     for parameter, gradient in zip((net.weight, net.other), gradients, strict=True):
         parameter.grad.add_(gradient, alpha=0.1)
 
@@ -558,7 +582,9 @@ def _fused(net: Trained) -> None:
     net.weight.addcmul_(net.other, ramp(net.other), value=0.1)
     net.other.addcdiv_(ramp(net.weight), net.weight.grad.abs() + 1, value=-0.1)
     net.short.addmm_(net.short[:, :1], ramp(net.short), alpha=0.1)
-    torch._foreach_addcmul_([net.weight, net.bias], [net.other, net.bias], [ramp(net.other), ramp(net.bias)], 0.1)
+    torch._foreach_addcmul_(
+        [net.weight, net.bias], [net.other, net.bias], [ramp(net.other), ramp(net.bias)], 0.1
+    )
 
 
 @_writes
@@ -896,7 +922,14 @@ def _sparse_and_dense(net: Trained) -> Any:
 
 @_reads
 def _one_argument(net: Trained) -> Any:
-    return torch.where(net.weight > 0), 2**net.weight, 1 - net.weight, 1 / (net.weight + 3), net.weight // 1, -net.bias
+    return (
+        torch.where(net.weight > 0),
+        2**net.weight,
+        1 - net.weight,
+        1 / (net.weight + 3),
+        net.weight // 1,
+        -net.bias,
+    )
 
 
 @_reads
