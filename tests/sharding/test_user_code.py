@@ -6,6 +6,7 @@ gradients that it leaves and the weights after the optimizer's step are compared
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,8 +24,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
+from lightning_automodel.distributed import collectives
 from tests.rank_pool import RankPool
-from tests.sharding.snippets import READS, WRITES, Snippet, Trained
+from tests.sharding.snippets import READS, WRITES, Snippet, Trained, ramp
 from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, make_trainer
 
 WIDTH = 5  # odd, so that shards are uneven
@@ -53,6 +55,29 @@ def _lost_on_other_ranks(net: Trained) -> None:
 
 PLANTED: dict[str, Snippet] = {"read planted": _of_this_rank, "write planted": _lost_on_other_ranks}
 """They are wrong on shards, which must be seen."""
+FACTS: dict[str, Snippet] = {
+    "made alike": READS["made alike"],
+    "what it is": READS["what it is"],
+    "keys": READS["keys"],
+    "members": READS["members"],
+    "printed": READS["printed"],
+    "names of weights": lambda net: list(net.module.state_dict()),
+    "arithmetic": lambda net: (net.weight * 2 + net.other.detach().clamp(0)).to_local(),
+    "arithmetic with a plain tensor": lambda net: torch.where(net.weight > 0, ramp(net.weight), net.weight),
+    "averages": lambda net: torch._foreach_lerp([net.weight.detach()], [net.other.detach()], 0.5),
+    "copied": lambda net: copy.deepcopy(net.weight).data.mul_(2),
+    "module moved": lambda net: net.module.double(),
+    "written": lambda net: net.weight.data.copy_(ramp(net.weight)),
+    "frozen": lambda net: net.module.requires_grad_(True),
+    "zeroed": lambda net: net.module.zero_grad(),
+}
+"""No collectives, so that one rank may do these alone."""
+WITHOUT_GRADIENTS = (
+    *("norm as a number", "norms of columns", "where a short layer is largest", "singular values"),
+    *("kth value", "all", "product of matrices", "equal", "masked", "reshaped", "softmax", "state dict"),
+    *("rows of weights", "normalised", "spectrally normalised", "pruned", "whole view", "states"),
+    *("initialised orthogonal", "initialised constant"),
+)
 SNIPPETS = {**READS, **WRITES, **PLANTED}
 
 
@@ -140,12 +165,20 @@ class Told(LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
-        self._tell("on_train_batch_end", getattr(optimizer, "optimizer", optimizer))
+        self.optimizer = getattr(optimizer, "optimizer", optimizer)
+        self._tell("on_train_batch_end", self.optimizer)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.net(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self._tell("on_validation_epoch_end", self.optimizer)
 
     def _tell(self, hook: str, optimizer: Any) -> None:
         if hook != self.hook or not optimizer.state or len(self.stories) == len(self.names):
             return
-        self._begin_alike(optimizer)
+        if hook != "on_before_zero_grad":  # where the backward needs the weights of the forward
+            self._begin_alike(optimizer)
         name = self.names[len(self.stories)]
         self.stories[name] = self.last = Story()
         value = None
@@ -178,7 +211,8 @@ def _parts(parameter: nn.Parameter, optimizer: Any) -> Iterator[Tensor]:
     state = optimizer.state[parameter]
     for tensor in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"], state["step"]):
         with torch._C.DisableTorchFunctionSubclass():
-            yield (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+            if tensor is not None:
+                yield (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def raised_anywhere(has_raised: bool) -> bool:
@@ -218,8 +252,10 @@ def tell(names: list[str], hook: str, options: dict[str, Any]) -> dict[str, Stor
     module = Told(names, hook)
     rank = dist.get_rank() // options.get("tensor_parallel_size", 1)
     batches = [features(rank, step) for step in range(len(names) + 2)]
-    trainer = make_trainer(AutomodelStrategy(**options), precision="64-true")
-    trainer.fit(module, DataLoader(batches, batch_size=None))
+    validates = {"val_check_interval": 1, "limit_val_batches": 1} if "validation" in hook else {}
+    trainer = make_trainer(AutomodelStrategy(**options), precision="64-true", **validates)
+    loader = DataLoader(batches, batch_size=None)
+    trainer.fit(module, loader, loader if validates else None)
     return module.stories
 
 
@@ -238,6 +274,10 @@ def tell_plainly(names: list[str], hook: str, num_ranks: int) -> dict[str, Story
         module.on_before_optimizer_step(optimizer)
         optimizer.step()
         module.on_train_batch_end(SimpleNamespace(), batch, step)
+        if "validation" in hook:
+            module.zero_grad()  # as Lightning, which validates in inference mode
+            with torch.inference_mode():
+                module.on_validation_epoch_end()
     return module.stories
 
 
@@ -310,3 +350,86 @@ def test_before_the_optimizer_step(request: pytest.FixtureRequest, layout: str) 
     planted = {name for name in PLANTED if found.pop(name, None)}
     assert found == {}
     assert planted == set(PLANTED if layout != "ddp" else ())
+
+
+@pytest.mark.parametrize(
+    "layout", by_default({name: name for name in LAYOUTS}, "fsdp2", "tensor parallel", "kept")
+)
+@pytest.mark.every_case
+def test_between_forward_and_backward(request: pytest.FixtureRequest, layout: str) -> None:
+    """There the module has been gathered for the step; what it shows are shards, and the gradients before."""
+    pool = request.getfixturevalue("pool4" if layout in ON_FOUR else "pool2")
+    names = [*READS, "read planted"]
+    found = wrong_snippets(pool, names, "on_before_zero_grad", LAYOUTS[layout])
+    assert found.pop("read planted", None) or layout == "ddp"
+    assert found == {}
+
+
+@pytest.mark.parametrize("layout", by_default({name: name for name in LAYOUTS}, "kept"))
+@pytest.mark.every_case
+def test_at_the_end_of_a_batch(request: pytest.FixtureRequest, layout: str) -> None:
+    pool = request.getfixturevalue("pool4" if layout in ON_FOUR else "pool2")
+    names = [*WRITES, "write planted"]
+    found = wrong_snippets(pool, names, "on_train_batch_end", LAYOUTS[layout])
+    assert found.pop("write planted", None) or layout == "ddp"
+    assert found == {}
+
+
+@pytest.mark.parametrize("layout", by_default({name: name for name in LAYOUTS}, "fsdp2"))
+@pytest.mark.every_case
+def test_in_a_validation(request: pytest.FixtureRequest, layout: str) -> None:
+    """Hooks of a validation run in inference mode, without gradients."""
+    pool = request.getfixturevalue("pool4" if layout in ON_FOUR else "pool2")
+    assert wrong_snippets(pool, list(WITHOUT_GRADIENTS), "on_validation_epoch_end", LAYOUTS[layout]) == {}
+
+
+def _gathers_of_facts() -> dict[str, int]:
+    """How often each of `FACTS` has gathered."""
+    module = Told([], "")
+    batches = [features(dist.get_rank(), step) for step in range(2)]
+    make_trainer(AutomodelStrategy(), precision="64-true").fit(module, DataLoader(batches, batch_size=None))
+    found = {}
+    net = module._trained(module.optimizer)
+    for name, fact in FACTS.items():
+        before = collectives.gathers_so_far()
+        fact(net)
+        found[name] = collectives.gathers_so_far() - before
+    before = collectives.gathers_so_far()
+    net.weight.sort()
+    found["a gather"] = collectives.gathers_so_far() - before
+    return found
+
+
+def test_facts_are_told_to_a_rank_alone(pool2: RankPool) -> None:
+    """What a tensor is, and arithmetic by element, are no collectives: `if trainer.is_global_zero` hangs nobody."""
+    for found in pool2.run(_gathers_of_facts):
+        assert found.pop("a gather") > 0
+        assert {name: count for name, count in found.items() if count} == {}
+
+
+def _compiled() -> list[Tensor]:
+    """Weights and a norm, by functions that are compiled over shards."""
+    module = Told([], "")
+    batches = [features(dist.get_rank(), step) for step in range(2)]
+    make_trainer(AutomodelStrategy(), precision="64-true").fit(module, DataLoader(batches, batch_size=None))
+    return [whole(tensor) for tensor in use_compiled(module.net)]
+
+
+def use_compiled(net: Net) -> list[Tensor]:
+    """What a compiled average, norm and optimizer make of weights that are set before."""
+    weight, other = (block[0].weight for block in net.blocks)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(ramp(p))
+            p.grad = 0.1 * torch.ones_like(p)
+        torch.compile(lambda a, b: a.mul_(0.9).add_(b, alpha=0.1), backend="aot_eager")(weight, other)
+        norms = torch.compile(lambda a: (a * 2).norm(dim=0), backend="aot_eager")(weight)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    torch.compile(optimizer.step, backend="aot_eager")()
+    return [norms, *net.parameters()]
+
+
+def test_compiled_user_code(pool2: RankPool) -> None:
+    expected = [tensor.detach() for tensor in use_compiled(Net())]
+    for found in pool2.run(_compiled, timeout_s=180):
+        assert difference(found, expected) is None
