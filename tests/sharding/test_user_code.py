@@ -339,6 +339,11 @@ def wrong_snippets(pool: RankPool, names: list[str], hook: str, options: dict[st
     return found
 
 
+def listed(found: dict[str, str]) -> str:
+    """All findings, for the message of an assertion."""
+    return "\n".join(f"{name}: {what}" for name, what in found.items())
+
+
 @pytest.mark.parametrize(
     "layout", by_default({name: name for name in LAYOUTS}, "fsdp2", "hsdp", "tensor parallel")
 )
@@ -348,7 +353,7 @@ def test_before_the_optimizer_step(request: pytest.FixtureRequest, layout: str) 
     pool = request.getfixturevalue("pool4" if layout in ON_FOUR else "pool2")
     found = wrong_snippets(pool, list(SNIPPETS), "on_before_optimizer_step", LAYOUTS[layout])
     planted = {name for name in PLANTED if found.pop(name, None)}
-    assert found == {}
+    assert found == {}, listed(found)
     assert planted == set(PLANTED if layout != "ddp" else ())
 
 
@@ -362,7 +367,7 @@ def test_between_forward_and_backward(request: pytest.FixtureRequest, layout: st
     names = [*READS, "read planted"]
     found = wrong_snippets(pool, names, "on_before_zero_grad", LAYOUTS[layout])
     assert found.pop("read planted", None) or layout == "ddp"
-    assert found == {}
+    assert found == {}, listed(found)
 
 
 @pytest.mark.parametrize("layout", by_default({name: name for name in LAYOUTS}, "kept"))
@@ -372,7 +377,7 @@ def test_at_the_end_of_a_batch(request: pytest.FixtureRequest, layout: str) -> N
     names = [*WRITES, "write planted"]
     found = wrong_snippets(pool, names, "on_train_batch_end", LAYOUTS[layout])
     assert found.pop("write planted", None) or layout == "ddp"
-    assert found == {}
+    assert found == {}, listed(found)
 
 
 @pytest.mark.parametrize("layout", by_default({name: name for name in LAYOUTS}, "fsdp2"))
@@ -380,7 +385,8 @@ def test_at_the_end_of_a_batch(request: pytest.FixtureRequest, layout: str) -> N
 def test_in_a_validation(request: pytest.FixtureRequest, layout: str) -> None:
     """Hooks of a validation run in inference mode, without gradients."""
     pool = request.getfixturevalue("pool4" if layout in ON_FOUR else "pool2")
-    assert wrong_snippets(pool, list(WITHOUT_GRADIENTS), "on_validation_epoch_end", LAYOUTS[layout]) == {}
+    found = wrong_snippets(pool, list(WITHOUT_GRADIENTS), "on_validation_epoch_end", LAYOUTS[layout])
+    assert found == {}, listed(found)
 
 
 def _gathers_of_facts() -> dict[str, int]:
