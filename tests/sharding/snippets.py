@@ -216,6 +216,7 @@ READS |= {
     "iterated": lambda net: [row.sum() for row in net.weight],
     "split": lambda net: [part.norm() for part in net.weight.split(2)],
     "reshaped": lambda net: (net.weight.view(-1)[7], net.conv.reshape(2, -1).sum(1), net.weight.t()[0]),
+    "contains": lambda net: (0.5 in torch.ones_like(net.weight), 1 in torch.ones_like(net.bias)),
     "diagonal": lambda net: (net.weight.diagonal(), net.weight.triu(), net.weight[:5, :5].trace()),
     "list": lambda net: (net.weight.tolist(), net.bias.grad.tolist()),
     "number": lambda net: (net.bias.item(), float(net.bias.grad), bool(net.bias > 0)),
@@ -938,5 +939,5 @@ def _made_alike(net: Trained) -> Any:
     return (
         *(weight.new_zeros(3), weight.new_full((2,), 0.5), weight.new_tensor([1.0, 2.0])),
         *(torch.zeros_like(weight), torch.full_like(weight, 2.0), torch.ones_like(net.bias.grad)),
-        *(weight.type(), str(weight.layout), weight.is_cuda, 0.5 in torch.ones_like(weight)),
+        *(weight.type(), str(weight.layout), weight.is_cuda),
     )

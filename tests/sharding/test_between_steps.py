@@ -102,9 +102,9 @@ class Zeroes(Writer):
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         self.how(self)
 
-    def on_train_end(self) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         with torch.no_grad():  # where the test looks
-            self.teacher.head.bias.copy_(torch.tensor(self.norms[-3:], dtype=torch.float64))
+            self.teacher.head.bias[:2].copy_(torch.tensor(self.norms[-2:], dtype=torch.float64))
 
 
 writers.MODULES["Zeroes"] = Zeroes
@@ -171,8 +171,7 @@ def test_copies_do_not_join_an_optimizer(pool2: RankPool, engine: str) -> None:
     expected = Outcome(fit_plainly("GrowsAGroupInStep", ("module",)), None)
     for found in pool2.run(_outcome, STRATEGIES[engine], "GrowsAGroupInStep", "module"):
         if isinstance(found, str):
-            assert "student.head.weight" in found
-            assert "optimizer" in found
+            assert "2 parameters of SGD are those that FSDP2 has gathered for a step" in found
         else:
             assert weight_error(Outcome(found, None), expected) <= TOLERANCE
 
@@ -434,7 +433,10 @@ class Resizes(Writer):
     def step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.distance(batch + self.embedding(torch.zeros(len(batch), dtype=torch.long)))
 
-    def on_fit_start(self) -> None:
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.student.parameters(), *self.embedding.parameters()], lr=0.1)
+
+    def on_train_start(self) -> None:
         larger = nn.Embedding(9, WIDTH).double()
         larger.weight.data[:7, :] = self.embedding.weight.data[:7, :]
         self.embedding.weight = larger.weight
