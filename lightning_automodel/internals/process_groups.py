@@ -5,15 +5,12 @@ import gc
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
-
-from lightning_automodel.internals import release_probe
 
 
 def forget_meshes() -> None:
@@ -141,18 +138,3 @@ def flight_records() -> bytes:
     c10d: Any = torch._C._distributed_c10d
     dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
     return cast(bytes, dump())
-
-
-def _probe() -> None:
-    """Check at import the private names that the functions above use on public classes and modules."""
-    check = partial(release_probe.check, "torch")
-    check(_redistribute, "clear_redistribute_planner_cache")
-    check(torch._C, "_clear_DTensor_sharding_propagator_cache")
-    check(DeviceMesh, "_flatten")
-    check(dist.distributed_c10d, "_world", "_abort_process_group")
-    check(dist.ProcessGroup, "_device_types", "_get_backend")
-    check(torch._C._distributed_c10d.Backend, "_get_sequence_number_for_group")
-    check(torch._C._distributed_c10d, "_dump_fr_trace")
-
-
-_probe()
