@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,6 @@ from lightning_automodel.distributed.first_rank import FirstRankPerNode
 from lightning_automodel.distributed.mesh import Placement, RunMesh, adopt_mesh, build_mesh, resolve_sizes
 from lightning_automodel.failure import stop_iteration
 from lightning_automodel.failure.supervisor import Supervisor, check_processes
-from lightning_automodel.gradients.learning_rates import share_metrics
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.gradients.windows import unwrap
 from lightning_automodel.internals import lightning as lightning_internals
@@ -122,11 +121,11 @@ class AutomodelStrategy(ParallelStrategy):
         prefetch: How many FSDP units ahead all-gathers start, in the forward and in the backward; each takes
             the memory of one more gathered unit. 0: what FSDP2 does by itself. ``"auto"``: 1 on a CPU,
             elsewhere 0.
-        optimizer_step: How optimizers see sharded parameters. ``"auto"``: on shards where a trial on small
-            tensors says that it makes no difference to the optimizer, else whole: each parameter on one
-            rank, its owner, which gets its gradient and weights and sends the new weights back. An optimizer
-            for which neither is right raises. ``"shards"`` and ``"whole"`` choose. A group of parameters may
-            have a key ``"optimizer_step"`` of its own.
+        optimizer_step: Where sharded parameters are stepped. ``"shards"``: on every rank's shards, where every
+            optimizer is right. ``"whole"``: each parameter on one rank, its owner, which gets its gradient and
+            weights and sends the new weights back; for optimizers that step each parameter by itself. ``"auto"``:
+            whole for optimizers that are known to work on whole matrices (Muon, Shampoo, SOAP), else on shards.
+            A group of parameters may have a key ``"optimizer_step"`` of its own.
         track_grad_norm: Compute ``last_step.grad_norm`` even if nothing else needs it.
         error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not
             finite. Reads one number on the host each step.
@@ -437,15 +436,10 @@ class AutomodelStrategy(ParallelStrategy):
         self._advice.say_once(summary(self.describe()), say=rank_zero_info)
 
     def _patch_trainer(self, trainer: "pl.Trainer") -> None:
-        """Let all ranks decide alike where Lightning lets each decide by its own signals, clock and metrics."""
+        """Let all ranks decide alike where Lightning lets each decide by its own signals and clock."""
         if self.world_size > 1:
             lightning_internals.patch_signals(trainer, self._supervisor.ask_to_requeue, self._patches)
             lightning_internals.patch_validation_clock(trainer, self._as_on_rank_0, self._patches)
-            group = collectives.host_group(self._options.parsed_timeout)
-            share_metrics(self._schedulers, group, self._advice.say_once, self._patches)
-
-    def _schedulers(self) -> list[Any]:
-        return [config.scheduler for config in self.lr_scheduler_configs]
 
     def _prepare_checkpoints(self, trainer: "pl.Trainer") -> None:
         """Decide on the form of checkpoints, and watch the callbacks that save them."""
@@ -651,6 +645,7 @@ class AutomodelStrategy(ParallelStrategy):
         run = self._required_run
         run.release_gathered()
         run.check_replicas()
+        run.engine.synchronize_buffers()
 
     # --- Beside training ----------------------------------------------------------------------------------------------
 
@@ -802,9 +797,8 @@ class AutomodelStrategy(ParallelStrategy):
         state = module.trainer.state
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         save_file = file_saver(self.checkpoint_io, storage_options)
-        with self._equal_buffers():
-            write = self._saver.prepare(checkpoint, module, target, save_file, goes_on)
-            self._saver.write(write, target, module.device, goes_on)
+        write = self._saver.prepare(checkpoint, module, target, save_file, goes_on)
+        self._saver.write(write, target, module.device, goes_on)
         self._explain_directory(filepath)
 
     def _meet_to_save(self) -> bool:
@@ -831,12 +825,6 @@ class AutomodelStrategy(ParallelStrategy):
         """Say once what a checkpoint is, if it is a directory and the user has not asked for one."""
         if self._form.as_directory and self._options.save_distributed_checkpoint is None:
             self._advice.say_once(DIRECTORY_NOTE, say=lambda text: rank_zero_info(f"{filepath} {text}"))
-
-    def _equal_buffers(self) -> AbstractContextManager[None]:
-        """Context in which all ranks have rank 0's buffers; after a failure each has its own. A collective."""
-        if self._run is None or self._supervisor.has_failed:
-            return nullcontext()
-        return self._run.engine.equal_buffers()
 
     @override
     def load_checkpoint(

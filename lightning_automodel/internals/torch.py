@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -283,6 +284,20 @@ def _with_local_gradient(parameter: Tensor) -> Tensor:
 def saved(node: Any, name: str) -> Any:
     """What a node of the autograd graph has saved for its backward under ``name``; None if nothing."""
     return getattr(node, f"_saved_{name}", None)
+
+
+def when_backward_ends(function: Callable[[], None], times: int = 2) -> None:
+    """Let autograd call ``function`` when the backward that runs has ended, before it returns.
+
+    Called in a hook of what is backpropagated. Of several nested backwards the one that called the hook
+    counts. FSDP2 and DDP reduce the last gradients in callbacks too, which they queue later, DDP by a
+    callback where its graph is static: so ``function`` is queued by a callback of a callback (``times``).
+    """
+    if times == 0:
+        engine_callback = function
+    else:
+        engine_callback = partial(when_backward_ends, function, times - 1)
+    Variable._execution_engine.queue_callback(engine_callback)
 
 
 def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
