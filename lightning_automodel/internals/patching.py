@@ -45,7 +45,7 @@ class PatchStack(ExitStack):
 
 
 def overwrite(target: Any, name: str, value: Any) -> None:
-    """Set ``target.name`` for good, a private attribute that the target's own code reads.
+    """Set ``target.name`` for good, an attribute that code of torch or Lightning reads.
 
     Raises:
         AttributeError: If there is no such attribute, so that nobody would read ``value``.

@@ -17,7 +17,8 @@ MAX_PRIVATE_NAMES = 75
 MAX_OUTSIDE = 0
 PACKAGE = Path(lightning_automodel.__file__).parent
 INTERNALS = tuple(
-    f"internals/{name}.py" for name in ("torch", "fsdp2", "fsdp2_gathers", "process_groups", "lightning")
+    f"internals/{name}.py"
+    for name in ("torch", "dtensor", "fsdp2", "fsdp2_gathers", "process_groups", "lightning")
 )
 # Documented in spite of their names (namedtuple, os, sys, torch's foreach functions and modes), or
 # transformers'.
