@@ -29,10 +29,6 @@ else:
     except ModuleNotFoundError:  # private before torch 2.15
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter  # noqa: F401
 
-BACKWARD = "_engine_run_backward"
-"""Innermost Python function of every backward."""
-
-
 RESET_PARAMETERS = "_reset_parameters"
 """How torch's attention and transformer modules initialise themselves."""
 
