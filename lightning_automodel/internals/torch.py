@@ -55,9 +55,9 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def runs_backward() -> bool:
-    """Whether this thread runs a backward, or its callbacks."""
-    return torch._C._current_graph_task_id() != -1
+def is_read_by_torch() -> bool:
+    """Whether this thread runs a backward or its callbacks, or traces a graph: then torch reads what tensors really have."""
+    return torch._C._current_graph_task_id() != -1 or torch._guards.TracingContext.try_get() is not None
 
 
 def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
