@@ -23,6 +23,13 @@ PLAIN_BACKWARD = (
 )
 """Why a backward that is not the strategy's is refused while a window is open."""
 
+SECOND_BACKWARD = (
+    "LightningModule.backward runs a second backward, after that of its loss, with which gradients were final."
+    " Add up what is backpropagated, for one loss.backward(). For gradients that shall train nothing, call"
+    " torch.autograd.grad(loss, inputs)."
+)
+"""Why a module's own ``backward`` runs one."""
+
 
 @dataclass(eq=False)
 class Window:
@@ -54,11 +61,6 @@ class Window:
     # order.
     zero_filled: list[nn.Parameter] = field(default_factory=list)
 
-    def add(self, sums: Tensor) -> None:
-        """Add the [3] sums of a micro-batch; see :func:`sums_of`."""
-        self.sums += sums.to(self.sums.device)
-        self.num_micro_batches += 1
-
     @property
     def owned(self) -> set[nn.Parameter]:
         """The parameters of its optimizers. No other open window may hold any of them."""
@@ -73,7 +75,7 @@ class GradSync:
         reuses_gradients: Whether a backward may overwrite a tensor in ``.grad``.
         window: Whose backward runs, from before :meth:`begin` until its gradients stand in ``.grad``; None
             outside of the strategy's backwards.
-        is_accumulating: Whether the newest backward has left its window open.
+        refusal: Why a backward that is not the strategy's would be refused now; None if it would not.
         is_last: Whether the window ends with the running micro-batch; None outside of
             :meth:`micro_batch`, where every backward ends its window.
     """
@@ -82,7 +84,7 @@ class GradSync:
 
     def __init__(self) -> None:
         self.window: Window | None = None
-        self.is_accumulating = False
+        self.refusal: str | None = None
         self.is_last: bool | None = None
         self._hooks: list[RemovableHandle] = []
         # With the nodes of autograd that accumulate their gradients, which lose their hooks if nobody keeps them.
@@ -100,10 +102,16 @@ class GradSync:
         """Hook of autograd, before it accumulates: note it, or refuse a backward that would join a window."""
         if gradients[0] is None:
             return
-        if self.window is not None:
+        if self.window is None:
+            if self.refusal is not None or self.is_last is False:
+                raise RuntimeError(self.refusal or PLAIN_BACKWARD)
+        elif parameter in self.window.reached:
+            self._reach_again(parameter)
+        else:
             self.window.reached.add(parameter)
-        elif self.is_accumulating or self.is_last is False:
-            raise RuntimeError(PLAIN_BACKWARD)
+
+    def _reach_again(self, parameter: nn.Parameter) -> None:
+        """A second gradient of ``parameter`` comes within one backward: there are several, in hooks or checkpoints."""
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Generator[None, None, None]:

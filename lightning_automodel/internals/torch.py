@@ -286,14 +286,14 @@ def saved(node: Any, name: str) -> Any:
     return getattr(node, f"_saved_{name}", None)
 
 
-def when_backward_ends(function: Callable[[], None]) -> None:
-    """Let autograd call ``function`` when the backward that runs has ended, before it returns.
+def when_backward_ends(output: Tensor, function: Callable[[], None]) -> None:
+    """Let autograd call ``function`` when a backward of ``output`` has ended, before it returns.
 
-    Called in a hook of what is backpropagated: of nested backwards, that of the hook counts. FSDP2 and DDP
-    reduce the last gradients in callbacks too, which they queue later: so a callback queues ``function``.
+    Of nested backwards, that of ``output`` counts. FSDP2 and DDP reduce the last gradients in callbacks too,
+    which they queue later: so a callback queues ``function``.
     """
     queue = Variable._execution_engine.queue_callback
-    queue(partial(queue, function))
+    output.register_hook(lambda _: queue(partial(queue, function)))
 
 
 def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:

@@ -6,7 +6,6 @@ its step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,13 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from tests.gradients.test_foreign_gradients import Net, batch_of
-from tests.rank_pool import RankError, RankPool
+from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import (
     LEARNING_RATE,
@@ -69,12 +67,13 @@ class Edits(LabelledModule):
         edit(list(self.parameters()))
 
 
-class DifferentiatesBefore(Edits):
-    """Asks for gradients of the loss that leave nothing in `.grad`, before it runs its backward."""
+class Differentiates(Edits):
+    """Asks for gradients of the loss that leave nothing in `.grad`, before and after it runs its backward."""
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         torch.autograd.grad(loss, self.hidden, retain_graph=True)
-        super().backward(loss, *args, **kwargs)
+        super().backward(loss, *args, retain_graph=True, **kwargs)
+        torch.autograd.grad(loss, self.hidden)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.hidden = torch.ones((), dtype=torch.float64, requires_grad=True)
@@ -93,7 +92,7 @@ class Recomputes(Edits):
 
 
 MODULES: dict[str, type[LabelledModule]] = {
-    kind.__name__: kind for kind in (Edits, DifferentiatesBefore, Recomputes)
+    kind.__name__: kind for kind in (Edits, Differentiates, Recomputes)
 }
 
 
@@ -112,7 +111,9 @@ def _plainly(accumulate: int, num_ranks: int) -> Outcome:
         window = [batch for batches in by_rank for batch in batches[start : start + accumulate]]
         num_tokens = sum(int((batch["labels"] != -100).sum()) for batch in window)
         optimizer.zero_grad()
-        (torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / max(num_tokens, 1)).backward()
+        (
+            torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / max(num_tokens, 1)
+        ).backward()
         edit(list(model.parameters()))
         optimizer.step()
     return Outcome(full_weights(model), None)
@@ -138,8 +139,8 @@ CASES = {
         "Edits, 3, ddp",
         "Edits, 1, static",
         "Edits, 3, hsdp",
-        "DifferentiatesBefore, 3, fsdp2",
-        "DifferentiatesBefore, 3, ddp",
+        "Differentiates, 3, fsdp2",
+        "Differentiates, 3, ddp",
         "Recomputes, 3, fsdp2",
     ),
 )
@@ -219,7 +220,7 @@ def test_no_backward_is_refused(pool2: RankPool, engine: str) -> None:
 
 
 class Cached(LightningModule):
-    """A loss over the rows of a batch whose gradients are computed chunk by chunk, in a hook of their features (GradCache)."""
+    """A loss over the rows of a batch, whose gradients a hook computes chunk by chunk, as GradCache does."""
 
     def __init__(self, num_chunks: int) -> None:
         super().__init__()
@@ -240,7 +241,9 @@ class Cached(LightningModule):
                 (self.net(chunk) * part).sum().backward()
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader([batch_of(dist.get_rank(), index) for index in range(NUM_BATCHES)], batch_size=None)
+        return DataLoader(
+            [batch_of(dist.get_rank(), index) for index in range(NUM_BATCHES)], batch_size=None
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
@@ -266,7 +269,9 @@ def _cached_plainly(accumulate: int) -> Outcome:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     for start in range(0, NUM_BATCHES, accumulate):
-        window = [batch_of(rank, index)[0] for rank in range(2) for index in range(start, start + accumulate)]
+        window = [
+            batch_of(rank, index)[0] for rank in range(2) for index in range(start, start + accumulate)
+        ]
         optimizer.zero_grad()
         losses = torch.stack([len(rows) * contrast(net(rows)) for rows in window])
         (losses.sum() / sum(map(len, window))).backward()
