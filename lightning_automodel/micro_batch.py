@@ -95,8 +95,12 @@ class MicroBatches:
         self.inputs.check_training_goes_on()
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
 
+        noting_hooks: AbstractContextManager[Any] = nullcontext()
+        if self._num_looks == NUM_LOOKS:
+            noting_hooks = self.advice.noting_tensor_hooks(self.module)
+
         def attending_step() -> Any:
-            with attention:
+            with attention, noting_hooks:
                 return step(*args, **kwargs)
 
         try:

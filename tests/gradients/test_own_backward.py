@@ -124,7 +124,10 @@ CASES = {
     for name in MODULES
     for accumulate in (1, 3)
     for engine in ENGINES
-    if not (engine == "static" and accumulate > 1)
+    # DDP itself allows no more: a static graph neither accumulation nor other gradients of the loss, and with
+    # unused parameters no reentrant checkpoints.
+    if (engine, name, accumulate) == ("static", "Edits", 1)
+    or not (engine == "static" or (engine, name) == ("unused", "Recomputes"))
 }
 
 
@@ -228,7 +231,7 @@ class Cached(LightningModule):
         self.num_chunks = num_chunks
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        chunks = batch[0].chunk(self.num_chunks)
+        chunks = batch[0].tensor_split(self.num_chunks)  # as many on each rank
         with torch.no_grad():
             features = torch.cat([self.net(chunk) for chunk in chunks])
         features.requires_grad_()
@@ -236,7 +239,7 @@ class Cached(LightningModule):
         return contrast(features)
 
     def backpropagate(self, chunks: tuple[Tensor, ...], gradient: Tensor) -> None:
-        for chunk, part in zip(chunks, gradient.chunk(self.num_chunks), strict=True):
+        for chunk, part in zip(chunks, gradient.tensor_split(self.num_chunks), strict=True):
             with torch.enable_grad():
                 (self.net(chunk) * part).sum().backward()
 
@@ -252,7 +255,7 @@ class Cached(LightningModule):
 def contrast(features: Tensor) -> Tensor:
     """[] a mean over rows that no sum over chunks of them is."""
     logits = features @ features.T
-    return F.cross_entropy(logits, torch.arange(len(features)))
+    return F.cross_entropy(logits, torch.arange(len(features), device=features.device))
 
 
 def _fit_cached(num_chunks: int, accumulate: int, options: dict[str, Any]) -> dict[str, Tensor] | str:
