@@ -30,10 +30,10 @@ NESTED_BACKWARD = (
 """Why a backward of the strategy is refused within another one."""
 
 NO_BACKWARD = (
-    "LightningModule.backward has run no backward of its loss, or one that reaches no trained parameter, while"
+    "LightningModule.backward has run no backward, or one that reaches no trained parameter of the module, while"
     " other ranks may wait for gradients in theirs. For a micro-batch that shall train nothing, backpropagate"
-    " loss * 0, or return num_label_tokens=0 for it. What torch.autograd.grad(loss, parameters) returns is"
-    " neither accumulated nor averaged over ranks: run loss.backward(), and edit .grad after it."
+    " loss * 0. What torch.autograd.grad(loss, parameters) returns is neither accumulated nor averaged over"
+    " ranks: run loss.backward(), and edit .grad after it. Make a tensor that is trained an nn.Parameter."
 )
 """Why a module's own ``backward`` must run one."""
 

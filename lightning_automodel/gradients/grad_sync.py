@@ -1,4 +1,4 @@
-"""What the algebra asks of an engine: the interface of gradient synchronisation, which communicates nothing."""
+"""What a window is, and what the algebra asks of an engine: gradient synchronisation, here without any."""
 
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -87,7 +87,7 @@ class GradSync:
         self.refusal: str | None = None
         self.is_last: bool | None = None
         self._hooks: list[RemovableHandle] = []
-        # With the nodes of autograd that accumulate their gradients, which lose their hooks if nobody keeps them.
+        # With the nodes that accumulate their gradients, which lose their hooks if nobody keeps them.
         self._tracked: dict[nn.Parameter, Node] = {}
 
     def track(self, parameter: nn.Parameter, leaf: nn.Parameter) -> None:
@@ -99,7 +99,7 @@ class GradSync:
             self._hooks.append(accumulation.register_prehook(partial(self._note_gradient, parameter)))
 
     def _note_gradient(self, parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]) -> None:
-        """Hook of autograd, before it accumulates: note it, or refuse a backward that would join a window."""
+        """Hook of autograd: note a gradient that comes, or refuse a backward that would join a window."""
         if gradients[0] is None:
             return
         if self.window is None:
@@ -111,7 +111,7 @@ class GradSync:
             self.window.reached.add(parameter)
 
     def _reach_again(self, parameter: nn.Parameter) -> None:
-        """A second gradient of ``parameter`` comes within one backward: there are several, in hooks or checkpoints."""
+        """A second gradient comes within one backward: there are several, in hooks or checkpoints."""
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Generator[None, None, None]:
@@ -126,14 +126,14 @@ class GradSync:
     # --- The steps of one backward, in the order of `MicroBatches.backward` -------------------------------------------
 
     def begin(self, window: Window, loss: Tensor) -> None:
-        """The backward of ``loss`` comes next, one of ``window``. May be a collective over the data-parallel group."""
+        """The backward of ``loss`` comes next. May be a collective over the data-parallel group."""
 
     def reduce(self, window: Window) -> None:
-        """Reduce what the backward has left. If it ends the window, gradients of ``window.final`` are then complete.
+        """Reduce what the backward has left. If it ends the window, its gradients are then complete.
 
-        They are sums of token losses over all ranks, divided by D, as long as nothing is divided by label
-        tokens. Then sets ``window.zero_filled``. Runs within autograd's backward, when all else of it has
-        ended. A collective over the data-parallel group if the window ends.
+        Those of ``window.final`` are sums of token losses over all ranks, divided by D, as long as nothing is
+        divided by label tokens. Also sets ``window.zero_filled``. Runs within autograd's backward, when all
+        else of it has ended. A collective over the data-parallel group if the window ends.
         """
 
     def keep(self, window: Window) -> None:

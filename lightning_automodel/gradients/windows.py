@@ -228,7 +228,7 @@ class GradientWindows:
         return objective
 
     def start(self, window: Window, sums: Tensor | None, ends: bool) -> None:
-        """A backward of ``window`` comes next: let ``.grad`` hold the gradients of all open windows, and nothing else.
+        """A backward of ``window`` comes next: let ``.grad`` hold the gradients of open windows alone.
 
         A reduction for one window also reduces what another has accumulated, which is harmless since
         reductions are linear. ``sums`` [3] are those of its micro-batch, see :func:`sums_of`; None for a
@@ -295,7 +295,7 @@ class GradientWindows:
         return summed[:3]
 
     def _drop_unused(self, window: Window, summed: Tensor, num_ranks: int) -> None:
-        """Drop the gradients of parameters that no rank has used, by the [2 + n] sums of what they have told.
+        """Drop the gradients of parameters that no rank has used, by the [2 + n] sums of what ranks tell.
 
         Reads the device. Raises RuntimeError unless all ranks have used the same FSDP units, in one order.
         """
@@ -328,9 +328,10 @@ class GradientWindows:
         return None
 
     def abandon(self, error: BaseException) -> None:
-        """After an ``error`` in a backward: put ``.grad`` back as it was before it, and drop all windows."""
-        for parameter in self.parameters:
-            parameter.grad = self._set_aside.get(parameter)
+        """After an ``error`` in a backward: put ``.grad`` back as it was, unless it is final, and drop all windows."""
+        if self.in_backward:
+            for parameter in self.parameters:
+                parameter.grad = self._set_aside.get(parameter)
         self._set_aside = {}
         try:
             self.reset()
@@ -342,7 +343,7 @@ class GradientWindows:
             self._sync.window = None
 
     def put_back(self, window: Window) -> None:
-        """Add final gradients to the older ones; keep the others for their windows, and put ``.grad`` back."""
+        """Add final gradients to older ones; keep the others for their windows, and put ``.grad`` back."""
         are_final = set(window.final)
         older = self._set_aside
         self._set_aside = {}

@@ -168,7 +168,7 @@ class FSDPGradSync(GradSync):
                     self._hooks.append(leaf.register_hook(self._check_gradient_of_experts))
                 name = self._unwatched.pop(shard)
                 # FSDP2 writes gradients of shards itself, past their hooks.
-                self._hooks.append(shard.register_hook(partial(self._note_bypass, name)))
+                self._hooks.append(shard.register_hook(partial(self._note_bypass, name, shard)))
 
     def _gathered_parameter(self, tensor: Any) -> Tensor | None:
         """What the forward uses in place of a shard, which users hold: an input of ``torch.autograd.grad``."""
@@ -181,8 +181,9 @@ class FSDPGradSync(GradSync):
         if self.window is None:
             raise RuntimeError(GRADIENTS_OF_EXPERTS)
 
-    def _note_bypass(self, name: str, _: Tensor) -> None:
+    def _note_bypass(self, name: str, shard: nn.Parameter, _: Tensor) -> None:
         if self.window is not None:
+            self.window.reached.add(shard)
             self._bypassed.append(name)
 
     @override

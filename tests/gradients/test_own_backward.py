@@ -219,7 +219,39 @@ def test_a_backward_of_the_strategy_in_a_hook_is_refused(pool2: RankPool, engine
 def test_no_backward_is_refused(pool2: RankPool, engine: str) -> None:
     """A rank that leaves it out would let the others wait."""
     for message, _ in pool2.run(_misuse, "RunsNone", 3, ENGINES[engine][1]):
-        assert "has run no backward of its loss" in message
+        assert "LightningModule.backward has run no backward" in message
+
+
+class RaisesAfterwards(LabelledModule):
+    """Fails when gradients are final, and goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.kept: list[bool] = []
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        raise KeyError("after the backward")
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        with pytest.raises(KeyError):
+            self.manual_backward(loss)
+        self.kept.append(all(parameter.grad is not None for parameter in self.parameters()))
+
+
+def _fail_afterwards(options: dict[str, Any]) -> list[bool]:
+    module = RaisesAfterwards()
+    make_trainer(AutomodelStrategy(**options)).fit(module, loader(case(dist.get_world_size())))
+    return module.kept
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_an_error_after_the_backward_leaves_final_gradients(pool2: RankPool, engine: str) -> None:
+    for kept in pool2.run(_fail_afterwards, ENGINES[engine][1]):
+        assert kept == [True] * NUM_BATCHES
 
 
 class Cached(LightningModule):
