@@ -244,18 +244,14 @@ def saved(node: Any, name: str) -> Any:
     return getattr(node, f"_saved_{name}", None)
 
 
-def when_backward_ends(function: Callable[[], None], times: int = 2) -> None:
-    """Let autograd call ``function`` when the backward that runs has ended, before it returns.
+def when_backward_ends(output: Tensor, function: Callable[[], None]) -> None:
+    """Let autograd call ``function`` when a backward of ``output`` has ended, before it returns.
 
-    Called in a hook of what is backpropagated. Of several nested backwards the one that called the hook
-    counts. FSDP2 and DDP reduce the last gradients in callbacks too, which they queue later, DDP by a
-    callback where its graph is static: so ``function`` is queued by a callback of a callback (``times``).
+    Of nested backwards, that of ``output`` counts. FSDP2 and DDP reduce the last gradients in callbacks too,
+    which they queue later: so a callback queues ``function``.
     """
-    if times == 0:
-        engine_callback = function
-    else:
-        engine_callback = partial(when_backward_ends, function, times - 1)
-    Variable._execution_engine.queue_callback(engine_callback)
+    queue = Variable._execution_engine.queue_callback
+    output.register_hook(lambda _: queue(partial(queue, function)))
 
 
 def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
