@@ -71,6 +71,7 @@ class GradSync:
 
     Attributes:
         reuses_gradients: Whether a backward may overwrite a tensor in ``.grad``.
+        unsynchronised: Parameters that may have gradients of a plain backward, which the engine does not average.
         window: Whose backward runs, from before :meth:`begin` until its gradients stand in ``.grad``; None
             outside of the strategy's backwards.
         is_accumulating: Whether the newest backward has left its window open.
@@ -82,6 +83,7 @@ class GradSync:
 
     def __init__(self) -> None:
         self.window: Window | None = None
+        self.unsynchronised: set[nn.Parameter] = set()
         self.is_accumulating = False
         self.is_last: bool | None = None
         self._hooks: list[RemovableHandle] = []

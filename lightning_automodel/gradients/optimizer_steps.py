@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.grad_sync import PLAIN_BACKWARD
 from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.gradients.windows import (
     GradientWindows,
@@ -59,7 +58,6 @@ class OptimizerSteps:
         self._error_if_nonfinite = options.error_if_nonfinite and windows.scaling.scaler is None
         self._measures = options.track_grad_norm or self._error_if_nonfinite
         self._patches = PatchStack()  # of the optimizers, which a callback may replace in mid-run
-        self._unsynchronised: set[nn.Parameter] = set()
         self._is_automatic = True
 
     # --- Watching -----------------------------------------------------------------------------------------------------
@@ -81,7 +79,6 @@ class OptimizerSteps:
         # A function, not a bound method, which a copy of the module would follow to process groups.
         def zero_and_drop(*args: Any, **kwargs: Any) -> None:
             zero_grad(*args, **kwargs)
-            self._unsynchronised.difference_update(parameters())
             self._windows.drop(parameters())
 
         return zero_and_drop
@@ -107,23 +104,6 @@ class OptimizerSteps:
         patches.set(module, "zero_grad", self._dropping(module.zero_grad, lambda: self._windows.parameters))
         patches.set(module, "toggle_optimizer", toggle_optimizer)
         patches.set(module, "untoggle_optimizer", untoggle_optimizer)
-
-    def watch_plain_backwards(self, patches: PatchStack) -> None:
-        """Note gradients of a plain ``loss.backward()``, which the engine (DDP) would not synchronise.
-
-        While a window is open, such a backward raises RuntimeError, as under FSDP2.
-        """
-        for parameter in self._windows.parameters:
-            if parameter.requires_grad:
-                hook = parameter.register_post_accumulate_grad_hook(self._gradient_accumulated)
-                patches.callback(hook.remove)
-
-    def _gradient_accumulated(self, parameter: nn.Parameter) -> None:
-        if self._windows.in_backward:
-            return
-        if self._windows.unfinished:
-            raise RuntimeError(PLAIN_BACKWARD)
-        self._unsynchronised.add(parameter)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an optimizer's step gets for its arguments. ``args[0]`` is the optimizer."""
@@ -176,10 +156,10 @@ class OptimizerSteps:
                     " of `optimizer.toggle_model(sync_grad=False)`, or call optimizer.zero_grad() to give"
                     " the window up."
                 )
-        unsynchronised = sum(p.grad is not None for p in self._unsynchronised.intersection(parameters))
+        unsynchronised = self._windows.unsynchronised.intersection(parameters)
         if unsynchronised and not self._is_automatic:
             raise RuntimeError(
-                f"{unsynchronised} parameters of {name} have gradients of a plain loss.backward(), which"
+                f"{len(unsynchronised)} parameters of {name} have gradients of a plain loss.backward(), which"
                 " DistributedDataParallel does not synchronise under manual optimization, so ranks would"
                 " diverge. Call self.manual_backward(loss) instead."
             )
@@ -213,7 +193,6 @@ class OptimizerSteps:
         self._patches.restore()
         self.whole.abandon()
         self._windows.use_optimizers([])
-        self._unsynchronised.clear()
 
     # --- Clipping -----------------------------------------------------------------------------------------------------
 

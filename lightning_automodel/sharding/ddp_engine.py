@@ -37,6 +37,8 @@ class DDPGradSync(GradSync):
         self._pads = pads and ddp.find_unused_parameters
         # DDP's messages number these parameters. It never reduces others, which were frozen at its set-up.
         self._reduced = {p: name for name, p in ddp.module.named_parameters() if p.requires_grad}
+        for parameter in self._reduced:
+            self.track(parameter, parameter)
 
     @override
     @contextmanager
@@ -68,6 +70,8 @@ class DDPGradSync(GradSync):
                 " first of them alone over ranks. Pass data_parallel='fsdp2', which averages all of them."
             )
         super()._note_gradient(parameter, gradients)
+        if window is None and self._mesh.sizes.divisor > 1:
+            self.unsynchronised.add(parameter)
 
     @property
     def _sends_once(self) -> bool:
