@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ from lightning_automodel.failure.supervisor import Supervisor, check_processes
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.gradients.windows import unwrap
 from lightning_automodel.internals import lightning as lightning_internals
-from lightning_automodel.internals.patching import Left, PatchStack, leave
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.launch.launchers import make_launcher
 from lightning_automodel.options import StrategyOptions, from_keywords
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
@@ -348,7 +348,6 @@ class AutomodelStrategy(ParallelStrategy):
         collectives.host_group(timeout)
         self._mesh = self._make_mesh(timeout)
         lightning_internals.set_device_mesh(self._module, self._mesh.mesh)
-        leave(Left.DEVICE_MESH)
 
     def _make_mesh(self, timeout: timedelta) -> RunMesh:
         options = self._options
@@ -645,6 +644,7 @@ class AutomodelStrategy(ParallelStrategy):
         run = self._required_run
         run.release_gathered()
         run.check_replicas()
+        run.engine.synchronize_buffers()
 
     # --- Beside training ----------------------------------------------------------------------------------------------
 
@@ -796,9 +796,8 @@ class AutomodelStrategy(ParallelStrategy):
         state = module.trainer.state
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         save_file = file_saver(self.checkpoint_io, storage_options)
-        with self._equal_buffers():
-            write = self._saver.prepare(checkpoint, module, target, save_file, goes_on)
-            self._saver.write(write, target, module.device, goes_on)
+        write = self._saver.prepare(checkpoint, module, target, save_file, goes_on)
+        self._saver.write(write, target, module.device, goes_on)
         self._explain_directory(filepath)
 
     def _meet_to_save(self) -> bool:
@@ -825,12 +824,6 @@ class AutomodelStrategy(ParallelStrategy):
         """Say once what a checkpoint is, if it is a directory and the user has not asked for one."""
         if self._form.as_directory and self._options.save_distributed_checkpoint is None:
             self._advice.say_once(DIRECTORY_NOTE, say=lambda text: rank_zero_info(f"{filepath} {text}"))
-
-    def _equal_buffers(self) -> AbstractContextManager[None]:
-        """Context in which all ranks have rank 0's buffers; after a failure each has its own. A collective."""
-        if self._run is None or self._supervisor.has_failed:
-            return nullcontext()
-        return self._run.engine.equal_buffers()
 
     @override
     def load_checkpoint(

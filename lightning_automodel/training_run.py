@@ -1,7 +1,7 @@
 """What one run of the Trainer owns, from the strategy's ``setup`` to its ``teardown``."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -32,7 +32,7 @@ from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting,
 from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.gradients.windows import GradientWindows, mixing_shards, optimizer_parameters
 from lightning_automodel.internals.lightning import draws_its_batches
-from lightning_automodel.internals.patching import PatchStack, what_is_left
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.micro_batch import MicroBatches
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import checks, finetuning, meta_init, precision, tensor_parallel, units
@@ -345,16 +345,7 @@ class TrainingRun:
                     checks.raise_explanation(error)
                     raise
 
-        def join() -> None:
-            # Only beside spread experts does a rank without data run forwards, and with them attention.
-            if self._mesh.sizes.expert > 1:
-                context = self._context
-            else:
-                context = None
-            with nullcontext() if context is None else context.step(step.__name__):
-                self.engine.join_evaluation()
-
-        return self.inputs.evaluate(evaluate, args, begin, join)
+        return self.inputs.evaluate(evaluate, args, begin, self.engine.join_evaluation)
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """See :meth:`AutomodelStrategy.evaluated`."""
@@ -402,7 +393,6 @@ class TrainingRun:
             "activation_checkpointing": self._checkpointed,
             "compiled": self._compiled,
             "optimizer_step": self.steps.whole.describe(),
-            "left_replaced": what_is_left(),
             **self.engine.describe(),
         }
 

@@ -57,8 +57,8 @@ NOT_MESSAGES = {
     "… ranks have joined at … (backend …).": "a log line where all is well",
     "sharded before this set-up (by configure_model or an earlier run); left as they were": "in describe()",
     "manual optimization may step between two forwards of one training step": "in describe()",
-    "auto: an estimated … MiB … … of the free memory of … rank (… MiB)": "in describe()",
-    "auto: an estimated … MiB, and unknown free memory on some rank": "in describe()",
+    "auto: an estimated … MiB … what … of the free memory of the rank with least leaves beside its optimizer"
+    " state (… MiB)": "in describe()",
     "one rank reduces nothing": "in describe()",
     "ranks that parameters are sharded over": "a part of a message",
     "Slicing a flattened dim": "torch's own warning, which is filtered",

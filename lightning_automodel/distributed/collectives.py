@@ -118,6 +118,25 @@ def gathers_so_far() -> int:
     return _Gathers.count
 
 
+def differences(own: dict[Any, str], group: dist.ProcessGroup) -> dict[int, tuple[Any, str, str]]:
+    """By rank of ``group``, the first entry that differs from the first rank's: its key, and both values.
+
+    Empty on all ranks if they agree. A collective over the group, with objects.
+    """
+    received = [own]
+    dist.broadcast_object_list(received, group=group, group_src=0)
+    first = received[0]
+    key = next((key for key in {**first, **own} if first.get(key) != own.get(key)), None)
+    # Only what differs is gathered: all entries of all ranks would be hundreds of megabytes at a thousand
+    # ranks.
+    if key is None:
+        difference = None
+    else:
+        difference = (key, first.get(key, "missing"), own.get(key, "missing"))
+    by_rank = enumerate(gather_objects(difference, group))
+    return {rank: difference for rank, difference in by_rank if difference is not None}
+
+
 def full(tensor: Tensor) -> Tensor:
     """All of a ``DTensor``, detached; a collective over its mesh. Other tensors are returned unchanged."""
     if isinstance(tensor, DTensor):

@@ -224,7 +224,7 @@ class Plan:
             sizes = _ddp_buckets(ready)
         for size in sizes:
             sent["tokens", "all_reduce", size] += 1
-        sent["tokens", "broadcast", self.micro.buffers[self._is_sharded]] += 1
+        sent["tokens", "broadcast", self.micro.buffers] += 1
         # For a window: its count, loss and number of micro-batches, the order of its units as two numbers,
         # and for each sharded parameter whether it was used.
         sent["tokens", "all_reduce", 8 * (5 + sum(p.is_trained for p in self._parameters) - len(whole))] += 1

@@ -70,7 +70,7 @@ class PlannedBatch(torch_internals.TorchDispatchMode):
         self.parameters: list[Parameter] = []
         self.num_units = 0  # without the root
         self.state = 0.0  # bytes of optimizer state per trained element
-        self.buffers = 0, 0  # bytes of all buffers, and of those in the state dict
+        self.buffers = 0  # bytes of those in the state dict
         self.work = Counter[tuple[int, int]]()  # number of operators by (floating-point operations, bytes)
         self.messages = Counter[tuple[str, str, int]]()  # number of collectives by (group, kind, bytes)
         self._sizes: dict[int, int] = {}
@@ -246,8 +246,7 @@ def _note_units(
     """Record parameters and buffers, watch units and gradients, and let blocks compute as in the strategy."""
     buffers = dict(module.named_buffers())
     saved = module.state_dict(keep_vars=True).keys() & buffers
-    sizes = {name: buffer.nbytes for name, buffer in buffers.items()}
-    micro.buffers = sum(sizes.values()), sum(sizes[name] for name in saved)
+    micro.buffers = sum(buffers[name].nbytes for name in saved)
     plan = units.plan_sharding(module, options.auto_wrap_policy, root_is_model=True)
     policy = precision.resolve_policy(plugin, options.mp_policy, module.parameters())
     micro.num_units = len(plan.units)

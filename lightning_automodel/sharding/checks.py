@@ -1,7 +1,6 @@
 """Checks that refuse what a model, an optimizer or a step must not contain, with the reason and a way out."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -125,29 +124,13 @@ def check_equal_models(module: nn.Module, host_group: dist.ProcessGroup) -> None
         for name, tensor in tensors.items()
         if not is_lazy(tensor)
     }
-    differing = _differences(held, host_group)
+    differing = collectives.differences(held, host_group)
     if differing:
         rank, (name, on_first, on_other) = next(iter(differing.items()))
         raise ValueError(
             f"Ranks hold different models: {name} is {on_first} on rank 0 and {on_other} on rank {rank} (of"
             f" ranks {list(differing)}). Build and freeze the same model on every rank."
         )
-
-
-def _differences(own: dict[Any, str], group: dist.ProcessGroup) -> dict[int, tuple[Any, str, str]]:
-    """By rank, the first entry that differs from rank 0's: its key, and both values. A collective over ``group``."""
-    received = [own]
-    dist.broadcast_object_list(received, group=group, group_src=0)
-    first = received[0]
-    key = next((key for key in {**first, **own} if first.get(key) != own.get(key)), None)
-    # Only what differs is gathered: all entries of all ranks would be hundreds of megabytes at a thousand
-    # ranks.
-    if key is None:
-        difference = None
-    else:
-        difference = (key, first.get(key, "missing"), own.get(key, "missing"))
-    by_rank = enumerate(collectives.gather_objects(difference, group))
-    return {rank: difference for rank, difference in by_rank if difference is not None}
 
 
 def check_callbacks(callbacks: Iterable[pl.Callback], shards: bool = False) -> None:
@@ -220,7 +203,7 @@ def check_order(module: nn.Module, optimizers: list[Optimizer], group: dist.Proc
         for parameter_group in optimizer.param_groups
         for parameter in parameter_group["params"]
     ]
-    differing = _differences(dict(enumerate(places)), group)
+    differing = collectives.differences(dict(enumerate(places)), group)
     if differing:
         rank, (_, on_first, on_other) = next(iter(differing.items()))
         raise ValueError(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -123,9 +123,6 @@ class DDPEngine(Engine):
     """The whole model on every rank, gradients averaged by ``DistributedDataParallel``."""
 
     sync: DDPGradSync
-    _ddp: DistributedDataParallel | None = None
-    _buffers: SharedBuffers | None = None  # of a fit, unless its user has told DDP not to broadcast them
-    _starts_window: bool | None = None  # as DDP saw it before an evaluation
 
     @override
     def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
@@ -160,43 +157,13 @@ class DDPEngine(Engine):
         if hook is not None:
             ddp.register_comm_hook(self.options.ddp_comm_state, hook if wrapper is None else wrapper(hook))
         self.sync = DDPGradSync(ddp, self.mesh, pads=self.options.uneven_inputs == "pad")
-        self._ddp = ddp
-        if ddp.broadcast_buffers:
+        if ddp.forward_sync_buffers:
+            # Else DDP would broadcast them, without knowing where windows begin: not every forward is its own.
+            ddp.forward_sync_buffers = False
             self._buffers = SharedBuffers(module, self.mesh.group, self.device, ddp.parameters_to_ignore)
         return ddp
 
     @override
     def start_forward(self, batch: Any) -> None:
-        """See the base class. Under manual optimization, broadcasts buffers where a window begins, as DDP does.
-
-        DDP itself would forget that a window has ended: the backward runs inside of its forward. And it
-        forgets it in each forward without gradients, so that a run would depend on whether an evaluation
-        came before this window.
-        """
-        ddp = self._ddp
-        if ddp is None:
-            return
-        if self._starts_window is not None:
-            ddp.require_forward_param_sync = self._starts_window
-            self._starts_window = None
-        if ddp.module.automatic_optimization:
-            return
-        ddp.require_forward_param_sync = False
         if self._buffers is not None and self.sync.starts_window:
             self._buffers.broadcast()
-
-    @override
-    def start_evaluation_loop(self) -> None:
-        if self._ddp is not None and self._starts_window is None:
-            self._starts_window = self._ddp.require_forward_param_sync
-
-    @override
-    def synchronize_buffers(self) -> None:
-        if self._buffers is not None:
-            self._buffers.synchronize()
-
-    @override
-    def equal_buffers(self) -> AbstractContextManager[None]:
-        if self._buffers is None:
-            return nullcontext()
-        return self._buffers.synchronized()

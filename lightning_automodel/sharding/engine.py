@@ -12,10 +12,13 @@ from torch import nn
 from lightning_automodel.distributed.mesh import RunMesh
 from lightning_automodel.gradients.grad_sync import GradSync
 from lightning_automodel.options import StrategyOptions
+from lightning_automodel.sharding.buffers import SharedBuffers
 
 
 class Engine(ABC):
     """Distributes the model over the ranks of ``mesh``; ``sync`` says what each micro-batch of a fit communicates."""
+
+    _buffers: SharedBuffers | None = None  # set up by the engine, unless its user wants none to be shared
 
     def __init__(self, mesh: RunMesh, device: torch.device, options: StrategyOptions) -> None:
         self.mesh = mesh
@@ -45,11 +48,9 @@ class Engine(ABC):
         """Take part in the collectives of other ranks' evaluation step, without data. A collective."""
 
     def synchronize_buffers(self) -> None:
-        """Make buffers equal before an evaluation. May be a collective over the data-parallel group."""
-
-    def equal_buffers(self) -> AbstractContextManager[None]:
-        """Context of a save, in which buffers are equal on all ranks. May be a collective over that group."""
-        return nullcontext()
+        """Make buffers equal before an evaluation, and where a fit ends. A collective over the data-parallel group."""
+        if self._buffers is not None:
+            self._buffers.synchronize()
 
     def close(self) -> None:
         """Remove hooks and patches from the model."""

@@ -1,7 +1,7 @@
 """FSDP2: parameters, gradients and optimizer state sharded over the ranks."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -28,7 +28,6 @@ from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.gathers import JoinedGathers, set_prefetch
 from lightning_automodel.sharding.grad_sync import FSDPGradSync
-from lightning_automodel.sharding.joined_forwards import JoinedForwards
 
 
 class FSDP2Engine(Engine):
@@ -76,17 +75,11 @@ class FSDP2Engine(Engine):
         self.sync = FSDPGradSync(module, choice.defer, choice.keep, group, is_manual)
         self.sync.discard()
         self._start_gathers_ahead(module)
-        self._gathers = self._make_joined(module)
+        self._gathers = JoinedGathers(self.sync.units)
         tensor_parallel.share_random_state(self.mesh, self.device)
         self._module: pl.LightningModule = module
         self._buffers = SharedBuffers(module, self.mesh.group, self.device)
         return module
-
-    def _make_joined(self, module: pl.LightningModule) -> JoinedGathers:
-        """What a rank without evaluation data does for the others: gather parameters, or also exchange tokens."""
-        if self.mesh.sizes.expert > 1:
-            return JoinedForwards(module, self.sync.units)
-        return JoinedGathers(self.sync.units)
 
     def _shard(self, module: pl.LightningModule) -> None:
         """Make weights equal on all ranks, and shard them unless they are sharded. A collective over the world."""
@@ -144,7 +137,7 @@ class FSDP2Engine(Engine):
             keep = False
             keep_reason = "manual optimization may step between two forwards of one training step"
         own = needed = memory.estimate(module, self.device)
-        free = None
+        free = 0
         if "auto" in (defer, keep):
             free = memory.free_bytes(self.device, self._local_ranks)
             needed, free = memory.agree(own, free, self.device, self.mesh.groups)
@@ -191,11 +184,8 @@ class FSDP2Engine(Engine):
                 # window, and wherever they reach spread experts.
                 self.sync.watch()
             if self.mesh.tensor_group is not None:
-                tensor_parallel.check_same_batch(
-                    batch, self.mesh.tensor_group, self.device, "tensor-parallel"
-                )
-        # Once a window, as DDP does it.
-        if self._starts_window:
+                tensor_parallel.check_same_batch(batch, self.mesh.tensor_group, "tensor-parallel")
+        if self._starts_window and self._buffers is not None:
             self._buffers.broadcast()
         self._starts_window = self.sync.is_last is not False
         self.sync.start_step()
@@ -213,6 +203,14 @@ class FSDP2Engine(Engine):
 
     @override
     def join_evaluation(self) -> None:
+        if self.mesh.sizes.expert > 1:
+            raise RuntimeError(
+                "This rank has evaluated all its data, and other ranks have not: it cannot take part in their"
+                " forwards, which send tokens to the experts that it holds (expert_parallel_size > 1). Give"
+                " all ranks equally many batches: Trainer(limit_val_batches=...), or limit_test_batches or"
+                " limit_predict_batches, with as many as each rank has, or a DistributedSampler with"
+                " drop_last=True."
+            )
         with self._released_around():
             self._gathers.join()
 
@@ -224,14 +222,6 @@ class FSDP2Engine(Engine):
         yield
         self.sync.release()
         self.sync.end_step()
-
-    @override
-    def synchronize_buffers(self) -> None:
-        self._buffers.synchronize()
-
-    @override
-    def equal_buffers(self) -> AbstractContextManager[None]:
-        return self._buffers.synchronized()
 
     @override
     def close(self) -> None:

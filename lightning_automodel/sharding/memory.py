@@ -1,14 +1,15 @@
-"""What a window may keep unsharded, gradients and parameters: decided by one estimate of the memory that they need."""
+"""What a window may keep unsharded, gradients and parameters: what fits into half of the free memory of every rank."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_automodel.distributed import collectives
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.sharding.sync_context import Deferral
@@ -35,57 +36,50 @@ def choose(
     defer: Deferral | Literal["auto"],
     keep: bool | Literal["auto"],
     needed: dict[str, int],
-    free: int | None,
+    free: int,
     defer_reason: str | None = None,
     keep_reason: str | None = None,
 ) -> Choice:
     """Decide what is ``"auto"``: whether gradients are deferred, and parameters kept gathered, during a window.
 
-    Both come out of one estimate. Gradients come first: parameters are kept if they fit as well. ``needed``
-    (:func:`estimate`) and ``free`` must be the same on all ranks (:func:`agree`), so that these decide
-    alike. A reason is that of what the caller has decided; without one, the option is.
+    Gradients come first: parameters are kept if they fit beside them. ``needed`` (:func:`estimate`) and
+    ``free`` must be the same on all ranks (:func:`agree`), so that these decide alike. A reason is that of
+    what the caller has decided; without one, the option is.
     """
+    spare = int(free * FREE_MEMORY_SHARE) - needed[STATE]
     defer_reason = defer_reason or f"defer_fsdp_grad_sync={defer!r}"
     keep_reason = keep_reason or f"reshard_during_accumulation={not keep}"
     if defer == "auto":
-        others = needed[STATE] + (needed[PARAMETERS] if keep is True else 0)
-        defer, defer_reason = _compare(others + needed[GRADIENTS], free)
+        beside = needed[PARAMETERS] if keep is True else 0
+        defer = needed[GRADIENTS] + beside <= spare
+        defer_reason = _reason(needed[GRADIENTS] + beside, spare)
     if keep == "auto":
-        others = needed[STATE] + (needed[GRADIENTS] if defer is True else 0)
-        keep, keep_reason = _compare(others + needed[PARAMETERS], free)
+        beside = needed[GRADIENTS] if defer is True else 0
+        keep = needed[PARAMETERS] + beside <= spare
+        keep_reason = _reason(needed[PARAMETERS] + beside, spare)
     return Choice(defer, defer_reason, keep, keep_reason)
 
 
-def _compare(needed: int, free: int | None) -> tuple[bool, str]:
-    """Whether so many bytes fit on every rank, and why."""
-    mebibyte = 2**20
-    if free is None:
-        return (
-            False,
-            f"auto: an estimated {needed / mebibyte:,.0f} MiB, and unknown free memory on some rank",
-        )
-    budget = int(free * FREE_MEMORY_SHARE)
-    fits = needed <= budget
-    return fits, (
-        f"auto: an estimated {needed / mebibyte:,.0f} MiB {'fits into' if fits else 'exceeds'}"
-        f" {FREE_MEMORY_SHARE:.0%} of the free memory of {'every' if fits else 'some'} rank"
-        f" ({budget / mebibyte:,.0f} MiB)"
+def _reason(needed: int, spare: int) -> str:
+    return (
+        f"auto: an estimated {needed / 2**20:,.0f} MiB {'fits into' if needed <= spare else 'exceeds'} what"
+        f" {FREE_MEMORY_SHARE:.0%} of the free memory of the rank with least leaves beside its optimizer state"
+        f" ({spare / 2**20:,.0f} MiB)"
     )
 
 
 def agree(
-    needed: dict[str, int], free: int | None, device: torch.device, groups: Iterable[dist.ProcessGroup]
-) -> tuple[dict[str, int], int | None]:
-    """The largest need and the smallest free memory of all ranks; None if it is unknown on one of them.
+    needed: dict[str, int], free: int, device: torch.device, groups: Iterable[dist.ProcessGroup]
+) -> tuple[dict[str, int], int]:
+    """The largest need and the smallest free memory of all ranks.
 
     A collective over each of the ``groups``, which together span the world.
     """
-    least = torch.tensor([-1 if free is None else free, *(-size for size in needed.values())], device=device)
+    least = torch.tensor([free, *(-size for size in needed.values())])
     for group in groups:
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+        least = collectives.reduce_tensor(least, group, "min", device)
     agreed, *sizes = least.tolist()
-    most = {name: -size for name, size in zip(needed, sizes, strict=True)}
-    return most, None if agreed < 0 else agreed
+    return {name: -size for name, size in zip(needed, sizes, strict=True)}, agreed
 
 
 def estimate(model: nn.Module, device: torch.device) -> dict[str, int]:
@@ -111,24 +105,15 @@ def estimate(model: nn.Module, device: torch.device) -> dict[str, int]:
     return {PARAMETERS: unsharded, GRADIENTS: gradients, STATE: state}
 
 
-def free_bytes(device: torch.device, local_ranks: int) -> int | None:
-    """Bytes that this rank may still allocate on ``device``; on CPU its share of the host's. None if unknown."""
-    if device.type != "cpu":
-        try:
-            free, _ = torch.accelerator.get_memory_info(device)
-            return (
-                free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
-            )
-        except (RuntimeError, ValueError):  # a backend that keeps no such figures, or is not the current one
-            return None
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return None
-    # The smaller of what the kernel calls available and what the control group leaves.
-    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit = Path("/sys/fs/cgroup/memory.max")
-    usage = Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and usage.exists() and limit.read_text().strip().isdigit():
-        free = min(free, int(limit.read_text()) - int(usage.read_text()))
-    return max(free, 0) // max(local_ranks, 1)
+def free_bytes(device: torch.device, local_ranks: int) -> int:
+    """Bytes that this rank may still allocate on ``device``, 0 if that is unknown.
+
+    On a CPU the rank's share of the machine's memory, whoever else uses it.
+    """
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_ranks
+    try:
+        free, _ = torch.accelerator.get_memory_info(device)
+        return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+    except (RuntimeError, ValueError):  # a backend that keeps no such figures, or is not the current one
+        return 0

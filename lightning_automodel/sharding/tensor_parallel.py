@@ -19,6 +19,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_automodel.data.tensors import tensors_in
+from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.mesh import TENSOR, RunMesh
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
@@ -140,11 +141,11 @@ def synchronize_metrics(module: nn.Module, mesh: RunMesh, patches: PatchStack) -
             patches.set(metric, "dist_sync_fn", gather)
 
 
-def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device, kind: str) -> None:
+def check_same_batch(batch: Any, group: dist.ProcessGroup, kind: str) -> None:
     """Raise ValueError on all peers if their batches differ: they would silently compute a mixture of both.
 
-    A collective over the group: two all-reduces of one number. Copies all tensors to the host, except sparse
-    and nested ones, which are not compared.
+    A collective over the group, of one number. Copies all tensors to the host, except sparse and nested ones,
+    which are not compared.
     """
     checksum = 0
     for tensor in tensors_in(batch):
@@ -154,10 +155,7 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device,
             # bytes.
             data = plain.new_empty(plain.shape).copy_(plain).reshape(-1).view(torch.uint8).numpy()
             checksum = zlib.crc32(data.tobytes(), zlib.crc32(str(tuple(tensor.shape)).encode(), checksum))
-    smallest, largest = (torch.tensor(checksum, device=device) for _ in range(2))
-    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    if smallest != largest:
+    if collectives.differences({"checksum": str(checksum)}, group):
         raise ValueError(
             f"The {kind} ranks {dist.get_process_group_ranks(group)} were given different first batches, but"
             " compute each one together: give them the same data in the same order (a sampler by"

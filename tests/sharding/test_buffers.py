@@ -155,12 +155,14 @@ class Collects(Normalised):
         self.bank = torch.cat([self.bank, batch[:rows].float()])
 
 
-def _collect(persistent: bool, sign: int, options: dict[str, Any]) -> str | torch.Size:
+def _collect(
+    persistent: bool, sign: int, options: dict[str, Any], validates: bool = True
+) -> str | torch.Size:
     data = DataLoader(torch.ones(8, WIDTH, dtype=torch.float64), batch_size=4)
     module = Collects(persistent, sign)
     trainer = make_trainer(AutomodelStrategy(count="samples", **options))
     try:
-        trainer.fit(module, data, data)
+        trainer.fit(module, data, data if validates else None)
     except ValueError as error:
         return str(error)
     return module.bank.shape
@@ -176,12 +178,16 @@ def test_a_buffer_of_another_shape_on_each_rank(pool2: RankPool, layout: str, si
 
 
 @pytest.mark.every_case
+@pytest.mark.parametrize("validates", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_buffer_of_another_shape_on_each_rank_is_not_saved(pool2: RankPool, layout: str) -> None:
-    """Gloo would copy a part of rank 0's over it."""
-    for message in pool2.run(_collect, True, 1, LAYOUTS[layout]):
+def test_a_buffer_of_another_shape_on_each_rank_is_refused(
+    pool2: RankPool, layout: str, validates: bool
+) -> None:
+    """In a validation, or else where the fit ends: gloo would copy a part of rank 0's over it."""
+    for message in pool2.run(_collect, True, 1, LAYOUTS[layout], validates):
         assert message.startswith(
-            "The buffer 'bank' of Collects is [4, 3] of torch.float32, [6, 3] of torch.float32"
+            "The buffer 'bank' of Collects differs on the ranks that hold different data: it is [4, 3] of"
+            " torch.float32 on the first and [6, 3] of torch.float32 on rank 1"
         )
 
 
