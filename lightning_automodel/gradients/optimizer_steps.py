@@ -134,10 +134,10 @@ class OptimizerSteps:
         num_gathers = collectives.gathers_so_far() - self._gathers_before
         if num_gathers > 0:
             self._say_once(
-                f"{type(optimizer).__name__} looks at whole tensors: a step gathered {num_gathers} of them from"
-                " their shards, each by a collective, and every rank computes the same with them. That is"
-                " right, but slow. If it steps each parameter by itself, pass optimizer_step='whole', by which"
-                " each parameter is stepped by one rank."
+                f"{type(optimizer).__name__} looks at whole tensors: its step took {num_gathers} of them"
+                " from shards, each by a collective, and every rank computes the same with them. That is"
+                " right, but slow. If it steps each parameter by itself, pass optimizer_step='whole', so"
+                " that one rank steps each."
             )
         self.whole.end(optimizer)
         self._windows.stepped(optimizer)

@@ -1,7 +1,7 @@
 """Optimizer steps on whole tensors: each sharded parameter has an owner, which steps the whole of it.
 
-On shards every optimizer is right, but what needs whole matrices is gathered to every rank, which computes all
-of it. Owners do that work once. Between steps an optimizer has the sharded parameters. During its arithmetic
+On shards every optimizer is right, but what needs whole matrices is gathered to every rank, which computes
+all of it. Owners do that work once. Between steps an optimizer has the sharded parameters. During its arithmetic
 those that are stepped whole are replaced by stand-ins, each on its owner alone:
 
     to the owners    gradients, which are final, and weights
@@ -174,7 +174,7 @@ class WholeSteps:
         self._stepping: dict[Optimizer, _Swapped] = {}
 
     def take(self, optimizer: Optimizer) -> None:
-        """Choose how an optimizer's groups are stepped, and the owners of parameters, where that is not known yet.
+        """Choose how groups of an optimizer are stepped, and owners, where that is not known yet.
 
         A collective over the world where a process group must be made. Raises ValueError for a group with an
         unknown value of the option.
