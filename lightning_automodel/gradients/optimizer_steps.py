@@ -129,6 +129,8 @@ class OptimizerSteps:
         return (args[0], run_closure, *args[2:]), kwargs
 
     def _begin(self, optimizer: Optimizer) -> None:
+        # Torch runs the hooks of a step again for the step of a base class.
+        self.whole.drop(optimizer)
         self._check_parameters(optimizer)
         self._check_gradients_by_hand(optimizer)
         self.whole.begin(optimizer)

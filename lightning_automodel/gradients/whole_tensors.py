@@ -136,9 +136,7 @@ def is_stepped_whole(optimizer: Optimizer, group: Mapping[str, Any], option: str
 
 
 def _is_of_matrices(kind: type) -> bool:
-    return any(
-        base.__name__ in _OF_MATRICES.get(base.__module__.partition(".")[0], ()) for base in kind.__mro__
-    )
+    return kind.__name__ in _OF_MATRICES.get(kind.__module__.partition(".")[0], ())
 
 
 def nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
@@ -227,7 +225,7 @@ class WholeSteps:
         A collective over the holders of its parameters. Gradients must be final, and on all ranks for the
         same parameters. Called again, after an exception, it starts over.
         """
-        _free(self._take_back(optimizer))
+        self.drop(optimizer)
         self.take(optimizer)
         wholes = {parameter: self._parameters[parameter] for parameter in self._stepped_whole(optimizer)}
         if not wholes:
@@ -261,10 +259,14 @@ class WholeSteps:
             torch.autograd.graph.increment_version([whole.parameter for whole in stepped])
         _free(stepped)
 
+    def drop(self, optimizer: Optimizer) -> None:
+        """Give ``optimizer`` its sharded parameters, without what it has stepped. Not a collective."""
+        _free(self._take_back(optimizer))
+
     def abandon(self) -> None:
         """Give all optimizers their sharded parameters, after an exception in a step. Not a collective."""
         for optimizer in list(self._stepping):
-            _free(self._take_back(optimizer))
+            self.drop(optimizer)
 
     def _take_back(self, optimizer: Optimizer) -> list[WholeParameter]:
         """Give ``optimizer`` its sharded parameters. Returns those that were stepped whole."""
