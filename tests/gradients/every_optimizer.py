@@ -40,7 +40,7 @@ SCALE = 1e-9
 RIGHT = "right"
 REFUSED = "refused"
 OWN_ERROR = "own error"
-REFUSAL = "chooses its step from the loss"
+REFUSALS = ("chooses its step from the loss", "keeps sharded tensors in objects that are no dicts")
 
 
 def names() -> list[str]:
@@ -201,7 +201,8 @@ def outcome(pools: list[RankPool], name: str, step: str) -> tuple[str, str]:
         found = train_and_resume(pools, name, case, step, resumes)
     except RankError as error:
         text = next(iter(error.failures.values())).strip()
-        return (REFUSED, text[text.index(REFUSAL) :]) if REFUSAL in text else ("raises", text[-600:])
+        refusal = next((text[text.index(start) :] for start in REFUSALS if start in text), None)
+        return ("raises", text[-600:]) if refusal is None else (REFUSED, refusal)
     note = "" if resumes else ", does not resume in one process either"
     change = deviation(start, expected) or 1  # some do nothing in so few steps
     error = max(deviation(weights, expected) for weights in found) / change
