@@ -235,7 +235,7 @@ class TrainingRun:
         self.watch_module()
 
     def watch_module(self) -> None:
-        """Watch ``module.zero_grad``, toggling, and plain backwards in manual optimization; refuse early hooks."""
+        """Watch ``module.zero_grad`` and toggling; refuse early hooks."""
         self.steps.watch_module(self.module, self.patches, self.engine.sync.toggled)
         if not self.module.automatic_optimization:
             zero = self.module.on_validation_model_zero_grad
@@ -243,9 +243,6 @@ class TrainingRun:
                 self.module, "on_validation_model_zero_grad", lambda: self._zero_before_validation(zero)
             )
         checks.check_hooks(self.module, self._options.count_window_ahead)
-        is_replicated = not self._options.is_sharded and self._mesh.sizes.divisor > 1
-        if is_replicated and self._may_accumulate():
-            self.steps.watch_plain_backwards(self.patches)
 
     def _may_accumulate(self) -> bool:
         """Whether windows of several backwards are to be expected."""

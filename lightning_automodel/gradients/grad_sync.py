@@ -71,6 +71,7 @@ class GradSync:
 
     Attributes:
         reuses_gradients: Whether a backward may overwrite a tensor in ``.grad``.
+        unsynchronised: Parameters that may have gradients of a plain backward, which the engine does not average.
         window: Whose backward runs, from before :meth:`begin` until its gradients stand in ``.grad``; None
             outside of the strategy's backwards.
         refusal: Why a backward that is not the strategy's would be refused now; None if it would not.
@@ -83,6 +84,7 @@ class GradSync:
     def __init__(self) -> None:
         self.window: Window | None = None
         self.refusal: str | None = None
+        self.unsynchronised: set[nn.Parameter] = set()
         self.is_last: bool | None = None
         self._hooks: list[RemovableHandle] = []
         # With the nodes that accumulate their gradients, which lose their hooks if nobody keeps them.

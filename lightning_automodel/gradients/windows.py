@@ -87,6 +87,11 @@ class GradientWindows:
         self.num_resets = 0  # how often an optimizer stepped, or gradients were zeroed
 
     @property
+    def unsynchronised(self) -> set[nn.Parameter]:
+        """Parameters that may have gradients of a plain ``loss.backward()``, which the engine has not averaged."""
+        return {parameter for parameter in self._sync.unsynchronised if parameter.grad is not None}
+
+    @property
     def in_backward(self) -> bool:
         """Whether a backward of the strategy runs, until its gradients stand in ``.grad``."""
         return self._sync.window is not None
@@ -107,6 +112,7 @@ class GradientWindows:
         """Drop the gradients that open windows hold for these parameters, which have been zeroed."""
         self.num_resets += 1
         dropped = set(parameters)
+        self._sync.unsynchronised -= dropped
         if all(window.owned.isdisjoint(dropped) for window in self.unfinished.values()):
             return
         for window in self.unfinished.values():

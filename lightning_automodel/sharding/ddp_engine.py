@@ -37,6 +37,8 @@ class DDPGradSync(GradSync):
         self._pads = pads and ddp.find_unused_parameters
         # DDP's messages number these parameters. It never reduces others, which were frozen at its set-up.
         self._reduced = {p: name for name, p in ddp.module.named_parameters() if p.requires_grad}
+        for parameter in self._reduced:
+            self.track(parameter, parameter)
 
     @override
     @contextmanager
@@ -67,6 +69,12 @@ class DDPGradSync(GradSync):
                 " (GradCache), or reentrant checkpoints of one module. DistributedDataParallel averages the"
                 " first of them alone over ranks. Pass data_parallel='fsdp2', which averages all of them."
             )
+
+    @override
+    def _note_gradient(self, parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]) -> None:
+        super()._note_gradient(parameter, gradients)
+        if self.window is None and self._mesh.sizes.divisor > 1:
+            self.unsynchronised.add(parameter)
 
     @override
     def reduce(self, window: Window) -> None:
