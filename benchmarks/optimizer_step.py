@@ -45,7 +45,7 @@ SIZES = {"tiny": (32, 2), "8M": (256, 10), "100M": (512, 32)}
 VOCABULARY = 512
 VARIANTS = {
     "adamw": "AdamW on shards",
-    "shards": 'Muon on shards, as torch computes it (`optimizer_step="shards"`)',
+    "shards": "Muon on the shards of FSDP2, as torch computes it without this strategy",
     "gather": "gradients and weights of all matrices gathered, Muon on every rank",
     "gather-gradients": "gradients of all matrices gathered, Muon on every rank",
     "ddp": 'Muon under `data_parallel="ddp"`: whole matrices on every rank',
@@ -197,8 +197,8 @@ class Variant:
         else:
             self._optimizer = MuonAndAdamW(self.model.matrices(), self.model.others(), muon, adamw)
         if name == "whole":
-            self._whole = WholeSteps(torch.get_default_device())
-            self._whole.take(self._optimizer, {0})
+            self._whole = WholeSteps(torch.get_default_device(), "auto")
+            self._whole.take(self._optimizer)
 
     def step(self) -> float:
         """Take a step; returns the processor seconds of what travels to owners and back, where that is apart."""

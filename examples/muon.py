@@ -1,10 +1,10 @@
 """Trains a small byte transformer with Muon on the matrices of its blocks, sharded over two CPU processes.
 
     python examples/muon.py
-    python examples/muon.py --optimizer-step shards  # what torch's Muon computes of shards: another function
+    python examples/muon.py --optimizer-step shards  # every rank gathers each matrix, and computes all of it
 
-Muon orthogonalises whole matrices, and FSDP2 gives each rank a part of each. The strategy finds that out
-before the first batch; then each matrix has one rank as its owner, which steps the whole of it.
+Muon orthogonalises whole matrices, and FSDP2 gives each rank a part of each. The strategy knows Muon: each
+matrix has one rank as its owner, which steps the whole of it.
 """
 
 import argparse
@@ -65,7 +65,6 @@ def main() -> None:
     if trainer.is_global_zero:
         for parameters, how in zip(("Matrices of blocks", "The rest"), described["groups"], strict=True):
             print(f"{parameters}: {how}")
-        print(f"Elements of matrices that each rank owns: {described['elements_by_owner']}")
         print(f"Loss on {len(data.val_set)} held-back functions, nats a byte")
         print(f"  step 0    {before['val/loss']:.3f}")
         print(f"  step {args.max_steps:<4} {after['val/loss']:.3f}")

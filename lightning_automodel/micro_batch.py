@@ -17,8 +17,31 @@ from lightning_automodel.gradients.loss_weights import NUM_LOOKS
 from lightning_automodel.gradients.token_loss import Count, check_range, sums_of
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.sharding import checks
 from lightning_automodel.sharding.engine import Engine
+
+NESTED_BACKWARD = (
+    "manual_backward was called within a backward of the strategy, by a hook of autograd. Call loss.backward()"
+    " there: what it computes from the gradients that the hook is given is already weighed, and joins the"
+    " backward that runs."
+)
+"""Why a backward of the strategy is refused within another one."""
+
+SECOND_BACKWARD = (
+    "LightningModule.backward has run a second backward of its loss, whose gradients were final when the first"
+    " one returned. Add up what is backpropagated for one loss.backward(). Call torch.autograd.grad(loss,"
+    " inputs), which leaves no gradients, before it."
+)
+"""Why a module's own ``backward`` runs that of its loss once."""
+
+NO_BACKWARD = (
+    "LightningModule.backward has run no backward of its loss, or one that reaches no trained parameter, while"
+    " other ranks may wait for gradients in theirs. For a micro-batch that shall train nothing, backpropagate"
+    " loss * 0, or return num_label_tokens=0 for it. What torch.autograd.grad(loss, parameters) returns is"
+    " neither accumulated nor averaged over ranks: run loss.backward(), and edit .grad after it."
+)
+"""Why a module's own ``backward`` must run one."""
 
 
 @dataclass
@@ -59,7 +82,6 @@ class MicroBatches:
         self._draws_its_batches = lightning_internals.draws_its_batches(module.training_step)
         self._num_looks = NUM_LOOKS  # at micro-batches, that are left
         self._step = _Step()
-        self._ends_window = True
 
     # --- The forward --------------------------------------------------------------------------------------------------
 
@@ -114,16 +136,12 @@ class MicroBatches:
                 " not step the short last window of an epoch. Let the step take the batch, or pass"
                 " accumulate_grad_batches=1."
             )
-        before = self._ends_window
-        self._ends_window = is_last
         try:
             with self.engine.sync.micro_batch(is_last):
                 yield
         except RuntimeError as error:
             checks.raise_explanation(error)
             raise
-        finally:
-            self._ends_window = before
 
     # --- The backward -------------------------------------------------------------------------------------------------
 
@@ -131,11 +149,10 @@ class MicroBatches:
         self, loss: Tensor, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
         """See :meth:`AutomodelStrategy.backward`. When the last backward of a window returns, ``.grad`` is final."""
-        module = self.module
         windows = self.windows
         sync = self.engine.sync
-        ends = self._ends_window
-        is_padding = self.inputs.is_filler
+        if sync.window is not None:
+            raise RuntimeError(NESTED_BACKWARD)
         is_first_window = windows.last_step is None
         if optimizer is not None and not windows.unfinished:
             self._zero_if_skipped(optimizer)
@@ -144,49 +161,76 @@ class MicroBatches:
         count, divided_by, aux_loss = self._take_count(kwargs)
         token_losses = self.weighting.objective(loss, count, divided_by, aux_loss)
         sums = sums_of(token_losses, count)
-        plugin_loss = self.plugin.pre_backward(loss, module)
+        plugin_loss = self.plugin.pre_backward(loss, self.module)
         # That one trains, the user's is reported.
         if plugin_loss is not loss and windows.scaling.scaler is None:
             token_losses = self.weighting.objective(plugin_loss, count, divided_by, aux_loss)
         if self._num_looks > 0 or is_first_window:
             self._look(loss, count, divided_by, aux_loss)
 
-        # The window's gradients alone stand in `.grad` during the backward: what stood there is set aside.
         window = windows.open(count * divided_by, None if self.ahead is None else self.ahead.totals())
         objective = windows.weigh(window, token_losses, aux_loss)
-        if is_padding:
+        if self.inputs.is_filler:
             objective = objective * 0
-        final = windows.ending_with(window) if ends else []
-        frozen = windows.set_aside(window)
+        else:
+            window.add(sums)
+        # The window's gradients alone stand in `.grad` during the backward: what stood there is set aside.
+        windows.start(window, ends=sync.is_last is not False, is_padding=self.inputs.is_filler)
         try:
-            if not is_padding:
-                window.add(sums)
-            sync.begin(loss, ends, frozen, is_padding)
+            sync.begin(window, loss)
+            if objective.requires_grad:
+                objective.register_hook(self._backward_starts)
             with self._recomputing():
-                self.plugin.backward(objective, module, optimizer, *args, **kwargs)
-            uses = sync.reduce(final, window.trained)
-            sync.keep()
-            if ends:
-                # Now `.grad` of `final` holds the sum of S over ranks, divided by D.
-                totals = windows.sum_over_ranks(window, uses)  # N, among them
-                denominator = windows.denominator(window, totals)
-                rescale_clip.divide_(final, denominator, windows.divisor, window.scale)
+                self.plugin.backward(objective, self.module, optimizer, *args, **kwargs)
+            if not window.reached:
+                raise RuntimeError(NO_BACKWARD)
+            if sync.window is not None:
+                self._finish()  # the module's own `backward` has run that of another loss
         except BaseException as error:
             windows.abandon(error)
             checks.raise_explanation(error)
             raise
-        windows.put_back(final)
-        if ends:
-            report = windows.close(window, totals)
-            if is_first_window:
-                self.advice.about_first_window(report)
-        if is_padding and module.automatic_optimization:
+
+        if is_first_window and windows.last_step is not None:
+            self.advice.about_first_window(windows.last_step)
+        if window.is_padding and self.module.automatic_optimization:
             self.inputs.end_padding()
         try:
-            return self.plugin.post_backward(loss, module)  # the hooks, which find shards
+            return self.plugin.post_backward(loss, self.module)  # the hooks, which find shards
         finally:
-            if not module.automatic_optimization:
+            if not self.module.automatic_optimization:
                 sync.start_step()  # which goes on
+
+    def _backward_starts(self, _: Tensor) -> None:
+        """Hook of what is backpropagated, which autograd calls first of all."""
+        if self.engine.sync.window is None:
+            raise RuntimeError(SECOND_BACKWARD)
+        torch_internals.when_backward_ends(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        """Callback of autograd: what has run may be ``torch.autograd.grad``, which leaves no gradients."""
+        window = self.engine.sync.window
+        if window is not None and window.reached:
+            self._finish()
+
+    def _finish(self) -> None:
+        """End the backward: if it ends its window, ``.grad`` is then final. Else it is what it was before."""
+        windows = self.windows
+        sync = self.engine.sync
+        window = sync.window
+        assert window is not None
+        if not window.is_padding:
+            window.used |= window.reached
+        sync.reduce(window)
+        sync.keep(window)
+        if window.ends:
+            # Now `.grad` of `window.final` holds the sum of S over ranks, divided by D.
+            totals = windows.sum_over_ranks(window)  # N, among them
+            denominator = windows.denominator(window, totals)
+            rescale_clip.divide_(window.final, denominator, windows.divisor, window.scale)
+        windows.put_back(window)
+        if window.ends:
+            windows.close(window, totals)
 
     def _look(self, loss: Tensor, count: Count, divided_by: int, aux_loss: Tensor | None) -> None:
         """Give advice on one of the first micro-batches of a run, for which the device may be read."""

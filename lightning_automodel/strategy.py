@@ -45,11 +45,10 @@ from lightning_automodel.distributed.first_rank import FirstRankPerNode
 from lightning_automodel.distributed.mesh import Placement, RunMesh, adopt_mesh, build_mesh, resolve_sizes
 from lightning_automodel.failure import stop_iteration
 from lightning_automodel.failure.supervisor import Supervisor, check_processes
-from lightning_automodel.gradients.learning_rates import share_metrics
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.gradients.windows import unwrap
 from lightning_automodel.internals import lightning as lightning_internals
-from lightning_automodel.internals.patching import Left, PatchStack, leave
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.launch.launchers import make_launcher
 from lightning_automodel.options import StrategyOptions, from_keywords
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
@@ -121,11 +120,11 @@ class AutomodelStrategy(ParallelStrategy):
         prefetch: How many FSDP units ahead all-gathers start, in the forward and in the backward; each takes
             the memory of one more gathered unit. 0: what FSDP2 does by itself. ``"auto"``: 1 on a CPU,
             elsewhere 0.
-        optimizer_step: How optimizers see sharded parameters. ``"auto"``: on shards where a trial on small
-            tensors says that it makes no difference to the optimizer, else whole: each parameter on one
-            rank, its owner, which gets its gradient and weights and sends the new weights back. An optimizer
-            for which neither is right raises. ``"shards"`` and ``"whole"`` choose. A group of parameters may
-            have a key ``"optimizer_step"`` of its own.
+        optimizer_step: Where sharded parameters are stepped. ``"shards"``: on every rank's shards, where every
+            optimizer is right. ``"whole"``: each parameter on one rank, its owner, which gets its gradient and
+            weights and sends the new weights back; for optimizers that step each parameter by itself. ``"auto"``:
+            whole for optimizers that are known to work on whole matrices (Muon, Shampoo, SOAP), else on shards.
+            A group of parameters may have a key ``"optimizer_step"`` of its own.
         track_grad_norm: Compute ``last_step.grad_norm`` even if nothing else needs it.
         error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not
             finite. Reads one number on the host each step.
@@ -349,7 +348,6 @@ class AutomodelStrategy(ParallelStrategy):
         collectives.host_group(timeout)
         self._mesh = self._make_mesh(timeout)
         lightning_internals.set_device_mesh(self._module, self._mesh.mesh)
-        leave(Left.DEVICE_MESH)
 
     def _make_mesh(self, timeout: timedelta) -> RunMesh:
         options = self._options
@@ -437,15 +435,10 @@ class AutomodelStrategy(ParallelStrategy):
         self._advice.say_once(summary(self.describe()), say=rank_zero_info)
 
     def _patch_trainer(self, trainer: "pl.Trainer") -> None:
-        """Let all ranks decide alike where Lightning lets each decide by its own signals, clock and metrics."""
+        """Let all ranks decide alike where Lightning lets each decide by its own signals and clock."""
         if self.world_size > 1:
             lightning_internals.patch_signals(trainer, self._supervisor.ask_to_requeue, self._patches)
             lightning_internals.patch_validation_clock(trainer, self._as_on_rank_0, self._patches)
-            group = collectives.host_group(self._options.parsed_timeout)
-            share_metrics(self._schedulers, group, self._advice.say_once, self._patches)
-
-    def _schedulers(self) -> list[Any]:
-        return [config.scheduler for config in self.lr_scheduler_configs]
 
     def _prepare_checkpoints(self, trainer: "pl.Trainer") -> None:
         """Decide on the form of checkpoints, and watch the callbacks that save them."""

@@ -26,13 +26,13 @@ from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
 from lightning_automodel.expert_parallel.spread import check_spread
 from lightning_automodel.failure import stop_iteration
 from lightning_automodel.gradients.grad_scaling import LossScaling
+from lightning_automodel.gradients.learning_rates import check_learning_rates
 from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
-from lightning_automodel.gradients.step_choice import StepChoices
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
 from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.gradients.windows import GradientWindows, mixing_shards, optimizer_parameters
 from lightning_automodel.internals.lightning import draws_its_batches
-from lightning_automodel.internals.patching import PatchStack, what_is_left
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.micro_batch import MicroBatches
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import checks, finetuning, meta_init, precision, tensor_parallel, units
@@ -150,14 +150,8 @@ class TrainingRun:
         scaling = LossScaling(scaler, in_float16, mesh, self.device, options.is_sharded, self.patches)
         parameters = list(module.parameters())
         self.windows = GradientWindows(self.engine.sync, weighting, scaling, self._placement, parameters)
-        choices = StepChoices(options.optimizer_step, self.device, host_group, self.advice.say_once)
-        self.steps = OptimizerSteps(
-            self.windows,
-            options.track_grad_norm,
-            options.error_if_nonfinite,
-            choices,
-            WholeSteps(self.device),
-        )
+        whole = WholeSteps(self.device, options.optimizer_step)
+        self.steps = OptimizerSteps(self.windows, options, whole, self.advice.say_once)
         self.patches.callback(self.steps.close)
         if fitting and options.count_window_ahead:
             ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, weighting.count_on_host)
@@ -240,7 +234,8 @@ class TrainingRun:
         self._changed.check(optimizers)
         checks.check_optimizers(self.module, optimizers, self._mesh.sizes.divisor)
         checks.check_order(self.module, optimizers, self._placement.host_group)
-        self.steps.choose(optimizers)
+        for optimizer in optimizers:
+            self.steps.whole.take(optimizer)
         self.watch_module()
 
     def check_parameters(self) -> None:
@@ -321,7 +316,8 @@ class TrainingRun:
         self.engine.start_evaluation_loop()
 
     def check_replicas(self) -> None:
-        """Raise RuntimeError, on every rank, if copies of a parameter have drifted apart. A collective."""
+        """Raise RuntimeError, on every rank, if learning rates or copies of a parameter differ. A collective."""
+        check_learning_rates(self.windows.optimizers, self._placement.host_group)
         if self._options.ddp_comm_hook is not None:
             return  # which may leave gradients as each rank has them, and average weights now and then
         ignored = getattr(self.model, "parameters_to_ignore", ())  # of DistributedDataParallel
@@ -399,8 +395,7 @@ class TrainingRun:
             "tensors_created_without_values": len(self._without_values),
             "activation_checkpointing": self._checkpointed,
             "compiled": self._compiled,
-            "optimizer_step": self.steps.describe(),
-            "left_replaced": what_is_left(),
+            "optimizer_step": self.steps.whole.describe(),
             **self.engine.describe(),
         }
 

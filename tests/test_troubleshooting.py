@@ -60,13 +60,6 @@ NOT_MESSAGES = {
     "auto: an estimated … MiB … what … of the free memory of the rank with least leaves beside its optimizer"
     " state (… MiB)": "in describe()",
     "one rank reduces nothing": "in describe()",
-    "it asks other ranks for their shards": "in describe()",
-    "… % of the largest change of a …": "a part of a message",
-    "no parameter of it is sharded": "in describe()",
-    "it could not be tried": "in describe()",
-    "it treats each element alone": "in describe()",
-    "its sums over all parameters are right on shards": "in describe()",
-    "found on another rank": "a part of a message",
     "ranks that parameters are sharded over": "a part of a message",
     "Slicing a flattened dim": "torch's own warning, which is filtered",
     "got mixed torch.Tensor and DTensor": "torch's own message, which ours explains",

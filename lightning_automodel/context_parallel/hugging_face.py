@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_automodel.context_parallel import attention
-from lightning_automodel.internals.patching import Left, PatchStack, leave
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import not_compiled
 from lightning_automodel.sharding.units import outermost
 
@@ -31,7 +31,6 @@ def let_models_attend_across(module: nn.Module, patches: PatchStack) -> int:
 
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _make_mask)
-    leave(Left.ATTENTION)
     for model in models:
         patches.callback(model.register_forward_pre_hook(_check_inputs, with_kwargs=True).remove)
         patches.callback(model.set_attn_implementation, model.config._attn_implementation)

@@ -1,7 +1,8 @@
 """Collectives outside the training step: barriers, object broadcasts, reductions."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -88,6 +89,33 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
         values = values * dist.get_world_size(group)
         dist.all_gather_object(values, value, group)
     return values
+
+
+class _Gathers:
+    """What user code gathers from shards: how often so far, and what at the moment."""
+
+    count = 0
+    current: str | None = None
+
+
+@contextmanager
+def gathering(name: str, function: str) -> Iterator[None]:
+    """Context of a gather of a sharded tensor by user code, which every rank of its mesh must reach."""
+    _Gathers.count += 1
+    before = _Gathers.current
+    _Gathers.current = f"{name} for {function}"
+    yield
+    _Gathers.current = before  # not after an exception: what could not be gathered is told
+
+
+def current_gather() -> str | None:
+    """What user code gathers at the moment, in words; None if nothing. Any thread may ask."""
+    return _Gathers.current
+
+
+def gathers_so_far() -> int:
+    """How many times user code has computed on whole tensors that it took from shards, in this process."""
+    return _Gathers.count
 
 
 def differences(own: dict[Any, str], group: dist.ProcessGroup) -> dict[int, tuple[Any, str, str]]:

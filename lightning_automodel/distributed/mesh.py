@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed import process_group
@@ -214,34 +214,42 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
         if sizes.context > 1:
             dimensions[CONTEXT] = sizes.context
         dimensions[TENSOR] = sizes.tensor
-        with process_groups.shared_groups(_groups_by_ranks()):
-            mesh = init_device_mesh(
-                device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions)
-            )
-            kept[device_type, sizes] = view_mesh(mesh, sizes, (REPLICATE, SHARD), TENSOR)
+        views = view_mesh(_make_mesh(device_type, dimensions), sizes, (REPLICATE, SHARD), TENSOR)
+        with process_groups.unbound():
+            # For user code that names it so, as under ModelParallelStrategy. Where torch makes a second group
+            # of the same ranks, that connects to nothing before it is used.
+            process_groups.flatten_mesh(views.data_parallel, DATA)
+        kept[device_type, sizes] = views
     built: RunMesh = kept[device_type, sizes]
     for group in built.all_groups() - {dist.group.WORLD}:
         group.set_timeout(timeout)
+        kept_groups().setdefault(tuple(dist.get_process_group_ranks(group)), group)
     return built
 
 
-def _groups_by_ranks() -> dict[tuple[int, ...], Any]:
-    """The groups that this package's meshes have made over the default group, and itself, by their ranks."""
-    everyone = tuple(range(dist.get_world_size()))
-    groups: dict[tuple[int, ...], Any] = process_group.kept_with_world().setdefault("groups", {})
-    groups.setdefault(everyone, dist.group.WORLD)
-    return groups
+def kept_groups() -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """This rank's groups that this package's meshes use, by their ranks; they last as long as the default group."""
+    kept: dict[tuple[int, ...], dist.ProcessGroup] = process_group.kept_with_world().setdefault("groups", {})
+    return kept
 
 
-def _groups_of(mesh: DeviceMesh) -> dict[tuple[int, ...], Any]:
-    """The groups of a mesh that the caller built, by their ranks, and None for those that this rank is not in."""
-    groups: dict[tuple[int, ...], Any] = {}
-    for axis, size in enumerate(mesh.shape):
-        everywhere = mesh.mesh.movedim(axis, -1).reshape(-1, size)
-        own = mesh.get_group(axis)
-        for ranks in map(tuple, everywhere.tolist()):
-            groups.setdefault(ranks, own if dist.get_rank() in ranks else dist.GroupMember.NON_GROUP_MEMBER)
-    return groups
+def _make_mesh(device_type: str, dimensions: Mapping[str, int]) -> DeviceMesh:
+    """A mesh of the world whose dimensions share the groups of equal ranks. A collective over the world.
+
+    ``init_device_mesh`` makes a group for each dimension, which costs a communicator.
+    """
+    ranks = torch.arange(dist.get_world_size()).view(*dimensions.values())
+    groups = kept_groups()
+    assert dist.group.WORLD is not None
+    groups.setdefault(tuple(range(dist.get_world_size())), dist.group.WORLD)
+    along = []
+    for axis, size in enumerate(ranks.shape):
+        partition = ranks.movedim(axis, -1).reshape(-1, size).tolist()
+        own = next(tuple(part) for part in partition if dist.get_rank() in part)
+        if own not in groups:
+            groups[own] = process_groups.make_group(partition)
+        along.append(groups[own])
+    return DeviceMesh.from_group(along, device_type, ranks, mesh_dim_names=tuple(dimensions))
 
 
 def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor: str | None) -> RunMesh:
@@ -260,6 +268,12 @@ def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor:
             warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
             return mesh[names]
 
+    def flatten(name: str, *names: str) -> DeviceMesh:
+        larger = [dimension for dimension in names if view(dimension).size() > 1]
+        if len(larger) == 1:
+            return view(*larger)  # which has a group of these ranks
+        return process_groups.flatten_mesh(view(*names), name)
+
     unflattened = data
     if sizes.expert > 1:
         process_groups.flatten_mesh(view(EXPERT_SHARD, EXPERT), SHARD)
@@ -267,23 +281,21 @@ def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor:
     data_parallel = tokens = fsdp = view(*data)
     context_parallel = view(CONTEXT) if sizes.context > 1 else None
     if len(data) == 2:
-        data_parallel = tokens = process_groups.flatten_mesh(fsdp, DATA)
+        data_parallel = tokens = flatten(DATA, *data)
         fsdp = fsdp if sizes.replicate > 1 else view(data[-1])
     if context_parallel is not None:
-        tokens = fsdp = process_groups.flatten_mesh(view(*unflattened, CONTEXT), TOKENS)
+        tokens = fsdp = flatten(TOKENS, *unflattened, CONTEXT)
         if sizes.replicate > 1:
-            process_groups.flatten_mesh(view(*unflattened[1:], CONTEXT), SHARD_CONTEXT)
-            fsdp = view(data[0], SHARD_CONTEXT)
+            shards = flatten(SHARD_CONTEXT, *unflattened[1:], CONTEXT)
+            fsdp = view(data[0], *shards.mesh_dim_names or ())
     tensor_parallel = None if tensor is None else view(tensor)
     expert_fsdp = None
     if sizes.expert > 1:
-        shards = [EXPERT_SHARD]
+        expert_fsdp = view(EXPERT_SHARD)
         if context_parallel is not None:
-            shards = [EXPERT_SHARD_CONTEXT]
-            process_groups.flatten_mesh(view(EXPERT_SHARD, CONTEXT), EXPERT_SHARD_CONTEXT)
+            expert_fsdp = flatten(EXPERT_SHARD_CONTEXT, EXPERT_SHARD, CONTEXT)
         if sizes.replicate > 1:
-            shards.insert(0, REPLICATE)
-        expert_fsdp = view(*shards)
+            expert_fsdp = view(REPLICATE, *expert_fsdp.mesh_dim_names or ())
     return RunMesh(mesh, sizes, data_parallel, tokens, fsdp, tensor_parallel, context_parallel, expert_fsdp)
 
 
@@ -334,8 +346,7 @@ def adopt_mesh(
                 f"{keyword}={value} contradicts device_mesh, where it is {actual[keyword]}: leave it out."
             )
     data = tuple(name for role, name in names.items() if role != TENSOR)
-    with process_groups.shared_groups(_groups_of(mesh)):
-        return view_mesh(mesh, sizes, data, names.get(TENSOR))
+    return view_mesh(mesh, sizes, data, names.get(TENSOR))
 
 
 def _names_by_role(mesh: DeviceMesh, data_parallel: str) -> dict[str, str]:

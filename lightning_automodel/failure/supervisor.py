@@ -43,7 +43,6 @@ from lightning_automodel.failure.coordinated_stop import REQUEUE
 from lightning_automodel.failure.position import main_thread_position
 from lightning_automodel.failure.watchdog import Watchdog
 from lightning_automodel.internals import lightning as lightning_internals
-from lightning_automodel.internals.patching import Left, leave
 
 log = logging.getLogger(__name__)
 
@@ -210,7 +209,6 @@ class Supervisor:
             # refuse.
             with contextlib.suppress(Exception):
                 faulthandler.enable()
-                leave(Left.FAULTHANDLER)
         self._watchdog = Watchdog(
             timeout, where, self._patch_sigterm(), _find_ended, heartbeat_timeout, have_just_joined
         )

@@ -1,105 +1,140 @@
 """What the algebra asks of an engine: the interface of gradient synchronisation, which communicates nothing."""
 
-from collections.abc import Container, Iterable, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_automodel.gradients import rescale_clip
+from lightning_automodel.gradients.token_loss import WindowTotals
 from lightning_automodel.internals import torch as torch_internals
 
+PLAIN_BACKWARD = (
+    "A plain loss.backward() in the middle of an accumulation window, whose gradients it would join. For the"
+    " gradient of inputs or activations, call torch.autograd.grad(loss, inputs), which leaves nothing"
+    " behind. For a loss that trains, call self.manual_backward(loss), or end the window first, by a"
+    " manual_backward outside of `optimizer.toggle_model(sync_grad=False)`; under automatic optimization,"
+    " return the sum of the losses."
+)
+"""Why a backward that is not the strategy's is refused while a window is open."""
 
-class Uses(NamedTuple):
-    """What a rank has used in the forwards and backwards of a window."""
 
-    order: int  # of its FSDP units: a number below 2**20, the same on all ranks if their units and order are
-    # Whether it has used them, of the parameters that get a zero gradient if no rank has; the same keys on
-    # all ranks.
-    by_parameter: dict[nn.Parameter, bool]
+@dataclass(eq=False)
+class Window:
+    """One accumulation window, and what its backward that runs, or ran last, is.
 
+    What is the same on all ranks is marked so. Each backward sets ``ends``, ``is_padding``, ``final`` and
+    ``frozen``, and empties ``reached``.
+    """
 
-NO_USES = Uses(0, {})
+    key: Optimizer | None  # the toggled optimizer; None without toggling
+    optimizers: list[Optimizer]
+    scale: Tensor | None  # [] what its losses are multiplied by before backward; None if by nothing
+    sums: Tensor  # [3] over its micro-batches on this rank, see `sums_of`
+    num_micro_batches: int = 0  # on this rank, without padding batches
+    # If it was counted ahead: losses are divided by these, so that gradients are final at once.
+    ahead: WindowTotals | None = None
+    trained: set[nn.Parameter] = field(default_factory=set)  # in any of its backwards; on all ranks
+    used: set[nn.Parameter] = field(default_factory=set)  # those of them that this rank's losses depend on
+    # Of this rank's FSDP units that its forwards have used: a number below 2**20.
+    order: int = 0
+    ends: bool = False  # with this backward; on all ranks
+    is_padding: bool = False  # in which no parameter counts as used
+    # Whose gradients are final when the window ends; on all ranks, in one order.
+    final: list[nn.Parameter] = field(default_factory=list)
+    # That earlier backwards of the open windows have trained, and this one does not; on all ranks.
+    frozen: set[nn.Parameter] = field(default_factory=set)
+    reached: set[nn.Parameter] = field(default_factory=set)  # by gradients of this backward
+    # Which get a zero gradient if no rank has used them, where one process has none; on all ranks, in one
+    # order.
+    zero_filled: list[nn.Parameter] = field(default_factory=list)
+
+    def add(self, sums: Tensor) -> None:
+        """Add the [3] sums of a micro-batch; see :func:`sums_of`."""
+        self.sums += sums.to(self.sums.device)
+        self.num_micro_batches += 1
+
+    @property
+    def owned(self) -> set[nn.Parameter]:
+        """The parameters of its optimizers. No other open window may hold any of them."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return {parameter for group in groups for parameter in group["params"]}
 
 
 class GradSync:
     """What each micro-batch communicates, and gradients outside of ``.grad``. As it is, it communicates nothing.
 
-    FSDP2 and DDP give a zero gradient to some parameters that no rank has used, where one process has none.
-    So what a window has really used is tracked. ``reuses_gradients``: whether a backward may overwrite a
-    tensor in ``.grad``.
+    Attributes:
+        reuses_gradients: Whether a backward may overwrite a tensor in ``.grad``.
+        window: Whose backward runs, from before :meth:`begin` until its gradients stand in ``.grad``; None
+            outside of the strategy's backwards.
+        is_accumulating: Whether the newest backward has left its window open.
+        is_last: Whether the window ends with the running micro-batch; None outside of
+            :meth:`micro_batch`, where every backward ends its window.
     """
 
     reuses_gradients = False
 
     def __init__(self) -> None:
+        self.window: Window | None = None
+        self.is_accumulating = False
+        self.is_last: bool | None = None
         self._hooks: list[RemovableHandle] = []
-        self._tracked: set[nn.Parameter] = set()
-        self._used: set[nn.Parameter] = set()
-        self._is_padding = False
-        self._ends_window = False  # the backward that runs, or ran last
+        # With the nodes of autograd that accumulate their gradients, which lose their hooks if nobody keeps them.
+        self._tracked: dict[nn.Parameter, Node] = {}
 
     def track(self, parameter: nn.Parameter, leaf: nn.Parameter) -> None:
-        """Note whether backwards use ``parameter``, whose gradient autograd accumulates in ``leaf``."""
+        """Note which backwards reach ``parameter``, whose gradient autograd accumulates in ``leaf``."""
         if parameter.requires_grad and parameter not in self._tracked:
-            self._tracked.add(parameter)
-            hook = partial(self._gradient_accumulated, parameter)
-            self._hooks.append(leaf.register_post_accumulate_grad_hook(hook))
+            # Not a hook of the parameter, among which users' are looked for.
+            accumulation = get_gradient_edge(leaf).node
+            self._tracked[parameter] = accumulation
+            self._hooks.append(accumulation.register_prehook(partial(self._note_gradient, parameter)))
 
-    def _gradient_accumulated(self, parameter: nn.Parameter, _: Tensor) -> None:
-        """Hook of autograd: note that a backward has used ``parameter``."""
-        if not self._is_padding:
-            self._used.add(parameter)
+    def _note_gradient(self, parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]) -> None:
+        """Hook of autograd, before it accumulates: note it, or refuse a backward that would join a window."""
+        if gradients[0] is None:
+            return
+        if self.window is not None:
+            self.window.reached.add(parameter)
+        elif self.is_accumulating or self.is_last is False:
+            raise RuntimeError(PLAIN_BACKWARD)
 
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Generator[None, None, None]:
         """Context for the forward and backward of one micro-batch; ``is_last``: its window ends with it."""
-        return nullcontext()
+        before = self.is_last
+        self.is_last = is_last
+        try:
+            yield
+        finally:
+            self.is_last = before
 
     # --- The steps of one backward, in the order of `MicroBatches.backward` -------------------------------------------
 
-    def begin(
-        self, loss: Tensor, ends: bool, frozen: Set[nn.Parameter] = frozenset(), is_padding: bool = False
-    ) -> None:
-        """The backward of ``loss`` comes next, which ``ends`` its window, or not; the same on all ranks.
+    def begin(self, window: Window, loss: Tensor) -> None:
+        """The backward of ``loss`` comes next, one of ``window``. May be a collective over the data-parallel group."""
 
-        ``frozen`` has the parameters that earlier backwards of the open windows have trained and this one
-        does not, the same on all ranks. ``is_padding``: the batch is a padding batch, in which no parameter
-        counts as used. May be a collective over the data-parallel group.
+    def reduce(self, window: Window) -> None:
+        """Reduce what the backward has left. If it ends the window, gradients of ``window.final`` are then complete.
+
+        They are sums of token losses over all ranks, divided by D, as long as nothing is divided by label
+        tokens. Then sets ``window.zero_filled``. Runs within autograd's backward, when all else of it has
+        ended. A collective over the data-parallel group if the window ends.
         """
 
-    def reduce(self, final: list[nn.Parameter], trained: Container[nn.Parameter]) -> Uses:
-        """Reduce what the backward has left. If it ends its window, the gradients of ``final`` are then complete.
-
-        A collective over the data-parallel group. ``trained`` has what any backward of the window has
-        trained. Returns what this rank has used of it; nothing if the window goes on.
-        """
-        return NO_USES
-
-    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Once a window: average what the engine has left of parameters that the window has trained.
-
-        Called by :meth:`reduce`, when the engine's own reductions have ended; gradients are then sums of
-        token losses over all ranks, divided by D, as long as nothing is divided by label tokens. May be a
-        collective.
-        """
-
-    def keep(self) -> None:
+    def keep(self, window: Window) -> None:
         """After the reduction: free what the backward has gathered, or keep it for the next micro-batch."""
-
-    def average(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-        """Average gradients of replicated parameters over ``group``, and note which this rank has. A collective."""
-        self._tracked.update(parameters)
-        self._used.update(parameter for parameter in parameters if parameter.grad is not None)
-        rescale_clip.average_gradients_(parameters, group)
 
     # --- Apart from a backward ----------------------------------------------------------------------------------------
 
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Forget the window, and gradients that are held outside of ``.grad``, for these (or all) parameters."""
-        self._used.difference_update(self._tracked if parameters is None else parameters)
+        """Forget gradients that are held outside of ``.grad``, of these (or all) parameters."""
 
     def showing_shards(self) -> AbstractContextManager[Any]:
         """Context of the user's hooks, where a forward leaves no parameters gathered.

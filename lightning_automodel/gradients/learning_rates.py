@@ -1,42 +1,35 @@
-"""The same learning rates on all ranks, even where a scheduler follows a metric that each rank has logged by itself."""
+"""The same learning rates on all ranks: a scheduler may follow a metric that each rank has logged by itself."""
 
-import functools
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from itertools import zip_longest
 
 import torch.distributed as dist
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_automodel.distributed.collectives import gather_objects
-from lightning_automodel.internals.patching import PatchStack
 
 
-def share_metrics(
-    schedulers: Callable[[], Iterable[Any]],
-    group: dist.ProcessGroup,
-    say_once: Callable[[str], None],
-    patches: PatchStack,
-) -> None:
-    """Let each ``ReduceLROnPlateau`` among ``schedulers`` follow the mean of its metric over the ranks.
+def check_learning_rates(optimizers: Iterable[Optimizer], group: dist.ProcessGroup) -> None:
+    """Raise RuntimeError, on every rank, if ranks step with other learning rates or other fractions of their options.
 
-    That is what ``sync_dist=True`` logs. Without it, each rank would decide by its own metric, and train its
-    shards, or its copy of the model, with a learning rate of its own. The step of such a scheduler becomes a
-    collective over ``group``, on the host.
+    A collective over ``group``, on the host, with a read of the device where a learning rate is a tensor.
     """
-    # On the class: `state_dict` of a scheduler saves whatever is set on the scheduler.
-    step = ReduceLROnPlateau.step
-
-    @functools.wraps(step)
-    def step_alike(scheduler: ReduceLROnPlateau, metrics: Any, *args: Any, **kwargs: Any) -> None:
-        if any(scheduler is known for known in schedulers()):
-            by_rank = gather_objects(float(metrics), group)
-            if any(value != by_rank[0] for value in by_rank):
-                metrics = sum(by_rank) / len(by_rank)
-                say_once(
-                    f"The metric that {type(scheduler).__name__} monitors differs between ranks"
-                    f" ({min(by_rank):.4g} to {max(by_rank):.4g}), so that it follows the mean,"
-                    f" {metrics:.4g}. Log the metric with sync_dist=True."
+    own = [
+        f"{name}={float(value):.6g} of {type(optimizer).__name__}"
+        for optimizer in optimizers
+        for options in optimizer.param_groups
+        for name, value in options.items()
+        if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
+    ]
+    first, *others = gather_objects(own, group)
+    for other in others:
+        for one, another in zip_longest(first, other):
+            if one != another:
+                raise RuntimeError(
+                    f"Ranks step with different options of their optimizers: {one} on one rank, {another} on"
+                    " another. If a scheduler follows a metric (ReduceLROnPlateau), log the metric with"
+                    " sync_dist=True, so that all ranks decide alike. An optimizer that fits numbers to all of its"
+                    " parameters must not have owners: pass optimizer_step='shards'. Else write the same values on"
+                    " all ranks."
                 )
-        step(scheduler, metrics, *args, **kwargs)
-
-    patches.set(ReduceLROnPlateau, "step", step_alike)

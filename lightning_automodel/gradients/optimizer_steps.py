@@ -1,12 +1,10 @@
 """Between a window and the optimizer's step: watching what users do to gradients, clipping, and measuring norms."""
 
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
@@ -15,18 +13,17 @@ from torch.optim import Optimizer
 
 from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.step_choice import StepChoices
+from lightning_automodel.gradients.grad_sync import PLAIN_BACKWARD
 from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.gradients.windows import (
-    PLAIN_BACKWARD,
     GradientWindows,
     OneOptimizer,
     optimizer_parameters,
     unwrap,
 )
 from lightning_automodel.internals import lightning as lightning_internals
-from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.options import StrategyOptions
 
 _ROUNDING = 1e-4  # of a gradient that each rank computes for itself, by kernels that are not deterministic
 
@@ -39,22 +36,28 @@ class OptimizerSteps:
 
     Every rank must clip in the same order: a norm is a collective on the groups that parameters are sharded
     over. If a rank does not call, the others raise when the group's timeout ends.
+
+    Args:
+        windows: Told of steps and of zeroed gradients.
+        options: Of the strategy.
+        whole: Steps what owners step.
+        say_once: Tells the user.
     """
 
     def __init__(
         self,
         windows: GradientWindows,
-        track_norm: bool,
-        error_if_nonfinite: bool,
-        choices: StepChoices,
+        options: StrategyOptions,
         whole: WholeSteps,
+        say_once: Callable[[str], None],
     ) -> None:
         self._windows = windows
-        self._choices = choices
         self.whole = whole
+        self._gathers_before = 0  # the step that runs
+        self._say_once = say_once
         # Which looks for overflow.
-        self._error_if_nonfinite = error_if_nonfinite and windows.scaling.scaler is None
-        self._measures = track_norm or self._error_if_nonfinite
+        self._error_if_nonfinite = options.error_if_nonfinite and windows.scaling.scaler is None
+        self._measures = options.track_grad_norm or self._error_if_nonfinite
         self._patches = PatchStack()  # of the optimizers, which a callback may replace in mid-run
         self._unsynchronised: set[nn.Parameter] = set()
         self._is_automatic = True
@@ -108,57 +111,19 @@ class OptimizerSteps:
     def watch_plain_backwards(self, patches: PatchStack) -> None:
         """Note gradients of a plain ``loss.backward()``, which the engine (DDP) would not synchronise.
 
-        While a window is open, such a backward raises RuntimeError, as under FSDP2. Hooks on parameters
-        would tell as much, and would run in every backward of the strategy too.
+        While a window is open, such a backward raises RuntimeError, as under FSDP2.
         """
-        run_backward = torch.autograd.backward
+        for parameter in self._windows.parameters:
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(self._gradient_accumulated)
+                patches.callback(hook.remove)
 
-        @functools.wraps(run_backward)
-        def watched(*args: Any, **kwargs: Any) -> None:
-            if self._windows.in_backward:
-                run_backward(*args, **kwargs)
-                return
-            before = self._written_gradients()
-            run_backward(*args, **kwargs)
-            now = self._written_gradients()
-            changed = {parameter for parameter, state in now.items() if before.get(parameter) != state}
-            if changed and self._windows.unfinished:
-                raise RuntimeError(PLAIN_BACKWARD)
-            self._unsynchronised |= changed
-
-        patches.set(torch.autograd, "backward", watched)
-
-    def _written_gradients(self) -> dict[nn.Parameter, tuple[int, int]]:
-        """Which tensor each parameter has in ``.grad``, and how often it has been written."""
-        gradients = {p: p.grad for p in self._windows.parameters if p.grad is not None}
-        counts = torch_internals.versions(gradients.values())
-        return {p: (id(p.grad), count) for p, count in zip(gradients, counts, strict=True)}
-
-    def choose(self, optimizers: list[Optimizer]) -> None:
-        """Decide which of their parameters are stepped whole. A collective over the world.
-
-        Raises ValueError, on every rank, for an optimizer that cannot train sharded parameters.
-        """
-        self._choices.choose(optimizers)
-        for optimizer in optimizers:
-            whole = {
-                index for index, choice in enumerate(self._choices.of.get(optimizer, ())) if choice.is_whole
-            }
-            if whole:
-                self.whole.take(optimizer, whole)
-
-    def describe(self) -> list[dict[str, Any]]:
-        """For each optimizer: how its groups of parameters are stepped, why, and how many elements each rank owns."""
-        return [
-            {
-                "optimizer": type(optimizer).__name__,
-                "groups": [
-                    f"{'whole' if choice.is_whole else 'shards'} ({choice.reason})" for choice in choices
-                ],
-                "elements_by_owner": self.whole.elements_by_owner(optimizer),
-            }
-            for optimizer, choices in self._choices.of.items()
-        ]
+    def _gradient_accumulated(self, parameter: nn.Parameter) -> None:
+        if self._windows.in_backward:
+            return
+        if self._windows.unfinished:
+            raise RuntimeError(PLAIN_BACKWARD)
+        self._unsynchronised.add(parameter)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an optimizer's step gets for its arguments. ``args[0]`` is the optimizer."""
@@ -181,12 +146,19 @@ class OptimizerSteps:
         return (args[0], run_closure, *args[2:]), kwargs
 
     def _begin(self, optimizer: Optimizer) -> None:
-        if len(self._choices.of.get(optimizer, ())) < len(optimizer.param_groups):
-            self.choose([optimizer])
         self._check_gradients_by_hand(optimizer)
         self.whole.begin(optimizer)
+        self._gathers_before = collectives.gathers_so_far()
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        num_gathers = collectives.gathers_so_far() - self._gathers_before
+        if num_gathers > 0:
+            self._say_once(
+                f"{type(optimizer).__name__} looks at whole tensors: a step gathered {num_gathers} of them from"
+                " their shards, each by a collective, and every rank computes the same with them. That is"
+                " right, but slow. If it steps each parameter by itself, pass optimizer_step='whole', by which"
+                " each parameter is stepped by one rank."
+            )
         self.whole.end(optimizer)
         self._windows.stepped(optimizer)
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from lightning_automodel.distributed import process_group
+from lightning_automodel.distributed.mesh import kept_groups
 from lightning_automodel.internals import process_groups
 
 
@@ -110,7 +111,7 @@ def group_of(mesh: DeviceMesh, holders: Holders) -> dist.ProcessGroup:
     kept = process_group.kept_with_world()
     # All parts of an expert lie on the ranks that other parameters are sharded over, which have a group.
     # Torch cannot slice the expert's own mesh where context parallelism lies within a dimension of it.
-    known: dist.ProcessGroup | None = kept.get("groups", {}).get(holders.ranks)
+    known = kept_groups().get(holders.ranks)
     if known is not None:
         return known
     key = ("holders", holders.ranks)

@@ -17,9 +17,6 @@ from lightning_automodel.internals import torch as torch_internals
 
 Parameters = nn.Module | Tensor | Iterable[nn.Parameter]
 
-_foreach_mul_ = torch._foreach_mul_  # as torch has it, while a run counts writes by replacing such functions
-_CHUNK_ELEMENTS = 2**26  # 256 MiB in float32
-
 
 def rescale_gradients(
     model: Parameters,
@@ -88,27 +85,24 @@ def divide_(
 
     ``denominator`` is N; None if the losses were divided by it. Not a collective, no host read.
     """
-    if scale is None:
-        factor = None
-    else:
-        factor = 1 / scale
     if denominator is not None:
-        per_token = gradient_factor(denominator, divisor)
-        if factor is None:
-            factor = per_token
-        else:
-            factor = per_token * factor
-    if factor is not None:
-        scale_gradients_(parameters, factor)
+        factor = gradient_factor(denominator, divisor)
+    elif scale is not None:
+        factor = torch.ones_like(scale)
+    else:
+        return
+    if scale is not None:
+        factor = factor / scale
+    scale_gradients_(parameters, factor)
 
 
 def clip_gradients(model: Parameters, clip_norm: float, foreach: bool = True) -> Tensor:
     """Scale all gradients down together so that their global 2-norm is at most ``clip_norm``.
 
     A collective wherever a parameter is sharded, with a gradient or without: every rank of its mesh must
-    call. It costs one all-reduce of a few numbers for each group of ranks that some parameter is sharded
-    over, whatever the mixture of meshes, replicas, plain tensors and empty shards. Nothing is read on the
-    host.
+    call. It costs one all-reduce of one number for each way in which parameters are sharded, and for
+    each group of ranks in it, whatever the mixture of meshes, replicas, plain tensors and empty shards.
+    Nothing is read on the host.
 
     Args:
         model: Module or parameters whose ``.grad`` is scaled in place.
@@ -174,31 +168,20 @@ def check_finite(norm: Tensor, groups: Iterable[dist.ProcessGroup] = ()) -> None
 def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
     """Global 2-norm of the gradients, wide enough not to overflow. A collective like :func:`clip_gradients`.
 
-    Parameters that are sharded over the same groups share a partial sum. One all-reduce per group then sums
-    all partial sums that are sharded over it.
+    Parameters that are sharded over the same groups share a sum, which is all-reduced over each of them.
     """
-    sharded_alike: dict[tuple[tuple[int, ...], ...], list[nn.Parameter]] = defaultdict(list)
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    sharded_alike: dict[tuple[dist.ProcessGroup, ...], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         _complete_partial_gradient(parameter)
-        sharded_over = _sharding_ranks(parameter)
-        groups = sharded_over | groups
-        sharded_alike[tuple(sharded_over)].append(parameter)
+        sharded_alike[_sharding_groups(parameter)].append(parameter)
     device = _reduction_device(parameters)
-    squares = {ranks: _sum_of_squares(same, device, foreach) for ranks, same in sharded_alike.items()}
-    for ranks, group in groups.items():
-        # Sums that are not sharded over this group should be equal on its ranks: they are averaged, so that
-        # all ranks get the same norm even if one differs.
-        stacked = torch.stack(
-            [part if ranks in key else part / group.size() for key, part in squares.items()]
-        )
-        dist.all_reduce(stacked, group=group)
-        squares = dict(zip(squares, stacked.unbind(), strict=True))
-    return (
-        torch.stack([*squares.values(), torch.zeros((), dtype=wide_dtype(device), device=device)])
-        .sum()
-        .sqrt()
-    )
+    total = torch.zeros((), dtype=wide_dtype(device), device=device)
+    for groups, same in sharded_alike.items():
+        squares = _sum_of_squares(same, device, foreach)
+        for group in groups:
+            dist.all_reduce(squares, group=group)
+        total += squares
+    return total.sqrt()
 
 
 @torch.no_grad()
@@ -206,50 +189,16 @@ def scale_gradients_(parameters: list[nn.Parameter], factor: Tensor, foreach: bo
     """Multiply every gradient by ``factor`` [] in place, shard by shard. Not a collective, no host read.
 
     The factor is rounded to the dtype of the gradients, or to float32 for half precision, and then each
-    product to the dtype of the gradients. Torch rounds the same way if it is given a wider factor, but
-    launches a kernel for each gradient.
+    product to the dtype of the gradients.
     """
     for grads in _local_gradients(parameters):
-        dtype = grads[0].dtype
-        is_half = dtype in (torch.float16, torch.bfloat16)
-        local_factor = factor.to(grads[0].device, torch.float32 if is_half else dtype)
-        if not foreach or grads[0].is_sparse:
-            for grad in grads:
-                if is_half:
-                    grad.copy_(grad.float() * local_factor)
-                else:
-                    grad.mul_(local_factor)
-        elif is_half:
-            _scale_half_(grads, local_factor)
-        else:
-            _foreach_mul_(grads, local_factor)
-
-
-def _scale_half_(grads: list[Tensor], factor: Tensor) -> None:
-    """Multiply half-precision gradients by a float32 ``factor`` [] in place, rounding once: by way of float32.
-
-    A kernel that multiplies half-precision tensors by a tensor [] rounds the factor too. Those of gradient
-    scalers do not, but know no bfloat16 on CUDA.
-    """
-    for chunk in _chunks(grads):
-        wide = [torch.empty_like(grad, dtype=torch.float32) for grad in chunk]
-        torch._foreach_copy_(wide, chunk)
-        _foreach_mul_(wide, factor)
-        torch._foreach_copy_(chunk, wide)
-
-
-def _chunks(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
-    """The tensors in their order, in lists of at most ``_CHUNK_ELEMENTS`` elements or of one tensor."""
-    chunk: list[Tensor] = []
-    num_elements = 0
-    for tensor in tensors:
-        if chunk and num_elements + tensor.numel() > _CHUNK_ELEMENTS:
-            yield chunk
-            chunk = []
-            num_elements = 0
-        chunk.append(tensor)
-        num_elements += tensor.numel()
-    yield chunk
+        dtype = torch.promote_types(grads[0].dtype, torch.float32)
+        local_factor = factor.to(grads[0].device, dtype)
+        if foreach and dtype == grads[0].dtype and not grads[0].is_sparse:
+            torch._foreach_mul_(grads, local_factor)
+            continue
+        for grad in grads:
+            grad.copy_(grad.to(dtype) * local_factor)
 
 
 @torch.no_grad()
@@ -266,23 +215,17 @@ def average_gradients_(parameters: list[nn.Parameter], group: dist.ProcessGroup)
     for dtype, same_dtype in by_dtype.items():
         sizes = [parameter.numel() for parameter in same_dtype]
         flat = torch.zeros(sum(sizes), dtype=dtype, device=same_dtype[0].device)
-        parts = [
-            part.view_as(parameter) for part, parameter in zip(flat.split(sizes), same_dtype, strict=True)
-        ]
-        grads = [parameter.grad for parameter in same_dtype]
-        used = [(part, grad) for part, grad in zip(parts, grads, strict=True) if grad is not None]
-        _copy_each_([part for part, _ in used], [grad for _, grad in used])
+        for parameter, part in zip(same_dtype, flat.split(sizes), strict=True):
+            if parameter.grad is not None:
+                part.copy_(parameter.grad.reshape(-1))
         dist.all_reduce(flat, group=group)
         flat /= group.size()
-        _copy_each_([grad for _, grad in used], [part for part, _ in used])
-        for parameter, average in zip(same_dtype, parts, strict=True):
+        for parameter, part in zip(same_dtype, flat.split(sizes), strict=True):
+            average = part.view_as(parameter)
             if parameter.grad is None:
                 parameter.grad = average.to(parameter.dtype, copy=True)
-
-
-def _copy_each_(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)
+            else:
+                parameter.grad.copy_(average)
 
 
 def list_parameters(model: Parameters) -> list[nn.Parameter]:
@@ -308,19 +251,18 @@ def _complete_partial_gradient(parameter: nn.Parameter) -> None:
         )
 
 
-def _sharding_ranks(parameter: nn.Parameter) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Groups that the parameter is sharded over, keyed by their ranks; empty for replicated and plain parameters."""
+def _sharding_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
+    """Groups that the parameter is sharded over; none for replicated and plain parameters."""
     laid_out = parameter.grad if isinstance(parameter.grad, DTensor) else parameter
     if not isinstance(laid_out, DTensor):
-        return {}
+        return ()
     mesh = laid_out.device_mesh
     # By exclusion: in torch 2.13 a shard of what tensor parallelism has sharded is not a ``Shard``.
-    groups = [
+    return tuple(
         mesh.get_group(axis)
         for axis, placement in enumerate(laid_out.placements)
         if not (placement.is_replicate() or placement.is_partial()) and mesh.size(axis) > 1
-    ]
-    return {tuple(dist.get_process_group_ranks(group)): group for group in groups}
+    )
 
 
 def _reduction_device(parameters: list[nn.Parameter]) -> torch.device:
@@ -353,11 +295,11 @@ def _sum_of_squares(parameters: list[nn.Parameter], device: torch.device, foreac
             own = list(torch._foreach_norm(grads, 2, dtype=dtype))
         else:
             own = [torch.linalg.vector_norm(grad, 2, dtype=dtype) for grad in grads]
-        norms.append(_moved(torch.stack(own).to(wide), device))
+        norms.append(moved(torch.stack(own).to(wide), device))
     return torch.cat(norms).square().sum()
 
 
-def _moved(numbers: Tensor, device: torch.device) -> Tensor:
+def moved(numbers: Tensor, device: torch.device) -> Tensor:
     """``numbers`` on ``device``. From the host they go by way of pinned memory, so that it need not wait."""
     if numbers.device.type == "cpu" and device.type != "cpu":
         return numbers.pin_memory().to(device, non_blocking=True)

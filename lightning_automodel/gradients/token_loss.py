@@ -217,7 +217,7 @@ class TokenWeighting:
             )
         count = self.count(batch, output, step)
         sums = sums_of(self.objective(loss.detach(), count), count)
-        return torch.stack([sums[1], sums[self.denominator_index]])
+        return torch.stack([sums[1], sums[0]])
 
     @property
     def unit(self) -> str:
@@ -228,21 +228,17 @@ class TokenWeighting:
             return "sample"
         return "label token"
 
-    @property
-    def denominator_index(self) -> int:
-        """Where the [3] totals of :func:`sums_of` have the denominator of the sum of losses."""
-        if self.per_token_loss:
-            return 0
-        return 2
-
     def report(self, totals: Tensor) -> StepReport:
-        """Report on a window from its [3] totals of :func:`sums_of`, over all ranks."""
+        """Report on a window from its [3] totals of :func:`sums_of`, over all ranks.
+
+        Each micro-batch counts as 1 where label tokens are not counted: the first total is N either way.
+        """
         if self.per_token_loss:
             num_label_tokens = totals[0]
         else:
             num_label_tokens = torch.zeros_like(totals[0])
         return StepReport(
-            loss=totals[1] / totals[self.denominator_index],
+            loss=totals[1] / totals[0],
             num_label_tokens=num_label_tokens,
             num_micro_batches=totals[2].long(),
             grad_norm=None,

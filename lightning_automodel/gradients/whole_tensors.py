@@ -1,18 +1,19 @@
 """Optimizer steps on whole tensors: each sharded parameter has an owner, which steps the whole of it.
 
-Between steps an optimizer has the sharded parameters. During its arithmetic those that are stepped whole are
-replaced by stand-ins, each on its owner alone:
+On shards every optimizer is right, but what needs whole matrices is gathered to every rank, which computes all
+of it. Owners do that work once. Between steps an optimizer has the sharded parameters. During its arithmetic
+those that are stepped whole are replaced by stand-ins, each on its owner alone:
 
     to the owners    gradients, which are final, and weights
     step             the optimizer sees whole tensors, and its state is the owner's
     to the holders   the new weights
 
 The step is the same function of the same gradients as in one process, for an optimizer that steps each
-parameter by itself. :mod:`.optimizer_trial` finds out which do.
+parameter by itself.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -76,10 +77,78 @@ def sharding_of(parameter: Tensor) -> tuple[Any, Any]:
 
 
 def is_split(parameter: Tensor) -> bool:
-    """Whether a parameter is sharded, be it over one rank: optimizers that make plain tensors refuse that too."""
+    """Whether a parameter is sharded, be it over one rank."""
     return isinstance(parameter, DTensor) and not all(
         placement.is_replicate() for placement in parameter.placements
     )
+
+
+OPTION = "optimizer_step"
+"""The strategy's option, and the key of a group of parameters that has another value."""
+_VALUES = ("auto", "shards", "whole")
+
+_OF_MATRICES = {
+    "torch": ("Muon",),
+    "pytorch_optimizer": (
+        "AdaGO",
+        "AdaMuon",
+        "Alice",
+        "DASH",
+        "Kron",
+        "Muon",
+        "NorMuon",
+        "SCION",
+        "SCIONLight",
+        "SOAP",
+        "SPlus",
+        "ScalableShampoo",
+        "Shampoo",
+    ),
+}
+"""By package: optimizers that treat each parameter by itself, with much work on whole matrices."""
+
+
+def is_stepped_whole(optimizer: Optimizer, group: Mapping[str, Any], option: str) -> bool:
+    """Whether owners step the parameters of one of the groups of ``optimizer``.
+
+    Args:
+        optimizer: Which may wrap others.
+        group: Its own value of :data:`OPTION` counts, if it has one.
+        option: ``"auto"``, ``"shards"`` or ``"whole"``.
+
+    Raises:
+        ValueError: If the group asks for another value.
+    """
+    requested = group.get(OPTION, option)
+    if requested not in _VALUES:
+        raise ValueError(
+            f"A group of {type(optimizer).__name__} has {OPTION}={requested!r}; valid are"
+            f" {', '.join(map(repr, _VALUES))}."
+        )
+    if requested == "shards" or not any(map(is_split, group["params"])):
+        return False
+    return requested == "whole" or any(
+        own["params"] is group["params"] and own.get("use_muon", True)
+        for inner in nested_optimizers(optimizer)
+        if _is_of_matrices(type(inner))
+        for own in inner.param_groups
+    )
+
+
+def _is_of_matrices(kind: type) -> bool:
+    return any(
+        base.__name__ in _OF_MATRICES.get(base.__module__.partition(".")[0], ()) for base in kind.__mro__
+    )
+
+
+def nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """``optimizer``, and those that it wraps, be it in lists."""
+    found = [optimizer]
+    for wrapper in found:
+        for value in vars(wrapper).values():
+            inner = value if isinstance(value, (list, tuple)) else [value]
+            found += [member for member in inner if isinstance(member, Optimizer) and member not in found]
+    return found
 
 
 class WholeSteps:
@@ -91,24 +160,28 @@ class WholeSteps:
 
     Args:
         device: On which process groups communicate.
+        option: ``"auto"``, ``"shards"`` or ``"whole"``, for groups that do not say.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, option: str) -> None:
         self._device = device
-        self._groups: dict[Optimizer, set[int]] = {}
+        self._option = option
+        self._chosen: dict[Optimizer, list[bool]] = {}  # by group, whether it is stepped whole
         self._parameters: dict[nn.Parameter, WholeParameter] = {}
         # By mesh and placements: as many entries as ranks each.
         self._holders: dict[tuple[Any, Any], Holders] = {}
         self._exchanges: dict[dist.ProcessGroup, OwnerExchange] = {}
         self._stepping: dict[Optimizer, _Swapped] = {}
 
-    def take(self, optimizer: Optimizer, groups: set[int]) -> None:
-        """Step the parameters in these ``groups`` of an optimizer whole. A collective over the world."""
-        self._groups[optimizer] = groups
-        self._assign_owners(optimizer)
+    def take(self, optimizer: Optimizer) -> None:
+        """Choose how an optimizer's groups are stepped, and the owners of parameters, where that is not known yet.
 
-    def _assign_owners(self, optimizer: Optimizer) -> None:
-        """Give an owner to each parameter that has none. A collective over the world where a group must be made."""
+        A collective over the world where a process group must be made. Raises ValueError for a group with an
+        unknown value of the option.
+        """
+        chosen = self._chosen.setdefault(optimizer, [])
+        for group in optimizer.param_groups[len(chosen) :]:
+            chosen.append(is_stepped_whole(optimizer, group, self._option))
         new = [
             parameter for parameter in self._stepped_whole(optimizer) if parameter not in self._parameters
         ]
@@ -117,15 +190,16 @@ class WholeSteps:
             if sharding not in self._holders:
                 self._holders[sharding] = holders_of(*sharding)
             holders = self._holders[sharding]
-            group = group_of(sharding[0], holders)
-            exchange = self._exchanges.setdefault(group, OwnerExchange(group, self._device))
+            process_group = group_of(sharding[0], holders)
+            exchange = self._exchanges.setdefault(process_group, OwnerExchange(process_group, self._device))
             owner = exchange.choose_owner(parameter.numel())
             self._parameters[parameter] = WholeParameter(parameter, holders, exchange, owner)
 
     def _stepped_whole(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
-        groups = self._groups.get(optimizer, ())
-        for index in groups:
-            yield from filter(is_split, optimizer.param_groups[index]["params"])
+        chosen = self._chosen.get(optimizer, ())
+        for group, is_whole in zip(optimizer.param_groups, chosen, strict=False):
+            if is_whole:
+                yield from filter(is_split, group["params"])
 
     def of(self, optimizer: Optimizer) -> dict[nn.Parameter, bool]:
         """The parameters of an optimizer that are stepped whole, and whether this rank owns them."""
@@ -134,14 +208,15 @@ class WholeSteps:
             for parameter in self._stepped_whole(optimizer)
         }
 
-    def elements_by_owner(self, optimizer: Optimizer) -> list[int]:
-        """How many elements each rank of this rank's group owns; empty if the optimizer steps nothing whole."""
-        counts: list[int] = []
-        for parameter in self._stepped_whole(optimizer):
-            whole = self._parameters[parameter]
-            counts = counts or [0] * whole.exchange.group.size()
-            counts[whole.owner] += parameter.numel()
-        return counts
+    def describe(self) -> list[dict[str, Any]]:
+        """For each optimizer: whether its groups of parameters are stepped as shards or whole."""
+        return [
+            {
+                "optimizer": type(optimizer).__name__,
+                "groups": ["whole" if is_whole else "shards" for is_whole in chosen],
+            }
+            for optimizer, chosen in self._chosen.items()
+        ]
 
     # --- One step -----------------------------------------------------------------------------------------------------
 
@@ -153,27 +228,25 @@ class WholeSteps:
         same parameters. Called again, after an exception, it starts over.
         """
         _free(self._take_back(optimizer))
-        if optimizer not in self._groups:
+        self.take(optimizer)
+        wholes = {parameter: self._parameters[parameter] for parameter in self._stepped_whole(optimizer)}
+        if not wholes:
             return
-        self._assign_owners(optimizer)
-        parameters_of_groups = [
-            self._parameters[parameter] for parameter in dict.fromkeys(self._stepped_whole(optimizer))
-        ]
         optimizers = nested_optimizers(optimizer)
-        for whole in parameters_of_groups:
-            self._take_states(optimizers, whole)
-        stepped = [whole for whole in parameters_of_groups if whole.parameter.grad is not None]
+        for whole in wholes.values():
+            _take_states(optimizers, whole)
+        stepped = [whole for whole in wholes.values() if whole.parameter.grad is not None]
         for exchange, parameters in _by_exchange(stepped).items():
             gradients = [(whole, whole.gradient_shard()) for whole in parameters]
             weights = [(whole, whole.shard) for whole in parameters]
-            wholes = exchange.to_owners(gradients + weights)
+            received = exchange.to_owners(gradients + weights)
             num_parameters = len(parameters)
-            pairs = zip(parameters, wholes[:num_parameters], wholes[num_parameters:], strict=True)
+            pairs = zip(parameters, received[:num_parameters], received[num_parameters:], strict=True)
             for whole, gradient, weight in pairs:
                 if whole.stand_in is not None and weight is not None:
                     whole.stand_in.data = weight
                     whole.stand_in.grad = gradient
-        self._stepping[optimizer] = _Swapped(optimizers, self._groups[optimizer], self._parameters, stepped)
+        self._stepping[optimizer] = _Swapped(optimizers, wholes, stepped)
 
     @torch.no_grad()
     def end(self, optimizer: Optimizer) -> None:
@@ -201,20 +274,21 @@ class WholeSteps:
         swapped.restore()
         return swapped.stepped
 
-    def _take_states(self, optimizers: list[Optimizer], whole: WholeParameter) -> None:
-        """Make the states of a parameter whole on its owner, and drop them elsewhere.
 
-        A state that was made before the first step, or loaded by the user's code, may be sharded: then a
-        collective.
-        """
-        for optimizer in optimizers:
-            state = optimizer.state.get(whole.parameter)
-            if not state:
-                continue
-            if any(isinstance(tensor, DTensor) for tensor in tensors_in(state)):
-                optimizer.state[whole.parameter] = apply_to_collection(dict(state), DTensor, full)
-            if whole.stand_in is None:
-                del optimizer.state[whole.parameter]
+def _take_states(optimizers: list[Optimizer], whole: WholeParameter) -> None:
+    """Make the states of a parameter whole on its owner, and drop them elsewhere.
+
+    A state that was made before the first step, or loaded by the user's code, may be sharded: then a
+    collective.
+    """
+    for optimizer in optimizers:
+        state = optimizer.state.get(whole.parameter)
+        if not state:
+            continue
+        if any(isinstance(tensor, DTensor) for tensor in tensors_in(state)):
+            optimizer.state[whole.parameter] = apply_to_collection(dict(state), DTensor, full)
+        if whole.stand_in is None:
+            del optimizer.state[whole.parameter]
 
 
 class _Swapped:
@@ -227,29 +301,21 @@ class _Swapped:
     def __init__(
         self,
         optimizers: list[Optimizer],
-        groups: set[int],
-        whole_parameters: dict[nn.Parameter, WholeParameter],
+        wholes: dict[nn.Parameter, WholeParameter],
         stepped: list[WholeParameter],
     ) -> None:
         self.stepped = stepped
-        self._lists: list[tuple[list[nn.Parameter], list[nn.Parameter]]] = []
         self._optimizers = optimizers
         lists = {
-            id(optimizer.param_groups[index]["params"]): optimizer.param_groups[index]["params"]
-            for optimizer in self._optimizers
-            for index in groups
-            if index < len(optimizer.param_groups)
+            id(group["params"]): group["params"]
+            for optimizer in optimizers
+            for group in optimizer.param_groups
         }
-        for parameters in lists.values():
-            own = list(parameters)
-            self._lists.append((parameters, own))
-            parameters.clear()
-            for parameter in own:
-                whole = whole_parameters.get(parameter)
-                if whole is None:
-                    parameters.append(parameter)
-                elif parameter.grad is not None and whole.stand_in is not None:
-                    parameters.append(whole.stand_in)
+        self._lists = [(parameters, list(parameters)) for parameters in lists.values()]
+        stand_ins = {whole.parameter: whole.stand_in for whole in stepped}
+        for parameters, own in self._lists:
+            shown = [stand_ins.get(parameter) if parameter in wholes else parameter for parameter in own]
+            parameters[:] = [parameter for parameter in shown if parameter is not None]
         self._move_states(to_stand_ins=True)
 
     def restore(self) -> None:
@@ -268,16 +334,6 @@ class _Swapped:
             for optimizer in self._optimizers:
                 if old in optimizer.state:
                     optimizer.state[new] = optimizer.state.pop(old)
-
-
-def nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """``optimizer``, and those that it wraps."""
-    found = [optimizer]
-    for wrapper in found:
-        found += [
-            inner for inner in vars(wrapper).values() if isinstance(inner, Optimizer) and inner not in found
-        ]
-    return found
 
 
 def _by_exchange(parameters: list[WholeParameter]) -> dict[OwnerExchange, list[WholeParameter]]:

@@ -1,9 +1,8 @@
 """Accumulation windows: gradients are kept aside until they are final, and then written to ``.grad``."""
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -14,8 +13,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
 from lightning_automodel.distributed.mesh import Placement
+from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.grad_scaling import LossScaling
-from lightning_automodel.gradients.grad_sync import GradSync, Uses
+from lightning_automodel.gradients.grad_sync import GradSync, Window
 from lightning_automodel.gradients.token_loss import (
     Count,
     StepReport,
@@ -25,15 +25,6 @@ from lightning_automodel.gradients.token_loss import (
 )
 
 OneOptimizer = Optimizer | LightningOptimizer
-
-PLAIN_BACKWARD = (
-    "A plain loss.backward() in the middle of an accumulation window, whose gradients it would join. For the"
-    " gradient of inputs or activations, call torch.autograd.grad(loss, inputs), which leaves nothing"
-    " behind. For a loss that trains, call self.manual_backward(loss), or end the window first, by a"
-    " manual_backward outside of `optimizer.toggle_model(sync_grad=False)`; under automatic optimization,"
-    " return the sum of the losses."
-)
-"""Why a backward that is not the strategy's is refused while a window is open."""
 
 DIFFERENT_UNITS = (
     "so one rank gets the parameters or gradients of another layer than it asks for. Layers that are dropped"
@@ -66,30 +57,6 @@ def mixing_shards(optimizer: Optimizer) -> AbstractContextManager[None]:
     if is_mixed:
         return implicit_replication()
     return nullcontext()
-
-
-@dataclass(eq=False)
-class Window:
-    """One accumulation window."""
-
-    key: Optimizer | None  # the toggled optimizer; None without toggling
-    optimizers: list[Optimizer]
-    scale: Tensor | None  # [] what its losses are multiplied by before backward; None if by nothing
-    sums: Tensor  # [3] over its micro-batches on this rank, see `sums_of`
-    num_micro_batches: int = 0  # on this rank, without padding batches
-    trained: set[nn.Parameter] = field(default_factory=set)  # in any of its backwards, the same on all ranks
-    # If it was counted ahead: losses are divided by these, so that gradients are final at once.
-    ahead: WindowTotals | None = None
-
-    @property
-    def owned(self) -> set[nn.Parameter]:
-        """The parameters of its optimizers. No other open window may hold any of them."""
-        return {parameter for optimizer in self.optimizers for parameter in optimizer_parameters(optimizer)}
-
-    def add(self, sums: Tensor) -> None:
-        """Add the [3] sums of a micro-batch; see :func:`sums_of`."""
-        self.sums += sums.to(self.sums.device)
-        self.num_micro_batches += 1
 
 
 class GradientWindows:
@@ -125,16 +92,19 @@ class GradientWindows:
         self._sync = sync
         self.device = placement.device
         self._group = placement.mesh.group
-        self._denominator_index = weighting.denominator_index
         self.unfinished: dict[Optimizer | None, Window] = {}  # the windows that have begun and not ended
         self._accumulated: dict[nn.Parameter, Tensor] = {}
         self._set_aside: dict[nn.Parameter, Tensor] = {}  # what `.grad` held before the backward that runs
         self.optimizers: list[Optimizer] = []
         self.toggled: Optimizer | None = None
-        self.in_backward = False
         self._host_group = placement.host_group
         self._agrees_on_host = placement.device.type != "cpu" and self.divisor > 1
         self.num_resets = 0  # how often an optimizer stepped, or gradients were zeroed
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward of the strategy runs, until its gradients stand in ``.grad``."""
+        return self._sync.window is not None
 
     def use_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Let windows without toggling end with a step of all of these."""
@@ -154,13 +124,14 @@ class GradientWindows:
         dropped = set(parameters)
         if all(window.owned.isdisjoint(dropped) for window in self.unfinished.values()):
             return
+        for window in self.unfinished.values():
+            window.used -= dropped
         # If all of a window's parameters are dropped, so is the window, with its count.
         self.unfinished = {
             key: window for key, window in self.unfinished.items() if not window.owned <= dropped
         }
         if not self.unfinished:
-            self._accumulated.clear()
-            self._sync.discard()
+            self._forget()
             return
         for parameter in dropped:
             self._accumulated.pop(parameter, None)
@@ -169,10 +140,15 @@ class GradientWindows:
     def reset(self) -> None:
         """Drop all windows and their gradients: a run begins or ends, or something has failed."""
         self.unfinished = {}
-        self._accumulated = {}
         self.toggled = None
         self.since_step.clear()
         self.measured.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what is held for windows, of which none is open any more."""
+        self._accumulated.clear()
+        self._sync.is_accumulating = False
         self._sync.discard()
 
     def stepped(self, optimizer: Optimizer) -> None:
@@ -251,88 +227,76 @@ class GradientWindows:
             objective = objective * window.scale.to(objective.device)
         return objective
 
-    def ending_with(self, window: Window) -> list[nn.Parameter]:
-        """The parameters whose gradients become final when ``window`` ends: those that no other open window owns."""
-        if len(self.unfinished) == 1:
-            return self.parameters
-        others = [other for other in self.unfinished.values() if other is not window]
-        owned_elsewhere = {parameter for other in others for parameter in other.owned}
-        return [parameter for parameter in self.parameters if parameter not in owned_elsewhere]
-
-    def set_aside(self, window: Window) -> set[nn.Parameter]:
-        """Take away what ``.grad`` holds, and put the gradients of all open windows there: a backward comes next.
+    def start(self, window: Window, ends: bool, is_padding: bool) -> None:
+        """A backward of ``window`` comes next: let ``.grad`` hold the gradients of all open windows, and nothing else.
 
         A reduction for one window also reduces what another has accumulated, which is harmless since
-        reductions are linear. Returns the parameters that open windows have trained and that are frozen by
-        now.
+        reductions are linear. ``ends``: the window ends with this backward; the gradients that no other open
+        window owns then become final.
         """
-        self.in_backward = True
+        window.ends = ends
+        window.is_padding = is_padding
+        window.reached.clear()
+        others = [other for other in self.unfinished.values() if other is not window]
+        owned_elsewhere = {parameter for other in others for parameter in other.owned}
+        trained = window.trained.union(*(other.trained for other in others))
+        window.frozen = {parameter for parameter in trained if not parameter.requires_grad}
+        window.final = []
         self._set_aside = {}
         for parameter in self.parameters:
+            if ends and parameter not in owned_elsewhere:
+                window.final.append(parameter)
             if parameter.requires_grad:
                 window.trained.add(parameter)
             if parameter.grad is not None:
-                self._set_aside[parameter] = (
-                    parameter.grad.clone() if self._sync.reuses_gradients else parameter.grad
-                )
+                reuses = self._sync.reuses_gradients
+                self._set_aside[parameter] = parameter.grad.clone() if reuses else parameter.grad
                 parameter.grad = None
         for parameter, part in self._accumulated.items():
             parameter.grad = part
         self._accumulated = {}
-        trained = {
-            parameter for open_window in self.unfinished.values() for parameter in open_window.trained
-        }
-        return {parameter for parameter in trained if not parameter.requires_grad}
+        self._sync.window = window
 
-    def sum_over_ranks(self, window: Window, uses: Uses) -> Tensor:
+    def sum_over_ranks(self, window: Window) -> Tensor:
         """[3] the window's sums over all ranks; drops the gradients of parameters that no rank has used in it.
 
-        One all-reduce of three numbers, two for the order of units, and one for each sharded parameter. A
-        rank that has not used some parameter must know on the host whether another rank has: where this
-        occurs in a run's first window, later ones sum these numbers on the host, which no device keeps
-        waiting. Else that rank reads them.
+        One all-reduce of three numbers, two for the order of units, and one for each parameter that may have
+        a zero gradient in place of none. A rank that has not used some of these must know on the host
+        whether another rank has: where this occurs in a run's first window, later ones sum these numbers on
+        the host, which no device keeps waiting. Else that rank reads them.
         """
-        own = [uses.order, uses.order**2, *uses.by_parameter.values()]
-        reads = not all(uses.by_parameter.values()) or self.device.type == "cpu"
-        on_host = self._agrees_on_host and len(uses.by_parameter) > 0
-        totals = window.sums
+        uses = [parameter in window.used for parameter in window.zero_filled]
+        own = torch.tensor([window.order, window.order**2, *uses], dtype=window.sums.dtype)
+        on_host = self._agrees_on_host and len(uses) > 0
         if on_host:
-            summed = totals
+            summed = window.sums
         else:
-            summed = torch.cat([totals, _filled(own, totals)])
+            summed = torch.cat([window.sums, rescale_clip.moved(own, self.device)])
         if self.divisor > 1:
             dist.all_reduce(summed, group=self._group)
         if self.mesh.sizes.context > 1:
             summed[2] /= self.mesh.sizes.context  # context-parallel ranks share each micro-batch
         if on_host:
-            self._drop_unused(uses, self._summed_on_host(own), dist.get_world_size())
-        elif reads:
-            self._drop_unused(uses, summed[len(totals) :].tolist(), self.divisor)
-        return summed[: len(totals)]
+            # From the second window on, only if in the first some rank had not used all parameters.
+            dist.all_reduce(own, group=self._host_group)
+            self._agrees_on_host = bool(own[2:].min() < dist.get_world_size())
+            self._drop_unused(window, own, dist.get_world_size())
+        elif not all(uses) or self.device.type == "cpu":
+            self._drop_unused(window, summed[3:], self.divisor)
+        return summed[:3]
 
-    def _summed_on_host(self, own: list[int]) -> list[float]:
-        """The sums of the numbers of all ranks, for which no rank waits for its device. A collective over the world.
+    def _drop_unused(self, window: Window, summed: Tensor, num_ranks: int) -> None:
+        """Drop the gradients of parameters that no rank has used, by the [2 + n] sums of what they have told.
 
-        From the second window on, only if in the first some rank had not used all parameters.
+        Reads the device. Raises RuntimeError unless all ranks have used the same FSDP units, in one order, in the window.
         """
-        summed = torch.tensor(own, dtype=torch.float64)
-        dist.all_reduce(summed, group=self._host_group)
-        sums: list[float] = summed.tolist()
-        self._agrees_on_host = min(sums[2:]) < dist.get_world_size()
-        return sums
-
-    def _drop_unused(self, uses: Uses, sums: list[float], num_ranks: int) -> None:
-        """Drop the gradients of parameters that none of the ranks has used, from the ``sums`` of what they have told.
-
-        Raises RuntimeError unless all ranks have used the same FSDP units, in one order, in the window.
-        """
-        order, square, *users = sums
+        order, square, *users = summed.tolist()
         if order * order != square * num_ranks:
             raise RuntimeError(
                 "Ranks have used different FSDP units in the forwards of one accumulation window,"
                 f" {DIFFERENT_UNITS}"
             )
-        for parameter, num_users in zip(uses.by_parameter, users, strict=True):
+        for parameter, num_users in zip(window.zero_filled, users, strict=True):
             if num_users == 0:
                 parameter.grad = None
 
@@ -343,7 +307,7 @@ class GradientWindows:
         """
         ahead = window.ahead
         if ahead is None:
-            return totals[self._denominator_index]
+            return totals[0]
         if window.num_micro_batches != ahead.own_micro_batches:
             raise RuntimeError(
                 f"A window was counted ahead as {ahead.own_micro_batches} micro-batches of this rank, and"
@@ -366,14 +330,15 @@ class GradientWindows:
             # A device that has failed raises in each later call: the first error is the cause.
             error.add_note(f"Dropping the window raised {type(later).__name__} too.")
         finally:
-            self.in_backward = False
+            self._sync.window = None
 
-    def put_back(self, final: list[nn.Parameter]) -> None:
-        """Add ``final`` gradients to the older ones; keep the others for their windows, and put ``.grad`` back."""
-        are_final = set(final)
+    def put_back(self, window: Window) -> None:
+        """Add final gradients to the older ones; keep the others for their windows, and put ``.grad`` back."""
+        are_final = set(window.final)
         older = self._set_aside
         self._set_aside = {}
-        self.in_backward = False
+        self._sync.window = None
+        self._sync.is_accumulating = not window.ends
         for parameter in self.parameters:
             part = parameter.grad
             before = older.get(parameter)
@@ -390,13 +355,13 @@ class GradientWindows:
                 else:
                     parameter.grad = before.add_(part)
 
-    def close(self, window: Window, totals: Tensor) -> StepReport:
-        """End a window with these [3] ``totals`` over all ranks. Returns the report on the next step, so far."""
+    def close(self, window: Window, totals: Tensor) -> None:
+        """End a window with these [3] ``totals`` over all ranks, and report on the next step, so far."""
         # A hook may have zeroed its gradients within the backward.
         if self.unfinished.get(window.key) is window:
             del self.unfinished[window.key]
         if window.scale is not None:
-            self.scaling.window_ended(window.optimizers, totals[self._denominator_index])
+            self.scaling.window_ended(window.optimizers, totals[0])
         self.measured.difference_update(window.optimizers)
         for optimizer in window.optimizers:
             before = self.since_step.get(optimizer)
@@ -404,7 +369,6 @@ class GradientWindows:
         if window.optimizers:
             totals = self.since_step[window.optimizers[0]]
         self.last_step = self.weighting.report(totals)
-        return self.last_step
 
     # --- The optimizer's step -----------------------------------------------------------------------------------------
 
@@ -413,14 +377,3 @@ class GradientWindows:
         if optimizer in self.since_step and optimizer not in self.measured and self.last_step is not None:
             self.measured.add(optimizer)
             self.last_step = replace(self.last_step, grad_norm=norm)
-
-
-def _filled(numbers: Sequence[float], like: Tensor) -> Tensor:
-    """[n] the ``numbers``, in the dtype and on the device of ``like``, without a copy from the host.
-
-    The host would wait for that copy on an accelerator. So each run of equal numbers is filled there.
-    """
-    if like.device.type == "cpu":
-        return like.new_tensor(numbers)
-    runs = [(number, len(list(equal))) for number, equal in itertools.groupby(numbers)]
-    return torch.cat([like.new_full((length,), number) for number, length in runs])

@@ -1,57 +1,16 @@
-"""What is replaced on torch's, Lightning's and users' objects: one stack that restores it, and a list of what stays."""
+"""What is replaced on objects of Lightning, torch and users: one stack that restores it."""
 
 import warnings
 from contextlib import ExitStack
-from enum import Enum
 from typing import Any
 
 
-class Left(Enum):
-    """What a run replaces and does not restore, with the reason. The engines' modules stay sharded after a run."""
-
-    STEPS = (
-        "forward and steps of an FSDP2 root, and its hooks: they gather its parameters, which stay sharded"
-    )
-    NAMES = (
-        "__name__ of the class that FSDP2 makes for a root: messages after a run name the user's class too"
-    )
-    CASTS = (
-        "forward of what a LightningModule calls: it casts inputs and outputs, as the units go on to compute"
-    )
-    LOADING = "load_state_dict hooks of sharded modules: they take this rank's part of a whole tensor"
-    PICKLING = "__reduce_ex__ of FSDP2's classes: pickle cannot find these classes, and this says what to do instead"
-    DEVICE_MESH = (
-        "LightningModule.device_mesh: what is sharded stays on this mesh, as under ModelParallelStrategy"
-    )
-    CHECKPOINTED = "forward of a recomputed block, which was wrapped again since: it now passes calls on"
-    ATTENTION = (
-        "'context_parallel' in transformers' AttentionInterface: a copy of the model may still name it"
-    )
-    LOAD_FROM_CHECKPOINT = (
-        "lightning.pytorch.core.saving.pl_load: it reads directories of shards too, without any run"
-    )
-    FAULTHANDLER = "faulthandler: a crash after the run shows its stack too"
-
-
-_left: set[Left] = set()  # by this process
-
-
-def leave(kind: Left) -> None:
-    """Note that this process replaces what ``kind`` says, and will not restore it."""
-    _left.add(kind)
-
-
-def what_is_left() -> list[str]:
-    """What this process has replaced and will not restore, with the reasons."""
-    return [kind.value for kind in Left if kind in _left]
-
-
 class PatchStack(ExitStack):
-    """Replaces attributes of instances, modules or classes, and restores them, last first; also other undoing.
+    """Replaces attributes of instances, and restores them, last first; also other undoing.
 
     Lightning and torch lack hooks for some of what the strategy must do. It then patches the instance in
-    use, or a class or module where it must see what user code does to any tensor. Everything is restored
-    when the run is closed, but for what ``Left`` lists.
+    use, never a class or a module, which other code uses too. docs/adopting.md lists what is patched, and
+    what stays so.
     """
 
     def set(self, target: Any, name: str, value: Any, is_new: bool = False) -> None:

@@ -10,12 +10,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
 
 from lightning_automodel.internals import release_probe
-from lightning_automodel.internals.patching import PatchStack
 
 
 def forget_meshes() -> None:
@@ -58,46 +56,20 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
-@contextmanager
-def shared_groups(groups: dict[tuple[int, ...], Any]) -> Iterator[None]:
-    """Context in which meshes use ``groups``, by their ranks, before they make others, which are added.
+def make_group(partition: list[list[int]]) -> dist.ProcessGroup:
+    """This rank's group of a ``partition`` of the world. A collective over the world, unless its parts have one rank.
 
-    Meshes make a group for each dimension, also where another dimension has the same ranks, which costs a
-    communicator, and where a rank is alone. Every rank must hold entries for the same ranks, and build the
-    same meshes.
+    A group of one rank connects to nothing before it is used.
     """
-
-    def new_group(ranks: list[int], **kwargs: Any) -> Any:
-        key = tuple(ranks)
-        if key not in groups:
-            groups[key] = (
-                _group_of_one(key[0], **kwargs) if len(key) == 1 else dist.new_group(ranks, **kwargs)
-            )
-        return groups[key]
-
-    def split_group(split_ranks: list[list[int]], **kwargs: Any) -> Any:
-        own = next(tuple(ranks) for ranks in split_ranks if dist.get_rank() in ranks)
-        kwargs.pop("parent_pg")
-        if len(own) == 1:
-            return new_group(list(own), **kwargs)
-        if own not in groups:
-            made = dist.split_group(split_ranks=split_ranks, **kwargs)
-            groups.update({tuple(ranks): None for ranks in split_ranks})
-            groups[own] = made
-        return groups[own]
-
-    with PatchStack() as patches:
-        patches.set(device_mesh, "new_group", new_group)
-        patches.set(device_mesh, "split_group", split_group)
-        yield
-
-
-def _group_of_one(rank: int, **kwargs: Any) -> Any:
-    """A group of one rank that connects to nothing before it is used; on other ranks what torch returns there."""
-    if rank != dist.get_rank():
-        return dist.GroupMember.NON_GROUP_MEMBER
-    with unbound():
-        return dist.new_group([rank], **{**kwargs, "use_local_synchronization": True})
+    assert dist.group.WORLD is not None
+    if len(partition[0]) == 1:
+        with unbound():
+            return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    if dist.group.WORLD.bound_device_id is not None:
+        own = dist.split_group(split_ranks=partition)  # connects all parts at once
+    else:
+        own, _ = dist.new_subgroups_by_enumeration(partition)
+    return cast(dist.ProcessGroup, own)
 
 
 @contextmanager
@@ -177,7 +149,6 @@ def _probe() -> None:
     check(_redistribute, "clear_redistribute_planner_cache")
     check(torch._C, "_clear_DTensor_sharding_propagator_cache")
     check(DeviceMesh, "_flatten")
-    check(device_mesh, "new_group", "split_group")
     check(dist.distributed_c10d, "_world", "_abort_process_group")
     check(dist.ProcessGroup, "_device_types", "_get_backend")
     check(torch._C._distributed_c10d.Backend, "_get_sequence_number_for_group")

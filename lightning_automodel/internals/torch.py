@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -285,6 +286,20 @@ def saved(node: Any, name: str) -> Any:
     return getattr(node, f"_saved_{name}", None)
 
 
+def when_backward_ends(function: Callable[[], None], times: int = 2) -> None:
+    """Let autograd call ``function`` when the backward that runs has ended, before it returns.
+
+    Called in a hook of what is backpropagated. Of several nested backwards the one that called the hook
+    counts. FSDP2 and DDP reduce the last gradients in callbacks too, which they queue later, DDP by a
+    callback where its graph is static: so ``function`` is queued by a callback of a callback (``times``).
+    """
+    if times == 0:
+        engine_callback = function
+    else:
+        engine_callback = partial(when_backward_ends, function, times - 1)
+    Variable._execution_engine.queue_callback(engine_callback)
+
+
 def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
     """Raise RuntimeError unless the last synchronised backward has reduced every bucket."""
     ddp._check_reducer_finalized()
@@ -296,6 +311,8 @@ def _probe() -> None:
     check(nn.Linear(1, 1).state_dict(), "_metadata", writable=True)
     check(torch.autograd, BACKWARD, writable=True)
     check(GradScaler, "_per_optimizer_states", "_unscale_grads_")
+    check(Variable, "_execution_engine")
+    check(Variable._execution_engine, "queue_callback")
     check(DistributedDataParallel, "_check_reducer_finalized")
     check(nn.Module, "_compiled_call_impl")
     check(

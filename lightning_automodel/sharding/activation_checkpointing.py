@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_automodel.internals.patching import Left, PatchStack, leave
+from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import compile_in_place, is_compiled, uncompiled
 from lightning_automodel.sharding.units import WrapPolicy, class_name, instances_below, units_of
 
@@ -184,8 +184,7 @@ def _let_recompute(block: nn.Module, checkpointed: _Checkpoint, patches: PatchSt
 def _unwrap(block: nn.Module, forward: Callable[..., Any] | None) -> None:
     """Give ``block`` back its ``forward``, None if that is its class's, unless what replaces it was wrapped since."""
     if vars(block).get("forward") is not vars(block)[_ATTRIBUTE]:
-        leave(Left.CHECKPOINTED)
-        return
+        return  # it passes calls on
     del block.forward
     del vars(block)[_ATTRIBUTE]
     if forward is not None:

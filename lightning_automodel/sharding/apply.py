@@ -22,7 +22,6 @@ from lightning_automodel.distributed.mesh import (
 )
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.internals.patching import Left, leave
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.gathers import reshard
 from lightning_automodel.sharding.precision import OutermostCall, cast_around, step_policy, unit_policy
@@ -86,7 +85,6 @@ def apply_fsdp2(
         fully_shard(root, reshard_after_forward=False, mp_policy=step_policy(policy), **kwargs)
         _run_steps_as_forward(root, plan.units, plan.head)
         type(root).__name__ = class_name(root)  # messages of torch and Lightning name the user's class
-        leave(Left.NAMES)
     if policy.output_dtype is not None or policy.cast_forward_inputs:
         cast_around(distinct(callable_children(model)), policy)
 
@@ -162,7 +160,6 @@ def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module], head: nn
         if part not in passed_by and (part in entries or (can_be_unit(part) and has_fsdp_units(part))):
             part.forward = outermost.around(part.forward)
     vars(model)[_AS_STEP] = outermost.around(lambda function: function())
-    leave(Left.STEPS)
 
 
 def call_as_step(model: nn.Module, function: Callable[[], T]) -> T:

@@ -1,7 +1,7 @@
 """DDP: the whole model on every rank."""
 
 import re
-from collections.abc import Callable, Container, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_automodel.distributed.mesh import RunMesh
-from lightning_automodel.gradients.grad_sync import NO_USES, GradSync, Uses
+from lightning_automodel.gradients import rescale_clip
+from lightning_automodel.gradients.grad_sync import GradSync, Window
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.sharding import apply, quantized, units
 from lightning_automodel.sharding.buffers import SharedBuffers
@@ -33,7 +34,7 @@ class DDPGradSync(GradSync):
         self.reuses_gradients = ddp.gradient_as_bucket_view
         self.starts_window = True
         # DDP itself gives no gradient to what no rank has used, but a padding batch uses what it uses.
-        self._tracks = pads and ddp.find_unused_parameters
+        self._pads = pads and ddp.find_unused_parameters
         # DDP's messages number these parameters. It never reduces others, which were frozen at its set-up.
         self._reduced = {p: name for name, p in ddp.module.named_parameters() if p.requires_grad}
 
@@ -45,39 +46,52 @@ class DDPGradSync(GradSync):
                 "ddp_kwargs: static_graph=True works without accumulation alone, since DDP learns the graph"
                 " from a backward that synchronises: leave it out, or pass accumulate_grad_batches=1."
             )
-        with nullcontext() if is_last else self._ddp.no_sync():
+        with super().micro_batch(is_last), nullcontext() if is_last else self._ddp.no_sync():
             yield
 
     @override
-    def begin(
-        self, loss: Tensor, ends: bool, frozen: Set[nn.Parameter] = frozenset(), is_padding: bool = False
-    ) -> None:
-        ddp = self._ddp
-        self._is_padding = is_padding
-        if self._tracks:
-            for parameter in ddp.parameters():
-                self.track(parameter, parameter)
-        self._ends_window = ends
-        if not ddp.module.automatic_optimization:
-            prepare_for_backward(ddp, loss)
+    def begin(self, window: Window, loss: Tensor) -> None:
+        for parameter in window.trained - self._tracked.keys():
+            self.track(parameter, parameter)
+        if not self._ddp.module.automatic_optimization:
+            prepare_for_backward(self._ddp, loss)
 
     @override
-    def reduce(self, final: list[nn.Parameter], trained: Container[nn.Parameter]) -> Uses:
+    def _note_gradient(self, parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]) -> None:
+        """See the base class. Raises for a second gradient of one backward, since DDP sends the first one alone."""
+        window = self.window
+        if window is not None and self._sends_once and parameter in window.reached:
+            raise RuntimeError(
+                f"{self._reduced.get(parameter)} gets gradients of several backwards within one backward of"
+                " the strategy, as a hook computes them that runs a backward for each chunk of a batch"
+                " (GradCache), or reentrant checkpoints of one module. DistributedDataParallel averages the"
+                " first of them alone over ranks. Pass data_parallel='fsdp2', which averages all of them."
+            )
+        super()._note_gradient(parameter, gradients)
+
+    @property
+    def _sends_once(self) -> bool:
+        """Whether the backward that runs sends each gradient to the other ranks, when it has come first."""
+        ddp = self._ddp
+        return ddp.require_backward_grad_sync and not ddp.static_graph and self._mesh.sizes.divisor > 1
+
+    @override
+    def reduce(self, window: Window) -> None:
         """See the base class. Raises if a parameter took no part in a synchronised backward.
 
         All parameters of its bucket then have this rank's own gradients.
         """
         ddp = self._ddp
+        self.starts_window = ddp.require_backward_grad_sync
         if ddp.require_backward_grad_sync and not ddp.static_graph:
             self._check_is_complete()
-        if not self._ends_window:
-            return NO_USES
-        self.complete_gradients([parameter for parameter in final if parameter in trained])
-        if not self._tracked:
-            return NO_USES
-        used = {p: p in self._used for p in final if p in self._tracked and p in trained}
-        self._used.difference_update(final)
-        return Uses(0, used)
+        if not window.ends:
+            return
+        trained = [parameter for parameter in window.final if parameter in window.trained]
+        unfrozen = [parameter for parameter in trained if parameter not in self._reduced]
+        if unfrozen and self._mesh.sizes.divisor > 1:
+            rescale_clip.average_gradients_(unfrozen, self._mesh.group)
+        window.zero_filled = trained if self._pads else unfrozen
 
     def _check_is_complete(self) -> None:
         try:
@@ -95,16 +109,6 @@ class DDPGradSync(GradSync):
                 " not toggled), so ranks would step with different gradients. Pass"
                 " AutomodelStrategy(data_parallel='ddp', ddp_kwargs={'find_unused_parameters': True})."
             ) from error
-
-    @override
-    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        unfrozen = [parameter for parameter in parameters if parameter not in self._reduced]
-        if unfrozen and self._mesh.sizes.divisor > 1:
-            self.average(unfrozen, self._mesh.group)
-
-    @override
-    def keep(self) -> None:
-        self.starts_window = self._ddp.require_backward_grad_sync
 
     @override
     def recover(self) -> None:

@@ -1,6 +1,6 @@
 """FSDP2's gradient synchronisation: which micro-batch communicates what, and which parameters stay gathered."""
 
-from collections.abc import Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
 from functools import partial
@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.grad_sync import NO_USES, GradSync, Uses
-from lightning_automodel.gradients.windows import PLAIN_BACKWARD
+from lightning_automodel.gradients.grad_sync import GradSync, Window
 from lightning_automodel.internals import fsdp2, fsdp2_gathers
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
@@ -78,7 +77,6 @@ class FSDPGradSync(GradSync):
         is_manual: bool = False,
     ) -> None:
         super().__init__()
-        self._order = 0  # of the units whose forwards have run in the window
         self._defer = defer
         self._group = group
         self._retain_unsharded = retain_unsharded
@@ -96,8 +94,6 @@ class FSDPGradSync(GradSync):
         self._first_gathers: AgreedGathers | None = None
         self._written = WrittenWeights(model)
         self._retained: list[FSDPModule] = []
-        self.is_last: bool | None = None
-        self._in_backward = False
         self._restored = ExitStack()
         self._restored.enter_context(fsdp2.flags_restored(self.units, fsdp2.REDUCTIONS))
         self._reductions = Reductions.BY_FSDP2
@@ -182,22 +178,12 @@ class FSDPGradSync(GradSync):
         return getattr(param, "unsharded_param", None)
 
     def _check_gradient_of_experts(self, _: Tensor) -> None:
-        if not self._in_backward:
+        if self.window is None:
             raise RuntimeError(GRADIENTS_OF_EXPERTS)
 
     def _note_bypass(self, name: str, _: Tensor) -> None:
-        if self._in_backward:
+        if self.window is not None:
             self._bypassed.append(name)
-
-    @override
-    def _gradient_accumulated(self, parameter: nn.Parameter, _: Tensor) -> None:
-        """Note the use, or refuse a backward that is not the strategy's while it would join a window."""
-        if self._in_backward:
-            super()._gradient_accumulated(parameter, _)
-        elif self._reductions is Reductions.NONE or self.is_last is False:
-            # FSDP2 would add this gradient to the deferred ones of the window, and it would be rescaled with
-            # them.
-            raise RuntimeError(PLAIN_BACKWARD)
 
     @override
     @contextmanager
@@ -291,39 +277,35 @@ class FSDPGradSync(GradSync):
     @override
     def stepped(self) -> None:
         is_stale = bool(self._gathered.units or fsdp2.unsharded(self.units))
-        if is_stale and not self._in_backward:  # a hook may step within a backward, which needs the old ones
+        if is_stale and self.window is None:  # a hook may step within a backward, which needs the old ones
             self.release()
 
     @override
-    def begin(
-        self, loss: Tensor, ends: bool, frozen: Set[nn.Parameter] = frozenset(), is_padding: bool = False
-    ) -> None:
+    def begin(self, window: Window, loss: Tensor) -> None:
         self._between_steps.close()  # a hook may run a backward
         if self._unwatched or not self._has_gathered:
             self.watch()
+        for parameter in window.trained - self._tracked.keys():  # plain ones
+            self.track(parameter, parameter)
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
-        self._reduce(Reductions.ALL if ends else deferred[self._defer])
+        self._reduce(Reductions.ALL if window.ends else deferred[self._defer])
         ran = fsdp2.forward_order(self._groups)
         # Later forwards of a window use what the first has gathered.
-        if self._order == 0 or not self._retain_unsharded:
+        if window.order == 0 or not self._retain_unsharded:
             for group in ran:
-                self._order = (self._order * 31 + self._number_of[group]) % _ORDERS
+                window.order = (window.order * 31 + self._number_of[group]) % _ORDERS
         if self._first_gathers is not None:
             heads = [group for unit in self._heads for group in fsdp2.param_groups(unit)]
             self._first_gathers.before_backward(called_head=all(group in ran for group in heads))
-        if ends and self._has_two_dtypes:
+        if window.ends and self._has_two_dtypes:
             accumulate_in_one_dtype(self.units)
-        if frozen and self._reductions is not Reductions.NONE:
+        if window.frozen and self._reductions is not Reductions.NONE:
             for group in self._groups:
-                fsdp2.zero_missing_gradients(group, frozen)
-        self._ends_window = ends
-        self._is_padding = is_padding
-        self._in_backward = True
+                fsdp2.zero_missing_gradients(group, window.frozen)
 
     @override
-    def reduce(self, final: list[nn.Parameter], trained: Container[nn.Parameter]) -> Uses:
+    def reduce(self, window: Window) -> None:
         """See the base class. Raises if the backward has bypassed FSDP2."""
-        self._in_backward = False
         if self._bypassed:
             raise RuntimeError(
                 f"{', '.join(self._bypassed[:3])}: {len(self._bypassed)} parameters that FSDP2 shards got a"
@@ -333,37 +315,30 @@ class FSDPGradSync(GradSync):
                 " auto_wrap_policy=set(): the model is then one unit, which under automatic optimization is"
                 " gathered during all of training_step."
             )
-        if not self._ends_window:
-            return NO_USES
+        if not window.ends:
+            return
         for root, groups in self._roots.items():
             fsdp2.reduce_deferred_gradients(root, groups)
-        self.complete_gradients([parameter for parameter in final if parameter in trained])
-        used = {p: p in self._used for p in final if p in self._tracked and p in trained}
-        self._used.difference_update(final)
-        order = self._order
-        self._order = 0
-        return Uses(order, used)
-
-    @override
-    def complete_gradients(self, parameters: list[nn.Parameter]) -> None:
-        plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+        trained = [parameter for parameter in window.final if parameter in window.trained]
+        plain = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
         if plain and self._group is not None:
-            self.average(plain, self._group)
+            rescale_clip.average_gradients_(plain, self._group)
         if self._experts:
-            rescale_clip.share_experts_gradients_([p for p in parameters if p in self._experts])
+            rescale_clip.share_experts_gradients_([p for p in trained if p in self._experts])
+        window.zero_filled = trained
 
     @override
-    def keep(self) -> None:
+    def keep(self, window: Window) -> None:
         """See the base class; after it, the module shows its sharded parameters, and hooks follow."""
-        self._reduce(Reductions.BY_FSDP2 if self._ends_window else Reductions.NONE)
+        self._reduce(Reductions.BY_FSDP2 if window.ends else Reductions.NONE)
         if self._gathered.units:
             self._gathered.stop_keeping()
-        if self._ends_window and self._first_gathers is not None:
+        if window.ends and self._first_gathers is not None:
             self._stop_comparing()
         for unit in fsdp2.unsharded(self.units):
             as_set = fsdp2.param_groups(unit)[0].reshard_after_backward or unit in self._heads
             if self._retain_unsharded:
-                frees = self._ends_window
+                frees = window.ends
             else:
                 frees = as_set
             if frees:
@@ -433,9 +408,7 @@ class FSDPGradSync(GradSync):
     def recover(self) -> None:
         """After an exception in a forward or backward: make the model usable again, and drop deferred gradients."""
         self.start_step()
-        self._in_backward = False
         self._bypassed = []
-        self._order = 0
         self._stop_comparing()
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
         gradients = [

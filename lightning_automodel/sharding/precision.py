@@ -22,7 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_automodel.internals import fsdp2
-from lightning_automodel.internals.patching import Left, PatchStack, leave
+from lightning_automodel.internals.patching import PatchStack
 
 HALF = (torch.float16, torch.bfloat16)
 FSDP2_PRECISIONS = {
@@ -152,7 +152,6 @@ def cast_around(modules: Iterable[nn.Module], policy: MixedPrecisionPolicy) -> N
     casts = OutermostCall(run)
     for module in modules:
         module.forward = casts.around(module.forward)
-        leave(Left.CASTS)
 
 
 def cast_floating(values: Any, dtype: torch.dtype) -> Any:

@@ -8,7 +8,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.internals.patching import Left, leave
 from lightning_automodel.sharding.apply import shard_like
 from lightning_automodel.sharding.units import class_name
 
@@ -25,7 +24,6 @@ def accept_whole_states(model: nn.Module) -> None:
     for module in model.modules():
         if _sharded_tensors(module) and _take_own_parts not in torch_internals.load_state_dict_hooks(module):
             module.register_load_state_dict_pre_hook(_take_own_parts)
-            leave(Left.LOADING)
 
 
 def refuse_pickling(model: nn.Module) -> None:
@@ -37,7 +35,6 @@ def refuse_pickling(model: nn.Module) -> None:
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             type(unit).__reduce_ex__ = _refuse  # type: ignore[assignment, method-assign]
-            leave(Left.PICKLING)
 
 
 def _refuse(unit: nn.Module, protocol: object) -> Any:

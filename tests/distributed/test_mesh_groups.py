@@ -58,21 +58,24 @@ def _sums(mesh: RunMesh) -> list[float]:
     [
         (MeshSizes(1, 4), 0),
         (MeshSizes(2, 2), 2),
-        (MeshSizes(1, 2, tensor=2), 2),
-        (MeshSizes(1, 2, context=2), 2),
-        (MeshSizes(2, 1, context=2), 2),
+        (MeshSizes(1, 2, tensor=2), 3),
+        (MeshSizes(1, 2, context=2), 3),
+        (MeshSizes(2, 1, context=2), 3),
     ],
     ids=["FSDP2", "HSDP", "TP x FSDP2", "CP x FSDP2", "CP x replicas"],
 )
 @pytest.mark.every_case
 def test_one_group_for_each_set_of_ranks(pool4: RankPool, sizes: MeshSizes, num_pairs: int) -> None:
-    """Of all ranks it is the default group. A dimension of size one has a group without a peer, made once."""
+    """Of all ranks it is the default group. A dimension of size one has a group without a peer, made once.
+
+    A third pair is what ``mesh["data_parallel"]`` has, in whose place the dimension of the same ranks is used.
+    """
     for made, sums in pool4.run(_made, sizes):
         by_size = Counter(map(len, made))
         assert by_size[4] == 0
         assert by_size[2] == num_pairs
         assert by_size[1] <= 1
-        assert len(set(made)) == len(made)
+        assert len(set(made)) == 1 + min(num_pairs, 2)
         assert sums
 
 
@@ -90,8 +93,30 @@ def _fit_often() -> int:
 
 
 def test_later_meshes_use_the_same_groups(pool4: RankPool) -> None:
-    """Two kinds of pairs and one group alone, however many meshes are built."""
-    assert pool4.run(_fit_often) == [3] * 4
+    """Two kinds of pairs, one group alone and ``data_parallel`` beside tensor parallelism, however many are built."""
+    assert pool4.run(_fit_often) == [4] * 4
+
+
+def _data_parallel(sizes: MeshSizes) -> list[int]:
+    mesh = build_mesh("cpu", sizes, TIMEOUT).mesh["data_parallel"]
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total, group=mesh.get_group())
+    ranks: list[int] = mesh.mesh.tolist()
+    assert total.item() == sum(ranks)
+    return ranks
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [(MeshSizes(1, 2, tensor=2), [[0, 2], [1, 3]]), (MeshSizes(2, 2, expert=2), [[0, 1, 2, 3]] * 2)],
+    ids=["TP", "experts"],
+)
+def test_user_code_finds_data_parallel_ranks_by_name(
+    pool4: RankPool, sizes: MeshSizes, expected: list[list[int]]
+) -> None:
+    """Where a dimension of another name has the same ranks, too."""
+    assert pool4.run(_data_parallel, sizes) == expected * 2
 
 
 def _adopted() -> tuple[int, list[float]]:

@@ -1,40 +1,45 @@
 """Every optimizer of ``torch.optim`` and of the package ``pytorch_optimizer``, trained sharded and in one process.
 
 `python -m tests.gradients.every_optimizer --ranks 2` prints the table of `docs/optimizers.md`; the package
-is no dependency of the tests. An optimizer is made by its own constructor, with what it asks for.
+is no dependency of the tests. An optimizer is made by its own constructor, with what it asks for. It trains
+an epoch on shards, is saved, and resumes for another one: on as many ranks, and on one rank.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import copy
 import dataclasses
 import inspect
 import math
 import sys
+import tempfile
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import full_weights, micro_batches
 from tests.trainer.plain import ModelModule, filled_decoder, windows
-from tests.trainer.runs import CASE, loader, make_trainer, mean_loss
+from tests.trainer.runs import CASE, make_trainer, mean_loss
 
 ACCUMULATE = 3  # windows of 3, 3 and 2
+NUM_EPOCHS = 2
 SCALE = 1e-9
 """Of the largest deviation of a weight, relative to the largest change that training has made."""
 
 RIGHT = "right"
 REFUSED = "refused"
 OWN_ERROR = "own error"
-REFUSALS = ("cannot train sharded parameters", "chooses its step from the loss")
+REFUSAL = "chooses its step from the loss"
 
 
 def names() -> list[str]:
@@ -84,27 +89,6 @@ def make(name: str, module: nn.Module) -> torch.optim.Optimizer:
     raise errors[0]
 
 
-class EachAlone(torch.optim.Optimizer):
-    """An optimizer of its own for each parameter, by which those are known that multiply several matrices at once."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__([each for group in optimizer.param_groups for each in group["params"]], {"lr": 1.0})
-        self.inner = []
-        for group in optimizer.param_groups:
-            for each in group["params"]:
-                inner = object.__new__(type(optimizer))
-                vars(inner).update(vars(optimizer))
-                inner.state = defaultdict(dict)
-                inner.param_groups = [{**group, "params": [each]}]
-                self.inner.append(inner)
-
-    def step(self, closure: Any = None) -> Any:
-        loss = closure()
-        for inner in self.inner:
-            inner.step(lambda: loss)
-        return loss
-
-
 class AnyOptimizer(ModelModule):
     """Trains a small decoder with an optimizer of the packages."""
 
@@ -118,16 +102,16 @@ class AnyOptimizer(ModelModule):
 
 
 def train_alone(
-    name: str, case: Case, seed: int = 0, rounding: float = 0.0, each_alone: bool = False
+    name: str, case: Case, resumes: bool, seed: int = 0, rounding: float = 0.0
 ) -> dict[str, Tensor]:
     """Weights of one process, whose optimizer gets closures as Lightning's do.
 
     Args:
         name: Of the optimizer.
         case: Makes the data.
+        resumes: The second epoch begins with a new optimizer that has loaded the state of the first.
         seed: Of what the optimizer draws.
         rounding: Relative size of a change of all weights before training.
-        each_alone: Give each parameter an optimizer of its own.
     """
     module = AnyOptimizer(name)
     with torch.no_grad():
@@ -135,64 +119,101 @@ def train_alone(
             parameter.mul_(1 + rounding * torch.randn_like(parameter))
     torch.manual_seed(seed)
     optimizer = make(name, module)
-    if each_alone:
-        optimizer = EachAlone(optimizer)
-    for window in windows(case, ACCUMULATE):
-
-        def closure(window: list[int] = window) -> Tensor:
-            optimizer.zero_grad()
-            batches = [by_rank[index] for by_rank in micro_batches(case) for index in window]
-            count = sum(int((batch["labels"] != -100).sum()) for batch in batches)
-            loss = torch.stack([mean_loss(module.model, batch, "sum") for batch in batches]).sum() / count
-            loss.backward()
-            return loss.detach()
-
-        optimizer.step(closure)
+    for epoch in range(NUM_EPOCHS if resumes else 1):
+        if epoch > 0:
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = make(name, module)
+            optimizer.load_state_dict(state)
+        for window in windows(case, ACCUMULATE):
+            step_alone(module, optimizer, case, window)
     return full_weights(module)
 
 
-def train_sharded(name: str, case: Case) -> dict[str, Tensor]:
-    """Runs on every rank: weights of a fit with FSDP2."""
+def step_alone(module: AnyOptimizer, optimizer: Any, case: Case, window: list[int]) -> None:
+    """One step of one process, on the data of all ranks."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        batches = [by_rank[index] for by_rank in micro_batches(case) for index in window]
+        count = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+        loss = torch.stack([mean_loss(module.model, batch, "sum") for batch in batches]).sum() / count
+        loss.backward()
+        return loss.detach()
+
+    optimizer.step(closure)
+
+
+def train_sharded(
+    name: str, case: Case, step: str, path: str, num_epochs: int = NUM_EPOCHS
+) -> dict[str, Tensor]:
+    """Runs on every rank, which may be one: weights of a fit with FSDP2 that saves to ``path``, or resumes from it."""
     warnings.simplefilter("ignore")
+    by_rank = micro_batches(case)
+    num_parts = case.num_ranks // dist.get_world_size()  # of the data of so many ranks
+    own = by_rank[dist.get_rank() * num_parts :][:num_parts]
+    batches = [batch for together in zip(*own, strict=True) for batch in together]
     module = AnyOptimizer(name)
-    trainer = make_trainer(AutomodelStrategy(), precision="64-true", accumulate_grad_batches=ACCUMULATE)
-    trainer.fit(module, loader(case))
+    trainer = make_trainer(
+        AutomodelStrategy(optimizer_step=step),
+        precision="64-true",
+        accumulate_grad_batches=ACCUMULATE * num_parts,
+        max_epochs=num_epochs,
+    )
+    resumes = num_epochs == NUM_EPOCHS
+    # The states of some hold objects of their own classes.
+    trainer.fit(
+        module,
+        DataLoader(batches, batch_size=None),
+        ckpt_path=path if resumes else None,
+        weights_only=False if resumes else None,
+    )
+    if not resumes:
+        trainer.save_checkpoint(path)
     return full_weights(module)
 
 
-def outcome(pool: RankPool, name: str) -> tuple[str, str]:
+def train_and_resume(pools: list[RankPool], name: str, case: Case, step: str, resumes: bool) -> Any:
+    """Weights on each rank: of a fit on the first of ``pools``, or of those on each that resume it."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = f"{directory}/saved.ckpt"
+        found = pools[0].run(train_sharded, name, case, step, path, 1)
+        if not resumes:
+            return found
+        return [weights for pool in pools for weights in pool.run(train_sharded, name, case, step, path)]
+
+
+def outcome(pools: list[RankPool], name: str, step: str) -> tuple[str, str]:
     """What becomes of an optimizer, and a note."""
-    case = dataclasses.replace(CASE, num_ranks=pool.num_ranks)
+    case = dataclasses.replace(CASE, num_ranks=pools[0].num_ranks)
     start = full_weights(AnyOptimizer(name))
     try:
-        expected = train_alone(name, case)
+        expected = train_alone(name, case, resumes=False)
     except Exception as error:
         return OWN_ERROR, f"{type(error).__name__}: {error}"
+    resumes = True
     try:
-        found = pool.run(train_sharded, name, case)
+        expected = train_alone(name, case, resumes)
+    except Exception:
+        resumes = False
+    try:
+        found = train_and_resume(pools, name, case, step, resumes)
     except RankError as error:
         text = next(iter(error.failures.values())).strip()
-        refusal = next((text[text.index(each) :] for each in REFUSALS if each in text), None)
-        return ("raises", text[-2000:]) if refusal is None else (REFUSED, refusal)
+        return (REFUSED, text[text.index(REFUSAL) :]) if REFUSAL in text else ("raises", text[-600:])
+    note = "" if resumes else ", does not resume in one process either"
     change = deviation(start, expected) or 1  # some do nothing in so few steps
     error = max(deviation(weights, expected) for weights in found) / change
     if error <= SCALE:
-        return RIGHT, f"{error:.0e}"
-    if deviation(train_alone(name, case, seed=1), expected) / change > SCALE:
-        return RIGHT, "random by itself: one process differs as much with another seed"
-    if (moved := deviation(train_alone(name, case, rounding=1e-15), expected) / change) > error / 10:
+        return RIGHT, f"{error:.0e}{note}"
+    if deviation(train_alone(name, case, resumes, seed=1), expected) / change > SCALE:
+        return RIGHT, f"random by itself: one process differs as much with another seed{note}"
+    moved = deviation(train_alone(name, case, resumes, rounding=1e-15), expected) / change
+    if moved > error / 10:
         return (
             RIGHT,
-            f"unstable by itself: rounding (1e-15) moves one process by {moved:.0e}, shards by {error:.0e}",
+            f"unstable by itself: rounding (1e-15) moves one process by {moved:.0e}, shards by {error:.0e}{note}",
         )
-    with contextlib.suppress(Exception):
-        alone = train_alone(name, case, each_alone=True)
-        if max(deviation(weights, alone) for weights in found) / change <= SCALE:
-            return (
-                RIGHT,
-                f"as one process that multiplies each matrix by itself; {error:.0e} from all in one product",
-            )
-    return "SILENTLY OFF", f"{error:.0e}"
+    return "SILENTLY OFF", f"{error:.0e}{note}"
 
 
 def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -205,17 +226,19 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the table, and how many there are of each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--step", choices=["auto", "shards", "whole"], default="auto", help="optimizer_step")
     parser.add_argument("--only", nargs="*", help="names")
     chosen = parser.parse_args(arguments)
-    pool = RankPool(chosen.ranks)
+    pools = [RankPool(chosen.ranks), RankPool(1)]
     counts: Counter[str] = Counter()
     try:
         for name in chosen.only or names():
-            verdict, note = outcome(pool, name)
+            verdict, note = outcome(pools, name, chosen.step)
             counts[verdict] += 1
             print(f"| `{name}` | {verdict} | {' '.join(note.split())} |", flush=True)
     finally:
-        pool.stop()
+        for pool in pools:
+            pool.stop()
     print(dict(counts))
     return 0 if counts.keys() <= {RIGHT, REFUSED, OWN_ERROR} else 1
 

@@ -104,9 +104,9 @@ MIXTURES: dict[str, tuple[list[Parameter], int]] = {
     "plain_and_sharded": ([("plain", (4,)), ("outer", (5, 3)), ("plain", (2, 2))], 1),
     "two_meshes": ([("outer", (5, 3)), ("inner", (3,)), ("outer", (4,)), ("plain", (2,))], 2),
     "hybrid": ([("hybrid", (3, 5)), ("hybrid_columns", (2, 3)), ("plain", (2,))], 1),
-    "both_dimensions": ([("both", (5, 3)), ("outer", (3,)), ("inner", (4, 2)), ("hybrid", (7,))], 2),
-    "one_dimension_twice": ([("rows_twice", (7, 2)), ("rows_twice", (3,)), ("inner", (1,))], 2),
-    "empty_shards": ([("inner", (1, 4)), ("outer", (1,)), ("rows_twice", (1, 2)), ("both", (1, 1))], 2),
+    "both_dimensions": ([("both", (5, 3)), ("outer", (3,)), ("inner", (4, 2)), ("hybrid", (7,))], 4),
+    "one_dimension_twice": ([("rows_twice", (7, 2)), ("rows_twice", (3,)), ("inner", (1,))], 3),
+    "empty_shards": ([("inner", (1, 4)), ("outer", (1,)), ("rows_twice", (1, 2)), ("both", (1, 1))], 4),
     "nothing_but_empty": ([("inner", (0, 4)), ("outer", (3,))], 2),
     "replicated": ([("replicated", (4, 2)), ("plain", (3,))], 0),
     "everything": (
@@ -114,7 +114,7 @@ MIXTURES: dict[str, tuple[list[Parameter], int]] = {
             (layout, (3, 2))
             for layout in ("plain", "outer", "inner", "hybrid", "both", "rows_twice", "replicated")
         ],
-        2,
+        4,
     ),
 }
 
@@ -122,7 +122,7 @@ MIXTURES: dict[str, tuple[list[Parameter], int]] = {
 @pytest.mark.parametrize("clip_norm", [0.5, 1e3])
 @pytest.mark.parametrize(("parameters", "all_reduces"), MIXTURES.values(), ids=MIXTURES)
 def test_mixtures(pool4: RankPool, parameters: list[Parameter], all_reduces: int, clip_norm: float) -> None:
-    """Norm and gradients are those of one process; one all-reduce for each group that something is sharded over."""
+    """Norm and gradients are those of one process; one all-reduce for each way of sharding and each of its groups."""
     norm, gradients = _expected(parameters, clip_norm)
     assert (norm > clip_norm) == (clip_norm == 0.5)
     for clipped in pool4.run(_clip, parameters, clip_norm, True, torch.float64):

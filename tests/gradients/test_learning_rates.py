@@ -1,8 +1,7 @@
-"""A scheduler that follows a metric decides alike on all ranks."""
+"""A scheduler that follows a metric must decide alike on all ranks."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -22,6 +21,8 @@ METRICS = ([1.0, 5.0, 3.0], [6.0, 1.0, 2.0])
 class FollowsItsMetric(LabelledModule):
     """Each rank logs a metric of its own. Its scheduler halves the learning rate as soon as the metric rises."""
 
+    sync_dist = False
+
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
@@ -29,7 +30,7 @@ class FollowsItsMetric(LabelledModule):
         return {"optimizer": optimizer, "lr_scheduler": options}
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        self.log("metric", METRICS[dist.get_rank()][batch_idx])
+        self.log("metric", METRICS[dist.get_rank()][batch_idx], sync_dist=self.sync_dist)
         return super().training_step(batch, batch_idx)
 
 
@@ -51,24 +52,36 @@ class FollowsByHand(FollowsItsMetric):
         self.lr_schedulers().step(self.trainer.callback_metrics["metric"])
 
 
-def _learning_rate(make_module: type[FollowsItsMetric]) -> tuple[float, bool, bool]:
-    """The last learning rate, whether somebody was told, and whether torch's class is as before."""
-    step = ReduceLROnPlateau.step
+class FollowsTheMean(FollowsItsMetric):
+    """Logs the metric as the message says: the means are 3.5, 3 and 2.5, each better than the one before."""
+
+    sync_dist = True
+
+
+def _fit(make_module: type[FollowsItsMetric]) -> tuple[float | None, str]:
+    """The last learning rate, and what is raised at the end."""
     module = make_module()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    try:
         make_trainer(AutomodelStrategy(), limit_train_batches=3).fit(module, loader())
+    except RuntimeError as error:
+        return None, str(error)
     optimizer = module.optimizers()
     assert isinstance(optimizer, torch.optim.Optimizer)
-    is_told = any("monitors differs between ranks" in str(warning.message) for warning in caught)
-    return optimizer.param_groups[0]["lr"], is_told, ReduceLROnPlateau.step is step
+    return optimizer.param_groups[0]["lr"], ""
 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("make_module", [FollowsItsMetric, FollowsByHand])
-def test_ranks_share_the_learning_rate(pool2: RankPool, make_module: type[FollowsItsMetric]) -> None:
-    """The means are 3.5, 3 and 2.5: each is better than the one before, and the learning rate stays."""
-    by_rank = pool2.run(_learning_rate, make_module)
-    assert [rate for rate, _, _ in by_rank] == [LEARNING_RATE] * 2
-    assert [is_told for _, is_told, _ in by_rank] == [True, False]
-    assert all(is_restored for _, _, is_restored in by_rank)
+def test_learning_rates_that_differ_are_refused(
+    pool2: RankPool, make_module: type[FollowsItsMetric]
+) -> None:
+    """On every rank, with the remedy."""
+    step = ReduceLROnPlateau.step
+    for _, message in pool2.run(_fit, make_module):
+        assert message.startswith("Ranks step with different options of their optimizers: lr=")
+        assert "sync_dist=True" in message
+    assert ReduceLROnPlateau.step is step
+
+
+def test_the_remedy(pool2: RankPool) -> None:
+    assert pool2.run(_fit, FollowsTheMean) == [(LEARNING_RATE, "")] * 2

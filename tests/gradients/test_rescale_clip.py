@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_automodel import clip_gradients, rescale_gradients
-from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.rescale_clip import (
     check_finite,
     clip_gradient_values,
@@ -240,14 +239,3 @@ def test_factors_that_are_special(dtype: torch.dtype, factor: float) -> None:
     expected = parameter.grad.double() * factor
     scale_gradients_([parameter], torch.tensor(factor, dtype=torch.float64))
     assert torch.equal(parameter.grad.double().nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
-
-
-def test_large_half_precision_gradients_are_scaled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each with a copy in float32 of so many elements at most, but for a gradient that is larger."""
-    monkeypatch.setattr(rescale_clip, "_CHUNK_ELEMENTS", 5)
-    parameters = _parameters(torch.bfloat16)[:-1]
-    parts = rescale_clip._chunks([parameter.grad for parameter in parameters])
-    assert [[grad.numel() for grad in part] for part in parts] == [[12], [5], [1, 0]]
-    expected = [(gradient.float() * torch.tensor(0.3)).bfloat16() for gradient in _gradients(parameters)]
-    scale_gradients_(parameters, torch.tensor(0.3, dtype=torch.float64))
-    assert all(map(torch.equal, _gradients(parameters), expected))

@@ -1,10 +1,8 @@
-"""Optimizers that look at whole tensors train sharded models as one process does. The reference knows no shards."""
+"""Optimizers that look at whole tensors train sharded models as one process does, stepped on shards or by owners."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy, ExactnessCheck
 from lightning_automodel.checkpoint.__main__ import main
 from lightning_automodel.gradients.owner_exchange import Holders, Owned, Split
-from lightning_automodel.gradients.step_choice import OPTION
-from lightning_automodel.gradients.whole_tensors import WholeSteps
+from lightning_automodel.gradients.whole_tensors import OPTION, WholeSteps, is_stepped_whole
 from tests.gradients import whole_steps
 from tests.gradients.whole_steps import KINDS, WholeModule
 from tests.rank_pool import RankPool
@@ -43,57 +40,68 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def _fit(kinds: Sequence[str], options: dict[str, Any], case: Case) -> list[tuple[dict[str, Tensor], Any]]:
-    """Runs on every rank: weights after a fit with each kind, and how the strategy says that it steps."""
+    """Runs on every rank: weights after a fit with each kind, and elements by parameter that this rank owns."""
     found = []
     for kind in kinds:
         tensor = options.get("tensor_parallel_size", 1)
         module = WholeModule(kind, tensor > 1)
-        seen: list[Any] = []
-
-        class Look(Callback):
-            def on_train_end(self, trainer: Any, module: Any, seen: list[Any] = seen) -> None:
-                seen.append(trainer.strategy.describe()["optimizer_step"])
-
         checks = [ExactnessCheck()] if kind in ("muon", "shampoo") else []
+        look = Look()
         trainer = make_trainer(
             AutomodelStrategy(**options),
             precision="64-true",
             accumulate_grad_batches=ACCUMULATE,
             gradient_clip_val=0.1,
-            callbacks=[Look(), *checks],
+            callbacks=[look, *checks],
         )
         batches = micro_batches(case)[dist.get_rank() // tensor]
         trainer.fit(module, DataLoader(batches, batch_size=None))
         assert [check.verdict for check in checks if dist.get_rank() == 0] in ([], ["exact"]), checks[
             0
         ].report
-        found.append((full_weights(module), seen[0]))
+        found.append((full_weights(module), look.groups, look.num_owned))
     return found
 
 
+class Look(Callback):
+    """Reads how the groups of the optimizer are stepped, and how many elements this rank owns."""
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        [described] = trainer.strategy.describe()["optimizer_step"]
+        self.groups = described["groups"]
+        owned = trainer.strategy._required_run.owned(trainer.optimizers[0])
+        self.num_owned = sum(parameter.numel() for parameter, is_own in owned.items() if is_own)
+
+
+@pytest.mark.parametrize("step", ["whole", "shards"])
 @pytest.mark.parametrize("layout", by_default(LAYOUTS, "fsdp2", "tensor parallel"))
 def test_steps_are_those_of_one_process(
-    layout: tuple[int, dict[str, Any]], request: pytest.FixtureRequest
+    layout: tuple[int, dict[str, Any]], step: str, request: pytest.FixtureRequest
 ) -> None:
     """Two groups of one optimizer, nested late state, the loss of the closure; ragged windows, clipping."""
     num_ranks, options = layout
     pool: RankPool = request.getfixturevalue(f"pool{num_ranks}")
     case = dataclasses.replace(CASE, num_ranks=num_ranks // options.get("tensor_parallel_size", 1))
     kinds = list(KINDS) if num_ranks == 2 else ["muon", "adafactor"]
-    by_rank = pool.run(_fit, kinds, options, case)
+    if step == "whole":
+        kinds = [kind for kind in kinds if kind != "coupled"]
+    by_rank = pool.run(_fit, kinds, {"optimizer_step": step, **options}, case)
     for number, kind in enumerate(kinds):
         expected = prefixed(
             plain_weights(filled_decoder(), ACCUMULATE, case, clip=_clip, make_optimizer=KINDS[kind])
         )
+        owned = []
         for found in by_rank:
-            weights, described = found[number]
+            weights, groups, num_owned = found[number]
             assert weight_error(Outcome(weights, None), expected) <= TOLERANCE, kind
-            starts = [group.split()[0] for group in described[0]["groups"]]
-            assert starts == {"muon": ["whole", "shards"], "by loss": ["shards"]}.get(kind, ["whole"])
-            if starts == ["whole"]:
-                owned = described[0]["elements_by_owner"]
-                assert sum(owned) == sum(weight.numel() for weight in expected.weights.values())
-                assert max(owned) < 0.8 * sum(owned)
+            assert set(groups) == {step}
+            owned.append(num_owned)
+        num_elements = sum(weight.numel() for weight in expected.weights.values())
+        if step == "shards":
+            assert owned == [0] * num_ranks
+        else:
+            assert sum(owned) >= num_elements
+            assert max(owned) < 0.8 * num_elements
 
 
 def _clip(parameters: list[nn.Parameter]) -> None:
@@ -130,8 +138,8 @@ def _steps(dtype: torch.dtype, replicas: int) -> list[tuple[dict[str, Tensor], d
     optimizers = [
         torch.optim.Muon(model.parameters(), lr=0.05, weight_decay=0.1) for model in (sharded, whole)
     ]
-    steps = WholeSteps(torch.device("cpu"))
-    steps.take(optimizers[0], {0})
+    steps = WholeSteps(torch.device("cpu"), "whole")
+    steps.take(optimizers[0])
     generator = torch.Generator().manual_seed(1)
     for number in range(4):
         for index, (mine, reference) in enumerate(
@@ -183,100 +191,76 @@ def test_the_same_bits(num_ranks: int, replicas: int, request: pytest.FixtureReq
                     assert torch.equal(found[name], expected[name]), (dtype, name)
 
 
-# --- What is tried before the first batch -----------------------------------------------------------------------------
+# --- Which are stepped whole ------------------------------------------------------------------------------------------
 
 
-class Choosing(WholeModule):
-    """Trains with an optimizer of the given class."""
+class Wrapper(torch.optim.Optimizer):
+    """Steps with others, whose groups are its own."""
 
-    def __init__(self, make: Any) -> None:
-        super().__init__("")
-        self.make = make
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        self.optimizer = self.make(self)
-        return self.optimizer
+    def __init__(self, *inner: torch.optim.Optimizer) -> None:
+        self.inner = list(inner)
+        super().__init__([group for optimizer in inner for group in optimizer.param_groups], {})
 
 
-def _all_of(kind: str) -> Any:
-    return lambda module: getattr(whole_steps, kind)(module.parameters())
+def _choices() -> dict[str, list[bool]]:
+    """Runs on every rank: which groups are stepped whole."""
+    model = nn.Linear(4, 6)
+    fully_shard(model)
+    plain = nn.Parameter(torch.ones(3, 3))
+    muon = torch.optim.Muon([model.weight])
+    adamw = torch.optim.AdamW([model.bias])
+    named = [
+        {"params": [model.weight], OPTION: "shards"},
+        {"params": [model.bias], OPTION: "whole"},
+    ]
+    optimizers: dict[str, tuple[torch.optim.Optimizer, str]] = {
+        "muon": (muon, "auto"),
+        "muon on shards": (muon, "shards"),
+        "adamw": (adamw, "auto"),
+        "adamw by owners": (adamw, "whole"),
+        "of groups": (torch.optim.AdamW(named), "auto"),
+        "wrapped": (Wrapper(muon, adamw), "auto"),
+        "not sharded": (torch.optim.Muon([plain]), "whole"),
+    }
+    return {
+        name: [is_stepped_whole(optimizer, group, option) for group in optimizer.param_groups]
+        for name, (optimizer, option) in optimizers.items()
+    }
 
 
-def _group_of(option: str) -> Any:
-    return lambda module: torch.optim.SGD([{"params": module.parameters(), OPTION: option}], lr=0.1)
+def test_which_are_stepped_whole(pool2: RankPool) -> None:
+    """Those that are known, or that the option names."""
+    expected = {
+        "muon": [True],
+        "muon on shards": [False],
+        "adamw": [False],
+        "adamw by owners": [True],
+        "of groups": [False, True],
+        "wrapped": [True, False],
+        "not sharded": [False],
+    }
+    assert pool2.run(_choices) == [expected, expected]
 
 
-def _frozen(module: nn.Module) -> torch.optim.Optimizer:
-    module.requires_grad_(False)
-    module.model.head.requires_grad_(True)
-    return whole_steps.ShardNorm(
-        [{"params": module.model.blocks.parameters()}, {"params": module.model.head.parameters()}]
-    )
+def test_a_group_with_an_unknown_value() -> None:
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(2))], OPTION: "other"}], lr=0.1)
+    with pytest.raises(ValueError, match="optimizer_step='other'; valid are 'auto', 'shards', 'whole'"):
+        is_stepped_whole(optimizer, optimizer.param_groups[0], "auto")
 
 
-VERDICTS: dict[str, tuple[str, str]] = {
-    "ShardNorm": ("whole", "on shards: "),
-    "LateMatrices": ("whole", "on shards: "),
-    "Noisy": ("shards", "each element alone"),
-    "OneStepSizeOverRanks": ("shards", "sums over all parameters"),
-    "Untried": ("shards", "could not be tried"),
-    "OneStepSize": ("refused", "With an owner that steps each parameter alone"),
-    "Lazy": ("refused", "seen is"),
-}
+def _fit_coupled() -> str:
+    """Runs on every rank: what is raised at the end of a fit whose owners each find a step size of their own."""
+    with pytest.raises(RuntimeError) as raised:
+        make_trainer(AutomodelStrategy(optimizer_step="whole"), precision="64-true").fit(
+            WholeModule("coupled"), loader()
+        )
+    return str(raised.value)
 
 
-def _choose(kinds: list[str], options: dict[str, Any]) -> dict[str, tuple[str, list[str]]]:
-    """Runs on every rank: what is decided for each optimizer before the first batch, and what is said."""
-    found: dict[str, tuple[str, list[str]]] = {}
-    for kind in kinds:
-        make = _frozen if kind == "frozen" else _all_of(kind)
-        if kind.startswith("group "):
-            make = _group_of(kind.removeprefix("group "))
-        module = Choosing(make)
-        trainer = make_trainer(AutomodelStrategy(**options), precision="64-true", max_steps=1)
-        before = torch.random.get_rng_state()
-        seen: list[str] = []
-
-        class Look(Callback):
-            def on_fit_start(self, trainer: Any, module: Any, seen: list[str] = seen) -> None:
-                seen.extend(trainer.strategy.describe()["optimizer_step"][0]["groups"])
-                raise KeyboardInterrupt
-
-        trainer.callbacks.append(Look())
-        with warnings.catch_warnings(record=True) as said, contextlib.suppress(SystemExit):
-            warnings.simplefilter("always")
-            try:
-                trainer.fit(module, loader())
-            except ValueError as error:
-                seen.append(f"refused ({error})")
-        assert torch.equal(before, torch.random.get_rng_state())
-        assert not module.optimizer.state, "the trial has left a state behind"
-        found[kind] = seen[0], [str(each.message) for each in said]
-    return found
-
-
-def test_the_trial(pool2: RankPool) -> None:
-    """By what an optimizer does with a small tensor, in words that name it; nothing else is touched."""
-    for rank, by_kind in enumerate(pool2.run(_choose, list(VERDICTS), {})):
-        for kind, (decided, reason) in VERDICTS.items():
-            group, said = by_kind[kind]
-            assert group.startswith(decided), (kind, group)
-            assert reason in group, (kind, group)
-            assert any("could not be tried" in each for each in said) == (kind == "Untried" and rank == 0)
-        assert "data_parallel='ddp'" in by_kind["OneStepSize"][0]
-
-
-def test_the_option(pool2: RankPool) -> None:
-    """Of a group, or of all; "shards" is left where it is wrong, and says so. What is frozen may be trained later."""
-    assert pool2.run(_choose, ["frozen"], {})[0]["frozen"][0].startswith("whole")
-    by_kind = pool2.run(_choose, ["group whole", "group other"], {"optimizer_step": "shards"})[0]
-    assert by_kind["group whole"][0] == "whole (optimizer_step='whole')"
-    assert "optimizer_step='other'; valid are 'auto', 'shards', 'whole'" in by_kind["group other"][0]
-    group, said = pool2.run(_choose, ["ShardNorm"], {"optimizer_step": "shards"})[0]["ShardNorm"]
-    assert group == "shards (optimizer_step='shards')"
-    assert any("computes something else on shards" in each for each in said)
-    refused = pool2.run(_choose, ["OneStepSize"], {"optimizer_step": "whole"})[0]["OneStepSize"][0]
-    assert refused.startswith("refused (OneStepSize (group 0) cannot train sharded parameters")
+def test_owners_of_coupled_parameters(pool2: RankPool) -> None:
+    """Numbers of a group that differ between ranks are refused."""
+    for message in pool2.run(_fit_coupled):
+        assert message.startswith("Ranks step with different options of their optimizers: seen=")
 
 
 # --- What changes while it trains, and what is saved ------------------------------------------------------------------
@@ -306,7 +290,8 @@ def grow(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def _grow() -> dict[str, Tensor]:
     module = Growing()
-    trainer = make_trainer(AutomodelStrategy(), precision="64-true", accumulate_grad_batches=4, max_epochs=2)
+    strategy = AutomodelStrategy(optimizer_step="whole")
+    trainer = make_trainer(strategy, precision="64-true", accumulate_grad_batches=4, max_epochs=2)
     trainer.fit(module, loader())
     return full_weights(module)
 
@@ -357,16 +342,18 @@ def _batches_of_both() -> list[dict[str, Tensor]]:
     return [batch for pair in zip(*micro_batches(CASE), strict=True) for batch in pair]
 
 
+WHOLE = {"optimizer_step": "whole"}
 RESUMED = {
-    "shards": (2, {}),
-    "one file of shards": (2, {"save_distributed_checkpoint": False}),
+    "owners": (2, WHOLE),
+    "one file of owners": (2, {"save_distributed_checkpoint": False, **WHOLE}),
+    "shards": (2, {"optimizer_step": "shards"}),
     "replicated": (2, {"data_parallel": "ddp"}),
     "one rank": (1, {}),
 }
 
 
 @pytest.mark.parametrize(
-    "saved", by_default(dict(list(RESUMED.items())[:3]), "shards", "one file of shards")
+    "saved", by_default(dict(list(RESUMED.items())[:4]), "owners", "one file of owners", "shards")
 )
 def test_states_of_owners_are_saved(
     pool1: RankPool, pool2: RankPool, saved: tuple[int, dict[str, Any]], tmp_path: Path

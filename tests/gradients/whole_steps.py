@@ -22,15 +22,11 @@ class Looking(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
-        self.before()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     parameter.sub_(self.direction(group, parameter, loss), alpha=group["lr"])
         return loss
-
-    def before(self) -> None:
-        """Once a step, when gradients are there."""
 
     def direction(self, group: dict[str, Any], parameter: Tensor, loss: Any) -> Tensor:
         return parameter.grad
@@ -84,52 +80,6 @@ class NestedShampoo(Looking):
         return direction
 
 
-class ShardNorm(Looking):
-    """Reads the norm of what it takes for a whole tensor."""
-
-    def direction(self, group: dict[str, Any], parameter: Tensor, loss: Any) -> Tensor:
-        return parameter.grad / (1 + parameter.grad.norm().item())
-
-
-class OneStepSize(Looking):
-    """One step size for all parameters, by the norms of all gradients."""
-
-    def before(self) -> None:
-        norms = [
-            p.grad.norm().item()
-            for group in self.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        self.norm = 1 + sum(norms)
-
-    def direction(self, group: dict[str, Any], parameter: Tensor, loss: Any) -> Tensor:
-        return parameter.grad / self.norm
-
-
-class OneStepSizeOverRanks(OneStepSize):
-    """The same, computed as sharded tensors are: torch sums over ranks."""
-
-    def before(self) -> None:
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        self.norm = 1 + sum((gradient * gradient).sum() for gradient in gradients) if gradients else 1
-
-
-class Lazy(Looking):
-    """A step size that grows for all parameters, in its group: nothing is seen of it in the weights at first."""
-
-    def direction(self, group: dict[str, Any], parameter: Tensor, loss: Any) -> Tensor:
-        group["seen"] = group.get("seen", 0.0) + float(parameter.grad.abs().sum())
-        return parameter.grad * (1 + 1e-12 * group["seen"])
-
-
-class Noisy(Looking):
-    """Adds noise, which differs where parts are drawn in another order."""
-
-    def direction(self, group: dict[str, Any], parameter: Tensor, loss: Any) -> Tensor:
-        return parameter.grad + 0.01 * torch.rand_like(parameter)
-
-
 class ByLoss(Looking):
     """Scales its steps by the loss that the closure returns."""
 
@@ -137,23 +87,12 @@ class ByLoss(Looking):
         return parameter.grad * (1 + loss)
 
 
-class Untried(Looking):
-    """Needs more than a gradient."""
+class Coupled(Looking):
+    """One step size for all parameters, which it keeps in its group."""
 
     def direction(self, group: dict[str, Any], parameter: Tensor, loss: Any) -> Tensor:
-        return parameter.grad * parameter.hessian
-
-
-class LateMatrices(Looking):
-    """Looks at each element for eight steps, and at whole matrices from then on."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, begins_at=8)
-
-    def direction(self, group: dict[str, Any], parameter: Tensor, loss: Any) -> Tensor:
-        state = self.state[parameter]
-        state["step"] = state.get("step", 0) + 1
-        return parameter.grad if state["step"] < group["begins_at"] else _orthogonal(parameter.grad)
+        group["seen"] = group.get("seen", 0.0) + parameter.grad.abs().sum().item()
+        return parameter.grad / (1 + group["seen"])
 
 
 def muon_and_momentum(model: nn.Module) -> Muon64:
@@ -170,6 +109,7 @@ KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adafactor": lambda model: torch.optim.Adafactor(_trained(model), lr=0.02),
     "rprop": lambda model: torch.optim.Rprop(_trained(model), lr=0.02),
     "by loss": lambda model: ByLoss(_trained(model)),
+    "coupled": lambda model: Coupled(_trained(model)),
 }
 
 

@@ -1,34 +1,45 @@
-"""A run puts back what it has replaced on objects of others, but for what `Left` lists."""
+"""A run puts back what it has replaced on objects of others, and docs list all of it."""
 
 from __future__ import annotations
 
+import ast
+import re
 import types
 import warnings
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, WeightAveraging
-from lightning.pytorch.core import saving
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.distributed import device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.internals.patching import Left, PatchStack, what_is_left
+from lightning_automodel.internals.patching import PatchStack
+from tests.processes import ROOT
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Block
 from tests.trainer.runs import LabelledModule, loader, make_trainer
 
+NO_INSTANCES = {
+    "lightning_internals.saving",  # at import
+    # While ExactnessCheck replays.
+    "dist",
+    "dist.distributed_c10d",
+    # In the process of `python -m lightning_automodel.plan`.
+    "nn.functional",
+    "attention",
+    "masking_utils",
+}
+"""Modules whose attributes are replaced. `test_nothing_replaced.py` looks at those of a fit."""
 SHARED = [
     torch,
     torch.autograd,
     torch.autograd.graph,
-    device_mesh,
-    saving,
     Tensor,
     nn.Parameter,
     nn.Module,
@@ -54,18 +65,16 @@ STEPS = {
     "lightning_automodel_as_step",
 }
 CHECKPOINTED: dict[str, Any] = {"activation_checkpointing": {Block}}
-RUNS: dict[str, tuple[dict[str, Any], set[tuple[str, str]], set[Left]]] = {
+RUNS: dict[str, tuple[dict[str, Any], set[tuple[str, str]]]] = {
     "fsdp2": (
         {**CHECKPOINTED},
         {("_Module", name) for name in STEPS} | {("TinyDecoder", "forward")},
-        {Left.STEPS, Left.NAMES, Left.LOADING, Left.PICKLING},
     ),
     # Lightning runs steps as `forward`, and gives that back as an attribute of the module, under its own DDP
     # too.
     "ddp": (
         {**CHECKPOINTED, "data_parallel": "ddp", "uneven_inputs": "pad"},
         {("_Module", "forward")},
-        set(),
     ),
 }
 
@@ -151,7 +160,6 @@ def _replaced(options: dict[str, Any]) -> dict[str, Any]:
         },
         "filters": [entry for entry in warnings.filters if entry not in ignored],
         "hooks": [len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)],
-        "left": what_is_left(),
     }
 
 
@@ -163,16 +171,36 @@ def _name(target: Any) -> str:
 @pytest.mark.parametrize("name", RUNS)
 def test_what_stays_is_listed(pool2: RankPool, name: str) -> None:
     """Every attribute of the classes, modules and objects that a run touches is the same object afterwards."""
-    options, expected, left = RUNS[name]
+    options, expected = RUNS[name]
     for found in pool2.run(_replaced, options):
         assert found["num_patched"] > 30
         assert found["patched"] == set()
         assert found["others"] == expected, sorted(found["others"] ^ expected)
         assert found["filters"] == []
         assert found["hooks"] == [0, 0]
-        assert {kind.value for kind in left} <= set(found["left"])
 
 
-def test_lightning_reads_directories_for_good() -> None:
-    """`load_from_checkpoint` needs no run."""
-    assert Left.LOAD_FROM_CHECKPOINT.value in what_is_left()
+def _listed() -> tuple[int, set[str]]:
+    """Number of kinds in docs/adopting.md, and the attributes in their table."""
+    table = (ROOT / "docs/adopting.md").read_text().partition("| object | attributes |")[2]
+    rows = [line.split("|") for line in table.partition("\n\n")[0].splitlines()[2:]]
+    return len(rows), {name for row in rows for name in re.findall(r"`(\w+)`", row[2])}
+
+
+def _patched_by_name() -> Iterator[tuple[str, str]]:
+    """What the package passes to `PatchStack.set`: the object, as it is written there, and the name."""
+    for path in sorted((ROOT / "lightning_automodel").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".set") and len(node.args) > 2:
+                target, name = node.args[:2]
+                if isinstance(name, ast.Constant):
+                    yield ast.unparse(target), str(name.value)
+
+
+def test_docs_list_what_is_patched() -> None:
+    """At most 15 kinds."""
+    num_kinds, listed = _listed()
+    assert num_kinds <= 15
+    patched = {name for target, name in _patched_by_name() if target not in NO_INSTANCES}
+    assert len(patched) > 30
+    assert patched - listed == set()

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from lightning_automodel.gradients.grad_sync import Window
 from lightning_automodel.sharding.apply import initialise_fsdp2
 from lightning_automodel.sharding.grad_sync import FSDPGradSync
 from lightning_automodel.sharding.sync_context import Deferral
@@ -47,10 +48,15 @@ class Training:
             loss = _loss(self.model.inner["net"], features, forward)
             if fail:
                 loss.register_hook(_raise)
-            self.sync.begin(loss, is_last)
-            loss.backward()
-            self.sync.reduce(list(self.model.parameters()), set())
-            self.sync.keep()
+            window = Window(None, [], None, torch.zeros(3), ends=is_last)
+            self.sync.window = window
+            try:
+                self.sync.begin(window, loss)
+                loss.backward()
+                self.sync.reduce(window)
+                self.sync.keep(window)
+            finally:
+                self.sync.window = None
 
     def window(
         self, *steps: int, forward: Callable[[Net, Tensor], Tensor] | None = None

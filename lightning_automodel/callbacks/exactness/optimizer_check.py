@@ -150,8 +150,8 @@ def changes_gradients(trainer: pl.Trainer) -> list[str]:
 def _copy(optimizer: Optimizer, names: Mapping[int, str], own: Mapping[str, nn.Parameter]) -> Optimizer:
     """The same optimizer on the parameters ``own``, without state, hooks, or a call of its constructor.
 
-    Unlike :func:`lightning_automodel.gradients.optimizer_copy.copy_optimizer` it refuses wrappers, and shares
-    what is neither a tensor nor a collection: modules and functions are the run's own.
+    It shares what is neither a tensor nor a collection: modules and functions are the run's own. Raises
+    TypeError for an optimizer that wraps another.
     """
     inner = [type(value).__name__ for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     if inner:

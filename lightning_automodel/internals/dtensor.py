@@ -1,0 +1,57 @@
+"""Private names of ``DTensor``: this rank's part and its layout, for arithmetic that communicates nothing."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
+
+D = TypeVar("D", bound=DTensor)
+
+plain_access: Any = torch._C.DisableTorchFunctionSubclass
+"""Context in which ``__torch_function__`` of subclasses is not called: what runs in it sees ordinary DTensors."""
+
+
+def part_of(tensor: DTensor) -> Tensor:
+    """This rank's part, sharing memory. Not recorded by autograd, and cheaper than ``to_local()``."""
+    return tensor._local_tensor
+
+
+def has_layout(tensor: DTensor, like: DTensor) -> bool:
+    """Whether each rank holds the same elements of both, which are of one shape."""
+    spec = tensor._spec
+    other = like._spec
+    if spec is other:
+        return True
+    return (
+        tensor.shape == like.shape and spec.placements == other.placements and spec.mesh == other.mesh
+    )
+
+
+def parts_of(tensors: Iterable[DTensor]) -> list[Tensor]:
+    """This rank's part of each, as :func:`part_of`."""
+    return [tensor._local_tensor for tensor in tensors]
+
+
+def alike(tensors: Iterable[DTensor], models: Iterable[DTensor]) -> bool:
+    """Whether each tensor has the layout of its model, and its dtype."""
+    return [tensor._spec for tensor in tensors] == [model._spec for model in models]
+
+
+def with_part(cls: type[D], part: Tensor, like: DTensor) -> D:
+    """A tensor of the layout of ``like``, of which this rank holds ``part``. Not recorded by autograd."""
+    spec = like._spec
+    if part.dtype != like.dtype:
+        spec = dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=part.dtype))
+    return cls.__new__(cls, part, spec, requires_grad=False)
+
+
+def support_foreach(cls: type[Tensor]) -> None:
+    """Let torch choose multi-tensor kernels for a class, as it does for ``DTensor``: it compares exact classes."""
+    for supported in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        if cls not in supported:
+            supported.append(cls)

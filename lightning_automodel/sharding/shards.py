@@ -1,0 +1,743 @@
+"""Sharded tensors that compute like the whole tensor, whatever user code does to them between steps.
+
+A :class:`Shard` is a parameter of a sharded module, its gradient, or an optimizer's state for it. One rule holds
+for all that torch can do with it:
+
+- What treats each element by itself runs on this rank's part, without communication.
+- Everything else runs on the whole tensor, which is gathered for it: a collective that every rank must reach. Its
+  results are plain tensors, equal on all ranks. What it has written goes back into the shards, each rank its part.
+
+Random numbers are drawn for the whole tensor, as one process draws them. Ranks that are seeded alike, and have drawn
+alike since, then hold parts of one tensor.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_automodel.distributed import collectives
+from lightning_automodel.gradients.owner_exchange import Holders, holders_of
+from lightning_automodel.gradients.token_loss import wide_dtype
+from lightning_automodel.internals.dtensor import (
+    alike,
+    has_layout,
+    part_of,
+    parts_of,
+    plain_access,
+    support_foreach,
+    with_part,
+)
+
+T = TypeVar("T")
+Function = Callable[..., Any]
+Arguments = Sequence[Any]
+Keywords = dict[str, Any]
+
+SAVE_WHOLE = (
+    "Gather it on all ranks, and let one of them save it:"
+    " state = {name: p.full_tensor() for name, p in module.state_dict().items()}, then"
+    " `if trainer.is_global_zero: torch.save(state, path)`. Or call trainer.save_checkpoint(path) on all ranks."
+)
+"""How to write sharded weights that ``torch.load`` reads."""
+
+
+class Shard(DTensor):
+    """A sharded tensor that user code may take for the whole one.
+
+    Given by ``parameter.__class__ = Shard`` (:func:`make_shard`), so that the object, which FSDP2 and optimizers
+    hold, stays the same.
+
+    Attributes:
+        name: Of the parameter, for messages.
+        fsdp_param: What FSDP2 knows of the parameter; None of a gradient or a state.
+        accepts_hooks: Whether FSDP2 calls its post-accumulate-gradient hooks with a final gradient.
+    """
+
+    name: str = "a tensor"
+    fsdp_param: Any = None
+    accepts_hooks: bool = False
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Function, types: Any, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> Any:
+        with plain_access():
+            return _rule_of(function.__name__)(function, args, kwargs or {})
+
+    def __iter__(self) -> Any:
+        return iter(self.unbind(0))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Shard":
+        if id(self) in memo:
+            return memo[id(self)]
+        with plain_access(), torch.no_grad():
+            copied = with_part(Shard, part_of(self).clone(), self)
+            copied.name = self.name
+            if isinstance(self, nn.Parameter):
+                copied._is_param = True
+            copied.requires_grad_(self.requires_grad)
+            if self.grad is not None:
+                copied.grad = self.grad.clone()
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            f"{self.name} is sharded, and would be pickled as the part of this rank alone, by torch.save or by"
+            f" passing it to another process. {SAVE_WHOLE}"
+        )
+
+
+support_foreach(Shard)
+
+
+def make_shard(tensor: Any) -> Any:
+    """Let a sharded DTensor compute like the whole tensor. Anything else is returned as it is."""
+    if tensor.__class__ is DTensor and not any(placement.is_partial() for placement in tensor.placements):
+        tensor.__class__ = Shard
+    return tensor
+
+
+# --- Whole tensors --------------------------------------------------------------------------------------------------
+
+
+class GatheredCopy:
+    """The whole of a shard, gathered for a computation. What is written to it goes into the shard.
+
+    Creating one is a collective on the shard's mesh.
+
+    Attributes:
+        shard: Where it comes from.
+        whole: A plain tensor, equal on all ranks.
+    """
+
+    def __init__(self, shard: DTensor, function: Function) -> None:
+        self.shard = shard
+        self._function = function
+        self.whole = gather(shard, function)
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._shard_version = _version(self.shard)
+        self._whole_version = self.whole._version
+
+    def carry(self) -> None:
+        """Write into the shard what the whole tensor was changed to since. Not a collective."""
+        if self.whole._version == self._whole_version:
+            return
+        with torch.no_grad():
+            part_of(self.shard).copy_(own_part(self.whole, self.shard))
+        _count_writes([self.shard])
+        self._note_versions()
+
+    def refresh(self) -> None:
+        """Gather again if the shard was written since, for a view that is used again. Then a collective."""
+        if _version(self.shard) != self._shard_version and not self.whole.requires_grad:
+            self.whole.copy_(gather(self.shard, self._function))
+            self._note_versions()
+
+    def shares_memory(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a view of the whole one."""
+        if tensor.layout is not torch.strided:
+            return False
+        memory = self.whole.untyped_storage().data_ptr()
+        return memory != 0 and tensor.untyped_storage().data_ptr() == memory
+
+
+class View(Tensor):
+    """A view of a gathered tensor, such as ``p.grad[2:4]`` or ``p.view(-1)``: writes to it go into the shards."""
+
+    copy: GatheredCopy
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Function, types: Any, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> Any:
+        with plain_access():
+            return _on_wholes(function, args, kwargs or {})
+
+    def __iter__(self) -> Any:
+        return iter(self.unbind(0))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with plain_access():
+            return self.as_subclass(Tensor).clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with plain_access():
+            return self.as_subclass(Tensor).clone()
+
+
+def gather(shard: DTensor, function: Function) -> Tensor:
+    """The whole of a sharded tensor. A collective on its mesh. Differentiable; what autograd leaves is the shard's.
+
+    ``function`` is what it is gathered for: if some rank does not come, messages name it.
+    """
+    with collectives.gathering(_name_of(shard), function.__name__):
+        if _is_recorded(shard):
+            return shard.full_tensor()
+        # Tensors of inference mode would not tell of writes.
+        with torch.inference_mode(False), torch.no_grad():
+            part = part_of(shard)
+            # An offloaded shard lies on the host, where its ranks may not communicate.
+            moved = part.to(shard.device_mesh.device_type)
+            return with_part(DTensor, moved, shard).full_tensor().to(part.device)
+
+
+_holders: WeakKeyDictionary[DeviceMesh, dict[Any, tuple[Holders, int]]] = WeakKeyDictionary()
+
+
+def own_part(whole: Tensor, like: DTensor) -> Tensor:
+    """The view of a plain tensor, which every rank has, that this rank would hold if it were laid out like ``like``."""
+    known = _holders.setdefault(like.device_mesh, {})
+    key = like.placements
+    if key not in known:
+        holders = holders_of(like.device_mesh, like.placements)
+        known[key] = (holders, holders.ranks.index(dist.get_rank()))
+    holders, rank = known[key]
+    return holders.part(whole, rank)
+
+
+def _version(tensor: Tensor) -> int:
+    if tensor.is_inference():
+        return 0
+    return tensor._version
+
+
+def _count_writes(shards: list[Any]) -> None:
+    """Raise the version counters of shards whose parts were written."""
+    counted = [shard for shard in shards if not shard.is_inference()]
+    torch.autograd.graph.increment_version(counted)
+
+
+def _on_wholes(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """Compute on whole tensors, gathered for it, and carry what was written into the shards. A collective."""
+    _refuse_write_to_leaf(function, args)
+    copies: dict[int, GatheredCopy] = {}
+
+    def whole_of(tensor: Any) -> Any:
+        if isinstance(tensor, DTensor):
+            if id(tensor) not in copies:
+                copies[id(tensor)] = GatheredCopy(tensor, function)
+            return copies[id(tensor)].whole
+        if isinstance(tensor, View):
+            copies[id(tensor.copy)] = tensor.copy
+            tensor.copy.refresh()
+        return tensor
+
+    def shard_or_view(result: Any) -> Any:
+        if not isinstance(result, Tensor) or isinstance(result, View):
+            return result
+        for copy in copies.values():
+            if result is copy.whole:
+                return copy.shard
+            if copy.shares_memory(result):
+                view = result.as_subclass(View)
+                view.copy = copy
+                return view
+        return result
+
+    result = function(*_map(whole_of, args), **_map(whole_of, kwargs))
+    for copy in copies.values():
+        copy.carry()
+    return _map(shard_or_view, result)
+
+
+def _map(convert: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with ``convert`` applied to what its lists, tuples and dictionaries hold."""
+    if value.__class__ in (list, tuple):
+        return value.__class__([_map(convert, entry) for entry in value])
+    if value.__class__ is dict:
+        return {key: _map(convert, entry) for key, entry in value.items()}
+    return convert(value)
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of this name writes to its first argument."""
+    return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
+
+
+def _refuse_write_to_leaf(function: Function, args: Arguments) -> None:
+    """Raise as torch does for a write that autograd would have to record on a parameter."""
+    if not torch.is_grad_enabled() or not args or not _writes(function.__name__):
+        return
+    target = args[0]
+    if isinstance(target, View):
+        target = target.copy.shard
+    is_recorded = isinstance(target, DTensor) and target.is_leaf and target.requires_grad
+    if is_recorded and getattr(function, "__module__", None) != nn.init.__name__:
+        raise RuntimeError(
+            "A leaf Variable that requires grad is being used in an in-place operation: write parameters under"
+            " torch.no_grad()."
+        )
+
+
+# --- Element by element ---------------------------------------------------------------------------------------------
+
+
+def _elementwise(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """Compute on this rank's parts, where all tensors fit to one layout; else on whole tensors."""
+    if kwargs.get("out") is not None:
+        return _into_out(function, args, kwargs)
+    name = function.__name__
+    writes = _writes(name)
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    like = _model_of(tensors, writes)
+    if like is None:
+        return _on_wholes(function, args, kwargs)
+    is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if writes and is_recorded:
+        _refuse_write_to_leaf(function, args)
+    parts: dict[int, Any] = {}
+    for tensor in tensors:
+        part = _part_like(tensor, like, is_recorded)
+        if part is None:
+            return _on_wholes(function, args, kwargs)
+        parts[id(tensor)] = part
+    if writes and is_recorded:
+        return _as_dtensors(function, args, kwargs, like)
+    result = function(
+        *[parts.get(id(value), value) for value in args],
+        **{key: parts.get(id(value), value) for key, value in kwargs.items()},
+    )
+    if not isinstance(result, Tensor):
+        if result is NotImplemented:
+            return result
+        return _on_wholes(function, args, kwargs)
+    if result is parts[id(like)]:  # written in place, or nothing to do, as for contiguous()
+        if writes:
+            _count_writes([like])
+        return like
+    if result.shape != parts[id(like)].shape or result.device != part_of(like).device:
+        return _on_wholes(function, args, kwargs)
+    return _as_shard(result, like)
+
+
+def _model_of(tensors: list[Tensor], writes: bool) -> DTensor | None:
+    """The shard whose layout the result has: the largest, or the one that is written; None if that is whole."""
+    if writes:
+        if isinstance(tensors[0], DTensor):
+            return tensors[0]
+        return None
+    like = None
+    for tensor in tensors:
+        if isinstance(tensor, DTensor) and (like is None or tensor.ndim > like.ndim):
+            like = tensor
+    return like
+
+
+def _part_like(tensor: Tensor, like: DTensor, is_recorded: bool) -> Tensor | None:
+    """This rank's part of what ``tensor`` is when it broadcasts to ``like``; None if it does not."""
+    if isinstance(tensor, DTensor) and has_layout(tensor, like):
+        if is_recorded and tensor.requires_grad:
+            return tensor.to_local()
+        return part_of(tensor)
+    if tensor.numel() == 1 and tensor.ndim <= like.ndim and not isinstance(tensor, DTensor):
+        if is_recorded and tensor.requires_grad:
+            return None  # its gradient would be that of this rank's part
+        return tensor
+    if is_recorded and tensor.requires_grad:
+        return None
+    if isinstance(tensor, View):
+        tensor.copy.refresh()
+    if tensor.ndim > like.ndim or not _broadcasts(tensor.shape, like.shape):
+        return None
+    if isinstance(tensor, DTensor):
+        tensor = gather(tensor, torch.broadcast_to)
+    return own_part(tensor.expand(like.shape), like)
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    return all(size in (1, other) for size, other in zip(reversed(shape), reversed(to), strict=False))
+
+
+def _as_shard(part: Tensor, like: DTensor) -> Shard:
+    if part.requires_grad:
+        return make_shard(
+            DTensor.from_local(
+                part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+            )
+        )
+    return with_part(Shard, part, like)
+
+
+def _as_dtensors(function: Function, args: Arguments, kwargs: Keywords, like: DTensor) -> Any:
+    """A write to a tensor that autograd follows, by DTensor's own rules: all tensors have its layout."""
+
+    def convert(value: Any) -> Any:
+        if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.numel() == 1:
+            return value
+        return _as_shard(own_part(value.expand(like.shape), like), like)
+
+    return make_shard(function(*_map(convert, args), **_map(convert, kwargs)))
+
+
+def _into_out(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """``function(..., out=tensor)``: compute, then copy."""
+    target = kwargs["out"]
+    remaining = {key: value for key, value in kwargs.items() if key != "out"}
+    has_shards = any(isinstance(value, (DTensor, View)) for value in (*args, *remaining.values()))
+    if has_shards:
+        result = _rule_of(function.__name__)(function, args, remaining)
+    else:
+        result = function(*args, **remaining)
+    _rule_of("copy_")(Tensor.copy_, (target, result), {})
+    return target
+
+
+def _foreach(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """Multi-tensor kernels (``torch._foreach_*``, ``torch._fused_*``), each entry of the lists by itself, on parts."""
+    values = [*args, *kwargs.values()]
+    targets = values[0]
+    length = len(targets)
+    models = _models_of(values, length)
+    writes = _writes(function.__name__)
+    if writes and any(like is not None and like is not own for like, own in zip(models, targets, strict=True)):
+        return _one_by_one(function, args, kwargs, length)
+    converted = []
+    for value in values:
+        if value.__class__ not in (list, tuple) or len(value) != length:
+            converted.append(value)
+            continue
+        parts = _parts_alike(value, models)
+        if parts is None:
+            return _one_by_one(function, args, kwargs, length)
+        converted.append(parts)
+    result = function(*converted[: len(args)], **dict(zip(kwargs, converted[len(args) :], strict=True)))
+    if writes:
+        _count_writes([model for model in models if model is not None])
+        return None if result is None else targets
+    return [part if like is None else _as_shard(part, like) for part, like in zip(result, models, strict=True)]
+
+
+def _models_of(values: Sequence[Any], length: int) -> Sequence[DTensor | None]:
+    """For each index of the lists, the first shard that has it; None where all tensors are plain."""
+    lists = [value for value in values if value.__class__ in (list, tuple) and len(value) == length]
+    if set(map(type, lists[0])) == {Shard}:
+        return lists[0]
+    return [next((e for e in entries if isinstance(e, DTensor)), None) for entries in zip(*lists, strict=True)]
+
+
+def _parts_alike(tensors: Sequence[Any], models: Sequence[DTensor | None]) -> list[Any] | None:
+    """This rank's parts of a list, each laid out like its model; None if some entry needs the whole tensor."""
+    classes = set(map(type, tensors))
+    if classes == {Shard} and set(map(type, models)) == {Shard} and alike(tensors, models):
+        return parts_of(tensors)
+    parts: list[Any] = []
+    for tensor, like in zip(tensors, models, strict=True):
+        part = tensor
+        if like is not None and isinstance(tensor, Tensor):
+            part = _part_like(tensor, like, False)
+        if part is None or isinstance(tensor, View):
+            return None
+        parts.append(part)
+    return parts
+
+
+def _one_by_one(function: Function, args: Arguments, kwargs: Keywords, length: int) -> Any:
+    """A multi-tensor kernel whose lists mix what cannot be computed on parts: each entry by itself."""
+    results: list[Any] = []
+    for index in range(length):
+
+        def entry(value: Any, index: int = index) -> Any:
+            if value.__class__ in (list, tuple) and len(value) == length:
+                return [value[index]]
+            return value
+
+        chosen = [entry(value) for value in args]
+        named = {key: entry(value) for key, value in kwargs.items()}
+        result = _on_wholes(function, chosen, named)
+        results += result or []
+    return results or None
+
+
+# --- Sums and norms of all elements ---------------------------------------------------------------------------------
+
+
+def _sum(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    shard = args[0] if args else None
+    is_plain = not isinstance(shard, DTensor) or len(args) > 1 or kwargs or _is_recorded(shard)
+    if is_plain or not (shard.is_floating_point() or shard.is_complex()):
+        return _on_wholes(function, args, kwargs)
+    part = part_of(shard).sum(dtype=torch.promote_types(shard.dtype, torch.float32))
+    return _all_reduced(part.reshape(1), shard, dist.ReduceOp.SUM, function).reshape(()).to(shard.dtype)
+
+
+def _norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """``p.norm()``, ``torch.norm(p, 2)``, ``torch.linalg.vector_norm(p, inf)``."""
+    keywords = dict(kwargs)
+    order = keywords.pop("p", keywords.pop("ord", args[1] if len(args) > 1 else 2))
+    dtype = keywords.pop("dtype", None)
+    if order in (None, "fro"):
+        order = 2
+    shard = args[0] if args else None
+    is_whole = any(value is not None for value in keywords.values()) or len(args) > 2
+    is_number = isinstance(order, (int, float)) and order > 0
+    if is_whole or not is_number or not isinstance(shard, DTensor) or _is_recorded(shard):
+        return _on_wholes(function, args, kwargs)
+    (norm,) = _norms([shard], float(order), function)
+    return norm.to(dtype or _real(shard.dtype))
+
+
+def _foreach_norm(
+    function: Function, args: Arguments, kwargs: Keywords
+) -> list[Tensor]:
+    tensors = list(args[0] if args else kwargs["self"])
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    dtype = kwargs.get("dtype")
+    norms: list[Tensor] = [torch.empty(0)] * len(tensors)
+    by_layout: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor) and order > 0:
+            key = (tensor.device_mesh, tensor.placements, part_of(tensor).device)
+            by_layout.setdefault(key, []).append(index)
+        else:
+            (norms[index],) = _on_wholes(function, [[tensor], *args[1:]], kwargs)
+    for indices in by_layout.values():
+        for index, norm in zip(indices, _norms([tensors[i] for i in indices], order, function), strict=True):
+            norms[index] = norm.to(dtype or _real(tensors[index].dtype))
+    return norms
+
+
+def _norms(shards: list[DTensor], order: float, function: Function) -> list[Tensor]:
+    """The norms of shards of one layout. One all-reduce for each dimension of the mesh that they are sharded over."""
+    parts = [part_of(shard) for shard in shards]
+    dtype = wide_dtype(parts[0].device)
+    own = [
+        torch.linalg.vector_norm(part, order, dtype=dtype).abs() if part.numel() else part.new_zeros((), dtype=dtype)
+        for part in parts
+    ]
+    stacked = torch.stack(own)
+    if math.isinf(order):
+        return list(_all_reduced(stacked, shards[0], dist.ReduceOp.MAX, function))
+    return list(_all_reduced(stacked.pow(order), shards[0], dist.ReduceOp.SUM, function).pow(1 / order))
+
+
+def _all_reduced(values: Tensor, like: DTensor, op: Any, function: Function) -> Tensor:
+    """[n] numbers of this rank's part, combined over the ranks that hold the other parts. A collective on them."""
+    mesh = like.device_mesh
+    combined = values.to(mesh.device_type)
+    with collectives.gathering(_name_of(like), function.__name__):
+        for dim, placement in enumerate(like.placements):
+            if not placement.is_replicate() and mesh.size(dim) > 1:
+                dist.all_reduce(combined, op=op, group=mesh.get_group(dim))
+    return combined.to(values.device)
+
+
+def _name_of(tensor: Tensor) -> str:
+    return getattr(tensor, "name", "a tensor")
+
+
+def _is_recorded(tensor: Tensor) -> bool:
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real()
+
+
+# --- What a tensor says of itself -----------------------------------------------------------------------------------
+
+
+def _metadata(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    return function(*args, **kwargs)
+
+
+def _alias(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """What returns the same memory, and shares its version counter."""
+    return make_shard(function(*args, **kwargs))
+
+
+def _format(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """Printing gathers a number, and nothing else: a rank often prints alone."""
+    if args[0].ndim == 0:
+        return _on_wholes(function, args, kwargs)
+    return object.__format__(args[0], args[1])
+
+
+def _attribute(function: Any, args: Arguments, kwargs: Keywords) -> Any:
+    name = function.__self__.__name__
+    if name in _VIEWING_ATTRIBUTES:
+        return _on_wholes(function, args, kwargs)
+    if name == "data":
+        return make_shard(args[0].detach())
+    result = function(*args)
+    if name == "grad" and result is not None:
+        make_shard(result)
+        if result.__class__ is Shard:
+            result.name = f"the gradient of {args[0].name}"
+    return result
+
+
+def _assignment(function: Any, args: Arguments, kwargs: Keywords) -> Any:
+    name = function.__self__.__name__
+    target, value = args
+    if name == "data":
+        _set_data(target, value)
+        return
+    if name == "grad" and isinstance(value, Tensor) and isinstance(target, DTensor):
+        if not isinstance(value, DTensor) and value.shape == target.shape:
+            value = with_part(Shard, own_part(value, target).clone(), target)
+    function(target, value)
+
+
+def _set_data(target: Tensor, value: Tensor) -> None:
+    """``p.data = values``: the shard gets its part of them, in memory of its own, as does whoever swaps weights."""
+    if not isinstance(target, DTensor):
+        whole = gather(value, torch.clone) if isinstance(value, DTensor) else value
+        Tensor.data.__set__(target, whole)
+        return
+    part = _part_like(value, target, False)
+    if part is None or value.shape != target.shape or value.dtype != target.dtype:
+        raise RuntimeError(
+            f"{_name_of(target)} is sharded, of shape {tuple(target.shape)} and dtype"
+            f" {target.dtype}, and cannot become one of shape {tuple(value.shape)} and dtype {value.dtype}. Change"
+            " shapes and dtypes before the model is sharded, in __init__ or configure_model."
+        )
+    with torch.no_grad():
+        part_of(target).copy_(part)
+    _count_writes([target])
+
+
+def _hook(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """Hooks on parameters: FSDP2 writes gradients itself, and calls none of them when a gradient is final."""
+    shard = args[0]
+    if isinstance(shard, Shard) and shard.is_leaf and shard.requires_grad and not shard.accepts_hooks:
+        raise RuntimeError(
+            f"{function.__name__} on {shard.name}, which is sharded: FSDP2 would not call the hook, or before the"
+            " gradient is divided by the label tokens of its window. Change or read gradients in"
+            " on_before_optimizer_step, where they are final; for hooks that step inside of the backward pass"
+            " count_window_ahead=True; or pass data_parallel='ddp'."
+        )
+    return function(*args, **kwargs)
+
+
+# --- Gradients by shards --------------------------------------------------------------------------------------------
+
+
+def _leaves(inputs: Any) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The inputs of a differentiation, and for each what FSDP2's forward uses in its place, if anything."""
+    listed = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    others = [getattr(getattr(tensor, "fsdp_param", None), "_unsharded_param", None) for tensor in listed]
+    return listed, others
+
+
+def _grad(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """``torch.autograd.grad`` by shards, or by the gathered copies that the graph has in their place."""
+    if function is not torch.autograd.grad:
+        return _on_wholes(function, args, kwargs)
+    keywords = dict(zip(_GRAD_ARGUMENTS, args, strict=False)) | kwargs
+    inputs, others = _leaves(keywords.pop("inputs"))
+    used = [other for other in others if other is not None and other.requires_grad]
+    allow_unused = keywords.pop("allow_unused", None)
+    if not used:
+        found = function(inputs=inputs, allow_unused=allow_unused, **keywords)
+        return tuple(map(make_shard, found))
+    found = function(inputs=[*inputs, *used], allow_unused=True, **keywords)
+    of_copies = iter(found[len(inputs) :])
+    gradients: list[Tensor | None] = []
+    for gradient, other in zip(found, others, strict=False):
+        of_copy = next(of_copies) if other is not None and other.requires_grad else None
+        gradients.append(of_copy if gradient is None else make_shard(gradient))
+    if not (allow_unused or keywords.get("materialize_grads")) and any(g is None for g in gradients):
+        raise RuntimeError(
+            "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if"
+            " this is the desired behavior."
+        )
+    return tuple(gradients)
+
+
+def _backward(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """``backward(inputs=shards)``, also by the gathered copies that the graph has in their place."""
+    inputs = kwargs.get("inputs")
+    if inputs is not None:
+        listed, others = _leaves(inputs)
+        kwargs = {**kwargs, "inputs": [*listed, *(other for other in others if other is not None)]}
+    return function(*args, **kwargs)
+
+
+_GRAD_ARGUMENTS = (
+    "outputs",
+    "inputs",
+    "grad_outputs",
+    "retain_graph",
+    "create_graph",
+    "only_inputs",
+    "allow_unused",
+    "is_grads_batched",
+    "materialize_grads",
+)
+
+# --- Which rule a function follows ----------------------------------------------------------------------------------
+
+_METADATA = """
+    data_ptr dim dim_order element_size get_device is_coalesced is_complex is_conj is_contiguous is_distributed
+    is_floating_point is_inference is_leaf is_neg is_pinned is_same_size is_shared is_signed ndimension nelement numel
+    requires_grad_ retain_grad size stride storage_offset untyped_storage __len__ __hash__ _is_view result_type
+    can_cast is_tensor
+""".split()
+
+_ELEMENTWISE = """
+    abs absolute acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bfloat16 bitwise_and bitwise_not
+    bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clip clone conj contiguous copy copysign cos cosh
+    deg2rad digamma div divide double elu eq erf erfc erfinv exp exp2 expm1 float float_power floor floor_divide fmax
+    fmin fmod frac ge gelu greater greater_equal gt half hardshrink hardsigmoid hardswish hardtanh heaviside hypot
+    isclose isfinite isinf isnan isneginf isposinf isreal le leaky_relu lerp less less_equal lgamma log log10 log1p
+    log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum
+    minimum mish mul multiply nan_to_num ne neg negative nextafter not_equal ones_like positive pow rad2deg reciprocal
+    relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softsign sqrt
+    square sub subtract tan tanh tanhshrink threshold to true_divide trunc type_as where xlogy zero zeros_like
+    empty_like full_like fill
+    __abs__ __add__ __and__ __div__ __eq__ __floordiv__ __ge__ __gt__ __invert__ __le__ __lt__ __mod__ __mul__ __ne__
+    __neg__ __or__ __pos__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__ __rmod__ __rmul__ __ror__ __rpow__ __rsub__
+    __rtruediv__ __rxor__ __sub__ __truediv__ __xor__
+""".split()
+
+_AUGMENTED = frozenset(
+    """
+    __iadd__ __iand__ __idiv__ __ifloordiv__ __imod__ __imul__ __ior__ __ipow__ __isub__ __itruediv__ __ixor__
+    __setitem__
+    """.split()
+)
+
+_VIEWING_ATTRIBUTES = frozenset({"T", "H", "mT", "mH", "real", "imag"})
+
+_RULES: dict[str, Function] = {
+    **dict.fromkeys(_METADATA, _metadata),
+    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **{f"{name}_": _elementwise for name in _ELEMENTWISE if not name.startswith("__")},
+    **dict.fromkeys(_AUGMENTED - {"__setitem__"}, _elementwise),
+    "detach": _alias,
+    "detach_": _alias,
+    "__format__": _format,
+    "__get__": _attribute,
+    "__set__": _assignment,
+    "__delete__": _metadata,
+    "register_hook": _hook,
+    "register_post_accumulate_grad_hook": _hook,
+    "grad": _grad,
+    "backward": _backward,
+    "sum": _sum,
+    "norm": _norm,
+    "vector_norm": _norm,
+    "_foreach_norm": _foreach_norm,
+    "_foreach_max": _on_wholes,
+}
+
+
+@functools.cache
+def _rule_of(name: str) -> Function:
+    """How shards take part in a function of torch of this name."""
+    if name in _RULES:
+        return _RULES[name]
+    if name.startswith(("_foreach_", "_fused_")):
+        return _foreach
+    return _on_wholes

@@ -1,0 +1,300 @@
+"""A module's own `backward`, and backwards within the strategy's: gradients are final when autograd's backward returns.
+
+The reference is one process with all tokens of a window in one batch, whose gradients are edited once, before
+its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from tests.gradients.test_foreign_gradients import Net, batch_of
+from tests.rank_pool import RankError, RankPool
+from tests.trainer.cases import Case
+from tests.trainer.exactness import (
+    LEARNING_RATE,
+    MOMENTUM,
+    Batch,
+    Outcome,
+    TinyDecoder,
+    full_weights,
+    micro_batches,
+    weight_error,
+)
+from tests.trainer.runs import TOLERANCE, LabelledModule, by_default, loader, make_trainer, mean_loss
+
+NUM_BATCHES = 6
+ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2": (2, {}),
+    "resharded": (2, {"reshard_during_accumulation": True}),
+    "undeferred": (2, {"defer_fsdp_grad_sync": False}),
+    "ddp": (2, {"data_parallel": "ddp"}),
+    "static": (2, {"data_parallel": "ddp", "ddp_kwargs": {"static_graph": True}}),
+    "unused": (2, {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}}),
+    "hsdp": (4, {"data_parallel_replicate_size": 2}),
+    "hsdp_all_reduce": (4, {"data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": "all_reduce"}),
+}
+
+
+def case(num_ranks: int) -> Case:
+    return Case(seed=20, telling="labels", num_ranks=num_ranks, num_batches=NUM_BATCHES, gap="micro_batches")
+
+
+def edit(parameters: list[nn.Parameter]) -> None:
+    """Clip each element, decay the weights and clip the norm: each wants final gradients."""
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    for parameter in trained:
+        parameter.grad.clamp_(-0.05, 0.05)
+        parameter.grad.add_(parameter.detach(), alpha=0.01)
+    nn.utils.clip_grad_norm_(trained, 0.1)
+
+
+class Edits(LabelledModule):
+    """Changes gradients in its `backward`."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        edit(list(self.parameters()))
+
+
+class DifferentiatesBefore(Edits):
+    """Asks for gradients of the loss that leave nothing in `.grad`, before it runs its backward."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.autograd.grad(loss, self.hidden, retain_graph=True)
+        super().backward(loss, *args, **kwargs)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.hidden = torch.ones((), dtype=torch.float64, requires_grad=True)
+        return super().training_step(batch, batch_idx) * self.hidden
+
+
+class Recomputes(Edits):
+    """Reentrant checkpoints run a backward of their own within that of the loss."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        model = self.model
+        hidden = model.embedding(batch["input_ids"])
+        for block in model.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=True)
+        return F.cross_entropy(model.head(model.norm(hidden)).flatten(0, 1), batch["labels"].flatten())
+
+
+MODULES: dict[str, type[LabelledModule]] = {
+    kind.__name__: kind for kind in (Edits, DifferentiatesBefore, Recomputes)
+}
+
+
+def _fit(name: str, accumulate: int, options: dict[str, Any]) -> dict[str, Tensor]:
+    module = MODULES[name]()
+    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=accumulate)
+    trainer.fit(module, loader(case(dist.get_world_size())))
+    return full_weights(module.model)
+
+
+def _plainly(accumulate: int, num_ranks: int) -> Outcome:
+    model = TinyDecoder(20).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    by_rank = micro_batches(case(num_ranks))
+    for start in range(0, NUM_BATCHES, accumulate):
+        window = [batch for batches in by_rank for batch in batches[start : start + accumulate]]
+        num_tokens = sum(int((batch["labels"] != -100).sum()) for batch in window)
+        optimizer.zero_grad()
+        (torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / max(num_tokens, 1)).backward()
+        edit(list(model.parameters()))
+        optimizer.step()
+    return Outcome(full_weights(model), None)
+
+
+CASES = {
+    f"{name}, {accumulate}, {engine}": (name, accumulate, engine)
+    for name in MODULES
+    for accumulate in (1, 3)
+    for engine in ENGINES
+    if not (engine == "static" and accumulate > 1)
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "case_",
+    by_default(
+        CASES,
+        "Edits, 1, fsdp2",
+        "Edits, 3, fsdp2",
+        "Edits, 1, ddp",
+        "Edits, 3, ddp",
+        "Edits, 1, static",
+        "Edits, 3, hsdp",
+        "DifferentiatesBefore, 3, fsdp2",
+        "DifferentiatesBefore, 3, ddp",
+        "Recomputes, 3, fsdp2",
+    ),
+)
+def test_a_backward_that_edits_gradients(
+    pool2: RankPool, pool4: RankPool, case_: tuple[str, int, str]
+) -> None:
+    name, accumulate, engine = case_
+    num_ranks, options = ENGINES[engine]
+    expected = _plainly(accumulate, num_ranks)
+    for weights in (pool2 if num_ranks == 2 else pool4).run(_fit, name, accumulate, options):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+
+
+# --- Backwards within the strategy's ----------------------------------------------------------------------------------
+
+
+class RunsTwice(LabelledModule):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+class RunsNone(LabelledModule):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class Nested(LabelledModule):
+    """Runs a backward of the strategy in a hook of the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        first = super().training_step(batch, batch_idx)
+        second = super().training_step(batch, batch_idx)
+        first.register_hook(lambda _: self.manual_backward(second, num_label_tokens=1))
+        self.manual_backward(first)
+
+
+MISUSES: dict[str, type[LabelledModule]] = {kind.__name__: kind for kind in (RunsTwice, RunsNone, Nested)}
+
+
+def _misuse(name: str, accumulate: int, options: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
+    module = MISUSES[name]()
+    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=accumulate)
+    message = ""
+    try:
+        trainer.fit(module, loader(case(dist.get_world_size())))
+    except RuntimeError as error:
+        message = str(error)
+    return message, full_weights(module.model)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_two_backwards_of_one_loss_are_refused(pool2: RankPool, engine: str, accumulate: int) -> None:
+    for message, _ in pool2.run(_misuse, "RunsTwice", accumulate, ENGINES[engine][1]):
+        assert "Add up what is backpropagated" in message
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_a_backward_of_the_strategy_in_a_hook_is_refused(pool2: RankPool, engine: str) -> None:
+    for message, _ in pool2.run(_misuse, "Nested", 1, ENGINES[engine][1]):
+        assert "Call loss.backward() there" in message
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_no_backward_is_refused(pool2: RankPool, engine: str) -> None:
+    """A rank that leaves it out would let the others wait."""
+    for message, _ in pool2.run(_misuse, "RunsNone", 3, ENGINES[engine][1]):
+        assert "has run no backward of its loss" in message
+
+
+class Cached(LightningModule):
+    """A loss over the rows of a batch whose gradients are computed chunk by chunk, in a hook of their features (GradCache)."""
+
+    def __init__(self, num_chunks: int) -> None:
+        super().__init__()
+        self.net = Net()
+        self.num_chunks = num_chunks
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        chunks = batch[0].chunk(self.num_chunks)
+        with torch.no_grad():
+            features = torch.cat([self.net(chunk) for chunk in chunks])
+        features.requires_grad_()
+        features.register_hook(lambda gradient: self.backpropagate(chunks, gradient))
+        return contrast(features)
+
+    def backpropagate(self, chunks: tuple[Tensor, ...], gradient: Tensor) -> None:
+        for chunk, part in zip(chunks, gradient.chunk(self.num_chunks), strict=True):
+            with torch.enable_grad():
+                (self.net(chunk) * part).sum().backward()
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader([batch_of(dist.get_rank(), index) for index in range(NUM_BATCHES)], batch_size=None)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+def contrast(features: Tensor) -> Tensor:
+    """[] a mean over rows that no sum over chunks of them is."""
+    logits = features @ features.T
+    return F.cross_entropy(logits, torch.arange(len(features)))
+
+
+def _fit_cached(num_chunks: int, accumulate: int, options: dict[str, Any]) -> dict[str, Tensor] | str:
+    module = Cached(num_chunks)
+    trainer = make_trainer(AutomodelStrategy(count="samples", **options), accumulate_grad_batches=accumulate)
+    try:
+        trainer.fit(module)
+    except RuntimeError as error:
+        return str(error)
+    return full_weights(module.net)
+
+
+def _cached_plainly(accumulate: int) -> Outcome:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    for start in range(0, NUM_BATCHES, accumulate):
+        window = [batch_of(rank, index)[0] for rank in range(2) for index in range(start, start + accumulate)]
+        optimizer.zero_grad()
+        losses = torch.stack([len(rows) * contrast(net(rows)) for rows in window])
+        (losses.sum() / sum(map(len, window))).backward()
+        optimizer.step()
+    return Outcome(full_weights(net), None)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    by_default({name: ENGINES[name][1] for name in ("fsdp2", "resharded", "undeferred")}, "fsdp2"),
+)
+def test_backwards_in_a_hook(pool2: RankPool, accumulate: int, options: dict[str, Any]) -> None:
+    """FSDP2 reduces after each of them, or after the last one: right either way."""
+    expected = _cached_plainly(accumulate)
+    for weights in pool2.run(_fit_cached, 3, accumulate, options):
+        assert not isinstance(weights, str), weights
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_backwards_in_a_hook_are_refused_under_ddp(pool2: RankPool, accumulate: int) -> None:
+    """Which averages the gradients of the first of them; one alone is right."""
+    ddp = {"data_parallel": "ddp"}
+    for message in pool2.run(_fit_cached, 3, accumulate, ddp):
+        assert "averages the first of them alone over ranks. Pass data_parallel='fsdp2'" in message
+    for weights in pool2.run(_fit_cached, 1, accumulate, ddp):
+        assert not isinstance(weights, str), weights
+        assert weight_error(Outcome(weights, None), _cached_plainly(accumulate)) <= TOLERANCE

@@ -1,0 +1,79 @@
+"""Nothing is replaced on classes and modules of torch, Lightning and transformers, which other code uses too."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import nn
+
+from tests.internals import replaced_script
+from tests.processes import run_anew
+
+DOCUMENTED = {"lightning.pytorch.core.saving.pl_load"}
+"""What the package replaces for good, when it is imported: `load_from_checkpoint` reads directories too."""
+BY_THEMSELVES = {
+    # torch, for each class of optimizers, when the first one is made: profilers see its steps.
+    "torch.optim.adamw.AdamW.step",
+    # torch keeps a class that it imports late.
+    "torch._opaque_base._FakeScriptObject_cls",
+    # Lightning, while it looks at data loaders. It gives back what a class inherited as the class's own.
+    "torch.utils.data.dataloader.DataLoader.__delattr__",
+    "torch.utils.data.sampler.BatchSampler.__delattr__",
+    "torch.utils.data.sampler.BatchSampler.__setattr__",
+}
+"""What a fit without the package changes as well."""
+MOMENTS = {
+    "training_step",
+    "on_before_optimizer_step",
+    "optimizer_step",
+    "on_train_batch_end",
+    "validation_step",
+    "after the fit",
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What differs in a process that had not imported the package before, by moment."""
+    folder = tmp_path_factory.mktemp("nothing_replaced")
+    command = [sys.executable, "-m", "tests.internals.replaced_script", str(folder)]
+    status, printed = run_anew(command, folder, timeout_s=240)
+    assert status == 0, printed
+    return json.loads(printed.splitlines()[-1])
+
+
+def test_import_replaces_one_function(found: dict[str, Any]) -> None:
+    assert set(found["at_import"]) == DOCUMENTED
+
+
+@pytest.mark.parametrize("kind", ["automatic", "manual"])
+def test_fits_replace_nothing(found: dict[str, Any], kind: str) -> None:
+    """Neither while user code runs, nor afterwards, on either rank."""
+    assert len(found["ranks"]) == replaced_script.NUM_RANKS
+    for looks in found["ranks"]:
+        assert set(looks[kind]) == MOMENTS
+        different = {name for names in looks[kind].values() for name in names}
+        replaced = sorted(different - BY_THEMSELVES)
+        assert replaced == sorted(DOCUMENTED), f"{len(replaced)} attributes are replaced: {replaced}"
+
+
+def test_what_is_replaced_is_found() -> None:
+    """What a class or module has as its own: replaced, hidden, removed."""
+    before = replaced_script.snapshot()
+    with (
+        mock.patch.object(nn.Linear, "forward"),
+        mock.patch.object(nn.Linear, "half", create=True),
+        mock.patch("torch.randn_like"),
+        mock.patch.object(nn.Parameter, "data", property()),
+    ):
+        assert replaced_script.differing(before) == [
+            "torch.nn.modules.linear.Linear.forward",
+            "torch.nn.modules.linear.Linear.half",
+            "torch.nn.parameter.Parameter.data",
+            "torch.randn_like",
+        ]
+    assert replaced_script.differing(before) == []
