@@ -22,7 +22,6 @@ from lightning_automodel.sharding import (
     quantized,
     tensor_parallel,
     units,
-    whole_states,
 )
 from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.engine import Engine
@@ -64,8 +63,6 @@ class FSDP2Engine(Engine):
         if self.mesh.sizes.expert > 1:
             self._report["experts"] = [n for n, p in module.named_parameters() if num_expert_ranks(p) > 1]
         apply.initialise_fsdp2(module, self.mesh.sizes.divisor)
-        whole_states.accept_whole_states(module)
-        whole_states.refuse_pickling(module)
         if self.mesh.sizes.divisor > 1:
             group = self.mesh.group
         else:

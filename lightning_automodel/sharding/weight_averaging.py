@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_automodel.internals.patching import PatchStack
-from lightning_automodel.internals.torch import local_tensor, without_wrappers
+from lightning_automodel.internals.torch import without_wrappers
 from lightning_automodel.sharding import meta_init
-from lightning_automodel.sharding.units import class_name, is_sharded
+from lightning_automodel.sharding.units import class_name
 
 
 class LateAverages:
@@ -45,7 +45,7 @@ class LateAverages:
     def _delay(self, callback: Callback, *args: Any, **kwargs: Any) -> None:
         self._delayed.append(partial(type(callback).setup, callback, *args, **kwargs))
 
-    def set_up(self, module: pl.LightningModule, patches: PatchStack) -> None:
+    def set_up(self, module: pl.LightningModule) -> None:
         """Run the delayed hooks, now that ``module`` is distributed. Not a collective."""
         with PatchStack() as while_copying:
             # Only within these calls: other callbacks that copy the module want it whole.
@@ -55,8 +55,6 @@ class LateAverages:
                 while_copying.set(module, "configure_model", lambda: None)
             for set_up in self._delayed:
                 set_up()
-        for averaged in filter(is_sharded, averaged_models(module)):
-            patches.set(averaged, "update_parameters", partial(_update_locally, averaged))
 
 
 def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> None:
@@ -126,25 +124,3 @@ def averaged_models(module: pl.LightningModule) -> list[AveragedModel]:
     return [
         held for callback in averaging for held in vars(callback).values() if isinstance(held, AveragedModel)
     ]
-
-
-def _update_locally(averaged: AveragedModel, model: nn.Module) -> None:
-    """Update an average shard by shard: torch's fused averaging cannot mix shards and plain tensors."""
-    average = averaged.module
-    averaged.module = _local_tensors(average)
-    try:
-        AveragedModel.update_parameters(averaged, _local_tensors(model))
-    finally:
-        averaged.module = average
-
-
-def _local_tensors(model: nn.Module) -> nn.Module:
-    """This rank's parts of the parameters and buffers of ``model``, sharing their memory, in their order."""
-    local = nn.Module()
-    for index, parameter in enumerate(model.parameters()):
-        local.register_parameter(
-            str(index), nn.Parameter(local_tensor(parameter.detach()), requires_grad=False)
-        )
-    for index, buffer in enumerate(model.buffers()):
-        local.register_buffer(f"buffer_{index}", local_tensor(buffer))
-    return local
