@@ -80,6 +80,7 @@ class MicroBatches:
             nullcontext if context is None else context.backward
         )
         self._draws_its_batches = lightning_internals.draws_its_batches(module.training_step)
+        self._has_hooks_before_backward = lightning_internals.has_hooks_before_backward(module.trainer)
         self._num_looks = NUM_LOOKS  # at micro-batches, that are left
         self._step = _Step()
 
@@ -112,6 +113,8 @@ class MicroBatches:
             raise
         if not self.module.automatic_optimization:
             self.engine.sync.end_step()
+        elif self._has_hooks_before_backward:
+            self.engine.sync.end_forward()
         if self.module.automatic_optimization and output is not None:
             self._step.output = output
         else:

@@ -564,7 +564,6 @@ class AutomodelStrategy(ParallelStrategy):
             self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True
         )
         run = self._required_run
-        run.check_parameters()
         return run.micro_batches.training_step(super().training_step, args, kwargs)
 
     def _begin_step(self, step: int, is_training: bool) -> bool:
@@ -609,9 +608,8 @@ class AutomodelStrategy(ParallelStrategy):
         A collective. Raises RuntimeError if the gradients of ``optimizer`` are not final.
         """
         run = self._required_run
-        with ExitStack() as step:
-            run_closure = partial(run.run_closure, closure, optimizer, step)
-            output = super().optimizer_step(optimizer, run_closure, model, **kwargs)
+        run_closure = partial(run.run_closure, closure, optimizer)
+        output = super().optimizer_step(optimizer, run_closure, model, **kwargs)
         run.windows.stepped(optimizer)  # a gradient scaler may have skipped the step
         if self._resume is not None:
             self._resume.stepped()
@@ -745,8 +743,7 @@ class AutomodelStrategy(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if not self._form.names_parameters:
             return super().lightning_module_state_dict()
-        with nullcontext() if self._run is None else self._run.saving():
-            return self._saver.model_state(self._module, is_together=not self._supervisor.has_failed)
+        return self._saver.model_state(self._module, is_together=not self._supervisor.has_failed)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """What one run of the Trainer owns, from the strategy's ``setup`` to its ``teardown``."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -30,20 +29,18 @@ from lightning_automodel.gradients.learning_rates import check_learning_rates
 from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
 from lightning_automodel.gradients.whole_tensors import WholeSteps
-from lightning_automodel.gradients.windows import GradientWindows, mixing_shards, optimizer_parameters
+from lightning_automodel.gradients.windows import GradientWindows, optimizer_parameters
 from lightning_automodel.internals.lightning import draws_its_batches
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.micro_batch import MicroBatches
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import checks, meta_init, precision, tensor_parallel, units
 from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks, compile_blocks
-from lightning_automodel.sharding.changed_parameters import ChangedParameters
 from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
-from lightning_automodel.sharding.replaced_parameters import ReplacedParameters
+from lightning_automodel.sharding.replaced import ModuleParameters
 from lightning_automodel.sharding.replicas import check_replicas
-from lightning_automodel.sharding.shards_as_whole import ShardsAsWhole
 
 
 class TrainingRun:
@@ -120,7 +117,7 @@ class TrainingRun:
     def _distribute(self, fitting: bool) -> None:
         """Shard or replicate the module. A collective over the world."""
         module = self.module
-        self.replaced = ReplacedParameters(module)
+        self.parameters = ModuleParameters(module)
         if self._mesh.sizes.expert > 1:
             spread_by_plan(module, self._mesh.mesh[EXPERT])
         check_spread(module, self._mesh.sizes.expert)
@@ -129,12 +126,9 @@ class TrainingRun:
         self.model = self.engine.setup(module, fitting, self._give_values)
         if fitting and self._may_accumulate():
             self.advice.about_deferral(self.engine.describe())
-        self.replaced.refuse_use(self.engine.sync.write_versions, self.patches)
-        self._changed = ChangedParameters(module, self.patches)
+        self.parameters.note_distributed()
         tensor_parallel.synchronize_metrics(module, self._mesh, self.patches)
         self.patches.set(module, "log", update_wrapper(partial(log_full, module.log), module.log))
-        if self._options.is_sharded:
-            ShardsAsWhole(module, self.patches)
 
     def _make_training(self, fitting: bool) -> None:
         """What trains the distributed module, from its data to its optimizer steps."""
@@ -150,7 +144,9 @@ class TrainingRun:
         parameters = list(module.parameters())
         self.windows = GradientWindows(self.engine.sync, weighting, scaling, self._placement, parameters)
         whole = WholeSteps(self.device, options.optimizer_step)
-        self.steps = OptimizerSteps(self.windows, options, whole, self.advice.say_once)
+        self.steps = OptimizerSteps(
+            self.windows, options, whole, self.advice.say_once, self.parameters.check
+        )
         self.patches.callback(self.steps.close)
         if fitting and options.count_window_ahead:
             ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, weighting.count_on_host)
@@ -229,18 +225,12 @@ class TrainingRun:
     def take_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Refuse optimizers that would not train the distributed module, and watch what user code does from now on."""
         for optimizer in optimizers:
-            self.replaced.give_shards(optimizer)
-        self._changed.check(optimizers)
+            self.parameters.give_shards(optimizer)
         checks.check_optimizers(self.module, optimizers, self._mesh.sizes.divisor)
         checks.check_order(self.module, optimizers, self._placement.host_group)
         for optimizer in optimizers:
             self.steps.whole.take(optimizer)
         self.watch_module()
-
-    def check_parameters(self) -> None:
-        """Raise RuntimeError if, before a training step, the module or what user code holds has other parameters."""
-        self.replaced.check()
-        self._changed.check(self.windows.optimizers)
 
     def watch_module(self) -> None:
         """Watch ``module.zero_grad``, toggling, and plain backwards in manual optimization; refuse early hooks."""
@@ -273,12 +263,8 @@ class TrainingRun:
 
     # --- One optimizer step -------------------------------------------------------------------------------------------
 
-    def run_closure(self, closure: Callable[[], Any], optimizer: Optimizer, step: ExitStack) -> Any:
-        """Run a step's closure: under automatic optimization, the window's last forward and backward.
-
-        ``step`` is open during the optimizer's own arithmetic, which follows.
-        """
-        step.close()  # LBFGS calls its closure more than once
+    def run_closure(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
+        """Run a step's closure: under automatic optimization, the window's last forward and backward."""
         if not self.module.automatic_optimization:
             result = closure()
         else:
@@ -287,8 +273,6 @@ class TrainingRun:
         self.steps.check(optimizer)
         if result is not None or not self.module.automatic_optimization:
             self.windows.scaling.look_for_overflow(optimizer)
-        step.enter_context(self.engine.sync.showing_shards())
-        step.enter_context(mixing_shards(optimizer))
         return result
 
     def _window_loss(self, result: Any) -> Any:
@@ -360,10 +344,6 @@ class TrainingRun:
         return sums
 
     # --- What is saved, and how it ends -------------------------------------------------------------------------------
-
-    def saving(self) -> AbstractContextManager[None]:
-        """Context in which the module's state dict is what a checkpoint holds."""
-        return self.engine.sync.saving()
 
     def owned(self, optimizer: Optimizer) -> dict[nn.Parameter, bool]:
         """The parameters of ``optimizer`` that are stepped whole, and whether this rank owns them."""

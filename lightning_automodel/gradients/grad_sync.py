@@ -1,10 +1,9 @@
 """What the algebra asks of an engine: the interface of gradient synchronisation, which communicates nothing."""
 
 from collections.abc import Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
@@ -12,7 +11,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel.gradients.token_loss import WindowTotals
-from lightning_automodel.internals import torch as torch_internals
 
 PLAIN_BACKWARD = (
     "A plain loss.backward() in the middle of an accumulation window, whose gradients it would join. For the"
@@ -136,19 +134,17 @@ class GradSync:
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Forget gradients that are held outside of ``.grad``, of these (or all) parameters."""
 
-    def showing_shards(self) -> AbstractContextManager[Any]:
-        """Context of the user's hooks, where a forward leaves no parameters gathered.
-
-        The hook would find gathered parameters in the module, which have no gradients, or those of an open
-        window.
-        """
-        return nullcontext()
-
     def start_step(self) -> None:
-        """A training or evaluation step begins: its forwards may leave parameters gathered."""
+        """A training step begins, or goes on: its forwards may leave parameters gathered."""
+
+    def end_forward(self) -> None:
+        """A step's forward has ended, and hooks follow that must find shards, before its backward."""
 
     def end_step(self) -> None:
-        """A step, with its backward, has ended: what follows are hooks, as in :meth:`showing_shards`."""
+        """A step, with its backward, has ended: what follows are hooks, whose forwards leave nothing gathered.
+
+        A hook would find gathered parameters in the module, which have no gradients, or those of an open window.
+        """
 
     def release(self) -> None:
         """Free gathered parameters, since weights may be written next or have been written."""
@@ -161,14 +157,6 @@ class GradSync:
 
     def recover(self) -> None:
         """Drop the state of an interrupted micro-batch."""
-
-    def saving(self) -> AbstractContextManager[None]:
-        """Context in which the model's state dict is what a checkpoint holds."""
-        return nullcontext()
-
-    def write_versions(self, tensors: Iterable[Tensor]) -> list[int]:
-        """Numbers that differ from earlier ones if the tensors may have been written since."""
-        return torch_internals.versions(tensors)
 
     def close(self) -> None:
         """Remove hooks from the model."""

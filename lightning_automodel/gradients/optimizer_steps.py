@@ -42,6 +42,7 @@ class OptimizerSteps:
         options: Of the strategy.
         whole: Steps what owners step.
         say_once: Tells the user.
+        check_parameters: Raises before a step that would train something else than the distributed module.
     """
 
     def __init__(
@@ -50,11 +51,13 @@ class OptimizerSteps:
         options: StrategyOptions,
         whole: WholeSteps,
         say_once: Callable[[str], None],
+        check_parameters: Callable[[Optimizer], None],
     ) -> None:
         self._windows = windows
         self.whole = whole
         self._gathers_before = 0  # the step that runs
         self._say_once = say_once
+        self._check_parameters = check_parameters
         # Which looks for overflow.
         self._error_if_nonfinite = options.error_if_nonfinite and windows.scaling.scaler is None
         self._measures = options.track_grad_norm or self._error_if_nonfinite
@@ -146,6 +149,7 @@ class OptimizerSteps:
         return (args[0], run_closure, *args[2:]), kwargs
 
     def _begin(self, optimizer: Optimizer) -> None:
+        self._check_parameters(optimizer)
         self._check_gradients_by_hand(optimizer)
         self.whole.begin(optimizer)
         self._gathers_before = collectives.gathers_so_far()

@@ -1,15 +1,12 @@
 """Accumulation windows: gradients are kept aside until they are final, and then written to ``.grad``."""
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
 from lightning_automodel.distributed.mesh import Placement
@@ -45,18 +42,6 @@ def unwrap(optimizer: OneOptimizer) -> Optimizer:
 def optimizer_parameters(optimizer: OneOptimizer) -> list[nn.Parameter]:
     """All parameters of an optimizer."""
     return [parameter for group in unwrap(optimizer).param_groups for parameter in group["params"]]
-
-
-def mixing_shards(optimizer: Optimizer) -> AbstractContextManager[None]:
-    """Context for an optimizer's arithmetic where some of its parameters are shards and others are whole.
-
-    The steps of torch that take all parameters at once (``foreach``, the default on accelerators) refuse
-    such mixtures.
-    """
-    is_mixed = len({isinstance(parameter, DTensor) for parameter in optimizer_parameters(optimizer)}) == 2
-    if is_mixed:
-        return implicit_replication()
-    return nullcontext()
 
 
 class GradientWindows:
@@ -288,7 +273,7 @@ class GradientWindows:
     def _drop_unused(self, window: Window, summed: Tensor, num_ranks: int) -> None:
         """Drop the gradients of parameters that no rank has used, by the [2 + n] sums of what they have told.
 
-        Reads the device. Raises RuntimeError unless all ranks have used the same FSDP units, in one order, in the window.
+        Reads the device. Raises RuntimeError unless all ranks have used the same FSDP units, in one order.
         """
         order, square, *users = summed.tolist()
         if order * order != square * num_ranks:

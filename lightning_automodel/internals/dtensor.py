@@ -27,9 +27,7 @@ def has_layout(tensor: DTensor, like: DTensor) -> bool:
     other = like._spec
     if spec is other:
         return True
-    return (
-        tensor.shape == like.shape and spec.placements == other.placements and spec.mesh == other.mesh
-    )
+    return tensor.shape == like.shape and spec.placements == other.placements and spec.mesh == other.mesh
 
 
 def parts_of(tensors: Iterable[DTensor]) -> list[Tensor]:

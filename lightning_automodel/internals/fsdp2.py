@@ -100,21 +100,33 @@ def flags_restored(units: Iterable[FSDPModule], names: tuple[str, ...]) -> Itera
             setattr(group, name, value)
 
 
-@contextmanager
-def keeping_nothing(units: Iterable[FSDPModule]) -> Iterator[None]:
-    """Context in which ``units`` free their gathered parameters after each forward and each backward."""
-    kept = []
-    for unit in units:
-        if any(
-            group.post_forward_mesh_info is None or not group.reshard_after_backward
-            for group in param_groups(unit)
-        ):
-            kept.append(unit)
-    with flags_restored(kept, RESHARDING):
-        for unit in kept:
-            unit.set_reshard_after_forward(True, recurse=False)
-            unit.set_reshard_after_backward(True, recurse=False)
-        yield
+class UnitFlags:
+    """What FSDP2 does with gradients and with gathered parameters of ``units``, and what it did before."""
+
+    def __init__(self, units: Iterable[FSDPModule]) -> None:
+        self._units = list(units)
+        groups = [group for unit in self._units for group in param_groups(unit)]
+        names = (*REDUCTIONS, *RESHARDING)
+        self._before = [(group, name, getattr(group, name)) for group in groups for name in names]
+
+    def reduce(self, scatters: bool, reduces_all: bool, sends_unused: bool) -> None:
+        """Let backwards reduce-scatter, all-reduce across replicas, and send zeros for unused parameters."""
+        for unit in self._units:
+            unit.set_requires_gradient_sync(scatters, recurse=False)
+            unit.set_requires_all_reduce(reduces_all, recurse=False)
+            unit.set_reduce_scatter_unused_params(sends_unused, recurse=False)
+
+    def reshard(self, always: bool) -> None:
+        """Let every forward and backward free what it has gathered, or none."""
+        for unit in self._units:
+            unit.set_reshard_after_forward(always, recurse=False)
+            unit.set_reshard_after_backward(always, recurse=False)
+
+    def restore(self, names: tuple[str, ...] = (*REDUCTIONS, *RESHARDING)) -> None:
+        """Set flags as they were."""
+        for group, name, value in self._before:
+            if name in names:
+                setattr(group, name, value)
 
 
 def unsharded(units: Iterable[FSDPModule]) -> list[FSDPModule]:
@@ -170,7 +182,7 @@ def clear_unreduced_gradients(group: FSDPParamGroup, params: list[FSDPParam]) ->
     group._partial_reduce_output = None
     for param in params:
         if (leaf := getattr(param, "unsharded_param", None)) is not None:
-            leaf.grad = None
+            Tensor.grad.__set__(leaf, None)
         if not ACCUMULATES_IN_LEAF:
             param.unsharded_accumulated_grad = None
 
@@ -185,7 +197,7 @@ def _unreduced_gradient(param: FSDPParam) -> Tensor | None:
     if ACCUMULATES_IN_LEAF or param.unsharded_accumulated_grad is None:
         if leaf is None:
             return None
-        return leaf.grad
+        return Tensor.grad.__get__(leaf)
     return param.unsharded_accumulated_grad
 
 
@@ -270,7 +282,7 @@ def zero_missing_gradients(group: FSDPParamGroup, parameters: Container[nn.Param
 def _set_zero_gradient(param: FSDPParam) -> None:
     zeros = torch.zeros_like(param.unsharded_param, dtype=unsharded_gradient_dtype(param))
     if ACCUMULATES_IN_LEAF:
-        param.unsharded_param.grad = zeros
+        Tensor.grad.__set__(param.unsharded_param, zeros)
     else:
         param.unsharded_accumulated_grad = zeros
 

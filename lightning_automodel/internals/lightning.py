@@ -36,6 +36,20 @@ from torchmetrics import Metric
 
 from lightning_automodel.internals import release_probe
 from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.torch import defined_in
+
+_BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
+
+
+def has_hooks_before_backward(trainer: Trainer) -> bool:
+    """Whether code of the user's runs between a step's forward and its backward, under automatic optimization."""
+    hooked = [trainer.lightning_module, *trainer.callbacks]
+    return any(
+        not defined_in(getattr(owner, name), "lightning", "lightning_automodel")
+        for owner in hooked
+        for name in _BEFORE_BACKWARD
+        if hasattr(owner, name)
+    )
 
 
 def failing_hook(exception: BaseException) -> str | None:

@@ -3,7 +3,6 @@
 Those of FSDP2 and of process groups stand in the files beside this one.
 """
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -61,46 +60,9 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def differentiate_by_both(other_of: Callable[[Any], Tensor | None], patches: PatchStack) -> None:
-    """Let backwards that name their inputs also differentiate by ``other_of(input)``, where that is not None.
-
-    ``torch.autograd.grad`` returns the gradient of the one that the graph has. User code may have imported
-    it before, so that what it calls is replaced.
-    """
-    run_backward = torch.autograd._engine_run_backward
-
-    @functools.wraps(run_backward)
-    def run_with_others(
-        tensors: Any,
-        grad_tensors: Any,
-        retain_graph: bool,
-        create_graph: bool,
-        inputs: tuple[Any, ...],
-        allow_unreachable: bool,
-        accumulate_grad: bool,
-    ) -> Any:
-        run = partial(
-            run_backward, tensors, grad_tensors, retain_graph, create_graph, accumulate_grad=accumulate_grad
-        )
-        others = {
-            index: other for index, tensor in enumerate(inputs) if (other := other_of(tensor)) is not None
-        }
-        if not others:
-            return run(inputs, allow_unreachable)
-        gradients = run((*inputs, *others.values()), True)
-        if accumulate_grad:
-            return gradients
-        chosen = list(gradients[: len(inputs)])
-        for index, gradient in zip(others, gradients[len(inputs) :], strict=True):
-            if chosen[index] is None:
-                chosen[index] = gradient
-        if not allow_unreachable and any(gradient is None for gradient in chosen):
-            raise RuntimeError(
-                "One of the differentiated Tensors appears to not have been used in the graph."
-            )
-        return tuple(chosen)
-
-    patches.set(torch.autograd, BACKWARD, run_with_others)
+def runs_backward() -> bool:
+    """Whether this thread runs a backward, or its callbacks."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:

@@ -15,7 +15,7 @@ from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.sharding.grad_sync import PENALTY_ON_WEIGHTS
+from lightning_automodel.sharding.fsdp2_window import PENALTY_ON_WEIGHTS
 from lightning_automodel.sharding.units import class_name
 
 _FREED = (

@@ -25,8 +25,9 @@ from lightning_automodel.sharding import (
 )
 from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.engine import Engine
+from lightning_automodel.sharding.fsdp2_window import FSDP2Window
 from lightning_automodel.sharding.gathers import JoinedGathers, set_prefetch
-from lightning_automodel.sharding.grad_sync import FSDPGradSync
+from lightning_automodel.sharding.shards import shard_parameters
 
 
 class FSDP2Engine(Engine):
@@ -36,7 +37,7 @@ class FSDP2Engine(Engine):
     node.
     """
 
-    sync: FSDPGradSync
+    sync: FSDP2Window
 
     def __init__(
         self,
@@ -63,13 +64,14 @@ class FSDP2Engine(Engine):
         if self.mesh.sizes.expert > 1:
             self._report["experts"] = [n for n, p in module.named_parameters() if num_expert_ranks(p) > 1]
         apply.initialise_fsdp2(module, self.mesh.sizes.divisor)
+        shard_parameters(module, accept_hooks=self.options.count_window_ahead)
         if self.mesh.sizes.divisor > 1:
             group = self.mesh.group
         else:
             group = None
         choice = self._choose(module)
         is_manual = not module.automatic_optimization
-        self.sync = FSDPGradSync(module, choice.defer, choice.keep, group, is_manual)
+        self.sync = FSDP2Window(module, choice.defer, choice.keep, group, is_manual)
         self.sync.discard()
         self._start_gathers_ahead(module)
         self._gathers = JoinedGathers(self.sync.units)
@@ -175,7 +177,6 @@ class FSDP2Engine(Engine):
     def start_forward(self, batch: Any) -> None:
         if self._is_first_batch:
             self._is_first_batch = False
-            self.sync.compare_gathers(self.device)
             if not self._module.automatic_optimization or self.mesh.sizes.expert > 1:
                 # Before backwards in the step that are not the strategy's, which are refused within a
                 # window, and wherever they reach spread experts.
@@ -185,8 +186,8 @@ class FSDP2Engine(Engine):
         if self._starts_window and self._buffers is not None:
             self._buffers.broadcast()
         self._starts_window = self.sync.is_last is not False
-        self.sync.start_step()
         self.sync.release(retains=True)
+        self.sync.start_step()
 
     @override
     def start_evaluation_loop(self) -> None:
@@ -214,8 +215,7 @@ class FSDP2Engine(Engine):
     @contextmanager
     def _released_around(self) -> Iterator[None]:
         """Context of forwards without a backward, which leaves no parameters gathered."""
-        self.sync.start_step()
-        self.sync.release()
+        self.sync.evaluate()
         yield
         self.sync.release()
         self.sync.end_step()

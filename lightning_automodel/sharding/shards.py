@@ -13,7 +13,8 @@ alike since, then hold parts of one tensor.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients.owner_exchange import Holders, holders_of
 from lightning_automodel.gradients.token_loss import wide_dtype
+from lightning_automodel.internals import fsdp2, fsdp2_gathers
 from lightning_automodel.internals.dtensor import (
     alike,
     has_layout,
@@ -35,6 +37,7 @@ from lightning_automodel.internals.dtensor import (
     support_foreach,
     with_part,
 )
+from lightning_automodel.internals.torch import without_wrappers
 
 T = TypeVar("T")
 Function = Callable[..., Any]
@@ -59,11 +62,13 @@ class Shard(DTensor):
         name: Of the parameter, for messages.
         fsdp_param: What FSDP2 knows of the parameter; None of a gradient or a state.
         accepts_hooks: Whether FSDP2 calls its post-accumulate-gradient hooks with a final gradient.
+        source: Of ``p.data`` and ``p.detach()``: whose memory and version counter it shares.
     """
 
     name: str = "a tensor"
     fsdp_param: Any = None
     accepts_hooks: bool = False
+    source: "Shard | None" = None
 
     @classmethod
     def __torch_function__(
@@ -106,7 +111,25 @@ def make_shard(tensor: Any) -> Any:
     return tensor
 
 
+def shard_parameters(module: nn.Module, accept_hooks: bool) -> None:
+    """Let all parameters that FSDP2 manages compute like whole tensors, from now on, also after a run.
+
+    ``accept_hooks``: whether FSDP2 may call post-accumulate-gradient hooks of theirs, since gradients are final then.
+    """
+    names = {id(parameter): without_wrappers(name) for name, parameter in module.named_parameters()}
+    for group in fsdp2.fsdp_param_groups(module):
+        for param in group.fsdp_params:
+            shard = make_shard(param.sharded_param)
+            shard.name = names.get(id(shard), "a parameter")
+            shard.fsdp_param = param
+            shard.accepts_hooks = accept_hooks
+
+
 # --- Whole tensors --------------------------------------------------------------------------------------------------
+
+
+def _no_copy() -> None:
+    """The reference to a copy that was never made."""
 
 
 class GatheredCopy:
@@ -124,6 +147,23 @@ class GatheredCopy:
         self._function = function
         self.whole = gather(shard, function)
         self._note_versions()
+
+    @classmethod
+    def of(cls, shard: DTensor, function: Function) -> "GatheredCopy":
+        """The copy that views of ``shard`` share, brought up to date, or a new one. A collective on the shard's mesh.
+
+        One that autograd follows is nobody else's.
+        """
+        source = getattr(shard, "source", None) or shard
+        kept: GatheredCopy | None = getattr(source, "kept_copy", _no_copy)()
+        if kept is None or _is_recorded(shard) or kept.whole.requires_grad:
+            kept = cls(
+                source if shard.__class__ is not DTensor and not _is_recorded(shard) else shard, function
+            )
+            source.kept_copy = weakref.ref(kept)
+        else:
+            kept.refresh()
+        return kept
 
     def _note_versions(self) -> None:
         self._shard_version = _version(self.shard)
@@ -152,6 +192,9 @@ class GatheredCopy:
         return memory != 0 and tensor.untyped_storage().data_ptr() == memory
 
 
+_GET_DATA = Tensor.data.__get__
+
+
 class View(Tensor):
     """A view of a gathered tensor, such as ``p.grad[2:4]`` or ``p.view(-1)``: writes to it go into the shards."""
 
@@ -162,6 +205,8 @@ class View(Tensor):
         cls, function: Function, types: Any, args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
         with plain_access():
+            if function is _GET_DATA:
+                function = Tensor.detach  # which shares the version counter
             return _on_wholes(function, args, kwargs or {})
 
     def __iter__(self) -> Any:
@@ -226,7 +271,7 @@ def _on_wholes(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     def whole_of(tensor: Any) -> Any:
         if isinstance(tensor, DTensor):
             if id(tensor) not in copies:
-                copies[id(tensor)] = GatheredCopy(tensor, function)
+                copies[id(tensor)] = GatheredCopy.of(tensor, function)
             return copies[id(tensor)].whole
         if isinstance(tensor, View):
             copies[id(tensor.copy)] = tensor.copy
@@ -269,10 +314,9 @@ def _refuse_write_to_leaf(function: Function, args: Arguments) -> None:
     """Raise as torch does for a write that autograd would have to record on a parameter."""
     if not torch.is_grad_enabled() or not args or not _writes(function.__name__):
         return
-    target = args[0]
-    if isinstance(target, View):
-        target = target.copy.shard
-    is_recorded = isinstance(target, DTensor) and target.is_leaf and target.requires_grad
+    targets = args[0] if args[0].__class__ in (list, tuple) else [args[0]]
+    sources = [target.copy.shard if isinstance(target, View) else target for target in targets]
+    is_recorded = any(isinstance(t, DTensor) and t.is_leaf and t.requires_grad for t in sources)
     if is_recorded and getattr(function, "__module__", None) != nn.init.__name__:
         raise RuntimeError(
             "A leaf Variable that requires grad is being used in an in-place operation: write parameters under"
@@ -287,6 +331,9 @@ def _elementwise(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """Compute on this rank's parts, where all tensors fit to one layout; else on whole tensors."""
     if kwargs.get("out") is not None:
         return _into_out(function, args, kwargs)
+    if "requires_grad" in kwargs:  # torch.zeros_like(p, requires_grad=True)
+        others = {key: value for key, value in kwargs.items() if key != "requires_grad"}
+        return _elementwise(function, args, others).requires_grad_(kwargs["requires_grad"])
     name = function.__name__
     writes = _writes(name)
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -398,9 +445,13 @@ def _foreach(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     values = [*args, *kwargs.values()]
     targets = values[0]
     length = len(targets)
+    if torch.is_grad_enabled() and any(_is_recorded(entry) for entry in _listed(values)):
+        return _on_wholes(function, args, kwargs)
     models = _models_of(values, length)
     writes = _writes(function.__name__)
-    if writes and any(like is not None and like is not own for like, own in zip(models, targets, strict=True)):
+    if writes and any(
+        like is not None and like is not own for like, own in zip(models, targets, strict=True)
+    ):
         return _one_by_one(function, args, kwargs, length)
     converted = []
     for value in values:
@@ -415,7 +466,16 @@ def _foreach(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     if writes:
         _count_writes([model for model in models if model is not None])
         return None if result is None else targets
-    return [part if like is None else _as_shard(part, like) for part, like in zip(result, models, strict=True)]
+    return [
+        part if like is None else _as_shard(part, like) for part, like in zip(result, models, strict=True)
+    ]
+
+
+def _listed(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors in lists."""
+    for value in values:
+        if value.__class__ in (list, tuple):
+            yield from (entry for entry in value if isinstance(entry, Tensor))
 
 
 def _models_of(values: Sequence[Any], length: int) -> Sequence[DTensor | None]:
@@ -423,7 +483,9 @@ def _models_of(values: Sequence[Any], length: int) -> Sequence[DTensor | None]:
     lists = [value for value in values if value.__class__ in (list, tuple) and len(value) == length]
     if set(map(type, lists[0])) == {Shard}:
         return lists[0]
-    return [next((e for e in entries if isinstance(e, DTensor)), None) for entries in zip(*lists, strict=True)]
+    return [
+        next((e for e in entries if isinstance(e, DTensor)), None) for entries in zip(*lists, strict=True)
+    ]
 
 
 def _parts_alike(tensors: Sequence[Any], models: Sequence[DTensor | None]) -> list[Any] | None:
@@ -498,16 +560,14 @@ def _equal(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     return not _all_reduced(differs, one, dist.ReduceOp.MAX, function)
 
 
-def _foreach_norm(
-    function: Function, args: Arguments, kwargs: Keywords
-) -> list[Tensor]:
+def _foreach_norm(function: Function, args: Arguments, kwargs: Keywords) -> list[Tensor]:
     tensors = list(args[0] if args else kwargs["self"])
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = kwargs.get("dtype")
     norms: list[Tensor] = [torch.empty(0)] * len(tensors)
     by_layout: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        if isinstance(tensor, DTensor) and order > 0:
+        if isinstance(tensor, DTensor) and order > 0 and not _is_recorded(tensor):
             key = (tensor.device_mesh, tensor.placements, part_of(tensor).device)
             by_layout.setdefault(key, []).append(index)
         else:
@@ -523,7 +583,9 @@ def _norms(shards: list[DTensor], order: float, function: Function) -> list[Tens
     parts = [part_of(shard) for shard in shards]
     dtype = wide_dtype(parts[0].device)
     own = [
-        torch.linalg.vector_norm(part, order, dtype=dtype).abs() if part.numel() else part.new_zeros((), dtype=dtype)
+        torch.linalg.vector_norm(part, order, dtype=dtype).abs()
+        if part.numel()
+        else part.new_zeros((), dtype=dtype)
         for part in parts
     ]
     stacked = torch.stack(own)
@@ -562,9 +624,33 @@ def _metadata(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     return function(*args, **kwargs)
 
 
+def _new(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """``p.new_zeros(size)``: a plain tensor, or one sharded like ``p`` if it has its shape."""
+    shard = args[0]
+    result = function(part_of(shard), *args[1:], **kwargs)
+    if result.shape == shard.shape and result.device == part_of(shard).device:
+        return with_part(Shard, own_part(result, shard).clone(), shard)
+    return result
+
+
+def _type(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """``p.type()`` is a name, ``p.type(dtype)`` a conversion."""
+    if len(args) == 1 and not kwargs:
+        return part_of(args[0]).type()
+    return _elementwise(function, args, kwargs)
+
+
 def _alias(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """What returns the same memory, and shares its version counter."""
-    return make_shard(function(*args, **kwargs))
+    return _alias_of(args[0], function(*args, **kwargs))
+
+
+def _alias_of(shard: Any, alias: Any) -> Any:
+    make_shard(alias)
+    if isinstance(alias, Shard) and alias is not shard:
+        alias.source = shard.source or shard
+        alias.name = shard.name
+    return alias
 
 
 def _format(function: Function, args: Arguments, kwargs: Keywords) -> Any:
@@ -579,12 +665,12 @@ def _attribute(function: Any, args: Arguments, kwargs: Keywords) -> Any:
     if name in _VIEWING_ATTRIBUTES:
         return _on_wholes(function, args, kwargs)
     if name == "data":
-        return make_shard(args[0].detach())
+        return _alias_of(args[0], args[0].detach())
     result = function(*args)
     if name == "grad" and result is not None:
         make_shard(result)
-        if result.__class__ is Shard:
-            result.name = f"the gradient of {args[0].name}"
+        if isinstance(result, Shard):
+            result.name = args[0].name
     return result
 
 
@@ -594,9 +680,9 @@ def _assignment(function: Any, args: Arguments, kwargs: Keywords) -> Any:
     if name == "data":
         _set_data(target, value)
         return
-    if name == "grad" and isinstance(value, Tensor) and isinstance(target, DTensor):
-        if not isinstance(value, DTensor) and value.shape == target.shape:
-            value = with_part(Shard, own_part(value, target).clone(), target)
+    is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    if name == "grad" and is_whole and isinstance(target, DTensor) and value.shape == target.shape:
+        value = with_part(Shard, own_part(value, target).clone(), target)
     function(target, value)
 
 
@@ -614,7 +700,12 @@ def _set_data(target: Tensor, value: Tensor) -> None:
             " shapes and dtypes before the model is sharded, in __init__ or configure_model."
         )
     with torch.no_grad():
-        part_of(target).copy_(part)
+        part = part.clone()
+        is_moved = target.fsdp_param is not None and fsdp2_gathers.move_shard(
+            target, target.fsdp_param, part
+        )
+        if not is_moved:
+            part_of(target).copy_(part)
     _count_writes([target])
 
 
@@ -690,34 +781,35 @@ _GRAD_ARGUMENTS = (
 # --- Which rule a function follows ----------------------------------------------------------------------------------
 
 _METADATA = """
-    data_ptr dim dim_order element_size get_device is_coalesced is_complex is_conj is_contiguous is_distributed
-    is_floating_point is_inference is_leaf is_neg is_pinned is_same_size is_shared is_signed ndimension nelement numel
-    requires_grad_ retain_grad size stride storage_offset untyped_storage __len__ __hash__ _is_view result_type
-    can_cast is_tensor
-""".split()
+    data_ptr dim dim_order element_size get_device is_coalesced is_complex is_conj is_contiguous
+    is_distributed is_floating_point is_inference is_leaf is_neg is_pinned is_same_size is_shared
+    is_signed ndimension nelement numel requires_grad_ retain_grad size stride storage_offset
+    untyped_storage __len__ __hash__ _is_view result_type can_cast is_tensor
+""".split()  # noqa: SIM905 (a table of names)
 
 _ELEMENTWISE = """
-    abs absolute acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bfloat16 bitwise_and bitwise_not
-    bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clip clone conj contiguous copy copysign cos cosh
-    deg2rad digamma div divide double elu eq erf erfc erfinv exp exp2 expm1 float float_power floor floor_divide fmax
-    fmin fmod frac ge gelu greater greater_equal gt half hardshrink hardsigmoid hardswish hardtanh heaviside hypot
-    isclose isfinite isinf isnan isneginf isposinf isreal le leaky_relu lerp less less_equal lgamma log log10 log1p
-    log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum
-    minimum mish mul multiply nan_to_num ne neg negative nextafter not_equal ones_like positive pow rad2deg reciprocal
-    relu relu6 remainder round rsqrt rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softsign sqrt
-    square sub subtract tan tanh tanhshrink threshold to true_divide trunc type_as where xlogy zero zeros_like
-    empty_like full_like fill
-    __abs__ __add__ __and__ __div__ __eq__ __floordiv__ __ge__ __gt__ __invert__ __le__ __lt__ __mod__ __mul__ __ne__
-    __neg__ __or__ __pos__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__ __rmod__ __rmul__ __ror__ __rpow__ __rsub__
-    __rtruediv__ __rxor__ __sub__ __truediv__ __xor__
-""".split()
+    abs absolute acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bfloat16
+    bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clip clone
+    conj contiguous copy copysign cos cosh deg2rad digamma div divide double elu eq erf erfc erfinv
+    exp exp2 expm1 float float_power floor floor_divide fmax fmin fmod frac ge gelu greater
+    greater_equal gt half hardshrink hardsigmoid hardswish hardtanh heaviside hypot isclose isfinite
+    isinf isnan isneginf isposinf isreal le leaky_relu lerp less less_equal lgamma log log10 log1p
+    log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid lt
+    masked_fill maximum minimum mish mul multiply nan_to_num ne neg negative nextafter not_equal
+    ones_like positive pow rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid
+    sign signbit silu sin sinc sinh softplus softsign sqrt square sub subtract tan tanh tanhshrink
+    threshold to true_divide trunc type_as where xlogy zero zeros_like empty_like full_like fill
+    __abs__ __add__ __and__ __div__ __eq__ __floordiv__ __ge__ __gt__ __invert__ __le__ __lt__
+    __mod__ __mul__ __ne__ __neg__ __or__ __pos__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__
+    __rmod__ __rmul__ __ror__ __rpow__ __rsub__ __rtruediv__ __rxor__ __sub__ __truediv__ __xor__
+""".split()  # noqa: SIM905 (a table of names)
 
 _AUGMENTED = frozenset(
     """
-    __iadd__ __iand__ __idiv__ __ifloordiv__ __imod__ __imul__ __ior__ __ipow__ __isub__ __itruediv__ __ixor__
-    __setitem__
-    """.split()
-)
+    __iadd__ __iand__ __idiv__ __ifloordiv__ __imod__ __imul__ __ior__ __ipow__ __isub__
+    __itruediv__ __ixor__ __setitem__
+""".split()
+)  # noqa: SIM905
 
 _VIEWING_ATTRIBUTES = frozenset({"T", "H", "mT", "mH", "real", "imag"})
 
@@ -728,6 +820,8 @@ _RULES: dict[str, Function] = {
     **dict.fromkeys(_AUGMENTED - {"__setitem__"}, _elementwise),
     "detach": _alias,
     "detach_": _alias,
+    **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"), _new),
+    "type": _type,
     "__format__": _format,
     "__get__": _attribute,
     "__set__": _assignment,

@@ -1,10 +1,10 @@
 """FSDP2's gradient synchronisation: which micro-batch communicates what, and which parameters stay gathered."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,11 @@ from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.grad_sync import GradSync, Window
 from lightning_automodel.internals import fsdp2, fsdp2_gathers
-from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.internals.patching import PatchStack
-from lightning_automodel.sharding.gathers import AgreedGathers, GatheredForBackward, reshard
+from lightning_automodel.internals.dtensor import plain_access
+from lightning_automodel.sharding.gathered import GatheredParameters
+from lightning_automodel.sharding.gathers import reshard
 from lightning_automodel.sharding.sync_context import Deferral, accumulate_in_one_dtype
 from lightning_automodel.sharding.units import fsdp_roots, is_head
-from lightning_automodel.sharding.written_weights import WrittenWeights
 
 _ORDERS = 2**20 - 3  # a prime; sums of squares over ranks stay exact in float64
 
@@ -55,7 +54,15 @@ class Reductions(Enum):
     ALL = (True, True, True)  # in the window's last backward
 
 
-class FSDPGradSync(GradSync):
+class Phase(Enum):
+    """What user code may do at a time, which decides what FSDP2 frees."""
+
+    HOOKS = "what a forward gathers is freed after it: the module shows shards"
+    FORWARD = "of a training step: gathered parameters stay for its backward, or for the window"
+    EVALUATION = "each unit frees what it has gathered, as it was set up"
+
+
+class FSDP2Window(GradSync):
     """Controls the communication of an FSDP2 model in each accumulation window.
 
     Reductions happen inside the strategy's own backwards. Any other backward, such as
@@ -65,7 +72,7 @@ class FSDPGradSync(GradSync):
     With ``retain_unsharded`` parameters are all-gathered in the first forward of a window only. Between two
     micro-batches the module shows its sharded parameters, while the memory of the unsharded ones is
     retained: others find an ordinary sharded module. Plain parameters are averaged over ``group``; None for
-    one rank. ``is_last`` says whether the window ends with the running micro-batch; None outside.
+    one rank.
     """
 
     def __init__(
@@ -81,41 +88,30 @@ class FSDPGradSync(GradSync):
         self._group = group
         self._retain_unsharded = retain_unsharded
         self._is_manual = is_manual
-        self._between_steps = ExitStack()
         self.units = fsdp2.fsdp_units(model)
         # With the parameter groups at or below each.
         self._roots = {
             root: list(fsdp2.fsdp_param_groups(cast(nn.Module, root))) for root in fsdp_roots(model)
         }
         self._heads = {unit for unit in self.units if is_head(unit)}
+        self._whole_step = [unit for unit in self.units if unit is model or unit in self._heads]
         self._groups = [group for unit in self.units for group in fsdp2.param_groups(unit)]
         self._model = model
         self._number_of = {group: number for number, group in enumerate(self._groups, start=1)}
-        self._first_gathers: AgreedGathers | None = None
-        self._written = WrittenWeights(model)
-        self._retained: list[FSDPModule] = []
-        self._restored = ExitStack()
-        self._restored.enter_context(fsdp2.flags_restored(self.units, fsdp2.REDUCTIONS))
+        self._flags = fsdp2.UnitFlags(self.units)
         self._reductions = Reductions.BY_FSDP2
-        keeps_gathered = is_manual and retain_unsharded
-        if keeps_gathered:
-            # Lightning does not say when the forwards of a window begin: they keep what they gather.
-            self._restored.enter_context(fsdp2.flags_restored(self.units, fsdp2.RESHARDING))
-            for unit in self.units:
-                unit.set_reshard_after_backward(False, recurse=False)
-        self._gathered = GatheredForBackward(self.units, always=keeps_gathered)
+        self._phase: Phase | None = None
+        self._gathered = GatheredParameters(self.units, self)
         self._hooks += self._gathered.hooks
+        self._retained: list[FSDPModule] = []  # which the module does not show, and whose memory is kept
         self._hook_inner_roots()
         self._has_gathered = False
         self._has_two_dtypes = True  # until units are gathered
-        self._param_of = {
-            param.sharded_param: param for group in self._groups for param in group.fsdp_params
-        }
-        self._experts = {shard for shard in self._param_of if num_expert_ranks(shard) > 1}
-        patches = self._restored.enter_context(PatchStack())
-        torch_internals.differentiate_by_both(self._gathered_parameter, patches)
-        self._unwatched = {p: name for name, p in model.named_parameters() if p in self._param_of}
+        params = [param for group in self._groups for param in group.fsdp_params]
+        self._experts = {p.sharded_param for p in params if num_expert_ranks(p.sharded_param) > 1}
+        self._unwatched = {param.sharded_param for param in params}
         self._bypassed: list[str] = []
+        self._enter(Phase.HOOKS)
 
     def _hook_inner_roots(self) -> None:
         for root in cast(list[nn.Module], self._roots):
@@ -131,9 +127,21 @@ class FSDPGradSync(GradSync):
         """
         for prefetched in fsdp2.gathering(units):
             reshard(prefetched)
-        unit = cast(FSDPModule, root)
-        if not torch.is_grad_enabled() and unit not in self._gathered.units:
-            unit.reshard()
+        if not torch.is_grad_enabled() and not (self._is_manual and self._retain_unsharded):
+            cast(FSDPModule, root).reshard()
+
+    def _enter(self, phase: Phase) -> None:
+        """Let FSDP2 free gathered parameters as the phase says. One place for all its flags of that."""
+        if phase is self._phase:
+            return
+        self._phase = phase
+        if phase is Phase.HOOKS:
+            self._flags.reshard(always=True)
+        elif phase is Phase.FORWARD and self._retain_unsharded:
+            # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).
+            self._flags.reshard(always=False)
+        else:
+            self._flags.restore(fsdp2.RESHARDING)
 
     def gather_once(self) -> None:
         """Gather the units that have never been. A collective, if there are any; only the first call looks for them.
@@ -147,6 +155,7 @@ class FSDPGradSync(GradSync):
                 if not all(map(fsdp2.was_unsharded, fsdp2.param_groups(unit))):
                     unit.unshard()
                     unit.reshard()
+                self._gathered.adopt(unit)
             self._has_gathered = True
 
     def watch(self) -> None:
@@ -156,26 +165,18 @@ class FSDPGradSync(GradSync):
         units have not been gathered.
         """
         self.gather_once()
-        if not any(parameter.requires_grad for parameter in self._unwatched):
-            return
-        for param in (param for group in self._groups for param in group.fsdp_params):
-            shard = param.sharded_param
-            if shard.requires_grad and shard in self._unwatched:
-                leaf = param.unsharded_param  # the same from the first all-gather on
-                leaf.requires_grad = True  # as the next all-gather sets it
-                self.track(shard, leaf)
-                if shard in self._experts:
-                    self._hooks.append(leaf.register_hook(self._check_gradient_of_experts))
-                name = self._unwatched.pop(shard)
-                # FSDP2 writes gradients of shards itself, past their hooks.
-                self._hooks.append(shard.register_hook(partial(self._note_bypass, name)))
-
-    def _gathered_parameter(self, tensor: Any) -> Tensor | None:
-        """What the forward uses in place of a shard, which users hold: an input of ``torch.autograd.grad``."""
-        param = self._param_of.get(tensor)
-        if param is None:
-            return None
-        return getattr(param, "unsharded_param", None)
+        with plain_access():
+            for param in (param for group in self._groups for param in group.fsdp_params):
+                shard = param.sharded_param
+                if shard in self._unwatched and shard.requires_grad:
+                    self._unwatched.remove(shard)
+                    leaf = param.unsharded_param  # the same from the first all-gather on
+                    leaf.requires_grad = True  # as the next all-gather sets it
+                    self.track(shard, leaf)
+                    if shard in self._experts:
+                        self._hooks.append(leaf.register_hook(self._check_gradient_of_experts))
+                    # FSDP2 writes gradients of shards itself, past their hooks.
+                    self._hooks.append(shard.register_hook(partial(self._note_bypass, shard.name)))
 
     def _check_gradient_of_experts(self, _: Tensor) -> None:
         if self.window is None:
@@ -192,43 +193,44 @@ class FSDPGradSync(GradSync):
         if self.is_last is not None:
             yield
             return
-        self.start_step()
-        if self._retain_unsharded:
-            retained = self.units
-        else:
-            retained = []
-        with fsdp2.flags_restored(retained, fsdp2.RESHARDING):
-            for unit in retained:
-                unit.set_reshard_after_forward(False, recurse=False)
-                # Freed when all of the backward has run: it may read them after the unit's own part (a
-                # penalty).
-                unit.set_reshard_after_backward(False, recurse=False)
-            self.is_last = is_last
-            try:
-                yield
-            finally:
-                self.is_last = None
-                self.start_step()  # `keep` has changed the flags that are restored next
+        with super().micro_batch(is_last):
+            yield
         if not self._is_manual:  # else the step goes on
             self.end_step()
 
     @override
     def start_step(self) -> None:
-        self._between_steps.close()
+        # They are gathered for the whole step, past the hooks that adopt other units.
+        for unit in self._whole_step:
+            unit.unshard()
+            self._gathered.adopt(unit)
+        self._whole_step.clear()
+        self._enter(Phase.FORWARD)
+
+    @override
+    def end_forward(self) -> None:
+        for unit in fsdp2.unsharded(self.units):
+            self._hide(unit)
+        self._enter(Phase.HOOKS)
+
+    def _hide(self, unit: FSDPModule) -> None:
+        """Let the module show shards, and keep what was gathered."""
+        with fsdp2_gathers.keeping_storage(unit):
+            unit.reshard()
+        self._retained.append(unit)
 
     @override
     def end_step(self) -> None:
-        self.start_step()
-        self._between_steps.enter_context(self.showing_shards())
-
-    @override
-    def showing_shards(self) -> AbstractContextManager[Any]:
+        self._gathered.settle(self.units)
         for unit in fsdp2.unsharded(self.units):
             reshard(unit)
-        shown = ExitStack()
-        shown.enter_context(fsdp2.keeping_nothing(self.units))
-        shown.enter_context(self._gathered.pausing())
-        return shown
+        self._enter(Phase.HOOKS)
+
+    def evaluate(self) -> None:
+        """A step of evaluation begins: nothing stays gathered after it."""
+        self.release()
+        self._gathered.begin_step()
+        self._enter(Phase.EVALUATION)
 
     @override
     def release(self, retains: bool = False) -> None:
@@ -237,32 +239,24 @@ class FSDPGradSync(GradSync):
         ``retains``, as a micro-batch starts: use retained parameters again unless the sharded ones were
         written since.
         """
+        self._gathered.settle(self.units)
         retained = self._retained
         self._retained = []
         taken_back = []
         for unit in retained:
             is_shown = fsdp2_gathers.show_kept_storage(unit)
-            if retains and is_shown and self._written.is_current(unit):
+            if retains and is_shown and self._gathered.is_current(unit):
                 taken_back.append(unit)
         self._reshard_others(taken_back)
+        if retains:
+            self._gathered.begin_step()
 
     def _reshard_others(self, needed: list[FSDPModule]) -> None:
         """Free what is gathered, except of these units."""
         still_needed = set(needed)
-        self._gathered.stop_keeping(still_needed)
         for unit in self.units:
             if unit not in still_needed:
                 reshard(unit)
-
-    def compare_gathers(self, device: torch.device) -> None:
-        """Compare which units the ranks gather, until a window ends."""
-        if self._group is not None:
-            self._first_gathers = AgreedGathers(self._model, self.units, self._group, device)
-
-    def _stop_comparing(self) -> None:
-        if self._first_gathers is not None:
-            self._first_gathers.patches.restore()
-            self._first_gathers = None
 
     @override
     def toggled(self) -> None:
@@ -272,17 +266,22 @@ class FSDPGradSync(GradSync):
         for unit in self._retained:
             fsdp2_gathers.show_kept_storage(unit)
         self._retained = []
-        self._reshard_others([*unsharded, *self._gathered.units])  # a backward that is to come needs them
+        self._reshard_others(unsharded)  # a backward that is to come needs them
 
     @override
     def stepped(self) -> None:
-        is_stale = bool(self._gathered.units or fsdp2.unsharded(self.units))
-        if is_stale and self.window is None:  # a hook may step within a backward, which needs the old ones
+        # A hook may step within a backward, which needs the old ones.
+        if self.window is None and fsdp2.unsharded(self.units):
             self.release()
 
     @override
     def begin(self, window: Window, loss: Tensor) -> None:
-        self._between_steps.close()  # a hook may run a backward
+        for unit in self._retained if self._phase is Phase.HOOKS else ():
+            if not fsdp2_gathers.show_kept_storage(unit):  # a hook's forward has freed it
+                unit.unshard()
+        self._retained = []
+        self._gathered.settle(self.units)
+        self._enter(Phase.FORWARD)
         if self._unwatched or not self._has_gathered:
             self.watch()
         for parameter in window.trained - self._tracked.keys():  # plain ones
@@ -294,9 +293,6 @@ class FSDPGradSync(GradSync):
         if window.order == 0 or not self._retain_unsharded:
             for group in ran:
                 window.order = (window.order * 31 + self._number_of[group]) % _ORDERS
-        if self._first_gathers is not None:
-            heads = [group for unit in self._heads for group in fsdp2.param_groups(unit)]
-            self._first_gathers.before_backward(called_head=all(group in ran for group in heads))
         if window.ends and self._has_two_dtypes:
             accumulate_in_one_dtype(self.units)
         if window.frozen and self._reductions is not Reductions.NONE:
@@ -331,10 +327,7 @@ class FSDPGradSync(GradSync):
     def keep(self, window: Window) -> None:
         """See the base class; after it, the module shows its sharded parameters, and hooks follow."""
         self._reduce(Reductions.BY_FSDP2 if window.ends else Reductions.NONE)
-        if self._gathered.units:
-            self._gathered.stop_keeping()
-        if window.ends and self._first_gathers is not None:
-            self._stop_comparing()
+        self._gathered.settle(self.units)
         for unit in fsdp2.unsharded(self.units):
             as_set = fsdp2.param_groups(unit)[0].reshard_after_backward or unit in self._heads
             if self._retain_unsharded:
@@ -344,24 +337,14 @@ class FSDPGradSync(GradSync):
             if frees:
                 unit.reshard()
             else:
-                with fsdp2_gathers.keeping_storage(unit):
-                    unit.reshard()
-                self._retained.append(unit)
-        # Hooks follow, as in `showing_shards`.
-        self._between_steps.enter_context(fsdp2.keeping_nothing(self.units))
-        if self._is_manual and self._retain_unsharded:
-            self._between_steps.enter_context(self._gathered.pausing())
+                self._hide(unit)
+        self._enter(Phase.HOOKS)
 
     def _reduce(self, reductions: Reductions) -> None:
         """Let backwards from now on reduce as ``reductions`` says."""
-        if reductions is self._reductions:
-            return
-        scatters, reduces_all, sends_unused = reductions.value
-        for unit in self.units:
-            unit.set_requires_gradient_sync(scatters, recurse=False)
-            unit.set_requires_all_reduce(reduces_all, recurse=False)
-            unit.set_reduce_scatter_unused_params(sends_unused, recurse=False)
-        self._reductions = reductions
+        if reductions is not self._reductions:
+            self._flags.reduce(*reductions.value)
+            self._reductions = reductions
 
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -387,39 +370,28 @@ class FSDPGradSync(GradSync):
             self._reduce(Reductions.BY_FSDP2)
 
     @override
-    def saving(self) -> AbstractContextManager[None]:
-        return self._written.saving()
-
-    @override
-    def write_versions(self, tensors: Iterable[Tensor]) -> list[int]:
-        return self._written.counts.of(tensors)
-
-    @override
     def close(self) -> None:
         """Reshard the model, remove the hooks, and let FSDP2 reduce as before."""
-        self.start_step()
         self.release()
-        self._stop_comparing()
-        self._restored.close()
-        self._written.close()
+        self._flags.restore()
+        self._gathered.close()
         super().close()
 
     @override
     def recover(self) -> None:
         """After an exception in a forward or backward: make the model usable again, and drop deferred gradients."""
-        self.start_step()
         self._bypassed = []
-        self._stop_comparing()
+        self._gathered.forget_writes()
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
         gradients = [
             (param.sharded_param, param.sharded_param.grad) for g in self._groups for param in g.fsdp_params
         ]
-        with self._written.recovering():
-            for unit in self.units:
-                fsdp2_gathers.forget_background_gather(unit)
-            for root in self._roots:
-                root.reset_iter_state()
-            self.release()
+        for unit in self.units:
+            fsdp2_gathers.forget_background_gather(unit)
+        for root in self._roots:
+            root.reset_iter_state()
+        self.release()
+        self._enter(Phase.HOOKS)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         self.discard()

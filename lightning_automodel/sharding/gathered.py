@@ -1,0 +1,313 @@
+"""Parameters that FSDP2 has gathered for a step, and what user code does to them there.
+
+A module's parameters are then copies, which are freed. What was written to them goes into the shards where the
+strategy itself frees them: each rank holds its own slice of every copy, so nothing is communicated. Where FSDP2 has
+freed them before, or where they have another dtype, a write would be lost, and raises. Ranks must write alike, as
+under DDP.
+"""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_automodel.gradients.grad_sync import GradSync
+from lightning_automodel.internals import fsdp2, fsdp2_gathers
+from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.dtensor import plain_access
+from lightning_automodel.internals.fsdp2 import FSDPParam
+from lightning_automodel.internals.torch import local_tensor, versions
+
+IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones"
+"""Where weights are written without being gathered."""
+
+
+def _get_data(gathered: Any) -> Tensor:
+    gathered.num_hidden_writes += 1  # maybe: `.data` hides what is written through it from autograd
+    return Tensor.data.__get__(gathered)
+
+
+def _set_data(gathered: Any, value: Tensor) -> None:
+    gathered.num_hidden_writes += 1
+    if isinstance(value, DTensor) and not isinstance(gathered, DTensor):
+        value = value.full_tensor()
+    Tensor.data.__set__(gathered, value.detach().clone())  # FSDP2 frees the memory of what it has gathered
+
+
+def _get_grad(gathered: Any) -> Tensor | None:
+    return _holder(gathered).grad
+
+
+def _set_grad(gathered: Any, value: Tensor | None) -> None:
+    _holder(gathered).grad = value
+
+
+def _del_grad(gathered: Any) -> None:
+    _set_grad(gathered, None)
+
+
+class _AsItIs:
+    """A gathered parameter with the attributes of ``Tensor``."""
+
+    def __init__(self, gathered: Tensor) -> None:
+        self._gathered = gathered
+
+    @property
+    def grad(self) -> Tensor | None:
+        return Tensor.grad.__get__(self._gathered)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        Tensor.grad.__set__(self._gathered, value)
+
+
+def _holder(gathered: Any) -> Any:
+    """Whose ``.grad`` is meant: in a backward that of the gathered parameter, which FSDP2 reduces; else the shard's."""
+    if gathered.sync.window is not None or torch_internals.runs_backward():
+        return _AsItIs(gathered)
+    return gathered.shard
+
+
+def _deepcopy(gathered: Any, memo: dict[int, Any]) -> Any:
+    copied = nn.Parameter(gathered.detach().clone(), gathered.requires_grad)
+    memo[id(gathered)] = copied
+    return copied
+
+
+def _reduce_ex(gathered: Any, protocol: Any) -> Any:
+    return nn.Parameter(gathered.detach(), gathered.requires_grad).__reduce_ex__(protocol)
+
+
+class Gathered(nn.Parameter):
+    """A parameter that FSDP2 has gathered. It shows the gradient of the shard, and counts uses of ``.data``.
+
+    Attributes:
+        shard: The sharded parameter.
+        sync: Knows whether a backward of the strategy runs.
+        memory: Where FSDP2 gathers it.
+        num_hidden_writes: How often it may have been written through ``.data``.
+    """
+
+    data = property(_get_data, _set_data)
+    grad = property(_get_grad, _set_grad, _del_grad)
+    __deepcopy__ = _deepcopy
+    __reduce_ex__ = _reduce_ex
+
+
+class GatheredPart(DTensor):
+    """As :class:`Gathered`, of a parameter that tensor parallelism shards too."""
+
+    data = property(_get_data, _set_data)
+    grad = property(_get_grad, _set_grad, _del_grad)
+    __deepcopy__ = _deepcopy
+    __reduce_ex__ = _reduce_ex
+
+
+class GatheredParameters:
+    """Follows the gathered parameters of ``units`` from their first gather to :meth:`close`."""
+
+    def __init__(self, units: Iterable[FSDPModule], sync: GradSync) -> None:
+        self._sync = sync
+        self._params = {
+            unit: [param for group in fsdp2.param_groups(unit) for param in group.fsdp_params]
+            for unit in units
+        }
+        self._adopted: set[FSDPModule] = set()
+        self._states: dict[FSDPParam, tuple[int, bool]] = {}  # writes to the copy, and whether it trains
+        self._shard_versions: dict[
+            FSDPModule, list[int]
+        ] = {}  # when they were last gathered, or might have been
+        self.hooks: list[RemovableHandle] = []
+        for unit, params in self._params.items():
+            places = fsdp2_gathers.places_of(unit, params)
+            substitutes: list[Any] = []
+            module = cast(nn.Module, unit)
+            before = partial(self._before_gather, unit, places, substitutes)
+            self.hooks.append(module.register_forward_pre_hook(before, prepend=True))
+            after = partial(self._after_gather, unit, places, substitutes)
+            self.hooks.append(module.register_forward_pre_hook(after))
+        self.begin_step()
+
+    # --- A forward ----------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Note the versions of the shards before the gathers of a step, also those that FSDP2 starts ahead."""
+        for unit in self._params:
+            self._shard_versions[unit] = self._versions(unit)
+
+    @torch_internals.not_compiled
+    def _before_gather(self, unit: FSDPModule, places: Any, substitutes: list[Any], *_: Any) -> None:
+        """Before FSDP2's own hook, which would replace what ``torch.func.functional_call`` has put in place."""
+        substitutes[:] = fsdp2_gathers.substitutes_in(places)
+        if unit in self._adopted:
+            if not fsdp2.unsharded([unit]):
+                self.settle([unit])
+        elif torch.is_inference_mode_enabled():
+            # The first gather makes tensors that later ones write to, which training could not if they were
+            # inference tensors.
+            with torch.inference_mode(False):
+                unit.unshard()
+
+    @torch_internals.not_compiled
+    def _after_gather(self, unit: FSDPModule, places: Any, substitutes: list[Any], *_: Any) -> None:
+        self.adopt(unit)
+        if not self.is_current(unit):
+            # A shard was written after the gather had started, or within a step.
+            unit.reshard()
+            unit.unshard()
+            self._shard_versions[unit] = self._versions(unit)
+            torch.autograd.graph.increment_version([param.unsharded_param for param in self._params[unit]])
+            self._note(unit)
+        fsdp2_gathers.show(places, substitutes)
+
+    def adopt(self, unit: FSDPModule) -> None:
+        """Give the copies of a gathered unit their class, which they keep."""
+        if unit in self._adopted:
+            return
+        self._adopted.add(unit)
+        for param in self._params[unit]:
+            gathered = param.unsharded_param
+            gathered.shard = param.sharded_param
+            gathered.sync = self._sync
+            gathered.num_hidden_writes = 0
+            gathered.memory = _memory(gathered)
+            if isinstance(gathered, DTensor):
+                gathered.__class__ = GatheredPart
+            else:
+                gathered.__class__ = Gathered
+        self._note(unit)
+
+    def is_current(self, unit: FSDPModule) -> bool:
+        """Whether no shard of ``unit`` was written since it was gathered; the same on all ranks."""
+        return self._shard_versions[unit] == self._versions(unit)
+
+    def _versions(self, unit: FSDPModule) -> list[int]:
+        with plain_access():
+            return versions(param.sharded_param for param in self._params[unit])
+
+    def _note(self, unit: FSDPModule) -> None:
+        for param in self._params[unit]:
+            self._states[param] = _state(param)
+
+    # --- Before copies are freed --------------------------------------------------------------------------------------
+
+    def settle(self, units: Iterable[FSDPModule]) -> None:
+        """Let shards follow what was done to their copies, of which the strategy frees those that are gathered.
+
+        Not a collective. Raises RuntimeError if FSDP2 has freed a copy that was written.
+        """
+        for unit in units:
+            if unit in self._adopted:
+                changed = [param for param in self._params[unit] if _state(param) != self._states[param]]
+                if changed:
+                    self._follow(unit, changed)
+
+    def _follow(self, unit: FSDPModule, changed: list[FSDPParam]) -> None:
+        is_gathered = bool(fsdp2.unsharded([unit]))
+        are_current = dict(
+            zip(
+                self._params[unit],
+                (
+                    now == then
+                    for now, then in zip(self._versions(unit), self._shard_versions[unit], strict=True)
+                ),
+                strict=True,
+            )
+        )
+        was_current = self.is_current(unit)
+        for param in changed:
+            gathered = param.unsharded_param
+            shard = param.sharded_param
+            num_writes, trained = self._states[param]
+            if gathered.requires_grad != trained and shard.requires_grad == trained:
+                shard.requires_grad_(gathered.requires_grad)
+            if _state(param)[0] != num_writes:
+                if not is_gathered and gathered.untyped_storage().size() == 0:
+                    raise RuntimeError(_freed(shard, gathered))
+                _write_back(param, are_current[param])
+        self._note(unit)
+        if was_current:
+            self._shard_versions[unit] = self._versions(unit)
+
+    def forget_writes(self) -> None:
+        """After an exception, give up what was written to copies, some of which may have been freed."""
+        for unit in self._adopted:
+            for param in self._params[unit]:
+                _set_memory(param.unsharded_param, param.unsharded_param.memory)
+            self._note(unit)
+
+    def close(self) -> None:
+        """Stop following: FSDP2 alone has them again."""
+        for unit in self._adopted:
+            for param in self._params[unit]:
+                gathered = param.unsharded_param
+                gathered.__class__ = DTensor if isinstance(gathered, DTensor) else nn.Parameter
+                for name in ("shard", "sync", "num_hidden_writes", "memory"):
+                    delattr(gathered, name)
+        self._adopted.clear()
+
+
+def _state(param: FSDPParam) -> tuple[int, bool]:
+    gathered = param.unsharded_param
+    return gathered._version + gathered.num_hidden_writes, gathered.requires_grad
+
+
+def _memory(gathered: Tensor) -> Tensor:
+    """The memory of a copy on this rank, with a version counter of its own."""
+    return Tensor.data.__get__(local_tensor(gathered))
+
+
+def _set_memory(gathered: Tensor, memory: Tensor) -> None:
+    if isinstance(gathered, DTensor):
+        torch_internals.set_local_tensor(gathered, memory)
+    else:
+        Tensor.data.__set__(gathered, memory)
+
+
+@torch.no_grad()
+def _write_back(param: FSDPParam, shard_is_current: bool) -> None:
+    """Copy this rank's slice of a written copy into the shard. Not a collective.
+
+    Raises RuntimeError if the copy has another dtype, in which small changes are rounded away, or if the shard was
+    written too.
+    """
+    gathered = param.unsharded_param
+    now = _memory(gathered)
+    if now.data_ptr() != gathered.memory.data_ptr():  # `.data = values`
+        gathered.memory.copy_(now)
+        _set_memory(gathered, gathered.memory)
+    shard = local_tensor(param.sharded_param)
+    own = fsdp2_gathers.own_slice(param)
+    if own.dtype == shard.dtype and shard_is_current:
+        shard.copy_(own)
+        torch.autograd.graph.increment_version([param.sharded_param])
+    # If `.data` was only read, they are equal.
+    elif not torch.equal(own.to(shard.device), shard.to(own.dtype)):
+        raise RuntimeError(_refused(param.sharded_param, gathered))
+
+
+def _refused(shard: Any, gathered: Tensor) -> str:
+    if gathered.dtype == shard.dtype:
+        return (
+            f"{shard.name} was written twice while it was gathered: as module.parameters() has it within a step,"
+            " and as a list or an optimizer holds its shard. Take parameters from the module, or write them"
+            f" {IN_HOOKS}."
+        )
+    return (
+        f"{shard.name} was written within a step or a forward, where FSDP2 has gathered it in {gathered.dtype},"
+        f" which rounds what is written: its own dtype is {shard.dtype}. Write it {IN_HOOKS}. Or pass"
+        " data_parallel='ddp'."
+    )
+
+
+def _freed(shard: Any, gathered: Tensor) -> str:
+    return (
+        f"{shard.name} was written within a step or a forward, and FSDP2 has freed what it had gathered there, so"
+        f" that the write is lost. Write it {IN_HOOKS}. Or keep parameters gathered for the window:"
+        " reshard_during_accumulation=False. Or pass data_parallel='ddp'."
+    )

@@ -1,0 +1,101 @@
+"""Parameters that sharding replaces by shards, and whether optimizers train what the module has."""
+
+import weakref
+from collections.abc import Iterator
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_automodel.internals.torch import local_tensor
+from lightning_automodel.sharding.gathered import Gathered, GatheredPart
+from lightning_automodel.sharding.units import class_name
+
+_NUM_NAMED = 3
+
+
+class ModuleParameters:
+    """The parameters of ``module`` before it is distributed, and from :meth:`note_distributed` on those that train."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        # Not of subclasses: `Module.to` swaps them, which torch refuses for what is weakly referred to.
+        self._before = {name: weakref.ref(p) for name, p in self._named() if type(p) is nn.Parameter}
+        self._replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._places: list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        self._known: set[int] = set()
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._module.named_parameters(remove_duplicate=False)
+
+    def note_distributed(self) -> None:
+        """The module has its final parameters. Frees the memory of those that shards have replaced.
+
+        Any later use of them raises: what holds one would neither see nor train what the module computes with.
+        """
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        memory_in_use = {local_tensor(tensor).untyped_storage().data_ptr() for tensor in tensors}
+        for name, shard in self._named():
+            reference = self._before.get(name)
+            old = None if reference is None else reference()
+            if old is None or old is shard:
+                continue
+            self._replaced.append((old, shard))
+            if old.untyped_storage().data_ptr() not in memory_in_use:
+                old.untyped_storage().resize_(0)
+        self._before.clear()
+        for path, owner in self._module.named_modules():
+            for name, parameter in owner.named_parameters(recurse=False):
+                self._places.append((f"{path}.{name}".lstrip("."), owner._parameters, name, parameter))
+                self._known.add(id(parameter))
+
+    def give_shards(self, optimizer: Optimizer) -> None:
+        """Give an optimizer that was made before the module was sharded, as LightningCLI makes it, the shards."""
+        shards = {id(old): shard for old, shard in self._replaced}
+        for group in optimizer.param_groups if not optimizer.state else ():
+            group["params"] = [shards.get(id(parameter), parameter) for parameter in group["params"]]
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise before a step of ``optimizer`` that would train something else than the distributed module.
+
+        Raises:
+            RuntimeError: If a parameter of it is none of the module, or if the module has other ones by now.
+        """
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        unknown = [parameter for parameter in trained if id(parameter) not in self._known]
+        if unknown:
+            raise RuntimeError(self._text(optimizer, unknown))
+        replaced = [path for path, holder, name, own in self._places if not _is_shown(holder.get(name), own)]
+        if replaced:
+            raise RuntimeError(
+                f"{', '.join(replaced[:_NUM_NAMED])}: {len(replaced)} parameters that were replaced after the module"
+                " was distributed: the optimizer and the other ranks do not know the new ones. Write the new values"
+                " into the old ones (self.layer.weight.data = values), or replace them in configure_model()."
+            )
+
+    def _text(self, optimizer: Optimizer, unknown: list[nn.Parameter]) -> str:
+        start = f"{len(unknown)} parameters of {type(optimizer).__name__}"
+        if any(isinstance(parameter, Gathered | GatheredPart) for parameter in unknown):
+            return (
+                f"{start} are those that FSDP2 has gathered for a step, which are freed after it. Take them from"
+                " self.parameters() outside of a step: in configure_optimizers, on_train_batch_start or a callback."
+            )
+        named = {id(parameter): name for name, parameter in self._named()}
+        names = [named[id(parameter)] for parameter in unknown if id(parameter) in named]
+        if names:
+            return (
+                f"{', '.join(names[:_NUM_NAMED])}: {len(names)} parameters that the module got after it was"
+                " distributed, so that ranks would train them differently. Make them in __init__ or in"
+                " configure_model(): what joins later can be frozen until then, by requires_grad_(False)."
+            )
+        return (
+            f"{start} are not parameters of {class_name(self._module)}, so that ranks would train them differently."
+            " Collect them from self.parameters(), after set-up."
+        )
+
+
+def _is_shown(shown: nn.Parameter | None, own: nn.Parameter) -> bool:
+    """Whether a module has its own parameter, or what FSDP2 has gathered from it; a frozen one may be another."""
+    if shown is own or isinstance(shown, Gathered | GatheredPart):
+        return True
+    is_frozen = not own.requires_grad and (shown is None or not shown.requires_grad)
+    return is_frozen and local_tensor(own) is own
