@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel.internals.fsdp2 import FSDPParam, FSDPParamGroup, param_groups
 from lightning_automodel.internals.patching import PatchStack
@@ -78,6 +79,23 @@ def show(places: list[Place], substitutes: list[tuple[Place, Tensor]]) -> None:
             place.module._parameters[place.name] = place.param.unsharded_param
     for place, tensor in substitutes:
         place.module._parameters[place.name] = cast(nn.Parameter, tensor)  # or any tensor
+
+
+def gather_again(unit: FSDPModule) -> None:
+    """Free what a unit has gathered, and gather its shards again. ``unit.reshard()`` does not, within its forward."""
+    for group in param_groups(unit):
+        group._to_sharded()
+    unit.unshard()
+
+
+def after_state_dicts(unit: FSDPModule, hook: Callable[..., None]) -> list[RemovableHandle]:
+    """Call ``hook`` after a state dict of modules of ``unit`` was made or loaded, for which FSDP2 shows shards."""
+    handles: list[RemovableHandle] = []
+    params = [param for group in param_groups(unit) for param in group.fsdp_params]
+    for module in {param._module_info.module for param in params}:
+        handles.append(module.register_state_dict_post_hook(hook))
+        handles.append(module.register_load_state_dict_post_hook(hook))
+    return handles
 
 
 def move_shard(shard: DTensor, param: FSDPParam, local: Tensor) -> bool:

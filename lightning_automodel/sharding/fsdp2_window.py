@@ -95,6 +95,7 @@ class FSDP2Window(GradSync):
         }
         self._heads = {unit for unit in self.units if is_head(unit)}
         self._whole_step = [unit for unit in self.units if unit is model or unit in self._heads]
+        self._unadopted = list(self._whole_step)
         self._groups = [group for unit in self.units for group in fsdp2.param_groups(unit)]
         self._model = model
         self._number_of = {group: number for number, group in enumerate(self._groups, start=1)}
@@ -111,6 +112,8 @@ class FSDP2Window(GradSync):
         self._experts = {p.sharded_param for p in params if num_expert_ranks(p.sharded_param) > 1}
         self._unwatched = {param.sharded_param for param in params}
         self._bypassed: list[str] = []
+        for unit in self._whole_step:
+            self._hooks += fsdp2_gathers.after_state_dicts(unit, partial(self._show_again, unit))
         self._enter(Phase.HOOKS)
 
     def _hook_inner_roots(self) -> None:
@@ -129,6 +132,11 @@ class FSDP2Window(GradSync):
             reshard(prefetched)
         if not torch.is_grad_enabled() and not (self._is_manual and self._retain_unsharded):
             cast(FSDPModule, root).reshard()
+
+    def _show_again(self, unit: FSDPModule, *_: object) -> None:
+        """Gather what FSDP2 has freed for a state dict within a step that goes on with it. Then a collective."""
+        if self._phase is Phase.FORWARD:
+            unit.unshard()
 
     def _enter(self, phase: Phase) -> None:
         """Let FSDP2 free gathered parameters as the phase says. One place for all its flags of that."""
@@ -176,7 +184,7 @@ class FSDP2Window(GradSync):
                     if shard in self._experts:
                         self._hooks.append(leaf.register_hook(self._check_gradient_of_experts))
                     # FSDP2 writes gradients of shards itself, past their hooks.
-                    self._hooks.append(shard.register_hook(partial(self._note_bypass, shard.name)))
+                    self._hooks.append(shard.register_hook(partial(self._note_bypass, shard.parameter_name)))
 
     def _check_gradient_of_experts(self, _: Tensor) -> None:
         if self.window is None:
@@ -201,14 +209,15 @@ class FSDP2Window(GradSync):
     @override
     def start_step(self) -> None:
         # They are gathered for the whole step, past the hooks that adopt other units.
-        for unit in self._whole_step:
+        for unit in self._unadopted:
             unit.unshard()
             self._gathered.adopt(unit)
-        self._whole_step.clear()
+        self._unadopted.clear()
         self._enter(Phase.FORWARD)
 
     @override
     def end_forward(self) -> None:
+        self._gathered.settle(self.units)
         for unit in fsdp2.unsharded(self.units):
             self._hide(unit)
         self._enter(Phase.HOOKS)
@@ -289,6 +298,7 @@ class FSDP2Window(GradSync):
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self._reduce(Reductions.ALL if window.ends else deferred[self._defer])
         ran = fsdp2.forward_order(self._groups)
+        self._gathered.check_unwritten(unit for unit in self.units if fsdp2.param_groups(unit)[0] in ran)
         # Later forwards of a window use what the first has gathered.
         if window.order == 0 or not self._retain_unsharded:
             for group in ran:

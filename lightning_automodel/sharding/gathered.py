@@ -22,21 +22,25 @@ from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.fsdp2 import FSDPParam
 from lightning_automodel.internals.torch import local_tensor, versions
+from lightning_automodel.sharding.shards import own_part
 
 IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones"
 """Where weights are written without being gathered."""
 
 
 def _get_data(gathered: Any) -> Tensor:
-    gathered.num_hidden_writes += 1  # maybe: `.data` hides what is written through it from autograd
-    return Tensor.data.__get__(gathered)
+    alias = Tensor.data.__get__(gathered)  # whose version counter is its own
+    gathered.aliases.append(alias)
+    return alias
 
 
 def _set_data(gathered: Any, value: Tensor) -> None:
-    gathered.num_hidden_writes += 1
-    if isinstance(value, DTensor) and not isinstance(gathered, DTensor):
+    gathered.num_assignments += 1
+    if isinstance(gathered, DTensor):
+        value = own_part(value, gathered) if not isinstance(value, DTensor) else local_tensor(value)
+    elif isinstance(value, DTensor):
         value = value.full_tensor()
-    Tensor.data.__set__(gathered, value.detach().clone())  # FSDP2 frees the memory of what it has gathered
+    _set_memory(gathered, value.detach().clone())  # FSDP2 frees the memory of what it has gathered
 
 
 def _get_grad(gathered: Any) -> Tensor | None:
@@ -84,13 +88,14 @@ def _reduce_ex(gathered: Any, protocol: Any) -> Any:
 
 
 class Gathered(nn.Parameter):
-    """A parameter that FSDP2 has gathered. It shows the gradient of the shard, and counts uses of ``.data``.
+    """A parameter that FSDP2 has gathered. It shows the gradient of the shard, and counts writes through ``.data``.
 
     Attributes:
         shard: The sharded parameter.
         sync: Knows whether a backward of the strategy runs.
         memory: Where FSDP2 gathers it.
-        num_hidden_writes: How often it may have been written through ``.data``.
+        aliases: What ``.data`` was read as since writes were last carried into the shard.
+        num_assignments: How often ``.data`` was assigned.
     """
 
     data = property(_get_data, _set_data)
@@ -158,12 +163,26 @@ class GatheredParameters:
         self.adopt(unit)
         if not self.is_current(unit):
             # A shard was written after the gather had started, or within a step.
-            unit.reshard()
-            unit.unshard()
+            fsdp2_gathers.gather_again(unit)
             self._shard_versions[unit] = self._versions(unit)
             torch.autograd.graph.increment_version([param.unsharded_param for param in self._params[unit]])
             self._note(unit)
         fsdp2_gathers.show(places, substitutes)
+
+    def check_unwritten(self, units: Iterable[FSDPModule]) -> None:
+        """Raise RuntimeError if a shard was written after a forward, before the backward that gathers it again."""
+        for unit in units:
+            if not fsdp2.unsharded([unit]) and not self.is_current(unit):
+                changed = zip(
+                    self._params[unit], self._versions(unit), self._shard_versions[unit], strict=True
+                )
+                name = next(
+                    param.sharded_param.parameter_name for param, now, then in changed if now != then
+                )
+                raise RuntimeError(
+                    f"{name} got other values between a forward and its backward, which would compute with the new"
+                    f" ones. Write them {IN_HOOKS}."
+                )
 
     def adopt(self, unit: FSDPModule) -> None:
         """Give the copies of a gathered unit their class, which they keep."""
@@ -174,7 +193,8 @@ class GatheredParameters:
             gathered = param.unsharded_param
             gathered.shard = param.sharded_param
             gathered.sync = self._sync
-            gathered.num_hidden_writes = 0
+            gathered.aliases = []
+            gathered.num_assignments = 0
             gathered.memory = _memory(gathered)
             if isinstance(gathered, DTensor):
                 gathered.__class__ = GatheredPart
@@ -192,6 +212,7 @@ class GatheredParameters:
 
     def _note(self, unit: FSDPModule) -> None:
         for param in self._params[unit]:
+            param.unsharded_param.aliases.clear()
             self._states[param] = _state(param)
 
     # --- Before copies are freed --------------------------------------------------------------------------------------
@@ -227,7 +248,7 @@ class GatheredParameters:
             if gathered.requires_grad != trained and shard.requires_grad == trained:
                 shard.requires_grad_(gathered.requires_grad)
             if _state(param)[0] != num_writes:
-                if not is_gathered and gathered.untyped_storage().size() == 0:
+                if not is_gathered and gathered.memory.untyped_storage().size() == 0:
                     raise RuntimeError(_freed(shard, gathered))
                 _write_back(param, are_current[param])
         self._note(unit)
@@ -247,14 +268,15 @@ class GatheredParameters:
             for param in self._params[unit]:
                 gathered = param.unsharded_param
                 gathered.__class__ = DTensor if isinstance(gathered, DTensor) else nn.Parameter
-                for name in ("shard", "sync", "num_hidden_writes", "memory"):
+                for name in ("shard", "sync", "aliases", "num_assignments", "memory"):
                     delattr(gathered, name)
         self._adopted.clear()
 
 
 def _state(param: FSDPParam) -> tuple[int, bool]:
     gathered = param.unsharded_param
-    return gathered._version + gathered.num_hidden_writes, gathered.requires_grad
+    hidden = sum(alias._version for alias in gathered.aliases) + gathered.num_assignments
+    return gathered._version + hidden, gathered.requires_grad
 
 
 def _memory(gathered: Tensor) -> Tensor:
@@ -294,12 +316,12 @@ def _write_back(param: FSDPParam, shard_is_current: bool) -> None:
 def _refused(shard: Any, gathered: Tensor) -> str:
     if gathered.dtype == shard.dtype:
         return (
-            f"{shard.name} was written twice while it was gathered: as module.parameters() has it within a step,"
+            f"{shard.parameter_name} was written twice while it was gathered: as module.parameters() has it within a step,"
             " and as a list or an optimizer holds its shard. Take parameters from the module, or write them"
             f" {IN_HOOKS}."
         )
     return (
-        f"{shard.name} was written within a step or a forward, where FSDP2 has gathered it in {gathered.dtype},"
+        f"{shard.parameter_name} was written within a step or a forward, where FSDP2 has gathered it in {gathered.dtype},"
         f" which rounds what is written: its own dtype is {shard.dtype}. Write it {IN_HOOKS}. Or pass"
         " data_parallel='ddp'."
     )
@@ -307,7 +329,7 @@ def _refused(shard: Any, gathered: Tensor) -> str:
 
 def _freed(shard: Any, gathered: Tensor) -> str:
     return (
-        f"{shard.name} was written within a step or a forward, and FSDP2 has freed what it had gathered there, so"
+        f"{shard.parameter_name} was written within a step or a forward, and FSDP2 has freed what it had gathered there, so"
         f" that the write is lost. Write it {IN_HOOKS}. Or keep parameters gathered for the window:"
         " reshard_during_accumulation=False. Or pass data_parallel='ddp'."
     )

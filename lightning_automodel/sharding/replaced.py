@@ -1,16 +1,43 @@
 """Parameters that sharding replaces by shards, and whether optimizers train what the module has."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.torch import local_tensor
 from lightning_automodel.sharding.gathered import Gathered, GatheredPart
 from lightning_automodel.sharding.units import class_name
 
 _NUM_NAMED = 3
+
+
+class Replaced(nn.Parameter):
+    """A plain parameter that a shard has replaced, and something still holds: its use raises."""
+
+    parameter_name: str = "A parameter"
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with plain_access():
+            is_fact = function.__name__ == "__get__" and function.__self__.__name__ not in ("data", "grad")
+            if is_fact or function.__name__ in ("dim", "size", "numel"):
+                return function(*args, **(kwargs or {}))
+            replaced = next((value for value in args if isinstance(value, Replaced)), None)
+            name = "A parameter" if replaced is None else replaced.parameter_name
+        raise RuntimeError(
+            f"{name} was used past the module: sharding has replaced this parameter, and something (a list, a"
+            " dictionary, a closure) still holds what it was before. Take it from the module each time (self.weight, a"
+            " property, or a module that is called), or pass data_parallel='ddp', which replaces nothing."
+        )
+
+    def __repr__(self, **_: Any) -> str:
+        return f"<{self.parameter_name}, which a shard has replaced>"
 
 
 class ModuleParameters:
@@ -28,20 +55,19 @@ class ModuleParameters:
         return self._module.named_parameters(remove_duplicate=False)
 
     def note_distributed(self) -> None:
-        """The module has its final parameters. Frees the memory of those that shards have replaced.
+        """The module has its final parameters. Any use of those that shards have replaced raises from now on.
 
-        Any later use of them raises: what holds one would neither see nor train what the module computes with.
+        What holds one would neither see nor train what the module computes with. Their memory is freed.
         """
-        tensors = [*self._module.parameters(), *self._module.buffers()]
-        memory_in_use = {local_tensor(tensor).untyped_storage().data_ptr() for tensor in tensors}
         for name, shard in self._named():
             reference = self._before.get(name)
             old = None if reference is None else reference()
             if old is None or old is shard:
                 continue
             self._replaced.append((old, shard))
-            if old.untyped_storage().data_ptr() not in memory_in_use:
-                old.untyped_storage().resize_(0)
+            old.data = old.new_empty(0)
+            old.__class__ = Replaced
+            old.parameter_name = name
         self._before.clear()
         for path, owner in self._module.named_modules():
             for name, parameter in owner.named_parameters(recurse=False):

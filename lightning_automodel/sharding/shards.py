@@ -59,13 +59,13 @@ class Shard(DTensor):
     hold, stays the same.
 
     Attributes:
-        name: Of the parameter, for messages.
+        parameter_name: For messages.
         fsdp_param: What FSDP2 knows of the parameter; None of a gradient or a state.
         accepts_hooks: Whether FSDP2 calls its post-accumulate-gradient hooks with a final gradient.
         source: Of ``p.data`` and ``p.detach()``: whose memory and version counter it shares.
     """
 
-    name: str = "a tensor"
+    parameter_name: str = "a tensor"
     fsdp_param: Any = None
     accepts_hooks: bool = False
     source: "Shard | None" = None
@@ -85,7 +85,7 @@ class Shard(DTensor):
             return memo[id(self)]
         with plain_access(), torch.no_grad():
             copied = with_part(Shard, part_of(self).clone(), self)
-            copied.name = self.name
+            copied.parameter_name = self.parameter_name
             if isinstance(self, nn.Parameter):
                 copied._is_param = True
             copied.requires_grad_(self.requires_grad)
@@ -96,7 +96,7 @@ class Shard(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
-            f"{self.name} is sharded, and would be pickled as the part of this rank alone, by torch.save or by"
+            f"{self.parameter_name} is sharded, and would be pickled as the part of this rank alone, by torch.save or by"
             f" passing it to another process. {SAVE_WHOLE}"
         )
 
@@ -120,7 +120,7 @@ def shard_parameters(module: nn.Module, accept_hooks: bool) -> None:
     for group in fsdp2.fsdp_param_groups(module):
         for param in group.fsdp_params:
             shard = make_shard(param.sharded_param)
-            shard.name = names.get(id(shard), "a parameter")
+            shard.parameter_name = names.get(id(shard), "a parameter")
             shard.fsdp_param = param
             shard.accepts_hooks = accept_hooks
 
@@ -154,7 +154,9 @@ class GatheredCopy:
 
         One that autograd follows is nobody else's.
         """
-        source = getattr(shard, "source", None) or shard
+        source: Any = getattr(shard, "source", None)
+        if source is None:
+            source = shard
         kept: GatheredCopy | None = getattr(source, "kept_copy", _no_copy)()
         if kept is None or _is_recorded(shard) or kept.whole.requires_grad:
             kept = cls(
@@ -606,7 +608,7 @@ def _all_reduced(values: Tensor, like: DTensor, op: Any, function: Function) -> 
 
 
 def _name_of(tensor: Tensor) -> str:
-    return getattr(tensor, "name", "a tensor")
+    return getattr(tensor, "parameter_name", "a tensor")
 
 
 def _is_recorded(tensor: Tensor) -> bool:
@@ -648,8 +650,8 @@ def _alias(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 def _alias_of(shard: Any, alias: Any) -> Any:
     make_shard(alias)
     if isinstance(alias, Shard) and alias is not shard:
-        alias.source = shard.source or shard
-        alias.name = shard.name
+        alias.source = shard if shard.source is None else shard.source
+        alias.parameter_name = shard.parameter_name
     return alias
 
 
@@ -670,7 +672,7 @@ def _attribute(function: Any, args: Arguments, kwargs: Keywords) -> Any:
     if name == "grad" and result is not None:
         make_shard(result)
         if isinstance(result, Shard):
-            result.name = args[0].name
+            result.parameter_name = args[0].parameter_name
     return result
 
 
@@ -714,7 +716,7 @@ def _hook(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     shard = args[0]
     if isinstance(shard, Shard) and shard.is_leaf and shard.requires_grad and not shard.accepts_hooks:
         raise RuntimeError(
-            f"{function.__name__} on {shard.name}, which is sharded: FSDP2 would not call the hook, or before the"
+            f"{function.__name__} on {shard.parameter_name}, which is sharded: FSDP2 would not call the hook, or before the"
             " gradient is divided by the label tokens of its window. Change or read gradients in"
             " on_before_optimizer_step, where they are final; for hooks that step inside of the backward pass"
             " count_window_ahead=True; or pass data_parallel='ddp'."
@@ -783,8 +785,8 @@ _GRAD_ARGUMENTS = (
 _METADATA = """
     data_ptr dim dim_order element_size get_device is_coalesced is_complex is_conj is_contiguous
     is_distributed is_floating_point is_inference is_leaf is_neg is_pinned is_same_size is_shared
-    is_signed ndimension nelement numel requires_grad_ retain_grad size stride storage_offset
-    untyped_storage __len__ __hash__ _is_view result_type can_cast is_tensor
+    is_signed ndimension nelement numel requires_grad_ retain_grad share_memory_ size stride storage_offset
+    untyped_storage __len__ __hash__ _has_compatible_shallow_copy_type _is_view result_type can_cast is_tensor
 """.split()  # noqa: SIM905 (a table of names)
 
 _ELEMENTWISE = """
