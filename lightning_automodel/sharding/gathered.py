@@ -172,16 +172,17 @@ class GatheredParameters:
     def check_unwritten(self, units: Iterable[FSDPModule]) -> None:
         """Raise RuntimeError if a shard was written after a forward, before the backward that gathers it again."""
         for unit in units:
-            if not fsdp2.unsharded([unit]) and not self.is_current(unit):
-                changed = zip(
-                    self._params[unit], self._versions(unit), self._shard_versions[unit], strict=True
-                )
-                name = next(
-                    param.sharded_param.parameter_name for param, now, then in changed if now != then
-                )
+            if fsdp2.unsharded([unit]) or self.is_current(unit):
+                continue
+            versions_by_param = zip(
+                self._params[unit], self._versions(unit), self._shard_versions[unit], strict=True
+            )
+            written = [param.sharded_param for param, now, then in versions_by_param if now != then]
+            trained = [shard.parameter_name for shard in written if shard.requires_grad]
+            if trained:
                 raise RuntimeError(
-                    f"{name} got other values between a forward and its backward, which would compute with the new"
-                    f" ones. Write them {IN_HOOKS}."
+                    f"{trained[0]} got other values between a forward and its backward, which would compute with the"
+                    f" new ones. Write them {IN_HOOKS}."
                 )
 
     def adopt(self, unit: FSDPModule) -> None:
