@@ -298,7 +298,10 @@ class FSDP2Window(GradSync):
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self._reduce(Reductions.ALL if window.ends else deferred[self._defer])
         ran = fsdp2.forward_order(self._groups)
-        self._gathered.check_unwritten(unit for unit in self.units if fsdp2.param_groups(unit)[0] in ran)
+        # A root whose parameters are all in other units has no group.
+        self._gathered.check_unwritten(
+            unit for unit in self.units if any(group in ran for group in fsdp2.param_groups(unit))
+        )
         # Later forwards of a window use what the first has gathered.
         if window.order == 0 or not self._retain_unsharded:
             for group in ran:
