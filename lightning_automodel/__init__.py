@@ -2,7 +2,7 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_automodel.internals.release_probe import importing_private_names
+from lightning_automodel.internals.releases import importing_private_names
 
 # First, so that its error is the one for a release that is too old or too new.
 with importing_private_names():

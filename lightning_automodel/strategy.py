@@ -49,6 +49,7 @@ from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.gradients.windows import unwrap
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.releases import warn_untested
 from lightning_automodel.launch.launchers import make_launcher
 from lightning_automodel.options import StrategyOptions, from_keywords
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
@@ -418,7 +419,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
-        lightning_internals.probe(trainer)
+        warn_untested()
         self._close_run()  # if an `on_exception` hook raised, Lightning did not tear down the last run
         self._patch_trainer(trainer)
         self._prepare_checkpoints(trainer)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import lightning_automodel
-from lightning_automodel.internals.patching import Left
 
 PACKAGE = Path(lightning_automodel.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "troubleshooting.md"
@@ -51,7 +50,6 @@ NOT_MESSAGES = {
         [f"callbacks/exactness/{name}.py" for name in EXACTNESS],
         "parts of a verdict, which docs/is_my_training_exact.md explains",
     ),
-    **dict.fromkeys([kind.value for kind in Left], "in describe()"),
     "AutomodelStrategy: …; trainer.strategy.describe() has the details.": "what rank 0 says where all is well",
     "… FSDP units beside the root": "a part of that line",
     "… ranks have joined at … (backend …).": "a log line where all is well",

@@ -13,7 +13,7 @@ from lightning_automodel.checkpoint.shard_directory import ShardDirectory
 from lightning_automodel.checkpoint.single_file import WholeCheckpoint, load_file
 from lightning_automodel.checkpoint.state_dict import MODEL
 from lightning_automodel.internals import lightning as lightning_internals
-from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.patching import overwrite
 from lightning_automodel.internals.torch import with_module_versions
 
 
@@ -43,7 +43,7 @@ def load_directories() -> None:
             checkpoint = load(path_or_url, map_location, weights_only)
         return checkpoint
 
-    PatchStack().set(lightning_internals.saving, "pl_load", load_any)
+    overwrite(lightning_internals.saving, "pl_load", load_any)
 
 
 def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any] | None:

@@ -238,7 +238,7 @@ def _make_mesh(device_type: str, dimensions: Mapping[str, int]) -> DeviceMesh:
 
     ``init_device_mesh`` makes a group for each dimension, which costs a communicator.
     """
-    ranks = torch.arange(dist.get_world_size()).view(*dimensions.values())
+    ranks = torch.arange(dist.get_world_size(), device="cpu").view(*dimensions.values())
     groups = kept_groups()
     assert dist.group.WORLD is not None
     groups.setdefault(tuple(range(dist.get_world_size())), dist.group.WORLD)

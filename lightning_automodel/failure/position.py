@@ -5,10 +5,13 @@ import threading
 import traceback
 from types import FrameType
 
-from lightning_automodel.internals import torch as torch_internals
-
 WAITING = ("/threading.py", "/concurrent/futures/", "/torch/_ops.py")
-COLLECTIVE = ("/torch/distributed/", "/lightning_automodel/distributed/", "/lightning_automodel/failure/")
+COLLECTIVE = (
+    "/torch/distributed/",
+    "/torch/autograd/graph.py",  # runs a backward, within which DDP reduces
+    "/lightning_automodel/distributed/",
+    "/lightning_automodel/failure/",
+)
 RUN = "/lightning_automodel/failure/supervisor.py"
 FOREIGN = ("/torch/", "/lightning/", "/lightning_utilities/", "/lightning_automodel/")
 
@@ -28,8 +31,7 @@ def main_thread_position(exception: BaseException | None = None) -> tuple[bool, 
     stack = [entry for entry in stack if not any(part in entry[0] for part in WAITING)]
     if not stack:
         return False, "its end" if frames else "an unknown line"
-    file, _, name = stack[0]
-    waits = any(part in file for part in COLLECTIVE) or name == torch_internals.BACKWARD
+    waits = any(part in stack[0][0] for part in COLLECTIVE)
     below = max((index for index, entry in enumerate(stack) if RUN in entry[0]), default=len(stack))
     own = [entry for entry in stack[:below] if not any(part in entry[0] for part in FOREIGN)] or stack[:1]
     at = dict.fromkeys([own[-1], own[0]])

@@ -48,6 +48,11 @@ def with_part(cls: type[D], part: Tensor, like: DTensor) -> D:
     return cls.__new__(cls, part, spec, requires_grad=False)
 
 
+def break_graphs_at(cls: type[Tensor]) -> None:
+    """Let ``torch.compile`` leave functions of tensors of a class to Python, whose ``__torch_function__`` it cannot trace."""
+    torch._dynamo.config.nontraceable_tensor_subclasses.add(cls)
+
+
 def support_foreach(cls: type[Tensor]) -> None:
     """Let torch choose multi-tensor kernels for a class, as it does for ``DTensor``: it compares exact classes."""
     for supported in (torch_optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):

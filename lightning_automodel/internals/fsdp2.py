@@ -4,7 +4,6 @@ import math
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from lightning_automodel.internals import release_probe
+from lightning_automodel.internals.releases import UnsupportedReleaseError
 
 FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes are not public
 
@@ -35,10 +34,8 @@ def fsdp_units(model: nn.Module) -> list[FSDPModule]:
 
 def param_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
     """The parameter groups of one unit: a single one, unless parameters are sharded over several meshes."""
-    state = unit._get_fsdp_state()
-    if not _probed_states:
-        _probe_fsdp2(state)
-    return state._fsdp_param_groups
+    groups: list[FSDPParamGroup] = unit._get_fsdp_state()._fsdp_param_groups
+    return groups
 
 
 def fsdp_param_groups(model: nn.Module) -> Iterator[FSDPParamGroup]:
@@ -59,17 +56,14 @@ def sharded_over(mesh: DeviceMesh) -> Any:
     unused = fully_shard(nn.Linear(1, 1, bias=False, device="meta"), mesh=mesh)
     mesh_info = param_groups(unused)[0].mesh_info
     module = sys.modules[type(mesh_info).__module__]
-    release_probe.check("torch", module, "ShardPlacementResult")
+    if not hasattr(module, "ShardPlacementResult"):
+        raise UnsupportedReleaseError("torch", "ShardPlacementResult")
     return module.ShardPlacementResult(None, mesh_info)
 
 
 def initialise_fsdp_root(root: FSDPModule) -> None:
     """Run FSDP2's lazy initialisation now: its errors come, and it settles ``post_forward_mesh_info`` of the root."""
-    state = root._get_fsdp_state()
-    state._lazy_init()
-    for group in state._fsdp_param_groups[:1]:
-        # What the lazy initialisation makes.
-        release_probe.check("torch", group.comm_ctx, "post_forward_order")
+    root._get_fsdp_state()._lazy_init()
 
 
 def detach_forward_hooks(root: FSDPModule) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -231,7 +225,7 @@ def reduce_deferred_gradients(root: FSDPModule, groups: Iterable[FSDPParamGroup]
 
 def has_replicas(group: FSDPParamGroup) -> bool:
     """Whether there are several copies of the group's shards (HSDP)."""
-    return getattr(group.mesh_info, "replicate_mesh_size", 1) > 1
+    return group.mesh_info.mesh.ndim > 1 and group.mesh_info.replicate_mesh_size > 1
 
 
 def unsharded_gradient_dtype(param: FSDPParam) -> torch.dtype:
@@ -285,54 +279,3 @@ def _set_zero_gradient(param: FSDPParam) -> None:
         Tensor.grad.__set__(param.unsharded_param, zeros)
     else:
         param.unsharded_accumulated_grad = zeros
-
-
-_probed_states: set[type] = set()
-
-
-def _probe_fsdp2(state: Any) -> None:
-    """Check, on the first FSDP2 unit of this process, the attributes that the functions above read and write."""
-    check = partial(release_probe.check, "torch")
-    check(state, "_fsdp_param_groups", "_lazy_init", "_state_ctx")
-    check(state._state_ctx, "iter_forward_root", writable=True)
-    check(state, "_pre_forward", "_post_forward", "_pre_forward_hook_handle", "_post_forward_hook_handle")
-    for group in state._fsdp_param_groups[:1]:
-        check(
-            group,
-            "fsdp_params",
-            "modules",
-            "mesh_info",
-            "gradient_divide_factor",
-            "device",
-            "post_backward",
-            "comm_ctx",
-        )
-        if group.mesh_info.mesh.ndim > 1:
-            check(group.mesh_info, "replicate_mesh_size")
-        check(group, "is_sharded", "is_unsharded", "_to_unsharded")
-        check(group, "unshard", "wait_for_unshard", "reshard", writable=True)
-        check(group, "_to_sharded", writable=True)
-        check(group, "_partial_reduce_output", "_all_gather_result", *REDUCTIONS, *RESHARDING, writable=True)
-        for param in group.fsdp_params[:1]:
-            check(param, "sharded_param", "unsharded_param", "all_gather_outputs", "mesh_info")
-            check(param, "mp_policy", "free_unsharded_param")
-            check(param, "fsdp_placement", "padded_sharded_param_size")
-            check(param, "reset_sharded_param", "to_sharded_post_forward", writable=True)
-            # Assigned by the lazy initialisation, or by a forward.
-            check(type(param), "orig_dtype", "param_dtype", "reduce_dtype", "_sharded_post_forward_param")
-            if ACCUMULATES_IN_LEAF:
-                check(param, "unsharded_grad_dtype")
-            else:
-                check(param, "unsharded_accumulated_grad", writable=True)
-        _probed_states.add(type(state))
-
-
-def _probe() -> None:
-    """Check at import the private names that the functions above use on public classes."""
-    check = partial(release_probe.check, "torch")
-    check(FSDPModule, "_get_fsdp_state", "_set_unshard_async_op")
-    if ACCUMULATES_IN_LEAF:
-        check(FSDPModule, "set_manual_backward_finalization", "finalize_backward")
-
-
-_probe()

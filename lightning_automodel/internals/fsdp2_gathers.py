@@ -62,7 +62,7 @@ def substitutes_in(places: list[Place]) -> list[tuple[Place, Tensor]]:
     """The tensors that stand where modules would have parameters, for one forward (``torch.func.functional_call``)."""
     substitutes: list[tuple[Place, Tensor]] = []
     for place in places:
-        tensor = place.module._parameters.get(place.name)
+        tensor = place.module._parameters[place.name]
         names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
         if tensor is not None and all(tensor is not getattr(place.param, name, None) for name in names):
             substitutes.append((place, tensor))
@@ -75,7 +75,7 @@ def show(places: list[Place], substitutes: list[tuple[Place, Tensor]]) -> None:
     After a forward that has gathered them, ``functional_call`` puts back the shards.
     """
     for place in places:
-        if place.module._parameters.get(place.name) is place.param.sharded_param:
+        if place.module._parameters[place.name] is place.param.sharded_param:
             place.module._parameters[place.name] = place.param.unsharded_param
     for place, tensor in substitutes:
         place.module._parameters[place.name] = cast(nn.Parameter, tensor)  # or any tensor

@@ -5,7 +5,6 @@
 import inspect
 import signal
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
@@ -25,7 +24,6 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -34,8 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler
 from torchmetrics import Metric
 
-from lightning_automodel.internals import release_probe
-from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.patching import PatchStack, overwrite
 from lightning_automodel.internals.torch import defined_in
 
 _BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
@@ -103,7 +100,7 @@ def patch_signals(trainer: Trainer, ask_to_requeue: Callable[[], None], patches:
 
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
     """Let ``module.device_mesh``, which has no setter, be ``mesh``."""
-    module._device_mesh = mesh
+    overwrite(module, "_device_mesh", mesh)
 
 
 def layer_sync(strategy: ParallelStrategy) -> LayerSync | None:
@@ -168,7 +165,7 @@ def patch_model_checkpoints(
 
 def tell_sigterm(trainer: Trainer) -> None:
     """Make ``trainer`` leave its loop after the current batch with ``SIGTERMException``."""
-    trainer._signal_connector.received_sigterm = True
+    overwrite(trainer._signal_connector, "received_sigterm", True)
 
 
 def training_data_fetcher(trainer: Trainer) -> Any:
@@ -188,7 +185,7 @@ def has_length(evaluation_loop: Any) -> bool:
 
 def forget_restart(fit_loop: Any) -> None:
     """Mark ``fit_loop``, but not its children, as not restarted, or it would skip schedulers at the epoch's end."""
-    fit_loop._restarting = False
+    overwrite(fit_loop, "_restarting", False)
 
 
 def is_validation_due(trainer: Trainer) -> bool:
@@ -210,7 +207,7 @@ def patch_validation_clock(trainer: Trainer, agree: Callable[[bool], bool], patc
 
 def skip_validation(validation_loop: Any) -> None:
     """Mark the validation as run: for an unfinished one, a restarted training loop would draw another batch."""
-    validation_loop._has_run = True
+    overwrite(validation_loop, "_has_run", True)
 
 
 def epoch_metrics(trainer: Trainer) -> dict[str, Any]:
@@ -228,41 +225,12 @@ def logging_step(trainer: Trainer) -> int:
 
 def set_logging_step(trainer: Trainer, step: int) -> None:
     """Set what :func:`logging_step` returns."""
-    trainer.fit_loop.epoch_loop._batches_that_stepped = step
+    overwrite(trainer.fit_loop.epoch_loop, "_batches_that_stepped", step)
 
 
 def logged_metrics(loop: Any) -> set[int]:
     """Ids of the TorchMetrics objects that were logged in ``loop``, which resets them at its end."""
     return {id(result.value) for result in loop._results.values() if not result.is_tensor}
-
-
-def probe(trainer: Trainer) -> None:
-    """Check, before a run, the private attributes that the functions above read and write."""
-    check = partial(release_probe.check, "lightning")
-    fit_loop: Any = trainer.fit_loop
-    check(trainer, "_signal_connector")
-    check(
-        trainer._signal_connector, "_original_handlers", "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
-    )
-    check(trainer._signal_connector, "received_sigterm", writable=True)
-    check(fit_loop, "_data_fetcher")
-    check(fit_loop, "_restarting", writable=True)
-    check(
-        fit_loop.epoch_loop,
-        "_batches_that_stepped",
-        "_broadcast_sigterm_tensor",
-        "_results",
-        "_should_check_val_fx",
-    )
-    check(fit_loop.epoch_loop.val_loop, "_combined_loader", "_data_fetcher", "_results")
-    check(fit_loop.epoch_loop.val_loop, "_has_run", writable=True)
-    check(LightningModule, "_current_fx_name")
-    check(CombinedLoader, "_mode")
-    check(Metric, "_computed", "_update_count", writable=True)
-    check(Metric, "_forward_cache")
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            check(callback, "_link_checkpoint", "file_exists")
 
 
 def told_weights_only(
@@ -289,5 +257,5 @@ def set_metric_state(metric: Metric, saved: dict[str, Any]) -> None:
     for name, state in saved["states"].items():
         if name in metric.metric_state:
             setattr(metric, name, move_data_to_device(state, metric.device))
-    metric._update_count = saved["count"]
-    metric._computed = None
+    overwrite(metric, "_update_count", saved["count"])
+    overwrite(metric, "_computed", None)

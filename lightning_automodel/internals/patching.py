@@ -4,6 +4,8 @@ import warnings
 from contextlib import ExitStack
 from typing import Any
 
+from lightning_automodel.internals.releases import TESTED_RELEASES
+
 
 class PatchStack(ExitStack):
     """Replaces attributes of instances, and restores them, last first; also other undoing.
@@ -20,11 +22,8 @@ class PatchStack(ExitStack):
             AttributeError: If there is no such attribute, so that nobody would call ``value``, unless it
                 ``is_new``.
         """
-        if not is_new and not hasattr(target, name):
-            raise AttributeError(
-                f"{type(target).__name__} has no attribute {name!r} for lightning_automodel to replace: this"
-                f" release of {type(target).__module__.partition('.')[0]} is not supported."
-            )
+        if not is_new:
+            _check_exists(target, name)
         own = vars(target)
         if name in own:
             self.callback(setattr, target, name, own[name])
@@ -43,6 +42,25 @@ class PatchStack(ExitStack):
     def restore(self) -> None:
         """Undo everything since the last restore. Calling it again changes nothing."""
         self.close()
+
+
+def overwrite(target: Any, name: str, value: Any) -> None:
+    """Set ``target.name`` for good, an attribute that code of torch or Lightning reads.
+
+    Raises:
+        AttributeError: If there is no such attribute, so that nobody would read ``value``.
+    """
+    _check_exists(target, name)
+    setattr(target, name, value)
+
+
+def _check_exists(target: Any, name: str) -> None:
+    if not hasattr(target, name):
+        tested = ", ".join(f"{library} {releases}" for library, releases in TESTED_RELEASES.items())
+        raise AttributeError(
+            f"{type(target).__name__} has no attribute {name!r} for lightning_automodel to replace: this"
+            f" release of {type(target).__module__.partition('.')[0]} is not supported. Tested are {tested}."
+        )
 
 
 def _uncover(target: Any, name: str) -> None:

@@ -1,19 +1,15 @@
 """Private names of torch's process groups and device meshes."""
 
 import functools
-import gc
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import _redistribute
-
-from lightning_automodel.internals import release_probe
+from torch.distributed.tensor import _redistribute, debug
 
 
 def forget_meshes() -> None:
@@ -22,33 +18,21 @@ def forget_meshes() -> None:
     A mesh holds its groups, and a group that is held keeps its threads and connections, destroyed or not. A
     later mesh over a new default group may equal an old one, and would get the old groups from the caches.
     """
-    of_modules = _caches(_module_and_class_attributes("torch.distributed"))
-    # Before the first computation with a DTensor, these are empty: there is no mesh to search the whole
-    # process for.
-    if any(cache.cache_info().currsize for cache in of_modules):
-        # The garbage collector lists caches that instances hold, but none from before a gc.freeze().
-        for cache in (*of_modules, *_caches(gc.get_objects())):
-            cache.cache_clear()
+    for cache in _caches("torch.distributed"):
+        cache.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
-    torch._C._clear_DTensor_sharding_propagator_cache()
+    debug._clear_sharding_prop_cache()
 
 
-def _caches(objects: Iterable[Any]) -> list[Any]:
+def _caches(package: str) -> Iterator[Any]:
+    """Each ``lru_cache`` of a function or method in the modules of ``package`` that are loaded."""
     cache_type = type(functools.lru_cache(_caches))
-    # Not isinstance: it reads __class__ of proxies, some of which then warn that they are deprecated.
-    return [
-        o for o in objects if type(o) is cache_type and str(o.__module__).startswith("torch.distributed")
-    ]
-
-
-def _module_and_class_attributes(package: str) -> Iterator[Any]:
     for name, module in sys.modules.copy().items():
-        for value in list(vars(module).values()) if name.startswith(package) else []:
-            yield value
-            if issubclass(type(value), type):
-                yield from (
-                    getattr(attribute, "__func__", attribute) for attribute in list(vars(value).values())
-                )
+        values = list(vars(module).values()) if name.startswith(package) else []
+        # Not isinstance: it reads __class__ of proxies, some of which then warn that they are deprecated.
+        for cls in [value for value in values if issubclass(type(value), type)]:
+            values += [getattr(method, "__func__", method) for method in vars(cls).values()]
+        yield from (value for value in values if type(value) is cache_type)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -86,16 +70,19 @@ def unbound() -> Iterator[None]:
 
 
 def accelerator_backends() -> dict[str, Any]:
-    """Backends of accelerators in all groups of this process, by a name that each rank of the group has for it.
+    """Backends of the accelerator in all groups of this process, by a name that each rank of the group has for it.
 
     Nothing public lists the groups, or returns the backend of a device. Those of gloo are left out: its
     collectives block and raise, whatever the device.
     """
+    device = torch.accelerator.current_accelerator()
+    if device is None or not dist.is_initialized():
+        return {}
     found = {}
-    for group in list(dist.distributed_c10d._world.pg_names) if dist.is_initialized() else []:
-        for device in group._device_types:
+    for group in list(dist.distributed_c10d._world.pg_names):
+        with suppress(RuntimeError):  # a group of hosts
             backend = group._get_backend(device)
-            if device.type != "cpu" and backend.name().lower() != dist.Backend.GLOO:
+            if backend.name().lower() != dist.Backend.GLOO:
                 # Groups that share no rank may have one name.
                 lowest_rank = min(dist.get_process_group_ranks(group))
                 found[f"{group.group_name} of rank {lowest_rank}"] = backend
@@ -141,18 +128,3 @@ def flight_records() -> bytes:
     c10d: Any = torch._C._distributed_c10d
     dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
     return cast(bytes, dump())
-
-
-def _probe() -> None:
-    """Check at import the private names that the functions above use on public classes and modules."""
-    check = partial(release_probe.check, "torch")
-    check(_redistribute, "clear_redistribute_planner_cache")
-    check(torch._C, "_clear_DTensor_sharding_propagator_cache")
-    check(DeviceMesh, "_flatten")
-    check(dist.distributed_c10d, "_world", "_abort_process_group")
-    check(dist.ProcessGroup, "_device_types", "_get_backend")
-    check(torch._C._distributed_c10d.Backend, "_get_sequence_number_for_group")
-    check(torch._C._distributed_c10d, "_dump_fr_trace")
-
-
-_probe()

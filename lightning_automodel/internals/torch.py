@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from lightning_automodel.internals import release_probe
-from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.patching import PatchStack, overwrite
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import FileSystemReader as FsspecReader
@@ -29,10 +28,6 @@ else:
         from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader, FsspecWriter
     except ModuleNotFoundError:  # private before torch 2.15
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter  # noqa: F401
-
-BACKWARD = "_engine_run_backward"
-"""Innermost Python function of every backward."""
-
 
 RESET_PARAMETERS = "_reset_parameters"
 """How torch's attention and transformer modules initialise themselves."""
@@ -125,8 +120,9 @@ def module_versions(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def with_module_versions(state: Mapping[str, Any], versions: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """``state`` in a dict that notes ``versions``, by names of modules, as :func:`module_versions` returns them."""
-    found = OrderedDict(state)
-    found._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    found = nn.Module().state_dict()
+    found.update(state)
+    overwrite(found, "_metadata", OrderedDict(versions))
     return found
 
 
@@ -157,7 +153,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
     """Give a DTensor other memory for this rank's part, and count that as a write."""
-    tensor._local_tensor = local
+    overwrite(tensor, "_local_tensor", local)
     if not tensor.is_inference():
         torch.autograd.graph.increment_version([tensor])
 
@@ -261,30 +257,3 @@ def when_backward_ends(function: Callable[[], None], times: int = 2) -> None:
 def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:
     """Raise RuntimeError unless the last synchronised backward has reduced every bucket."""
     ddp._check_reducer_finalized()
-
-
-def _probe() -> None:
-    """Check at import the private names that the functions above use on public classes and modules."""
-    check = partial(release_probe.check, "torch")
-    check(nn.Linear(1, 1).state_dict(), "_metadata", writable=True)
-    check(torch.autograd, BACKWARD, writable=True)
-    check(GradScaler, "_per_optimizer_states", "_unscale_grads_")
-    check(Variable, "_execution_engine")
-    check(Variable._execution_engine, "queue_callback")
-    check(DistributedDataParallel, "_check_reducer_finalized")
-    check(nn.Module, "_compiled_call_impl")
-    check(
-        nn.Module(),
-        "_backward_hooks",
-        "_backward_pre_hooks",
-        "_forward_hooks",
-        "_load_state_dict_pre_hooks",
-        _LOAD,
-    )
-    check(nn.MultiheadAttention, RESET_PARAMETERS)
-    check(torch.autograd.graph, BACKWARD)
-    check(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "_is_view")
-    check(DTensor, "_local_tensor")
-
-
-_probe()

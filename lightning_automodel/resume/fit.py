@@ -31,7 +31,7 @@ from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
-from lightning_automodel.internals.release_probe import UnsupportedReleaseError
+from lightning_automodel.internals.releases import UnsupportedReleaseError
 from lightning_automodel.resume import checkpoint_callbacks, dataloaders, loops, rng, snapshot, world_size
 from lightning_automodel.resume.snapshot import Snapshot
 

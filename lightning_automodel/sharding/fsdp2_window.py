@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,8 @@ _ORDERS = 2**20 - 3  # a prime; sums of squares over ranks stay exact in float64
 
 PENALTY_ON_WEIGHTS = (
     "Add the penalty's gradient where gradients are final, once a step: in on_before_optimizer_step, under"
-    " torch.enable_grad(), `p.grad += torch.autograd.grad(penalty(p), p)[0]`, where penalty(p) computes with"
-    " p.full_tensor(). Or pass data_parallel='ddp'."
+    " torch.enable_grad(), `p.grad += torch.autograd.grad(penalty(p), p)[0]`, where penalty(p) computes"
+    " with p as with a whole tensor. Or pass data_parallel='ddp'."
 )
 """How a penalty on sharded weights is trained."""
 
@@ -98,6 +98,7 @@ class FSDP2Window(GradSync):
         self._unadopted = list(self._whole_step)
         self._groups = [group for unit in self.units for group in fsdp2.param_groups(unit)]
         self._model = model
+        self._unit_of = {group: unit for unit in self.units for group in fsdp2.param_groups(unit)}
         self._number_of = {group: number for number, group in enumerate(self._groups, start=1)}
         self._flags = fsdp2.UnitFlags(self.units)
         self._reductions = Reductions.BY_FSDP2
@@ -184,15 +185,16 @@ class FSDP2Window(GradSync):
                     if shard in self._experts:
                         self._hooks.append(leaf.register_hook(self._check_gradient_of_experts))
                     # FSDP2 writes gradients of shards itself, past their hooks.
-                    self._hooks.append(shard.register_hook(partial(self._note_bypass, shard.parameter_name)))
+                    self._hooks.append(shard.register_hook(partial(self._note_bypass, shard)))
 
     def _check_gradient_of_experts(self, _: Tensor) -> None:
         if self.window is None:
             raise RuntimeError(GRADIENTS_OF_EXPERTS)
 
-    def _note_bypass(self, name: str, _: Tensor) -> None:
+    def _note_bypass(self, shard: Any, _: Tensor) -> None:
         if self.window is not None:
-            self._bypassed.append(name)
+            self.window.reached.add(shard)
+            self._bypassed.append(shard.parameter_name)
 
     @override
     @contextmanager
@@ -298,10 +300,7 @@ class FSDP2Window(GradSync):
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self._reduce(Reductions.ALL if window.ends else deferred[self._defer])
         ran = fsdp2.forward_order(self._groups)
-        # A root whose parameters are all in other units has no group.
-        self._gathered.check_unwritten(
-            unit for unit in self.units if any(group in ran for group in fsdp2.param_groups(unit))
-        )
+        self._gathered.check_unwritten(self._unit_of[group] for group in ran)
         # Later forwards of a window use what the first has gathered.
         if window.order == 0 or not self._retain_unsharded:
             for group in ran:
@@ -319,8 +318,9 @@ class FSDP2Window(GradSync):
             raise RuntimeError(
                 f"{', '.join(self._bypassed[:3])}: {len(self._bypassed)} parameters that FSDP2 shards got a"
                 " gradient that it does not reduce, since training_step uses them outside of their unit's"
-                f" forward, as a penalty on weights does (`p.full_tensor()`). {PENALTY_ON_WEIGHTS} For a"
-                " method that differentiates by module.parameters(), as adjoint methods do, pass"
+                " forward. Code that calls only modules in a unit does that: call the unit itself"
+                " (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of what is"
+                f" called. So does a penalty on weights. {PENALTY_ON_WEIGHTS} For a method that differentiates by module.parameters(), as adjoint methods do, pass"
                 " auto_wrap_policy=set(): the model is then one unit, which under automatic optimization is"
                 " gathered during all of training_step."
             )

@@ -90,7 +90,7 @@ class ModuleParameters:
         unknown = [parameter for parameter in trained if id(parameter) not in self._known]
         if unknown:
             raise RuntimeError(self._text(optimizer, unknown))
-        replaced = [path for path, holder, name, own in self._places if not _is_shown(holder.get(name), own)]
+        replaced = [path for path, holder, name, own in self._places if not _is_shown(holder[name], own)]
         if replaced:
             raise RuntimeError(
                 f"{', '.join(replaced[:_NUM_NAMED])}: {len(replaced)} parameters that were replaced after the module"

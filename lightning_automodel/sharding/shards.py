@@ -30,6 +30,7 @@ from lightning_automodel.gradients.token_loss import wide_dtype
 from lightning_automodel.internals import fsdp2, fsdp2_gathers
 from lightning_automodel.internals.dtensor import (
     alike,
+    break_graphs_at,
     has_layout,
     part_of,
     parts_of,
@@ -102,6 +103,7 @@ class Shard(DTensor):
 
 
 support_foreach(Shard)
+break_graphs_at(Shard)
 
 
 def make_shard(tensor: Any) -> Any:
@@ -221,6 +223,9 @@ class View(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         with plain_access():
             return self.as_subclass(Tensor).clone()
+
+
+break_graphs_at(View)
 
 
 def gather(shard: DTensor, function: Function) -> Tensor:
@@ -635,6 +640,13 @@ def _new(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     return result
 
 
+def _numpy(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """An array of the whole tensor, which cannot be written: nothing would carry that into the shards."""
+    array = _on_wholes(function, args, kwargs)
+    array.flags.writeable = False
+    return array
+
+
 def _type(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """``p.type()`` is a name, ``p.type(dtype)`` a conversion."""
     if len(args) == 1 and not kwargs:
@@ -824,6 +836,8 @@ _RULES: dict[str, Function] = {
     "detach_": _alias,
     **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"), _new),
     "type": _type,
+    "numpy": _numpy,
+    "__array__": _numpy,
     "__format__": _format,
     "__get__": _attribute,
     "__set__": _assignment,

@@ -112,7 +112,9 @@ def _plainly(accumulate: int, num_ranks: int) -> Outcome:
         window = [batch for batches in by_rank for batch in batches[start : start + accumulate]]
         num_tokens = sum(int((batch["labels"] != -100).sum()) for batch in window)
         optimizer.zero_grad()
-        (torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / max(num_tokens, 1)).backward()
+        (
+            torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / max(num_tokens, 1)
+        ).backward()
         edit(list(model.parameters()))
         optimizer.step()
     return Outcome(full_weights(model), None)
@@ -240,7 +242,9 @@ class Cached(LightningModule):
                 (self.net(chunk) * part).sum().backward()
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader([batch_of(dist.get_rank(), index) for index in range(NUM_BATCHES)], batch_size=None)
+        return DataLoader(
+            [batch_of(dist.get_rank(), index) for index in range(NUM_BATCHES)], batch_size=None
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
@@ -266,7 +270,9 @@ def _cached_plainly(accumulate: int) -> Outcome:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     for start in range(0, NUM_BATCHES, accumulate):
-        window = [batch_of(rank, index)[0] for rank in range(2) for index in range(start, start + accumulate)]
+        window = [
+            batch_of(rank, index)[0] for rank in range(2) for index in range(start, start + accumulate)
+        ]
         optimizer.zero_grad()
         losses = torch.stack([len(rows) * contrast(net(rows)) for rows in window])
         (losses.sum() / sum(map(len, window))).backward()

@@ -167,6 +167,7 @@ def main() -> None:
     for process in processes:
         process.join()
     print(json.dumps({"at_import": at_import, "ranks": looks}))
+    sys.exit(any(process.exitcode for process in processes))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,16 @@
 
 import pytest
 
-from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.patching import PatchStack, overwrite
 
 
 class Target:
     def step(self) -> str:
         return "class"
+
+    @property
+    def read_only(self) -> int:
+        return 0
 
 
 def test_restores_what_was_there_last_first() -> None:
@@ -44,6 +48,20 @@ def test_what_nobody_would_call_is_refused() -> None:
     assert target.renamed() == "ours"  # type: ignore[attr-defined]
     patches.restore()
     assert vars(target) == {}
+
+
+def test_what_nobody_would_read_is_not_written() -> None:
+    """The message has the releases that were tested. A property that cannot be set raises by itself."""
+    target = Target()
+    overwrite(target, "step", 1)
+    assert vars(target) == {"step": 1}
+    with pytest.raises(
+        AttributeError, match=r"no attribute '_gone' for lightning_automodel to replace.* torch 2\.13\.0 to"
+    ):
+        overwrite(target, "_gone", 1)
+    with pytest.raises(AttributeError, match="no setter"):
+        overwrite(target, "read_only", 1)
+    assert vars(target) == {"step": 1}
 
 
 def test_stack_can_be_used_again() -> None:

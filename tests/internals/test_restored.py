@@ -26,7 +26,6 @@ from tests.trainer.exactness import Block
 from tests.trainer.runs import LabelledModule, loader, make_trainer
 
 NO_INSTANCES = {
-    "lightning_internals.saving",  # at import
     # While ExactnessCheck replays.
     "dist",
     "dist.distributed_c10d",

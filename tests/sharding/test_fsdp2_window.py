@@ -1,4 +1,4 @@
-"""FSDPGradSync in a plain loop, against gradients of one process: windows that are abandoned, interrupted or retained.
+"""FSDP2Window in a plain loop, against gradients of one process: windows that are abandoned, interrupted or retained.
 
 `get_sync_ctx`, the function for loops without a strategy, is tested in tests/gradients/test_functions.py.
 """
@@ -18,7 +18,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_automodel.gradients.grad_sync import Window
 from lightning_automodel.sharding.apply import initialise_fsdp2
-from lightning_automodel.sharding.grad_sync import FSDPGradSync
+from lightning_automodel.sharding.fsdp2_window import FSDP2Window
+from lightning_automodel.sharding.shards import shard_parameters
 from lightning_automodel.sharding.sync_context import Deferral
 from tests.gradients.ragged import TOLERANCE, Holder, Net, error, micro_batch
 from tests.rank_pool import RankError, RankPool
@@ -33,7 +34,8 @@ class Training:
     def __init__(self, layout: str, defer: Deferral, retain: bool) -> None:
         self.model = Holder(layout)
         initialise_fsdp2(self.model, dist.get_world_size())
-        self.sync = FSDPGradSync(self.model, defer, retain)
+        shard_parameters(self.model, accept_hooks=False)
+        self.sync = FSDP2Window(self.model, defer, retain)
 
     def micro_batch(
         self,
@@ -45,6 +47,7 @@ class Training:
         features, _ = micro_batch(0, dist.get_rank(), step, COUNT)
         with self.sync.micro_batch(is_last):
             self.sync.release(retains=True)
+            self.sync.start_step()
             loss = _loss(self.model.inner["net"], features, forward)
             if fail:
                 loss.register_hook(_raise)

@@ -1,24 +1,24 @@
-"""Which private names of torch and Lightning the package uses, and what is said where a release lacks one."""
+"""Which private names of torch and Lightning the package uses, and what is said of releases that were not tested."""
 
 from __future__ import annotations
 
 import ast
 import re
+import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import lightning_automodel
-from lightning_automodel.internals import release_probe
-from lightning_automodel.internals.release_probe import UnsupportedReleaseError
+from lightning_automodel.internals import releases
+from lightning_automodel.internals.releases import TESTED_RELEASES, UnsupportedReleaseError
 
 MAX_PRIVATE_NAMES = 75
 MAX_OUTSIDE = 0
 PACKAGE = Path(lightning_automodel.__file__).parent
 INTERNALS = tuple(
-    f"internals/{name}.py" for name in ("torch", "fsdp2", "fsdp2_gathers", "process_groups", "lightning")
+    f"internals/{name}.py"
+    for name in ("torch", "dtensor", "fsdp2", "fsdp2_gathers", "process_groups", "lightning")
 )
 # Documented in spite of their names (namedtuple, os, sys, torch's foreach functions and modes), or
 # transformers'.
@@ -98,43 +98,29 @@ vars(module).pop("_by_string")
     assert names == {"_dynamo", "_reduction", "_C", "_theirs", "_by_string"}
 
 
-class _Base:
-    def __init__(self) -> None:
-        self._assigned = 1
-
-    @property
-    def _read_only(self) -> int:
-        return 1
-
-    @property
-    def _writable(self) -> int:
-        return 1
-
-    @_writable.setter
-    def _writable(self, value: int) -> None: ...
-
-
-class _Owner(_Base):
-    """Inherits everything."""
-
-
-@pytest.mark.parametrize("owner", [_Owner, _Owner()], ids=["class", "object"])
-def test_what_is_there_passes(owner: Any) -> None:
-    release_probe.check("torch", owner, "_assigned", "_read_only", "_writable")
-    release_probe.check("torch", owner, "_assigned", "_writable", writable=True)
-
-
-@pytest.mark.parametrize("owner", [_Owner, _Owner()], ids=["class", "object"])
 @pytest.mark.parametrize(
-    ("name", "writable", "named"),
-    [("_gone", False, "_Owner._gone"), ("_read_only", True, "a writable _Owner._read_only")],
+    ("library", "release"),
+    [("torch", "2.15.1"), ("torch", "2.16.0a0+git1"), ("torch", "3.0"), ("lightning", "2.7.0")],
 )
-def test_what_is_missing_is_named(owner: Any, name: str, writable: bool, named: str) -> None:
-    """With the release that lacks it, and those that were tested; a property without a setter cannot be written."""
-    with pytest.raises(UnsupportedReleaseError, match=re.escape(f"needs {named}, which torch")) as raised:
-        release_probe.check("torch", owner, "_assigned", name, writable=writable)
-    assert torch.__version__.split("+")[0] in str(raised.value)
-    assert release_probe.TESTED_RELEASES["torch"] in str(raised.value)
+def test_newer_releases_are_warned_of(monkeypatch: pytest.MonkeyPatch, library: str, release: str) -> None:
+    """With what was tested, and how to test it."""
+    installed = {"torch": "2.15.0", "lightning": "2.6.6"} | {library: release}
+    monkeypatch.setattr(releases.importlib.metadata, "version", installed.get)
+    message = f"tested with {library} {TESTED_RELEASES[library]}, and this is {library} {release}. "
+    with pytest.warns(UserWarning, match=re.escape(message)) as caught:
+        releases.warn_untested()
+    assert len(caught) == 1
+    assert "`bash .ci/versions`" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("torch_release", ["2.13.0", "2.13.0+cpu", "2.14.1", "2.15.0+cu130"])
+def test_tested_releases_are_not_warned_of(monkeypatch: pytest.MonkeyPatch, torch_release: str) -> None:
+    monkeypatch.setattr(
+        releases.importlib.metadata, "version", {"torch": torch_release, "lightning": "2.6.4"}.get
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        releases.warn_untested()
 
 
 @pytest.mark.parametrize(
@@ -151,5 +137,5 @@ def test_what_is_missing_is_named(owner: Any, name: str, writable: bool, named: 
 )
 def test_imports_that_fail_are_named(module: str, error: type[ImportError], message: str) -> None:
     """Those of torch and Lightning, not those of others."""
-    with pytest.raises(error, match=message), release_probe.importing_private_names():
+    with pytest.raises(error, match=message), releases.importing_private_names():
         exec(f"from {module} import _gone")
