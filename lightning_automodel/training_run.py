@@ -34,7 +34,7 @@ from lightning_automodel.internals.lightning import draws_its_batches
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.micro_batch import MicroBatches
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.sharding import checks, finetuning, meta_init, precision, tensor_parallel, units
+from lightning_automodel.sharding import checks, meta_init, precision, tensor_parallel, units
 from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks, compile_blocks
 from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.engine import Engine
@@ -129,8 +129,6 @@ class TrainingRun:
         self.parameters.note_distributed()
         tensor_parallel.synchronize_metrics(module, self._mesh, self.patches)
         self.patches.set(module, "log", update_wrapper(partial(log_full, module.log), module.log))
-        if self._options.is_sharded:
-            finetuning.finetune_by_identity(module, self.patches)
 
     def _make_training(self, fitting: bool) -> None:
         """What trains the distributed module, from its data to its optimizer steps."""

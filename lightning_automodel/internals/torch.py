@@ -70,10 +70,6 @@ def has_gradient_hook(parameter: nn.Parameter) -> bool:
     return bool(parameter._backward_hooks)
 
 
-ASSIGNS = "assign_to_params_buffers"
-"""Key under which ``load_state_dict`` tells a module that ``assign`` is true."""
-
-
 def load_state_dict_hooks(module: nn.Module) -> list[Callable[..., Any]]:
     """The functions that ``module`` calls before it loads its part of a state dict."""
     return [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]

@@ -556,6 +556,17 @@ def _norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     return norm.to(dtype or _real(shard.dtype))
 
 
+def _equal(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """``torch.equal``, which Lightning's finetuning callbacks call for each pair of parameters: by parts."""
+    one, other = args
+    if one.shape != other.shape:
+        return False
+    if not (isinstance(one, DTensor) and isinstance(other, DTensor) and has_layout(one, other)):
+        return _on_wholes(function, args, kwargs)
+    differs = torch.tensor([not torch.equal(part_of(one), part_of(other))], dtype=torch.int32)
+    return not _all_reduced(differs, one, dist.ReduceOp.MAX, function)
+
+
 def _foreach_norm(function: Function, args: Arguments, kwargs: Keywords) -> list[Tensor]:
     tensors = list(args[0] if args else kwargs["self"])
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
@@ -835,6 +846,7 @@ _RULES: dict[str, Function] = {
     "grad": _grad,
     "backward": _backward,
     "sum": _sum,
+    "equal": _equal,
     "norm": _norm,
     "vector_norm": _norm,
     "_foreach_norm": _foreach_norm,
