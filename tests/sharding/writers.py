@@ -445,7 +445,7 @@ def fit_plainly(
             loss = module.training_step(batch, index)["loss"]
             if index == start:
                 module.on_before_zero_grad(optimizers)
-                optimizers.zero_grad()
+                module.optimizer_zero_grad(0, index, optimizers)
             (loss * len(batch) / num_rows).backward()
             if index == start + len(window) - 1:
                 module.on_before_optimizer_step(optimizers)

@@ -1,0 +1,452 @@
+"""Where parameters are shards: between forward and backward, in `on_fit_end` and after the fit, on all ranks or on one.
+
+What was lost or wrong there without a word is right, or refused in words.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.sharding import writers
+from tests.sharding.test_user_code import whole
+from tests.sharding.writers import WIDTH, Writer, fit, fit_or_refusal, fit_plainly, rows
+from tests.trainer.exactness import Outcome, relative_error, weight_error
+from tests.trainer.runs import STRATEGIES, TOLERANCE, by_default, make_trainer
+
+
+def _outcome(*args: Any) -> dict[str, Tensor] | str:
+    """Defined here, so that ranks import the modules of this file."""
+    return fit_or_refusal(*args)
+
+
+def right_everywhere(
+    pool: RankPool, options: dict[str, Any], name: str, *args: Any, accumulate: int = writers.ACCUMULATE
+) -> None:
+    """Weights of a fit are those of one process, on every rank."""
+    expected = Outcome(fit_plainly(name, args, accumulate=accumulate), None)
+    for weights in pool.run(_fit, options, name, args, accumulate):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+
+
+def _fit(options: dict[str, Any], name: str, args: tuple[Any, ...], accumulate: int) -> dict[str, Tensor]:
+    return fit(options, name, args, accumulate)
+
+
+# --- Between forward and backward -------------------------------------------------------------------------------------
+
+
+def _zero_module(module: Writer) -> None:
+    module.zero_grad()
+
+
+def _zero_one_by_one(module: Writer) -> None:
+    for p in module.parameters():
+        p.grad = None
+
+
+def _zero_in_place(module: Writer) -> None:
+    module.zero_grad(set_to_none=False)
+
+
+def _halve(module: Writer) -> None:
+    for p in module.student.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+
+
+def _halve_slices(module: Writer) -> None:
+    for p in module.student.parameters():
+        if p.grad is not None:
+            p.grad[1:] *= 0.5
+            p.grad[0].zero_()
+
+
+def _replace(module: Writer) -> None:
+    for p in module.student.parameters():
+        p.grad = None if p.grad is None else p.grad * 0.5
+
+
+ZEROING: dict[str, Callable[[Writer], None]] = {
+    update.__name__.strip("_"): update
+    for update in (_zero_module, _zero_one_by_one, _zero_in_place, _halve, _halve_slices, _replace)
+}
+
+
+class Zeroes(Writer):
+    """Its `optimizer_zero_grad` does not ask the optimizer; `on_before_zero_grad` reads norms."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = ZEROING[how]
+        self.norms: list[float] = []
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        gradients = [p.grad for p in self.student.parameters() if p.grad is not None]
+        self.norms.append(math.sqrt(sum(float(g.norm()) ** 2 for g in gradients)))
+        self.norms.append(float(self.student.head.weight.norm(dim=0).sum()))
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.how(self)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():  # where the test looks
+            self.teacher.head.bias[:2].copy_(torch.tensor(self.norms[-2:], dtype=torch.float64))
+
+
+writers.MODULES["Zeroes"] = Zeroes
+
+
+class ReadsInStep(Writer):
+    """Weighs a loss by a norm of the last step's gradients, and looks at weights, behind the forward."""
+
+    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.distance(batch)
+        gradients = [p.grad for p in self.student.parameters() if p.grad is not None]
+        if batch_idx == 2:
+            assert len(gradients) == 6
+            total = torch.stack([g.norm() for g in gradients]).norm()
+            loss = loss * (1 + total + gradients[0].abs().max())
+        return loss
+
+
+class GrowsAGroupInStep(Writer):
+    """Trains its head from the second window on."""
+
+    def __init__(self, takes_from: str) -> None:
+        super().__init__()
+        self.takes_from = takes_from
+
+    def configure_optimizers(self) -> Any:
+        self.all = list(self.student.head.parameters())
+        self.optimizer = torch.optim.SGD(self.student.blocks.parameters(), lr=0.1)
+        return self.optimizer
+
+    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.distance(batch)
+        if batch_idx == 2:
+            taken = self.all if self.takes_from == "list" else list(self.student.head.parameters())
+            self.optimizer.add_param_group({"params": taken})
+        return loss
+
+
+writers.MODULES["ReadsInStep"] = ReadsInStep
+writers.MODULES["GrowsAGroupInStep"] = GrowsAGroupInStep
+
+
+@pytest.mark.parametrize("engine", by_default({name: name for name in STRATEGIES}, "kept", "resharded"))
+@pytest.mark.parametrize("how", ZEROING)
+@pytest.mark.each_value
+def test_gradients_zeroed_by_the_module(pool2: RankPool, engine: str, how: str) -> None:
+    right_everywhere(pool2, STRATEGIES[engine], "Zeroes", how)
+
+
+@pytest.mark.parametrize("engine", by_default({name: name for name in STRATEGIES}, "kept", "resharded"))
+@pytest.mark.every_case
+def test_gradients_read_in_the_step(pool2: RankPool, engine: str) -> None:
+    right_everywhere(pool2, STRATEGIES[engine], "ReadsInStep")
+
+
+def test_shards_join_an_optimizer_in_the_step(pool2: RankPool) -> None:
+    right_everywhere(pool2, STRATEGIES["kept"], "GrowsAGroupInStep", "list")
+
+
+@pytest.mark.parametrize("engine", ["kept", "resharded"])
+@pytest.mark.every_case
+def test_copies_do_not_join_an_optimizer(pool2: RankPool, engine: str) -> None:
+    """Within the step, behind the forward, what the module has may be copies: right, or refused in words."""
+    expected = Outcome(fit_plainly("GrowsAGroupInStep", ("module",)), None)
+    for found in pool2.run(_outcome, STRATEGIES[engine], "GrowsAGroupInStep", "module"):
+        if isinstance(found, str):
+            assert "2 parameters of SGD are those that FSDP2 has gathered for a step" in found
+        else:
+            assert weight_error(Outcome(found, None), expected) <= TOLERANCE
+
+
+# --- Hooks on parameters ----------------------------------------------------------------------------------------------
+
+
+class Hooks(Writer):
+    """Registers a hook on a parameter, after the module was distributed."""
+
+    def __init__(self, where: str, how: str) -> None:
+        super().__init__()
+        self.where = where
+        self.how = how
+
+    def register(self, where: str) -> None:
+        """Do it here, if this is the place."""
+        if where == self.where:
+            getattr(self.student.blocks[0].linear.weight, self.how)(_doubled)
+
+    def on_fit_start(self) -> None:
+        self.register("on_fit_start")
+
+    def on_train_start(self) -> None:
+        self.register("on_train_start")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.register("on_train_batch_end")
+
+    def configure_optimizers(self) -> Any:
+        self.register("configure_optimizers")
+        return super().configure_optimizers()
+
+
+def _doubled(value: Tensor) -> Any:
+    """As a hook on a gradient, or on a parameter whose gradient is there."""
+    if value.grad is None:
+        return value * 2
+    value.grad.mul_(2)
+    return None
+
+
+writers.MODULES["Hooks"] = Hooks
+
+
+@pytest.mark.parametrize("how", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize(
+    "where", ["on_fit_start", "on_train_start", "on_train_batch_end", "configure_optimizers"]
+)
+@pytest.mark.each_value
+def test_hooks_on_shards_are_refused(pool2: RankPool, where: str, how: str) -> None:
+    for message in pool2.run(_outcome, {}, "Hooks", where, how):
+        assert isinstance(message, str), "nothing was refused"
+        assert how in message
+        assert "student.blocks.0.linear.weight" in message
+        assert "on_before_optimizer_step" in message
+
+
+def test_hooks_on_replicated_parameters_are_refused(pool2: RankPool) -> None:
+    """They would see sums over label tokens."""
+    arguments = ("Hooks", "on_train_start", "register_post_accumulate_grad_hook")
+    for message in pool2.run(_outcome, STRATEGIES["ddp"], *arguments):
+        assert isinstance(message, str), "nothing was refused"
+        assert "student.blocks.0.linear.weight" in message
+
+
+# --- The end of a fit, and after it -----------------------------------------------------------------------------------
+
+
+class Merges(Writer):
+    """Merges an adapter into its head at the end, as PEFT's `merge_and_unload` does, and takes values into a bias."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def merge(self, where: str) -> None:
+        """Do it here, if this is the place."""
+        if where != self.where:
+            return
+        head = self.student.head
+        original = head.weight.data.clone()
+        original += self.student.blocks[0].linear.weight[:3] @ self.student.blocks[1].linear.weight
+        head.weight.data = original
+        head.bias.data = torch.linspace(-1, 1, 3, dtype=torch.float64)
+        self.student.blocks[0].linear.bias.data = self.student.blocks[0].linear.bias.data * 3
+
+    def on_fit_end(self) -> None:
+        self.merge("on_fit_end")
+
+
+writers.MODULES["Merges"] = Merges
+
+
+def _merge(options: dict[str, Any], where: str) -> dict[str, Tensor]:
+    module = Merges(where)
+    batches = [rows(dist.get_rank(), step) for step in range(writers.NUM_BATCHES)]
+    trainer = make_trainer(AutomodelStrategy(**options), precision="64-true", accumulate_grad_batches=2)
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    module.merge("after the fit")
+    return {name: whole(p) for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("where", ["on_fit_end", "after the fit"])
+@pytest.mark.every_case
+def test_values_taken_at_the_end(pool2: RankPool, where: str) -> None:
+    module = Merges("")
+    module.load_state_dict(fit_plainly("Merges", ("",)))
+    with torch.no_grad():
+        module.merge("")
+    expected = Outcome({name: p.detach() for name, p in module.named_parameters()}, None)
+    for weights in pool2.run(_merge, {}, where):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+
+
+SAVES: dict[str, Callable[[Writer], Any]] = {
+    "state dict": lambda module: torch.save(module.state_dict(), io.BytesIO()),
+    "parameter": lambda module: torch.save(module.student.head.weight, io.BytesIO()),
+    "gradient": lambda module: torch.save(module.student.head.weight.grad, io.BytesIO()),
+    "averages": lambda module: torch.save([p.detach().clone() for p in module.parameters()], io.BytesIO()),
+    "optimizer": lambda module: torch.save(module.trainer.optimizers[0].state_dict(), io.BytesIO()),
+    "pickle": lambda module: pickle.dumps(module.student.head.weight),
+}
+
+
+class Saves(Writer):
+    """Saves on the first rank alone, as scripts do, and keeps what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: dict[str, str] = {}
+
+    def save(self, where: str) -> None:
+        """Save everything that has shards."""
+        if self.global_rank == 0:
+            for what, save in SAVES.items():
+                try:
+                    save(self)
+                    self.told[f"{what} {where}"] = "nothing was refused"
+                except RuntimeError as error:
+                    self.told[f"{what} {where}"] = str(error)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if optimizer.state:
+            self.save("before the step")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.save("at a batch's end")
+
+    def on_fit_end(self) -> None:
+        self.save("in on_fit_end")
+
+
+def _save() -> dict[str, str]:
+    module = Saves()
+    batches = [rows(dist.get_rank(), step) for step in range(4)]
+    trainer = make_trainer(AutomodelStrategy(), precision="64-true", accumulate_grad_batches=2)
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    module.save("after the fit")
+    state = {name: value.full_tensor() for name, value in module.state_dict().items()}
+    torch.save(state, io.BytesIO())
+    return module.told
+
+
+def test_shards_are_not_saved_by_one_rank(pool2: RankPool) -> None:
+    """Half of the weights would be written; what the refusal says to do works."""
+    told, nothing = pool2.run(_save)
+    assert len(told) >= 3 * len(SAVES) - 1
+    assert nothing == {}
+    for what, message in told.items():
+        assert "full_tensor()" in message, what
+        assert "save_checkpoint" in message, what
+
+
+def _copies() -> list[float]:
+    module = Saves()
+    batches = [rows(dist.get_rank(), step) for step in range(4)]
+    make_trainer(AutomodelStrategy(), precision="64-true").fit(module, DataLoader(batches, batch_size=None))
+    weight = module.student.head.weight
+    state = copy.deepcopy(module.state_dict())
+    weight.data.zero_()
+    kept = float(state["student.head.weight"].norm())
+    module.load_state_dict(state)
+    return [
+        kept,
+        float(weight.norm()),
+        float(np.linalg.norm(weight.detach().numpy())),
+        float(whole(weight).norm()),
+    ]
+
+
+def test_shards_are_copied_after_the_fit(pool2: RankPool) -> None:
+    for numbers in pool2.run(_copies):
+        assert numbers[0] > 0.1
+        assert numbers == pytest.approx([numbers[0]] * len(numbers), rel=TOLERANCE)
+
+
+# --- Loggers, precision, and what replaces parameters -----------------------------------------------------------------
+
+
+class Logs(Writer):
+    """What TensorBoard's `add_histogram` and `wandb.watch` take of tensors, on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for p in self.student.parameters():
+            for tensor in (p, p.grad):
+                array = tensor.detach().cpu().numpy()
+                flat = tensor.detach().flatten()
+                counts = torch.histc(flat[torch.isfinite(flat)], bins=8)
+                self.seen.append((array.sum(), *np.histogram(array, bins=4)[0], counts.max().item()))
+
+    def on_fit_start(self) -> None:
+        self.seen.append((self.student.head.weight.norm().float().item(),))
+
+
+writers.MODULES["Logs"] = Logs
+
+
+def _log(precision: str) -> list[Any]:
+    module = Logs()
+    batches = [rows(dist.get_rank(), step) for step in range(4)]
+    if precision != "64-true":
+        module.float()
+        batches = [batch.float() for batch in batches]
+    trainer = make_trainer(AutomodelStrategy(), precision=precision)
+    trainer.fit(module, DataLoader(batches, batch_size=None))
+    return module.seen
+
+
+def test_logged_tensors_are_whole(pool2: RankPool) -> None:
+    module = Logs()
+    module.on_fit_start()
+    first, second = pool2.run(_log, "64-true")
+    assert first == second
+    assert len(first) == 1 + 4 * 12
+    assert relative_error(first[0][0], module.seen[0][0]) <= TOLERANCE
+    assert sum(first[1][1:5]) == WIDTH * WIDTH
+
+
+def test_norms_in_half_precision(pool2: RankPool) -> None:
+    """Of the weights as they are stored."""
+    expected = Logs().student.head.weight.float().bfloat16().norm().float().item()
+    for seen in pool2.run(_log, "bf16-true"):
+        assert relative_error(seen[0][0], expected) <= 1e-2
+
+
+class Resizes(Writer):
+    """Its embedding gets more rows after the module was distributed, as a tokenizer that grows does to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, WIDTH).double()
+
+    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.distance(batch + self.embedding(torch.zeros(len(batch), dtype=torch.long)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.student.parameters(), *self.embedding.parameters()], lr=0.1)
+
+    def on_train_start(self) -> None:
+        larger = nn.Embedding(9, WIDTH).double()
+        larger.weight.data[:7, :] = self.embedding.weight.data[:7, :]
+        self.embedding.weight = larger.weight
+
+
+writers.MODULES["Resizes"] = Resizes
+
+
+def test_embeddings_that_grow_are_refused(pool2: RankPool) -> None:
+    for message in pool2.run(_outcome, {}, "Resizes"):
+        assert isinstance(message, str), "nothing was refused"
+        assert "embedding.weight" in message
+        assert "after the module was" in message
