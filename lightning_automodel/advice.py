@@ -1,12 +1,14 @@
 """Warnings and notes for the user, each given once."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from lightning_automodel.context_parallel.hugging_face import outermost_hugging_face_models
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
@@ -24,6 +26,23 @@ from lightning_automodel.sharding.memory import GRADIENTS, PARAMETERS
 from lightning_automodel.sharding.precision import HALF
 
 
+class _TensorHooks(TorchFunctionMode):
+    """Context that notes the functions which user code registers as backward hooks of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.register_hook and not isinstance(args[0], nn.Parameter):
+            hook = args[1]
+            if not torch_internals.defined_in(hook, "torch", "lightning_automodel"):
+                self.names.append(f"a tensor {getattr(hook, '__qualname__', hook)}")
+        return func(*args, **(kwargs or {}))
+
+
 class Advice:
     """Says each thing once, on rank 0."""
 
@@ -31,6 +50,7 @@ class Advice:
         self._said: set[str] = set()
         self._first_looks = FirstLooks()
         self._count_is_checked = False
+        self._tensor_hooks = _TensorHooks()
 
     def say_once(self, message: str, say: Callable[[str], None] = rank_zero_warn) -> None:
         """Say ``message`` unless it has been said."""
@@ -96,6 +116,12 @@ class Advice:
                 " 'all_reduce' needs no more memory and sends less."
             )
 
+    def noting_tensor_hooks(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Context of the first step, for :meth:`about_backward_hooks`. Compiled code would be compiled for it."""
+        if any(map(torch_internals.is_compiled, module.modules())):
+            return nullcontext()
+        return self._tensor_hooks
+
     def about_backward_hooks(self, module: nn.Module, divisor: int, counts_ahead: bool) -> None:
         """Name hooks of the user that see gradients which are not yet those of the window's mean."""
         hooked = [
@@ -114,9 +140,12 @@ class Advice:
             for name, parameter in whole.items()
             if torch_internals.has_gradient_hook(parameter)
         ]
+        hooked += self._tensor_hooks.names
         if not hooked or (counts_ahead and divisor == 1):
             return
-        found = f"{len(hooked)} modules or parameters have backward hooks ({', '.join(hooked[:3])})."
+        found = (
+            f"{len(hooked)} modules, parameters or tensors have backward hooks ({', '.join(hooked[:3])})."
+        )
         linear = "A hook that only looks, or that multiplies by a constant, is right."
         if counts_ahead:
             self.say_once(

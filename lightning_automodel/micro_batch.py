@@ -13,6 +13,7 @@ from lightning_automodel.advice import Advice
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.gradients import rescale_clip
+from lightning_automodel.gradients.grad_sync import PLAIN_BACKWARD
 from lightning_automodel.gradients.loss_weights import NUM_LOOKS
 from lightning_automodel.gradients.token_loss import Count, check_range, sums_of
 from lightning_automodel.gradients.windows import GradientWindows
@@ -28,18 +29,11 @@ NESTED_BACKWARD = (
 )
 """Why a backward of the strategy is refused within another one."""
 
-SECOND_BACKWARD = (
-    "LightningModule.backward has run a second backward of its loss, whose gradients were final when the first"
-    " one returned. Add up what is backpropagated for one loss.backward(). Call torch.autograd.grad(loss,"
-    " inputs), which leaves no gradients, before it."
-)
-"""Why a module's own ``backward`` runs that of its loss once."""
-
 NO_BACKWARD = (
-    "LightningModule.backward has run no backward of its loss, or one that reaches no trained parameter, while"
+    "LightningModule.backward has run no backward, or one that reaches no trained parameter of the module, while"
     " other ranks may wait for gradients in theirs. For a micro-batch that shall train nothing, backpropagate"
-    " loss * 0, or return num_label_tokens=0 for it. What torch.autograd.grad(loss, parameters) returns is"
-    " neither accumulated nor averaged over ranks: run loss.backward(), and edit .grad after it."
+    " loss * 0. What torch.autograd.grad(loss, parameters) returns is neither accumulated nor averaged over"
+    " ranks: run loss.backward(), and edit .grad after it. Make a tensor that is trained an nn.Parameter."
 )
 """Why a module's own ``backward`` must run one."""
 
@@ -102,8 +96,12 @@ class MicroBatches:
         self.inputs.check_training_goes_on()
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
 
+        noting_hooks: AbstractContextManager[Any] = nullcontext()
+        if self._num_looks == NUM_LOOKS:
+            noting_hooks = self.advice.noting_tensor_hooks(self.module)
+
         def attending_step() -> Any:
-            with attention:
+            with attention, noting_hooks:
                 return step(*args, **kwargs)
 
         try:
@@ -163,7 +161,7 @@ class MicroBatches:
         # S, n: the loss becomes the sum of its token losses.
         count, divided_by, aux_loss = self._take_count(kwargs)
         token_losses = self.weighting.objective(loss, count, divided_by, aux_loss)
-        sums = sums_of(token_losses, count)
+        sums: Tensor | None = sums_of(token_losses, count)
         plugin_loss = self.plugin.pre_backward(loss, self.module)
         # That one trains, the user's is reported.
         if plugin_loss is not loss and windows.scaling.scaler is None:
@@ -175,25 +173,23 @@ class MicroBatches:
         objective = windows.weigh(window, token_losses, aux_loss)
         if self.inputs.is_filler:
             objective = objective * 0
-        else:
-            window.add(sums)
+            sums = None
         # The window's gradients alone stand in `.grad` during the backward: what stood there is set aside.
-        windows.start(window, ends=sync.is_last is not False, is_padding=self.inputs.is_filler)
+        windows.start(window, sums, ends=sync.is_last is not False)
         try:
             sync.begin(window, loss)
             if objective.requires_grad:
-                objective.register_hook(self._backward_starts)
+                torch_internals.when_backward_ends(objective, self._finish)
             with self._recomputing():
                 self.plugin.backward(objective, self.module, optimizer, *args, **kwargs)
             if not window.reached:
                 raise RuntimeError(NO_BACKWARD)
-            if sync.window is not None:
-                self._finish()  # the module's own `backward` has run that of another loss
+            self._finish()  # unless it has: the module's own `backward` may have run that of another loss
         except BaseException as error:
             windows.abandon(error)
             checks.raise_explanation(error)
             raise
-
+        sync.refusal = None if window.ends else PLAIN_BACKWARD
         if is_first_window and windows.last_step is not None:
             self.advice.about_first_window(windows.last_step)
         if window.is_padding and self.module.automatic_optimization:
@@ -204,24 +200,16 @@ class MicroBatches:
             if not self.module.automatic_optimization:
                 sync.start_step()  # which goes on
 
-    def _backward_starts(self, _: Tensor) -> None:
-        """Hook of what is backpropagated, which autograd calls first of all."""
-        if self.engine.sync.window is None:
-            raise RuntimeError(SECOND_BACKWARD)
-        torch_internals.when_backward_ends(self._backward_ends)
-
-    def _backward_ends(self) -> None:
-        """Callback of autograd: what has run may be ``torch.autograd.grad``, which leaves no gradients."""
-        window = self.engine.sync.window
-        if window is not None and window.reached:
-            self._finish()
-
     def _finish(self) -> None:
-        """End the backward: if it ends its window, ``.grad`` is then final. Else it is what it was before."""
+        """End the backward: if it ends its window, ``.grad`` is then final. Else it is what it was before.
+
+        A callback of autograd. What has run may be ``torch.autograd.grad``, which accumulates nothing.
+        """
         windows = self.windows
         sync = self.engine.sync
         window = sync.window
-        assert window is not None
+        if window is None or not window.reached:
+            return
         if not window.is_padding:
             window.used |= window.reached
         sync.reduce(window)
@@ -250,35 +238,33 @@ class MicroBatches:
 
         Removes from ``kwargs`` what ``manual_backward`` was given for the strategy.
         """
-        if self._step.output is not None:
-            return self._count_output()
-        kwargs.pop("optimizer", None)
-        if self.inputs.is_filler:
-            kwargs.pop("num_label_tokens", None)
-            return 0, 1, None
-        if "num_label_tokens" in kwargs:
-            given = {"num_label_tokens": kwargs.pop("num_label_tokens")}
-        else:
-            given = None
-        if given is None and self.weighting.per_token_loss:
-            self._check_not_counted_before()
-        return self._checked_count(given), 1, None
-
-    def _count_output(self) -> tuple[Count, int, Tensor | None]:
-        """As :meth:`_take_count`, for what ``training_step`` has returned under automatic optimization."""
         output = self._step.output
         self._step.output = None
-        is_first_window = self.windows.last_step is None
+        if output is None:
+            return self._take_given_count(kwargs), 1, None
         count: Count = 0
-        if self.ahead is not None and not self.inputs.is_filler:
-            count = self.ahead.count
-            self.weighting.check_returned_count(output, count, reads_device=is_first_window)
-        elif not self.inputs.is_filler:
+        if self.ahead is None and not self.inputs.is_filler:
             count = self._checked_count(output)
-        aux_loss = self.weighting.aux_loss(output, self.ahead is not None)
+        elif self.ahead is not None and not self.inputs.is_filler:
+            count = self.ahead.count
+            is_first_window = self.windows.last_step is None
+            self.weighting.check_returned_count(output, count, reads_device=is_first_window)
         if self._num_looks > 0:
             self.advice.about_count(self.module, self.weighting, output)
+        aux_loss = self.weighting.aux_loss(output, self.ahead is not None)
         return count, self.module.trainer.accumulate_grad_batches, aux_loss
+
+    def _take_given_count(self, kwargs: dict[str, Any]) -> Count:
+        """As :meth:`_take_count`, under manual optimization."""
+        kwargs.pop("optimizer", None)
+        given = None
+        if "num_label_tokens" in kwargs:
+            given = {"num_label_tokens": kwargs.pop("num_label_tokens")}
+        if self.inputs.is_filler:
+            return 0
+        if given is None and self.weighting.per_token_loss:
+            self._check_not_counted_before()
+        return self._checked_count(given)
 
     def _checked_count(self, output: Any) -> Count:
         if self.context is not None:

@@ -466,7 +466,7 @@ class AutomodelStrategy(ParallelStrategy):
         self.model = self._run.model
         if self.world_size > 1:
             stop_iteration.explain_stop_iteration(trainer, self._patches)
-        self._weight_averages.set_up(module, self._patches)
+        self._weight_averages.set_up(module)
 
     def _make_resumable(self, trainer: "pl.Trainer") -> None:
         """Record during a fit what its checkpoints need, so that a resumed one goes on bit for bit."""

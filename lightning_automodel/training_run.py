@@ -34,7 +34,7 @@ from lightning_automodel.internals.lightning import draws_its_batches
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.micro_batch import MicroBatches
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.sharding import checks, finetuning, meta_init, precision, tensor_parallel, units
+from lightning_automodel.sharding import checks, meta_init, precision, tensor_parallel, units
 from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks, compile_blocks
 from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.engine import Engine
@@ -129,8 +129,6 @@ class TrainingRun:
         self.parameters.note_distributed()
         tensor_parallel.synchronize_metrics(module, self._mesh, self.patches)
         self.patches.set(module, "log", update_wrapper(partial(log_full, module.log), module.log))
-        if self._options.is_sharded:
-            finetuning.finetune_by_identity(module, self.patches)
 
     def _make_training(self, fitting: bool) -> None:
         """What trains the distributed module, from its data to its optimizer steps."""
@@ -235,7 +233,7 @@ class TrainingRun:
         self.watch_module()
 
     def watch_module(self) -> None:
-        """Watch ``module.zero_grad``, toggling, and plain backwards in manual optimization; refuse early hooks."""
+        """Watch ``module.zero_grad`` and toggling; refuse early hooks."""
         self.steps.watch_module(self.module, self.patches, self.engine.sync.toggled)
         if not self.module.automatic_optimization:
             zero = self.module.on_validation_model_zero_grad
@@ -243,9 +241,6 @@ class TrainingRun:
                 self.module, "on_validation_model_zero_grad", lambda: self._zero_before_validation(zero)
             )
         checks.check_hooks(self.module, self._options.count_window_ahead)
-        is_replicated = not self._options.is_sharded and self._mesh.sizes.divisor > 1
-        if is_replicated and self._may_accumulate():
-            self.steps.watch_plain_backwards(self.patches)
 
     def _may_accumulate(self) -> bool:
         """Whether windows of several backwards are to be expected."""

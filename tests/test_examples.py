@@ -160,12 +160,10 @@ def test_image_classifier(folder: Folder) -> None:
 
 
 def test_muon(folder: Folder) -> None:
-    """Matrices have owners, which share them; the rest stays on shards."""
+    """Matrices have owners, the rest stays on shards."""
     printed = folder.run("muon.py", "--max-steps", "2")
-    assert "Matrices of blocks: whole (" in printed
-    assert "The rest: shards (" in printed
-    first, second = numbers(r"each rank owns: \[(\d+), (\d+)\]", printed)
-    assert first == second
+    assert "Matrices of blocks: whole" in printed
+    assert "The rest: shards" in printed
     before, after = numbers(HELD_BACK, printed)
     assert before > after
 

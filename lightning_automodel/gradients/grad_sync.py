@@ -1,4 +1,4 @@
-"""What the algebra asks of an engine: the interface of gradient synchronisation, which communicates nothing."""
+"""What a window is, and what the algebra asks of an engine: gradient synchronisation, here without any."""
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -20,6 +20,13 @@ PLAIN_BACKWARD = (
     " return the sum of the losses."
 )
 """Why a backward that is not the strategy's is refused while a window is open."""
+
+SECOND_BACKWARD = (
+    "LightningModule.backward runs a second backward, after that of its loss, with which gradients were final."
+    " Add up what is backpropagated, for one loss.backward(). For gradients that shall train nothing, call"
+    " torch.autograd.grad(loss, inputs)."
+)
+"""Why a module's own ``backward`` runs one."""
 
 
 @dataclass(eq=False)
@@ -52,11 +59,6 @@ class Window:
     # order.
     zero_filled: list[nn.Parameter] = field(default_factory=list)
 
-    def add(self, sums: Tensor) -> None:
-        """Add the [3] sums of a micro-batch; see :func:`sums_of`."""
-        self.sums += sums.to(self.sums.device)
-        self.num_micro_batches += 1
-
     @property
     def owned(self) -> set[nn.Parameter]:
         """The parameters of its optimizers. No other open window may hold any of them."""
@@ -69,9 +71,10 @@ class GradSync:
 
     Attributes:
         reuses_gradients: Whether a backward may overwrite a tensor in ``.grad``.
+        unsynchronised: Parameters that may have gradients of a plain backward, which the engine does not average.
         window: Whose backward runs, from before :meth:`begin` until its gradients stand in ``.grad``; None
             outside of the strategy's backwards.
-        is_accumulating: Whether the newest backward has left its window open.
+        refusal: Why a backward that is not the strategy's would be refused now; None if it would not.
         is_last: Whether the window ends with the running micro-batch; None outside of
             :meth:`micro_batch`, where every backward ends its window.
     """
@@ -80,10 +83,11 @@ class GradSync:
 
     def __init__(self) -> None:
         self.window: Window | None = None
-        self.is_accumulating = False
+        self.refusal: str | None = None
+        self.unsynchronised: set[nn.Parameter] = set()
         self.is_last: bool | None = None
         self._hooks: list[RemovableHandle] = []
-        # With the nodes of autograd that accumulate their gradients, which lose their hooks if nobody keeps them.
+        # With the nodes that accumulate their gradients, which lose their hooks if nobody keeps them.
         self._tracked: dict[nn.Parameter, Node] = {}
 
     def track(self, parameter: nn.Parameter, leaf: nn.Parameter) -> None:
@@ -95,13 +99,19 @@ class GradSync:
             self._hooks.append(accumulation.register_prehook(partial(self._note_gradient, parameter)))
 
     def _note_gradient(self, parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]) -> None:
-        """Hook of autograd, before it accumulates: note it, or refuse a backward that would join a window."""
+        """Hook of autograd: note a gradient that comes, or refuse a backward that would join a window."""
         if gradients[0] is None:
             return
-        if self.window is not None:
+        if self.window is None:
+            if self.refusal is not None or self.is_last is False:
+                raise RuntimeError(self.refusal or PLAIN_BACKWARD)
+        elif parameter in self.window.reached:
+            self._reach_again(parameter)
+        else:
             self.window.reached.add(parameter)
-        elif self.is_accumulating or self.is_last is False:
-            raise RuntimeError(PLAIN_BACKWARD)
+
+    def _reach_again(self, parameter: nn.Parameter) -> None:
+        """A second gradient comes within one backward: there are several, in hooks or checkpoints."""
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Generator[None, None, None]:
@@ -116,14 +126,14 @@ class GradSync:
     # --- The steps of one backward, in the order of `MicroBatches.backward` -------------------------------------------
 
     def begin(self, window: Window, loss: Tensor) -> None:
-        """The backward of ``loss`` comes next, one of ``window``. May be a collective over the data-parallel group."""
+        """The backward of ``loss`` comes next. May be a collective over the data-parallel group."""
 
     def reduce(self, window: Window) -> None:
-        """Reduce what the backward has left. If it ends the window, gradients of ``window.final`` are then complete.
+        """Reduce what the backward has left. If it ends the window, its gradients are then complete.
 
-        They are sums of token losses over all ranks, divided by D, as long as nothing is divided by label
-        tokens. Then sets ``window.zero_filled``. Runs within autograd's backward, when all else of it has
-        ended. A collective over the data-parallel group if the window ends.
+        Those of ``window.final`` are sums of token losses over all ranks, divided by D, as long as nothing is
+        divided by label tokens. Also sets ``window.zero_filled``. Runs within autograd's backward, when all
+        else of it has ended. A collective over the data-parallel group if the window ends.
         """
 
     def keep(self, window: Window) -> None:

@@ -1,4 +1,4 @@
-"""The same learning rates on all ranks: a scheduler may follow a metric that each rank has logged by itself."""
+"""The same learning rates on all ranks: a scheduler may follow a metric of its own on each."""
 
 from collections.abc import Iterable
 from itertools import zip_longest
@@ -11,7 +11,7 @@ from lightning_automodel.distributed.collectives import gather_objects
 
 
 def check_learning_rates(optimizers: Iterable[Optimizer], group: dist.ProcessGroup) -> None:
-    """Raise RuntimeError, on every rank, if ranks step with other learning rates or other fractions of their options.
+    """Raise RuntimeError, on every rank, if learning rates or other fractions among options differ.
 
     A collective over ``group``, on the host, with a read of the device where a learning rate is a tensor.
     """

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.grad_sync import PLAIN_BACKWARD
 from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.gradients.windows import (
     GradientWindows,
@@ -62,7 +61,6 @@ class OptimizerSteps:
         self._error_if_nonfinite = options.error_if_nonfinite and windows.scaling.scaler is None
         self._measures = options.track_grad_norm or self._error_if_nonfinite
         self._patches = PatchStack()  # of the optimizers, which a callback may replace in mid-run
-        self._unsynchronised: set[nn.Parameter] = set()
         self._is_automatic = True
 
     # --- Watching -----------------------------------------------------------------------------------------------------
@@ -84,7 +82,6 @@ class OptimizerSteps:
         # A function, not a bound method, which a copy of the module would follow to process groups.
         def zero_and_drop(*args: Any, **kwargs: Any) -> None:
             zero_grad(*args, **kwargs)
-            self._unsynchronised.difference_update(parameters())
             self._windows.drop(parameters())
 
         return zero_and_drop
@@ -111,23 +108,6 @@ class OptimizerSteps:
         patches.set(module, "toggle_optimizer", toggle_optimizer)
         patches.set(module, "untoggle_optimizer", untoggle_optimizer)
 
-    def watch_plain_backwards(self, patches: PatchStack) -> None:
-        """Note gradients of a plain ``loss.backward()``, which the engine (DDP) would not synchronise.
-
-        While a window is open, such a backward raises RuntimeError, as under FSDP2.
-        """
-        for parameter in self._windows.parameters:
-            if parameter.requires_grad:
-                hook = parameter.register_post_accumulate_grad_hook(self._gradient_accumulated)
-                patches.callback(hook.remove)
-
-    def _gradient_accumulated(self, parameter: nn.Parameter) -> None:
-        if self._windows.in_backward:
-            return
-        if self._windows.unfinished:
-            raise RuntimeError(PLAIN_BACKWARD)
-        self._unsynchronised.add(parameter)
-
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an optimizer's step gets for its arguments. ``args[0]`` is the optimizer."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -149,6 +129,8 @@ class OptimizerSteps:
         return (args[0], run_closure, *args[2:]), kwargs
 
     def _begin(self, optimizer: Optimizer) -> None:
+        # Torch runs the hooks of a step again for the step of a base class.
+        self.whole.drop(optimizer)
         self._check_parameters(optimizer)
         self._check_gradients_by_hand(optimizer)
         self.whole.begin(optimizer)
@@ -158,10 +140,10 @@ class OptimizerSteps:
         num_gathers = collectives.gathers_so_far() - self._gathers_before
         if num_gathers > 0:
             self._say_once(
-                f"{type(optimizer).__name__} looks at whole tensors: a step gathered {num_gathers} of them from"
-                " their shards, each by a collective, and every rank computes the same with them. That is"
-                " right, but slow. If it steps each parameter by itself, pass optimizer_step='whole', by which"
-                " each parameter is stepped by one rank."
+                f"{type(optimizer).__name__} looks at whole tensors: its step took {num_gathers} of them"
+                " from shards, each by a collective, and every rank computes the same with them. That is"
+                " right, but slow. If it steps each parameter by itself, pass optimizer_step='whole', so"
+                " that one rank steps each."
             )
         self.whole.end(optimizer)
         self._windows.stepped(optimizer)
@@ -180,10 +162,10 @@ class OptimizerSteps:
                     " of `optimizer.toggle_model(sync_grad=False)`, or call optimizer.zero_grad() to give"
                     " the window up."
                 )
-        unsynchronised = sum(p.grad is not None for p in self._unsynchronised.intersection(parameters))
+        unsynchronised = self._windows.unsynchronised.intersection(parameters)
         if unsynchronised and not self._is_automatic:
             raise RuntimeError(
-                f"{unsynchronised} parameters of {name} have gradients of a plain loss.backward(), which"
+                f"{len(unsynchronised)} parameters of {name} have gradients of a plain loss.backward(), which"
                 " DistributedDataParallel does not synchronise under manual optimization, so ranks would"
                 " diverge. Call self.manual_backward(loss) instead."
             )
@@ -217,7 +199,6 @@ class OptimizerSteps:
         self._patches.restore()
         self.whole.abandon()
         self._windows.use_optimizers([])
-        self._unsynchronised.clear()
 
     # --- Clipping -----------------------------------------------------------------------------------------------------
 

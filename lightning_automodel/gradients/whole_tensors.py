@@ -1,7 +1,7 @@
 """Optimizer steps on whole tensors: each sharded parameter has an owner, which steps the whole of it.
 
-On shards every optimizer is right, but what needs whole matrices is gathered to every rank, which computes all
-of it. Owners do that work once. Between steps an optimizer has the sharded parameters. During its arithmetic
+On shards every optimizer is right, but what needs whole matrices is gathered to every rank, which computes
+all of it. Owners do that work once. Between steps an optimizer has the sharded parameters. During its arithmetic
 those that are stepped whole are replaced by stand-ins, each on its owner alone:
 
     to the owners    gradients, which are final, and weights
@@ -136,9 +136,7 @@ def is_stepped_whole(optimizer: Optimizer, group: Mapping[str, Any], option: str
 
 
 def _is_of_matrices(kind: type) -> bool:
-    return any(
-        base.__name__ in _OF_MATRICES.get(base.__module__.partition(".")[0], ()) for base in kind.__mro__
-    )
+    return kind.__name__ in _OF_MATRICES.get(kind.__module__.partition(".")[0], ())
 
 
 def nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
@@ -174,7 +172,7 @@ class WholeSteps:
         self._stepping: dict[Optimizer, _Swapped] = {}
 
     def take(self, optimizer: Optimizer) -> None:
-        """Choose how an optimizer's groups are stepped, and the owners of parameters, where that is not known yet.
+        """Choose how groups of an optimizer are stepped, and owners, where that is not known yet.
 
         A collective over the world where a process group must be made. Raises ValueError for a group with an
         unknown value of the option.
@@ -227,7 +225,7 @@ class WholeSteps:
         A collective over the holders of its parameters. Gradients must be final, and on all ranks for the
         same parameters. Called again, after an exception, it starts over.
         """
-        _free(self._take_back(optimizer))
+        self.drop(optimizer)
         self.take(optimizer)
         wholes = {parameter: self._parameters[parameter] for parameter in self._stepped_whole(optimizer)}
         if not wholes:
@@ -261,10 +259,14 @@ class WholeSteps:
             torch.autograd.graph.increment_version([whole.parameter for whole in stepped])
         _free(stepped)
 
+    def drop(self, optimizer: Optimizer) -> None:
+        """Give ``optimizer`` its sharded parameters, without what it has stepped. Not a collective."""
+        _free(self._take_back(optimizer))
+
     def abandon(self) -> None:
         """Give all optimizers their sharded parameters, after an exception in a step. Not a collective."""
         for optimizer in list(self._stepping):
-            _free(self._take_back(optimizer))
+            self.drop(optimizer)
 
     def _take_back(self, optimizer: Optimizer) -> list[WholeParameter]:
         """Give ``optimizer`` its sharded parameters. Returns those that were stepped whole."""

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.grad_scaling import LossScaling
-from lightning_automodel.gradients.grad_sync import GradSync, Window
+from lightning_automodel.gradients.grad_sync import SECOND_BACKWARD, GradSync, Window
 from lightning_automodel.gradients.token_loss import (
     Count,
     StepReport,
@@ -87,6 +87,11 @@ class GradientWindows:
         self.num_resets = 0  # how often an optimizer stepped, or gradients were zeroed
 
     @property
+    def unsynchronised(self) -> set[nn.Parameter]:
+        """Parameters that may have gradients of a plain ``loss.backward()``, which the engine has not averaged."""
+        return {parameter for parameter in self._sync.unsynchronised if parameter.grad is not None}
+
+    @property
     def in_backward(self) -> bool:
         """Whether a backward of the strategy runs, until its gradients stand in ``.grad``."""
         return self._sync.window is not None
@@ -107,6 +112,7 @@ class GradientWindows:
         """Drop the gradients that open windows hold for these parameters, which have been zeroed."""
         self.num_resets += 1
         dropped = set(parameters)
+        self._sync.unsynchronised -= dropped
         if all(window.owned.isdisjoint(dropped) for window in self.unfinished.values()):
             return
         for window in self.unfinished.values():
@@ -133,7 +139,7 @@ class GradientWindows:
     def _forget(self) -> None:
         """Drop what is held for windows, of which none is open any more."""
         self._accumulated.clear()
-        self._sync.is_accumulating = False
+        self._sync.refusal = None
         self._sync.discard()
 
     def stepped(self, optimizer: Optimizer) -> None:
@@ -212,27 +218,36 @@ class GradientWindows:
             objective = objective * window.scale.to(objective.device)
         return objective
 
-    def start(self, window: Window, ends: bool, is_padding: bool) -> None:
-        """A backward of ``window`` comes next: let ``.grad`` hold the gradients of all open windows, and nothing else.
+    def start(self, window: Window, sums: Tensor | None, ends: bool) -> None:
+        """A backward of ``window`` comes next: let ``.grad`` hold the gradients of open windows alone.
 
         A reduction for one window also reduces what another has accumulated, which is harmless since
-        reductions are linear. ``ends``: the window ends with this backward; the gradients that no other open
-        window owns then become final.
+        reductions are linear. ``sums`` [3] are those of its micro-batch, see :func:`sums_of`; None for a
+        padding batch. ``ends``: the window ends with this backward, and the gradients of all parameters
+        that no other open window owns become final.
         """
         window.ends = ends
-        window.is_padding = is_padding
-        window.reached.clear()
-        others = [other for other in self.unfinished.values() if other is not window]
-        owned_elsewhere = {parameter for other in others for parameter in other.owned}
-        trained = window.trained.union(*(other.trained for other in others))
-        window.frozen = {parameter for parameter in trained if not parameter.requires_grad}
+        window.is_padding = sums is None
+        if sums is not None:
+            window.sums += sums.to(self.device)
+            window.num_micro_batches += 1
+        window.reached = set()
+        window.frozen = set()
         window.final = []
+        trained = set()
+        owned_elsewhere = set()
+        for open_window in self.unfinished.values():
+            trained |= open_window.trained
+            if open_window is not window:
+                owned_elsewhere |= open_window.owned
         self._set_aside = {}
         for parameter in self.parameters:
             if ends and parameter not in owned_elsewhere:
                 window.final.append(parameter)
             if parameter.requires_grad:
                 window.trained.add(parameter)
+            elif parameter in trained:
+                window.frozen.add(parameter)
             if parameter.grad is not None:
                 reuses = self._sync.reuses_gradients
                 self._set_aside[parameter] = parameter.grad.clone() if reuses else parameter.grad
@@ -271,7 +286,7 @@ class GradientWindows:
         return summed[:3]
 
     def _drop_unused(self, window: Window, summed: Tensor, num_ranks: int) -> None:
-        """Drop the gradients of parameters that no rank has used, by the [2 + n] sums of what they have told.
+        """Drop the gradients of parameters that no rank has used, by the [2 + n] sums of what ranks tell.
 
         Reads the device. Raises RuntimeError unless all ranks have used the same FSDP units, in one order.
         """
@@ -304,9 +319,10 @@ class GradientWindows:
         return None
 
     def abandon(self, error: BaseException) -> None:
-        """After an ``error`` in a backward: put ``.grad`` back as it was before it, and drop all windows."""
-        for parameter in self.parameters:
-            parameter.grad = self._set_aside.get(parameter)
+        """After an ``error`` in a backward: put ``.grad`` back as it was, unless it is final, and drop all windows."""
+        if self.in_backward:
+            for parameter in self.parameters:
+                parameter.grad = self._set_aside.get(parameter)
         self._set_aside = {}
         try:
             self.reset()
@@ -318,12 +334,12 @@ class GradientWindows:
             self._sync.window = None
 
     def put_back(self, window: Window) -> None:
-        """Add final gradients to the older ones; keep the others for their windows, and put ``.grad`` back."""
+        """Add final gradients to older ones; keep the others for their windows, and put ``.grad`` back."""
         are_final = set(window.final)
         older = self._set_aside
         self._set_aside = {}
         self._sync.window = None
-        self._sync.is_accumulating = not window.ends
+        self._sync.refusal = SECOND_BACKWARD
         for parameter in self.parameters:
             part = parameter.grad
             before = older.get(parameter)

@@ -55,9 +55,9 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def runs_backward() -> bool:
-    """Whether this thread runs a backward, or its callbacks."""
-    return torch._C._current_graph_task_id() != -1
+def is_read_by_torch() -> bool:
+    """Whether this thread runs a backward or its callbacks, or traces a graph: then torch reads what tensors really have."""
+    return torch._C._current_graph_task_id() != -1 or torch._guards.TracingContext.try_get() is not None
 
 
 def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
@@ -68,10 +68,6 @@ def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
 def has_gradient_hook(parameter: nn.Parameter) -> bool:
     """Whether ``parameter`` has a hook that may change its gradient before it is accumulated."""
     return bool(parameter._backward_hooks)
-
-
-ASSIGNS = "assign_to_params_buffers"
-"""Key under which ``load_state_dict`` tells a module that ``assign`` is true."""
 
 
 def load_state_dict_hooks(module: nn.Module) -> list[Callable[..., Any]]:
@@ -244,18 +240,14 @@ def saved(node: Any, name: str) -> Any:
     return getattr(node, f"_saved_{name}", None)
 
 
-def when_backward_ends(function: Callable[[], None], times: int = 2) -> None:
-    """Let autograd call ``function`` when the backward that runs has ended, before it returns.
+def when_backward_ends(output: Tensor, function: Callable[[], None]) -> None:
+    """Let autograd call ``function`` when a backward of ``output`` has ended, before it returns.
 
-    Called in a hook of what is backpropagated. Of several nested backwards the one that called the hook
-    counts. FSDP2 and DDP reduce the last gradients in callbacks too, which they queue later, DDP by a
-    callback where its graph is static: so ``function`` is queued by a callback of a callback (``times``).
+    Of nested backwards, that of ``output`` counts. FSDP2 and DDP reduce the last gradients in callbacks too,
+    which they queue later: so a callback queues ``function``.
     """
-    if times == 0:
-        engine_callback = function
-    else:
-        engine_callback = partial(when_backward_ends, function, times - 1)
-    Variable._execution_engine.queue_callback(engine_callback)
+    queue = Variable._execution_engine.queue_callback
+    output.register_hook(lambda _: queue(partial(queue, function)))
 
 
 def check_ddp_backward_is_complete(ddp: DistributedDataParallel) -> None:

@@ -5,10 +5,11 @@ from collections.abc import Container, Iterator
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed import collectives
+from lightning_automodel.internals.torch import without_wrappers
 from lightning_automodel.sharding import apply, weight_averaging
 
 
@@ -32,10 +33,7 @@ class SharedBuffers:
         self._names = self._list()
 
     def _list(self) -> list[str]:
-        saved = self._module.state_dict(keep_vars=True).keys()
-        return [
-            name for name, _ in self._module.named_buffers() if name in saved and name not in self._left_out
-        ]
+        return [name for name in _saved_buffers(self._module) if name not in self._left_out]
 
     def broadcast(self) -> None:
         """Overwrite those of all ranks with the first rank's, where a window begins. A collective over the group."""
@@ -69,9 +67,8 @@ class SharedBuffers:
         for index, average in enumerate(weight_averaging.averaged_models(self._module)):
             # Within a validation, the others are each rank's own: the callback holds what the module is
             # trained with.
-            saved = average.module.state_dict(keep_vars=True).keys()
-            for name, buffer in average.module.named_buffers():
-                if name in saved and not isinstance(buffer, DTensor):
+            for name, buffer in _saved_buffers(average.module).items():
+                if not isinstance(buffer, DTensor):
                     yield f"{name} (average {index})", buffer
 
     def _check_shapes(self, shapes: dict[str, str]) -> None:
@@ -84,3 +81,9 @@ class SharedBuffers:
                 " (torch.distributed.all_gather_object), or keep it out of the state dict"
                 " (register_buffer(..., persistent=False))."
             )
+
+
+def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that the state dict of ``module`` holds, which leaves out the names of some wrappers."""
+    saved = set(map(without_wrappers, module.state_dict(keep_vars=True)))
+    return {name: buffer for name, buffer in module.named_buffers() if without_wrappers(name) in saved}

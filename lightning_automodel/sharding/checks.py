@@ -1,6 +1,7 @@
 """Checks that refuse what a model, an optimizer or a step must not contain, with the reason and a way out."""
 
 from collections.abc import Iterable, Mapping
+from pickle import PicklingError
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -68,6 +69,15 @@ _SPARSE = (
     "FSDP2 cannot reduce sparse gradients, such as those of nn.Embedding(sparse=True). Leave sparse=True out,"
     " or pass data_parallel='ddp'."
 )
+_ASSIGNED = (
+    "load_state_dict(..., assign=True) would replace the parameters of a sharded module by whole tensors. Leave"
+    " assign=True out: each rank then copies its part of them."
+)
+_PICKLED = (
+    "A sharded module, of which this rank holds a part, cannot be pickled, as by torch.save(module). Save a"
+    " checkpoint on every rank (trainer.save_checkpoint), and make a whole module of that"
+    " (load_from_checkpoint)."
+)
 _EXPLANATIONS = {
     "got mixed torch.Tensor and DTensor": _MEETS_SHARDS,
     "require placement changes": _MEETS_SHARDS,
@@ -79,13 +89,15 @@ _EXPLANATIONS = {
     "undefined, but still allreduced by DDP": _ZEROED_WITHIN_WINDOW,
     "FSDP does not support deepcopy": _COPIES_SHARDS,
     "'fsdp::chunk_cat' with arguments from the 'Sparse": _SPARSE,
+    "'Parameter' object has no attribute '_local_tensor'": _ASSIGNED,
+    "Can't pickle <class 'torch.distributed.fsdp.": _PICKLED,
 }
 """What a part of torch's text means here."""
 
 
 def _explanation(error: BaseException) -> str | None:
     """What to say in place of a text of torch."""
-    if not isinstance(error, RuntimeError | AssertionError):
+    if not isinstance(error, RuntimeError | AssertionError | AttributeError | PicklingError):
         return None
     return next((text for symptom, text in _EXPLANATIONS.items() if symptom in str(error)), None)
 

@@ -37,6 +37,8 @@ class DDPGradSync(GradSync):
         self._pads = pads and ddp.find_unused_parameters
         # DDP's messages number these parameters. It never reduces others, which were frozen at its set-up.
         self._reduced = {p: name for name, p in ddp.module.named_parameters() if p.requires_grad}
+        for parameter in self._reduced:
+            self.track(parameter, parameter)
 
     @override
     @contextmanager
@@ -57,23 +59,22 @@ class DDPGradSync(GradSync):
             prepare_for_backward(self._ddp, loss)
 
     @override
-    def _note_gradient(self, parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]) -> None:
-        """See the base class. Raises for a second gradient of one backward, since DDP sends the first one alone."""
-        window = self.window
-        if window is not None and self._sends_once and parameter in window.reached:
+    def _reach_again(self, parameter: nn.Parameter) -> None:
+        """See the base class. Raises in a synchronised backward, since DDP sends the first gradient alone."""
+        ddp = self._ddp
+        if ddp.require_backward_grad_sync and not ddp.static_graph and self._mesh.sizes.divisor > 1:
             raise RuntimeError(
                 f"{self._reduced.get(parameter)} gets gradients of several backwards within one backward of"
                 " the strategy, as a hook computes them that runs a backward for each chunk of a batch"
                 " (GradCache), or reentrant checkpoints of one module. DistributedDataParallel averages the"
                 " first of them alone over ranks. Pass data_parallel='fsdp2', which averages all of them."
             )
-        super()._note_gradient(parameter, gradients)
 
-    @property
-    def _sends_once(self) -> bool:
-        """Whether the backward that runs sends each gradient to the other ranks, when it has come first."""
-        ddp = self._ddp
-        return ddp.require_backward_grad_sync and not ddp.static_graph and self._mesh.sizes.divisor > 1
+    @override
+    def _note_gradient(self, parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]) -> None:
+        super()._note_gradient(parameter, gradients)
+        if self.window is None and self._mesh.sizes.divisor > 1:
+            self.unsynchronised.add(parameter)
 
     @override
     def reduce(self, window: Window) -> None:

@@ -22,7 +22,6 @@ from lightning_automodel.sharding import (
     quantized,
     tensor_parallel,
     units,
-    whole_states,
 )
 from lightning_automodel.sharding.buffers import SharedBuffers
 from lightning_automodel.sharding.engine import Engine
@@ -66,7 +65,6 @@ class FSDP2Engine(Engine):
             self._report["experts"] = [n for n, p in module.named_parameters() if num_expert_ranks(p) > 1]
         apply.initialise_fsdp2(module, self.mesh.sizes.divisor)
         shard_parameters(module, accept_hooks=self.options.count_window_ahead)
-        whole_states.accept_whole_states(module)
         if self.mesh.sizes.divisor > 1:
             group = self.mesh.group
         else:

@@ -71,8 +71,8 @@ class _AsItIs:
 
 
 def _holder(gathered: Any) -> Any:
-    """Whose ``.grad`` is meant: in a backward that of the gathered parameter, which FSDP2 reduces; else the shard's."""
-    if gathered.sync.window is not None or torch_internals.runs_backward():
+    """Whose ``.grad`` is meant: for torch in a backward that of the gathered parameter; for user code the shard's."""
+    if gathered.sync.window is not None or torch_internals.is_read_by_torch():
         return _AsItIs(gathered)
     return gathered.shard
 

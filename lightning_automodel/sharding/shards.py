@@ -314,7 +314,7 @@ def _map(convert: Callable[[Any], Any], value: Any) -> Any:
 
 def _writes(name: str) -> bool:
     """Whether a function of this name writes to its first argument."""
-    return name in _AUGMENTED or (name.endswith("_") and not name.endswith("__"))
+    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
 
 
 def _refuse_write_to_leaf(function: Function, args: Arguments) -> None:
@@ -554,6 +554,17 @@ def _norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
         return _on_wholes(function, args, kwargs)
     (norm,) = _norms([shard], float(order), function)
     return norm.to(dtype or _real(shard.dtype))
+
+
+def _equal(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """``torch.equal``, which Lightning's finetuning callbacks call for each pair of parameters: by parts."""
+    one, other = args
+    if one.shape != other.shape:
+        return False
+    if not (isinstance(one, DTensor) and isinstance(other, DTensor) and has_layout(one, other)):
+        return _on_wholes(function, args, kwargs)
+    differs = torch.tensor([not torch.equal(part_of(one), part_of(other))], dtype=torch.int32)
+    return not _all_reduced(differs, one, dist.ReduceOp.MAX, function)
 
 
 def _foreach_norm(function: Function, args: Arguments, kwargs: Keywords) -> list[Tensor]:
@@ -807,12 +818,11 @@ _ELEMENTWISE = """
     __rmod__ __rmul__ __ror__ __rpow__ __rsub__ __rtruediv__ __rxor__ __sub__ __truediv__ __xor__
 """.split()  # noqa: SIM905 (a table of names)
 
-_AUGMENTED = frozenset(
-    """
-    __iadd__ __iand__ __idiv__ __ifloordiv__ __imod__ __imul__ __ior__ __ipow__ __isub__
-    __itruediv__ __ixor__ __setitem__
-""".split()
-)  # noqa: SIM905
+_AUGMENTED = """
+    __iadd__ __iand__ __idiv__ __ifloordiv__ __imod__ __imul__ __ior__ __ipow__ __isub__ __itruediv__ __ixor__
+""".split()  # noqa: SIM905
+
+_WRITING = frozenset({*_AUGMENTED, "__setitem__"})
 
 _VIEWING_ATTRIBUTES = frozenset({"T", "H", "mT", "mH", "real", "imag"})
 
@@ -820,7 +830,7 @@ _RULES: dict[str, Function] = {
     **dict.fromkeys(_METADATA, _metadata),
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **{f"{name}_": _elementwise for name in _ELEMENTWISE if not name.startswith("__")},
-    **dict.fromkeys(_AUGMENTED - {"__setitem__"}, _elementwise),
+    **dict.fromkeys(_AUGMENTED, _elementwise),
     "detach": _alias,
     "detach_": _alias,
     **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"), _new),
@@ -836,6 +846,7 @@ _RULES: dict[str, Function] = {
     "grad": _grad,
     "backward": _backward,
     "sum": _sum,
+    "equal": _equal,
     "norm": _norm,
     "vector_norm": _norm,
     "_foreach_norm": _foreach_norm,

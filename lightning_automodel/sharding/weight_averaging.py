@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_automodel.internals.patching import PatchStack
-from lightning_automodel.internals.torch import local_tensor, without_wrappers
+from lightning_automodel.internals.torch import without_wrappers
 from lightning_automodel.sharding import meta_init
-from lightning_automodel.sharding.units import class_name, is_sharded
+from lightning_automodel.sharding.units import class_name
 
 
 class LateAverages:
@@ -29,9 +29,14 @@ class LateAverages:
         self._delayed: list[Callable[[], None]] = []
 
     def delay(self, module: pl.LightningModule, shards: bool, patches: PatchStack) -> None:
-        """Delay them until :meth:`set_up`, if ``module`` will be sharded, or some of its tensors have no values."""
+        """Delay them until :meth:`set_up`, if ``module`` will be sharded or changes before it is trained.
+
+        That is where some of its tensors have no values, or will be converted to float64: validations, which
+        swap average and weights, would round these.
+        """
         self._delayed = []
-        if not shards and not meta_init.names_without_values(module):
+        is_converted = isinstance(module.trainer.precision_plugin, DoublePrecision)
+        if not (shards or is_converted or meta_init.names_without_values(module)):
             return
         for callback in _callbacks(module):
             if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
@@ -40,14 +45,8 @@ class LateAverages:
     def _delay(self, callback: Callback, *args: Any, **kwargs: Any) -> None:
         self._delayed.append(partial(type(callback).setup, callback, *args, **kwargs))
 
-    def set_up(self, module: pl.LightningModule, patches: PatchStack) -> None:
+    def set_up(self, module: pl.LightningModule) -> None:
         """Run the delayed hooks, now that ``module`` is distributed. Not a collective."""
-        plugin = module.trainer.precision_plugin
-        if isinstance(plugin, DoublePrecision):
-            for averaged in averaged_models(module):
-                # Copied before the module was converted: each validation, which swaps the two, would round
-                # the weights.
-                plugin.convert_module(averaged.module)
         with PatchStack() as while_copying:
             # Only within these calls: other callbacks that copy the module want it whole.
             while_copying.set(module, "__deepcopy__", partial(_copy_of, module), is_new=True)
@@ -56,8 +55,6 @@ class LateAverages:
                 while_copying.set(module, "configure_model", lambda: None)
             for set_up in self._delayed:
                 set_up()
-        for averaged in filter(is_sharded, averaged_models(module)):
-            patches.set(averaged, "update_parameters", partial(_update_locally, averaged))
 
 
 def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> None:
@@ -68,20 +65,13 @@ def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> None:
 
 
 def _save_unswapped(callback: WeightAveraging, patches: PatchStack) -> None:
-    start = callback.on_validation_epoch_start
-    end = callback.on_validation_epoch_end
     save = callback.on_save_checkpoint
     is_swapped = False
 
-    def start_swapped(*args: Any) -> None:
+    def noting(hook: Callable[..., None], swaps: bool, *args: Any) -> None:
         nonlocal is_swapped
-        start(*args)
-        is_swapped = True
-
-    def end_swapped(*args: Any) -> None:
-        nonlocal is_swapped
-        end(*args)
-        is_swapped = False
+        hook(*args)
+        is_swapped = swaps
 
     def save_then_swap(
         trainer: "pl.Trainer", module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -92,8 +82,8 @@ def _save_unswapped(callback: WeightAveraging, patches: PatchStack) -> None:
             checkpoint["current_model_state"] = checkpoint["state_dict"]
             checkpoint["state_dict"] = current
 
-    patches.set(callback, "on_validation_epoch_start", start_swapped)
-    patches.set(callback, "on_validation_epoch_end", end_swapped)
+    for name, swaps in {"on_validation_epoch_start": True, "on_validation_epoch_end": False}.items():
+        patches.set(callback, name, partial(noting, getattr(callback, name), swaps))
     patches.set(callback, "on_save_checkpoint", save_then_swap)
 
 
@@ -108,20 +98,18 @@ def _copy_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 f"{class_name(original)} has an extra state (get_extra_state), which an average of sharded"
                 " weights would lose: keep it in buffers, or pass data_parallel='ddp'."
             )
-        into = copied
-        for name in filter(None, without_wrappers(f"{path}.").split(".")):
-            if name not in dict(into.named_children()):
-                into.register_module(name, nn.Module())
-            into = into.get_submodule(name)
-        into.training = original.training
+        own_path = without_wrappers(f"{path}.").rstrip(".")
+        parent, _, name = own_path.rpartition(".")
+        # Parents come first; a wrapper and what it wraps have one path.
+        if name and name not in dict(copied.get_submodule(parent).named_children()):
+            copied.get_submodule(parent).register_module(name, nn.Module())
+        into = copied.get_submodule(own_path)
         for name, parameter in original.named_parameters(recurse=False, remove_duplicate=False):
             if parameter not in copies:
-                copies[parameter] = nn.Parameter(
-                    parameter.detach().clone(), requires_grad=parameter.requires_grad
-                )
+                copies[parameter] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
             into.register_parameter(name, cast(nn.Parameter, copies[parameter]))
         for name, buffer in original.named_buffers(recurse=False, remove_duplicate=False):
-            is_persistent = without_wrappers(f"{path}.{name}".removeprefix(".")) in persistent
+            is_persistent = f"{own_path}.{name}".removeprefix(".") in persistent
             into.register_buffer(name, copies.setdefault(buffer, buffer.detach().clone()), is_persistent)
     return copied
 
@@ -136,25 +124,3 @@ def averaged_models(module: pl.LightningModule) -> list[AveragedModel]:
     return [
         held for callback in averaging for held in vars(callback).values() if isinstance(held, AveragedModel)
     ]
-
-
-def _update_locally(averaged: AveragedModel, model: nn.Module) -> None:
-    """Update an average shard by shard: torch's fused averaging cannot mix shards and plain tensors."""
-    average = averaged.module
-    averaged.module = _local_tensors(average)
-    try:
-        AveragedModel.update_parameters(averaged, _local_tensors(model))
-    finally:
-        averaged.module = average
-
-
-def _local_tensors(model: nn.Module) -> nn.Module:
-    """This rank's parts of the parameters and buffers of ``model``, sharing their memory, in their order."""
-    local = nn.Module()
-    for index, parameter in enumerate(model.parameters()):
-        local.register_parameter(
-            str(index), nn.Parameter(local_tensor(parameter.detach()), requires_grad=False)
-        )
-    for index, buffer in enumerate(model.buffers()):
-        local.register_buffer(f"buffer_{index}", local_tensor(buffer))
-    return local

@@ -38,38 +38,42 @@ DECORATORS = TORCH / "utils" / "_contextlib.py"
 class Route:
     """The functions of the package that Python enters, in their order.
 
-    What torch itself calls is kept apart (`called_back`, with all that it calls): hooks of parameters, the
-    watched all-gathers of FSDP2, functions of torch that are replaced. It comes once for each unit or
-    parameter, and whoever reads a micro-batch from top to bottom does not pass by it. What Lightning calls
-    counts.
+    Whoever enters them counts: the package, Lightning, and torch, which calls hooks of parameters, callbacks of
+    autograd and functions that are replaced.
 
     Attributes:
         entries: Function and file of every entry. A generator is entered by its first call and again by each
             resumption, so that a context manager of `contextlib` is entered twice. Comprehensions and
-            generator expressions are entries into their file, and no functions.
-        called_back: The same of what torch calls.
+            generator expressions are functions too.
+        route: Their files. What torch calls for each unit or parameter is left out of it when it comes again.
     """
 
     entries: list[tuple[str, str]] = field(default_factory=list)
-    called_back: list[tuple[str, str]] = field(default_factory=list)
-    _outermost: FrameType | None = None  # that torch has called, while it runs
+    route: list[str] = field(default_factory=list)
+    _called_back: set[tuple[str, str]] = field(default_factory=set)  # by torch
+    _repeated: FrameType | None = None  # what torch has called once more, while it runs
 
     def note(self, frame: FrameType, event: str, _: Any) -> None:
         """As the function of `sys.setprofile`: note the entry, if it is one into the package."""
-        if event == "return" and frame is self._outermost:
-            self._outermost = None
+        if event == "return" and frame is self._repeated:
+            self._repeated = None
         path = Path(frame.f_code.co_filename)
         if event != "call" or PACKAGE not in path.parents:
             return
-        if self._outermost is None and _is_called_by_torch(frame):
-            self._outermost = frame
-        entries = self.entries if self._outermost is None else self.called_back
-        entries.append((frame.f_code.co_qualname, str(path.relative_to(PACKAGE))))
+        file = str(path.relative_to(PACKAGE))
+        entry = (frame.f_code.co_qualname, file)
+        self.entries.append(entry)
+        if self._repeated is None and _is_called_by_torch(frame):
+            if entry in self._called_back:
+                self._repeated = frame
+            self._called_back.add(entry)
+        if self._repeated is None:
+            self.route.append(file)
 
     @property
-    def functions(self) -> set[tuple[str, str]]:
+    def functions(self) -> list[tuple[str, str]]:
         """The distinct functions and methods, with their files."""
-        return {(name, file) for name, file in self.entries if not name.endswith(COMPREHENSIONS)}
+        return list(dict.fromkeys(self.entries))
 
     @property
     def files(self) -> set[str]:
@@ -83,26 +87,21 @@ class Route:
         A file is left when a function of another file is entered. That a call ends, and its caller goes on,
         is no entry.
         """
-        files = [file for _, file in self.entries]
-        changes = [file for file, previous in zip(files, [None, *files], strict=False) if file != previous]
+        previous = [None, *self.route]
+        changes = [file for file, before in zip(self.route, previous, strict=False) if file != before]
         return len(changes) - len(set(changes))
 
     def __str__(self) -> str:
         lines = [f"{len(self.functions)} functions, {len(self.files)} files, {self.num_returns} returns"]
-        named = [entry for entry in self.entries if not entry[0].endswith(COMPREHENSIONS)]
-        lines += [f"  {file}: {name}" for name, file in dict.fromkeys(named)]
-        everything = Route(entries=self.entries + self.called_back)
-        lines.append(
-            f"with what torch calls: {len(everything.functions)} functions, {len(everything.files)} files"
-        )
+        lines += [f"  {file}: {name}" for name, file in self.functions]
         return "\n".join(lines)
 
 
-COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
-
-
 def _is_called_by_torch(frame: FrameType) -> bool:
-    """Whether a frame of torch lies between a function of the package and the one that has led to it."""
+    """Whether a frame of torch lies between a function of the package and the one that has led to it.
+
+    On a CPU, autograd calls a hook from within `_engine_run_backward`.
+    """
     caller = frame.f_back
     while caller is not None:
         path = Path(caller.f_code.co_filename)

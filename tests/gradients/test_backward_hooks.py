@@ -24,7 +24,10 @@ from tests.rank_pool import RankPool
 from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Outcome, full_weights, weight_error
 from tests.trainer.runs import TOLERANCE, by_default, make_trainer
 
-NAMED = "1 modules or parameters have backward hooks (module net.blocks.1)."
+NAMED = {
+    "module hook": "1 modules, parameters or tensors have backward hooks (module net.blocks.1).",
+    "tensor hook": "1 modules, parameters or tensors have backward hooks (a tensor halved).",
+}
 Rule = Callable[[Tensor], Tensor]
 
 
@@ -150,15 +153,16 @@ def test_what_the_message_says_is_exact(pool2: RankPool, case: tuple[str, str, d
 
 
 @pytest.mark.every_case
+@pytest.mark.parametrize("how", NAMED)
 @pytest.mark.parametrize("options", by_default(LAYOUTS, "kept", "ddp"))
-def test_module_hooks_are_named(pool2: RankPool, options: dict[str, Any]) -> None:
+def test_hooks_are_named(pool2: RankPool, options: dict[str, Any], how: str) -> None:
     """Once, on rank 0, with the option that helps; a hook that is linear is right as it is."""
-    expected = plainly("halved", "module hook")
-    (weights, said), (_, said_on_1) = pool2.run(_fit, "halved", "module hook", options, False)
+    expected = plainly("halved", how)
+    (weights, said), (_, said_on_1) = pool2.run(_fit, "halved", how, options, False)
     assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
     assert said_on_1 == []
     assert len(said) == 1
-    assert said[0].startswith(NAMED)
+    assert said[0].startswith(NAMED[how])
     assert "count_window_ahead=True" in said[0]
     assert "2 * f(g / 2)" in said[0]
 
@@ -179,4 +183,6 @@ def _fit_parameter_hook() -> list[str]:
 def test_parameter_hooks_are_named_under_ddp(pool2: RankPool) -> None:
     """FSDP2 refuses them."""
     (said,), _ = pool2.run(_fit_parameter_hook)
-    assert said.startswith("1 modules or parameters have backward hooks (parameter net.head.weight).")
+    assert said.startswith(
+        "2 modules, parameters or tensors have backward hooks (parameter net.head.weight,"
+    )

@@ -6,7 +6,6 @@ its step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,13 +14,12 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from tests.gradients.test_foreign_gradients import Net, batch_of
-from tests.rank_pool import RankError, RankPool
+from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import (
     LEARNING_RATE,
@@ -69,12 +67,13 @@ class Edits(LabelledModule):
         edit(list(self.parameters()))
 
 
-class DifferentiatesBefore(Edits):
-    """Asks for gradients of the loss that leave nothing in `.grad`, before it runs its backward."""
+class Differentiates(Edits):
+    """Asks for gradients of the loss that leave nothing in `.grad`, before and after it runs its backward."""
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         torch.autograd.grad(loss, self.hidden, retain_graph=True)
-        super().backward(loss, *args, **kwargs)
+        super().backward(loss, *args, retain_graph=True, **kwargs)
+        torch.autograd.grad(loss, self.hidden)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.hidden = torch.ones((), dtype=torch.float64, requires_grad=True)
@@ -93,7 +92,7 @@ class Recomputes(Edits):
 
 
 MODULES: dict[str, type[LabelledModule]] = {
-    kind.__name__: kind for kind in (Edits, DifferentiatesBefore, Recomputes)
+    kind.__name__: kind for kind in (Edits, Differentiates, Recomputes)
 }
 
 
@@ -125,7 +124,10 @@ CASES = {
     for name in MODULES
     for accumulate in (1, 3)
     for engine in ENGINES
-    if not (engine == "static" and accumulate > 1)
+    # DDP itself allows no more: a static graph neither accumulation nor other gradients of the loss, and with
+    # unused parameters no reentrant checkpoints.
+    if (engine, name, accumulate) == ("static", "Edits", 1)
+    or not (engine == "static" or (engine, name) == ("unused", "Recomputes"))
 }
 
 
@@ -140,8 +142,8 @@ CASES = {
         "Edits, 3, ddp",
         "Edits, 1, static",
         "Edits, 3, hsdp",
-        "DifferentiatesBefore, 3, fsdp2",
-        "DifferentiatesBefore, 3, ddp",
+        "Differentiates, 3, fsdp2",
+        "Differentiates, 3, ddp",
         "Recomputes, 3, fsdp2",
     ),
 )
@@ -217,11 +219,43 @@ def test_a_backward_of_the_strategy_in_a_hook_is_refused(pool2: RankPool, engine
 def test_no_backward_is_refused(pool2: RankPool, engine: str) -> None:
     """A rank that leaves it out would let the others wait."""
     for message, _ in pool2.run(_misuse, "RunsNone", 3, ENGINES[engine][1]):
-        assert "has run no backward of its loss" in message
+        assert "LightningModule.backward has run no backward" in message
+
+
+class RaisesAfterwards(LabelledModule):
+    """Fails when gradients are final, and goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.kept: list[bool] = []
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        raise KeyError("after the backward")
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        with pytest.raises(KeyError):
+            self.manual_backward(loss)
+        self.kept.append(all(parameter.grad is not None for parameter in self.parameters()))
+
+
+def _fail_afterwards(options: dict[str, Any]) -> list[bool]:
+    module = RaisesAfterwards()
+    make_trainer(AutomodelStrategy(**options)).fit(module, loader(case(dist.get_world_size())))
+    return module.kept
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_an_error_after_the_backward_leaves_final_gradients(pool2: RankPool, engine: str) -> None:
+    for kept in pool2.run(_fail_afterwards, ENGINES[engine][1]):
+        assert kept == [True] * NUM_BATCHES
 
 
 class Cached(LightningModule):
-    """A loss over the rows of a batch whose gradients are computed chunk by chunk, in a hook of their features (GradCache)."""
+    """A loss over the rows of a batch, whose gradients a hook computes chunk by chunk, as GradCache does."""
 
     def __init__(self, num_chunks: int) -> None:
         super().__init__()
@@ -229,7 +263,7 @@ class Cached(LightningModule):
         self.num_chunks = num_chunks
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        chunks = batch[0].chunk(self.num_chunks)
+        chunks = batch[0].tensor_split(self.num_chunks)  # as many on each rank
         with torch.no_grad():
             features = torch.cat([self.net(chunk) for chunk in chunks])
         features.requires_grad_()
@@ -237,7 +271,7 @@ class Cached(LightningModule):
         return contrast(features)
 
     def backpropagate(self, chunks: tuple[Tensor, ...], gradient: Tensor) -> None:
-        for chunk, part in zip(chunks, gradient.chunk(self.num_chunks), strict=True):
+        for chunk, part in zip(chunks, gradient.tensor_split(self.num_chunks), strict=True):
             with torch.enable_grad():
                 (self.net(chunk) * part).sum().backward()
 
@@ -253,7 +287,7 @@ class Cached(LightningModule):
 def contrast(features: Tensor) -> Tensor:
     """[] a mean over rows that no sum over chunks of them is."""
     logits = features @ features.T
-    return F.cross_entropy(logits, torch.arange(len(features)))
+    return F.cross_entropy(logits, torch.arange(len(features), device=features.device))
 
 
 def _fit_cached(num_chunks: int, accumulate: int, options: dict[str, Any]) -> dict[str, Tensor] | str:

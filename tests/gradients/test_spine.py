@@ -15,8 +15,8 @@ from lightning_automodel.micro_batch import MicroBatches
 from tests.gradients.spine import OPTIONS, route
 from tests.rank_pool import RankPool
 
-LIMITS = {"sharded": (45, 8, 10), "replicated": (40, 8, 8)}
-"""Functions, files, and returns to a file that was left."""
+LIMITS = {"sharded": (70, 13, 15), "replicated": (41, 10, 15)}
+"""Functions, files, and returns to a file that was left, of all that Python enters of the package."""
 
 
 def _counts(name: str) -> tuple[tuple[int, int, int], str]:
@@ -33,7 +33,8 @@ def test_counts(pool2: RankPool, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "route", [MicroBatches.backward, AutomodelStrategy.save_checkpoint, Supervisor._leave]
+    "route",
+    [MicroBatches.backward, MicroBatches._finish, AutomodelStrategy.save_checkpoint, Supervisor._leave],
 )
 def test_routes_read_from_top_to_bottom(route: Callable[..., object]) -> None:
     """A micro-batch, a save, and a rank that fails: at most 60 lines, one context, no function inside."""

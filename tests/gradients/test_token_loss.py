@@ -279,13 +279,13 @@ def test_large_windows_are_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "loss", "num_label_tokens"),
-    [({}, 11 / 14, 14), ({"loss_reduction": "sum"}, 11 / 14, 14), ({"per_token_loss": False}, 11 / 4, 0)],
+    ("options", "counted", "num_label_tokens"),
+    [({}, 14, 14), ({"loss_reduction": "sum"}, 14, 14), ({"per_token_loss": False}, 4, 0)],
 )
-def test_report(options: dict[str, Any], loss: float, num_label_tokens: int) -> None:
+def test_report(options: dict[str, Any], counted: int, num_label_tokens: int) -> None:
     """The mean over tokens or over micro-batches; uncounted tokens are zero, an unmeasured norm is None."""
-    report = TokenWeighting(**options).report(torch.tensor([14.0, 11.0, 4.0], dtype=torch.float64))
-    assert report.loss.item() == pytest.approx(loss, rel=1e-15)
+    report = TokenWeighting(**options).report(torch.tensor([counted, 11.0, 4.0], dtype=torch.float64))
+    assert report.loss.item() == pytest.approx(11 / counted, rel=1e-15)
     assert (report.num_label_tokens.item(), report.num_micro_batches.item()) == (num_label_tokens, 4)
     assert report.grad_norm is None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -246,6 +248,27 @@ def test_a_group_with_an_unknown_value() -> None:
     optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(2))], OPTION: "other"}], lr=0.1)
     with pytest.raises(ValueError, match="optimizer_step='other'; valid are 'auto', 'shards', 'whole'"):
         is_stepped_whole(optimizer, optimizer.param_groups[0], "auto")
+
+
+def _advice(kinds: list[str]) -> list[list[str]]:
+    """Runs on every rank: what is said of each kind on shards."""
+    found = []
+    for kind in kinds:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make_trainer(AutomodelStrategy(optimizer_step="shards")).fit(WholeModule(kind), loader())
+        messages = [str(warning.message) for warning in caught]
+        found.append([message for message in messages if "optimizer_step='whole'" in message])
+    return found
+
+
+def test_optimizers_that_gather_are_told_of_once(pool2: RankPool) -> None:
+    """With the number of tensors: Adafactor takes the norm and the means of each; an elementwise one none."""
+    (of_adafactor, of_elementwise), *others = pool2.run(_advice, ["adafactor", "by loss"])
+    [message] = of_adafactor
+    assert re.match(r"Adafactor looks at whole tensors: its step took \d+ of them", message)
+    assert of_elementwise == []
+    assert others == [[[], []]]
 
 
 def _fit_coupled() -> str:

@@ -34,6 +34,7 @@ from tests.gradients.test_final_gradients import (
     test_plain_backward_is_averaged_by_fsdp2,
     test_what_users_write,
 )
+from tests.gradients.test_own_backward import test_a_backward_that_edits_gradients, test_backwards_in_a_hook
 from tests.markdown import merged_table
 from tests.processes import run_anew
 from tests.rank_pool import RankPool
@@ -56,9 +57,11 @@ from tests.trainer.test_support import check
 
 __all__ = [
     "pool",
+    "test_a_backward_that_edits_gradients",
     "test_a_failed_backward_leaves_what_stood_there",
     "test_a_missing_checkpoint_raises_on_every_rank",
     "test_around_a_fit",
+    "test_backwards_in_a_hook",
     "test_early_stopping",
     "test_equals_one_process",
     "test_failure_in_the_background",

@@ -69,8 +69,8 @@ class Recorder:
     def clear(self) -> None:
         """Begin a new window with the next training step."""
         self.window: RecordedWindow | None = None
-        # This rank's part of the weights before the window; weights that are whole, on rank 0 only.
-        self.weights: dict[str, Tensor] = {}
+        # This rank's part of the weights before the window; weights that are whole, on rank 0 alone: None elsewhere.
+        self.weights: dict[str, Tensor | None] = {}
         self.before: Fingerprints = {}  # before the window
         self._after: Fingerprints = {}  # after the newest step
         self.trainable: dict[str, bool] = {}
@@ -134,9 +134,8 @@ class Recorder:
         }
         self.before = before
         self.weights = {
-            name: parameter.detach().clone()
+            name: parameter.detach().clone() if keeps_whole or isinstance(parameter, DTensor) else None
             for name, parameter in self.module.named_parameters()
-            if keeps_whole or isinstance(parameter, DTensor)
         }
         self.trainable = {
             name: parameter.requires_grad for name, parameter in self.module.named_parameters()
