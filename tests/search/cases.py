@@ -68,6 +68,7 @@ class Case:
         negative: Rank 1 tells its counts with a minus.
         over_ranks: The loss that is returned is already the mean over ranks.
         rows: How a hook changes some rows of a gradient, or draws random numbers for it.
+        snippet: A name of `tests/sharding/snippets.py`, run before each step but the first.
         functional: `torch.func.functional_call` of a block: with weights of its "own", or "made" by others.
     """
 
@@ -118,6 +119,7 @@ class Case:
     negative: bool = False
     over_ranks: bool = False
     rows: str | None = None
+    snippet: str | None = None
     functional: str | None = None
 
     @property

@@ -43,15 +43,14 @@ REFUSALS: dict[str, Callable[[Case], Any]] = {
     r"activation_checkpointing=.* finds no blocks": lambda c: (
         c.container in ("direct", "dict", "dict_of_groups")
     ),
-    r"got a gradient that it does not reduce": lambda c: c.penalty == "full_tensor" and c.engine != "ddp",
+    r"got a gradient that it does not reduce": lambda c: (
+        c.engine != "ddp" and (c.penalty == "full_tensor" or c.container in ("iterated", "indexed"))
+    ),
     # torch's anomaly mode looks for NaN by an operator that DTensors lack, before that.
     r"_is_any_true.default does not have a sharding": lambda c: (
         c.penalty == "full_tensor" and has(c, "detect_anomaly")
     ),
     r"manual_backward is called again for the same batch": lambda c: c.manual == "chunks",
-    r"A sharded parameter met a plain tensor": lambda c: (
-        c.container in ("iterated", "indexed") and c.engine != "ddp"
-    ),
     # Torch's own: the option leaves what an evaluation in mid-window has gathered, and the hook writes to
     # that.
     r"copy_.default got mixed torch.Tensor and DTensor": lambda c: (

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.search.cases import Case
+from tests.search.user_code import SNIPPETS
 
 _IN_STEP = ("before_forward", "after_forward")
 _IN_HOOK = ("after_backward", "before_step", "batch_end", "validation")
@@ -67,6 +68,7 @@ KINDS: dict[str, Callable[[random.Random], Any]] = {
     "rows": lambda rng: rng.choice(
         ["slice", "one", "narrow", "view", "assign", "index", "fill", "mask", "data", "noise", "drawn"]
     ),
+    "snippet": lambda rng: rng.choice(list(SNIPPETS)),
     "functional": lambda rng: rng.choice(["own", "made"]),
 }
 """What a kind becomes when it is drawn."""
@@ -151,6 +153,22 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
         {"optimizer": "sgd", "thaw": None},
     ),
     (lambda c: c.changed is not None and c.frozen == "biases", {"frozen": None}),
+    # It needs weights of an embedding, a head and a gate that all train, and their states.
+    (
+        lambda c: c.snippet is not None,
+        {
+            "parts": lambda c: tuple(sorted({*c.parts, "gate"} - {"tied"})),
+            "optimizer": "adam",
+            "frozen": None,
+            "thaw": None,
+            "stops": (),
+            "experts": 0,
+            "alias": None,
+            "changed": None,
+            "callbacks": _dropped("callbacks", "finetuning", "swa"),
+            "trainer": _dropped("trainer", "detect_anomaly"),
+        },
+    ),
     (lambda c: c.rows is not None, {"parts": _dropped("parts", "tied")}),
     (
         lambda c: any(each.startswith("teacher_") for each in c.writes),
@@ -233,10 +251,6 @@ KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
     r"were replaced after the module was distributed": lambda c: (
         c.changed and c.changed.startswith("replace")
     ),
-    r"A slice of a sharded parameter or gradient was written in place": lambda c: (
-        c.rows in ("slice", "one", "narrow", "view")
-    ),
-    r"A sharded parameter met a plain tensor.*A mask of a gradient": lambda c: c.rows in ("fill", "mask"),
     r"A sharded parameter met a plain tensor.*An average of weights": lambda c: any(
         "_" in each for each in c.writes
     ),

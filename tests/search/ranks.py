@@ -36,7 +36,15 @@ from tests.search.net import (
     weight_penalty,
 )
 from tests.search.reference import CLIP_NORM, CLIP_VALUE, Outcome, critic_loss, norm
-from tests.search.user_code import changed, edit_rows, foreign_gradients, full, token_loss, write
+from tests.search.user_code import (
+    changed,
+    edit_rows,
+    foreign_gradients,
+    full,
+    run_snippet,
+    token_loss,
+    write,
+)
 from tests.trainer.exactness import SILENT, full_weights
 
 
@@ -156,6 +164,7 @@ class Searched(LightningModule):
         self._look("before_step")
         edit_before_step(self.case.hooks, self)
         edit_rows(self.case, self.net)
+        self.norms += run_snippet(self.case, self.net, optimizer)
         if "norm_before_step" in self.case.hooks:
             self.norms.append(norm(self))
 

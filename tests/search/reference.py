@@ -30,7 +30,15 @@ from tests.search.net import (
     weight_penalty,
     with_gradients,
 )
-from tests.search.user_code import changed, edit_rows, foreign_gradients, full, token_loss, write
+from tests.search.user_code import (
+    changed,
+    edit_rows,
+    foreign_gradients,
+    full,
+    run_snippet,
+    token_loss,
+    write,
+)
 
 CLIP_NORM = 0.05
 CLIP_VALUE = 0.01
@@ -269,6 +277,7 @@ class Reference:
         self._look("before_step")
         edit_before_step(case.hooks, self.module)
         edit_rows(case, self.module.net)
+        self.norms += run_snippet(case, self.module.net, optimizer)
         if "norm_before_step" in case.hooks:
             self.norms.append(norm(self.module))
         if case.manual is None:

@@ -17,6 +17,8 @@ from tests.search.drawing import EXPERTS, VALUES, draw_case
 from tests.search.harness import TOLERANCE, judge
 from tests.search.ranks import train
 from tests.search.reference import Outcome
+from tests.search.rules import made_valid
+from tests.search.user_code import SNIPPETS
 
 SEED = 23
 BY_DEFAULT = 6
@@ -100,6 +102,19 @@ def test_random_cases(request: pytest.FixtureRequest) -> None:
     for case in cases(0, BY_DEFAULT):
         if case.num_ranks == 2:
             assert_no_finding(request, case)
+
+
+def test_random_cases_with_snippets(request: pytest.FixtureRequest) -> None:
+    """What users' hooks do to parameters and gradients, beside everything else."""
+    drawn = [draw_case(SEED, number, kinds=("snippet",)) for number in range(12)]
+    for case in [case for case in drawn if case.num_ranks == 2][:4]:
+        assert_no_finding(request, case)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_each_snippet(request: pytest.FixtureRequest, snippet: str) -> None:
+    assert_no_finding(request, made_valid(Case(snippet=snippet, accumulation=(2,), num_batches=4)))
 
 
 def _with_experts(numbers: range) -> list[Case]:

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tests.search.block import first_block, plain
 from tests.search.cases import Case
 from tests.search.data import VOCABULARY, WIDTH, count, cross_entropy
+from tests.sharding.snippets import READS, WRITES, Snippet, Trained
 
 MOMENTUM = 0.7
 """Of teachers."""
@@ -283,6 +284,49 @@ def changed(case: Case, where: str, net: Any) -> list[nn.Parameter]:
     if what == "fill":
         nn.init.constant_(net.head.bias, 0.3)
     return []
+
+
+_UNSTABLE = {"weight decay", "sparsified", "states as masks", "pruned", "rounded", "initialised sparse"}
+"""They compare values that may be rounding with a threshold."""
+_FOR_CONVOLUTIONS = {
+    *(
+        "norm over several dimensions",
+        "sum of columns",
+        "reshaped",
+        "permuted",
+        "kernel",
+        "kernel flattened",
+    ),
+    *("rows of weights", "data from plain", "initialised dirac"),
+}
+SNIPPETS: dict[str, Snippet] = {
+    name: snippet
+    for name, snippet in (READS | WRITES).items()
+    if name not in _UNSTABLE and name not in _FOR_CONVOLUTIONS
+}
+"""What is drawn of the table in `tests/sharding/snippets.py`."""
+
+
+def run_snippet(case: Case, net: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    """What a snippet returned, as one number; nothing before the optimizer has states of all that it touches."""
+    if case.snippet is None:
+        return []
+    touched = [net.embedding.weight, net.head.weight, net.gate.weight, net.gate.bias]
+    if any(p.grad is None or p not in optimizer.state for p in touched):
+        return []
+    with torch.random.fork_rng(devices=[]):
+        returned = SNIPPETS[case.snippet](Trained(*touched, None, net, optimizer))
+    return [_as_number(returned)]
+
+
+def _as_number(returned: Any) -> float:
+    """A number that tells whether something was returned that is not equal."""
+    if isinstance(returned, (list, tuple)):
+        return sum(_as_number(part) / (index + 1) for index, part in enumerate(returned))
+    if returned is None or isinstance(returned, str):
+        return float(len(returned or ""))
+    values = full(torch.as_tensor(returned)).detach().double().nan_to_num(nan=3.0).abs().flatten()
+    return float((values / torch.arange(1, len(values) + 1)).sum())
 
 
 def edit_rows(case: Case, net: Any) -> None:

@@ -291,7 +291,11 @@ def _drawn(net: Trained) -> Any:
     return (
         *(torch.rand_like(weight), torch.randn_like(input=net.weight.grad), weight.bernoulli(0.5)),
         *(torch.bernoulli(probabilities), torch.normal(weight, 0.1), F.dropout(weight, 0.5)),
-        *(torch.multinomial(probabilities[0], 3), torch.randint_like(weight, 9), torch.rand(2)),
+        *(
+            torch.multinomial(probabilities[0], 3),
+            torch.randint_like(weight, 9),
+            torch.rand(2, dtype=weight.dtype),
+        ),
     )
 
 
@@ -628,7 +632,7 @@ def _seeded(snippet: Snippet) -> Snippet:
     def run(net: Trained) -> Any:
         torch.manual_seed(3)
         snippet(net)
-        return torch.rand(2)  # all ranks have drawn as often
+        return torch.rand(2, dtype=torch.float64)  # all ranks have drawn as often
 
     return run
 
