@@ -64,6 +64,8 @@ NOT_MESSAGES = {
     "must have the same mesh": "torch's own message, which ours explains",
     "FSDP does not support deepcopy": "torch's own message, which ours explains",
     "'fsdp::chunk_cat' with arguments from the 'Sparse": "torch's own message, which ours explains",
+    "'Parameter' object has no attribute '_local_tensor'": "torch's own message, which ours explains",
+    "Can't pickle <class 'torch.distributed.fsdp.": "pickle's own message, which ours explains",
     "out of bounds for storage of size 0": "torch's own message, which ours explains",
     "RegisterPostBackwardFunction is a view and is being modified inplace": "torch's own message, which ours explains",
     "One of the differentiated Tensors appears to not have been used in the graph.": "torch's own message",

@@ -9,8 +9,6 @@ from enum import StrEnum
 
 import torch.distributed as dist
 
-from lightning_automodel.internals import torch as torch_internals
-
 MAX_MESSAGE_CHARACTERS = 4000
 MISSED_BEATS = 8
 LONGEST_LIST = 16
@@ -25,7 +23,12 @@ RUN_ON_ALL_RANKS = (
 )
 COMMUNICATION = re.compile(r"\b(gloo|NCCL|XCCL|monitoredBarrier)\b")
 GLOO_SOURCE = re.compile(r"\bgloo/\S+\.(cc|h|cpp|hpp):\d+")
-COMMUNICATING = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/torch/_ops.py")
+COMMUNICATING = (
+    "/torch/distributed/",
+    "/torch/nn/parallel/distributed.py",
+    "/torch/_ops.py",
+    "/torch/autograd/graph.py",  # runs a backward, within which DDP reduces
+)
 
 
 class Device(StrEnum):
@@ -178,8 +181,7 @@ def _tells_of_communication(exception: RuntimeError) -> bool:
     if not frames or not COMMUNICATION.search(message):
         return False
     innermost = frames[-1]
-    is_inside = any(part in innermost.filename for part in COMMUNICATING)
-    return is_inside or innermost.name == torch_internals.BACKWARD
+    return any(part in innermost.filename for part in COMMUNICATING)
 
 
 def list_ranks(ranks: Sequence[int], notes: Mapping[int, str] | None = None) -> str:

@@ -100,15 +100,16 @@ class GradSync:
 
     def _note_gradient(self, parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]) -> None:
         """Hook of autograd: note a gradient that comes, or refuse a backward that would join a window."""
+        window = self.window
         if gradients[0] is None:
             return
-        if self.window is None:
+        if window is None:
             if self.refusal is not None or self.is_last is False:
                 raise RuntimeError(self.refusal or PLAIN_BACKWARD)
-        elif parameter in self.window.reached:
+        elif parameter in window.reached:
             self._reach_again(parameter)
         else:
-            self.window.reached.add(parameter)
+            window.reached.add(parameter)
 
     def _reach_again(self, parameter: nn.Parameter) -> None:
         """A second gradient comes within one backward: there are several, in hooks or checkpoints."""

@@ -12,6 +12,10 @@ from torch.utils import _foreach_utils
 
 D = TypeVar("D", bound=DTensor)
 
+DATA: Any = Tensor.data
+GRAD: Any = Tensor.grad
+"""The descriptors of attributes that classes of ours replace."""
+
 plain_access: Any = torch._C.DisableTorchFunctionSubclass
 """Context in which ``__torch_function__`` of subclasses is not called: what runs in it sees ordinary DTensors."""
 
@@ -42,14 +46,15 @@ def alike(tensors: Iterable[DTensor], models: Iterable[DTensor]) -> bool:
 
 def with_part(cls: type[D], part: Tensor, like: DTensor) -> D:
     """A tensor of the layout of ``like``, of which this rank holds ``part``. Not recorded by autograd."""
-    spec = like._spec
+    spec: Any = like._spec
     if part.dtype != like.dtype:
         spec = dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=part.dtype))
-    return cls.__new__(cls, part, spec, requires_grad=False)
+    made: Any = cls.__new__(cls, part, spec, requires_grad=False)
+    return made
 
 
 def break_graphs_at(cls: type[Tensor]) -> None:
-    """Let ``torch.compile`` leave functions of tensors of a class to Python, whose ``__torch_function__`` it cannot trace."""
+    """Let ``torch.compile`` leave tensors of a class to Python: it cannot trace their ``__torch_function__``."""
     torch._dynamo.config.nontraceable_tensor_subclasses.add(cls)
 
 

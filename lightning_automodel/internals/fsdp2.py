@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from lightning_automodel.internals.dtensor import GRAD
 from lightning_automodel.internals.releases import UnsupportedReleaseError
 
 FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes are not public
@@ -176,7 +177,7 @@ def clear_unreduced_gradients(group: FSDPParamGroup, params: list[FSDPParam]) ->
     group._partial_reduce_output = None
     for param in params:
         if (leaf := getattr(param, "unsharded_param", None)) is not None:
-            Tensor.grad.__set__(leaf, None)
+            GRAD.__set__(leaf, None)
         if not ACCUMULATES_IN_LEAF:
             param.unsharded_accumulated_grad = None
 
@@ -191,7 +192,7 @@ def _unreduced_gradient(param: FSDPParam) -> Tensor | None:
     if ACCUMULATES_IN_LEAF or param.unsharded_accumulated_grad is None:
         if leaf is None:
             return None
-        return Tensor.grad.__get__(leaf)
+        return GRAD.__get__(leaf)
     return param.unsharded_accumulated_grad
 
 
@@ -276,6 +277,6 @@ def zero_missing_gradients(group: FSDPParamGroup, parameters: Container[nn.Param
 def _set_zero_gradient(param: FSDPParam) -> None:
     zeros = torch.zeros_like(param.unsharded_param, dtype=unsharded_gradient_dtype(param))
     if ACCUMULATES_IN_LEAF:
-        Tensor.grad.__set__(param.unsharded_param, zeros)
+        GRAD.__set__(param.unsharded_param, zeros)
     else:
         param.unsharded_accumulated_grad = zeros

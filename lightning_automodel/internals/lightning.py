@@ -40,7 +40,8 @@ _BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_bac
 
 def has_hooks_before_backward(trainer: Trainer) -> bool:
     """Whether code of the user's runs between a step's forward and its backward, under automatic optimization."""
-    hooked = [trainer.lightning_module, *trainer.callbacks]
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    hooked = [trainer.lightning_module, *callbacks]
     return any(
         not defined_in(getattr(owner, name), "lightning", "lightning_automodel")
         for owner in hooked

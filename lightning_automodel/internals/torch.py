@@ -45,18 +45,13 @@ def not_compiled(function: F) -> F:
     return cast(F, torch.compiler.disable(function))
 
 
-def has_forward_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether any of ``modules`` has a hook that sees what its forward returns."""
-    return any(module._forward_hooks for module in modules)
-
-
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether ``module`` itself has hooks that see, and may change, gradients that pass through it."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def is_read_by_torch() -> bool:
-    """Whether this thread runs a backward or its callbacks, or traces a graph: then torch reads what tensors really have."""
+    """Whether this thread runs a backward or its callbacks, or traces a graph: torch then reads tensors as they are."""
     return torch._C._current_graph_task_id() != -1 or torch._guards.TracingContext.try_get() is not None
 
 
@@ -161,11 +156,6 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
 def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     """Hooks that ``tensor.register_hook`` has registered, which copies of the tensor lack."""
     return list((tensor._backward_hooks or {}).values())
-
-
-def is_view(tensor: Tensor) -> bool:
-    """Whether autograd treats ``tensor`` as a view, so that an in-place change replaces what computed it."""
-    return tensor._is_view()
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:

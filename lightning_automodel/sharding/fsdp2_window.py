@@ -94,7 +94,9 @@ class FSDP2Window(GradSync):
             root: list(fsdp2.fsdp_param_groups(cast(nn.Module, root))) for root in fsdp_roots(model)
         }
         self._heads = {unit for unit in self.units if is_head(unit)}
-        self._whole_step = [unit for unit in self.units if unit is model or unit in self._heads]
+        self._whole_step = [
+            unit for unit in self.units if cast(nn.Module, unit) is model or unit in self._heads
+        ]
         self._unadopted = list(self._whole_step)
         self._groups = [group for unit in self.units for group in fsdp2.param_groups(unit)]
         self._model = model
@@ -320,7 +322,8 @@ class FSDP2Window(GradSync):
                 " gradient that it does not reduce, since training_step uses them outside of their unit's"
                 " forward. Code that calls only modules in a unit does that: call the unit itself"
                 " (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of what is"
-                f" called. So does a penalty on weights. {PENALTY_ON_WEIGHTS} For a method that differentiates by module.parameters(), as adjoint methods do, pass"
+                f" called. So does a penalty on weights. {PENALTY_ON_WEIGHTS} For a"
+                " method that differentiates by module.parameters(), as adjoint methods do, pass"
                 " auto_wrap_policy=set(): the model is then one unit, which under automatic optimization is"
                 " gathered during all of training_step."
             )

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_automodel.gradients.grad_sync import GradSync
 from lightning_automodel.internals import fsdp2, fsdp2_gathers
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.internals.dtensor import plain_access
+from lightning_automodel.internals.dtensor import DATA, GRAD, plain_access
 from lightning_automodel.internals.fsdp2 import FSDPParam
 from lightning_automodel.internals.torch import local_tensor, versions
 from lightning_automodel.sharding.shards import own_part
@@ -29,7 +29,7 @@ IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.paramete
 
 
 def _get_data(gathered: Any) -> Tensor:
-    alias = Tensor.data.__get__(gathered)  # whose version counter is its own
+    alias = DATA.__get__(gathered)  # whose version counter is its own
     gathered.aliases.append(alias)
     return alias
 
@@ -63,11 +63,11 @@ class _AsItIs:
 
     @property
     def grad(self) -> Tensor | None:
-        return Tensor.grad.__get__(self._gathered)
+        return GRAD.__get__(self._gathered)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        Tensor.grad.__set__(self._gathered, value)
+        GRAD.__set__(self._gathered, value)
 
 
 def _holder(gathered: Any) -> Any:
@@ -282,14 +282,14 @@ def _state(param: FSDPParam) -> tuple[int, bool]:
 
 def _memory(gathered: Tensor) -> Tensor:
     """The memory of a copy on this rank, with a version counter of its own."""
-    return Tensor.data.__get__(local_tensor(gathered))
+    return DATA.__get__(local_tensor(gathered))
 
 
 def _set_memory(gathered: Tensor, memory: Tensor) -> None:
     if isinstance(gathered, DTensor):
         torch_internals.set_local_tensor(gathered, memory)
     else:
-        Tensor.data.__set__(gathered, memory)
+        DATA.__set__(gathered, memory)
 
 
 @torch.no_grad()
@@ -317,20 +317,20 @@ def _write_back(param: FSDPParam, shard_is_current: bool) -> None:
 def _refused(shard: Any, gathered: Tensor) -> str:
     if gathered.dtype == shard.dtype:
         return (
-            f"{shard.parameter_name} was written twice while it was gathered: as module.parameters() has it within a step,"
-            " and as a list or an optimizer holds its shard. Take parameters from the module, or write them"
+            f"{shard.parameter_name} was written twice while it was gathered: as module.parameters() has it within a"
+            " step, and as a list or an optimizer holds its shard. Take parameters from the module, or write them"
             f" {IN_HOOKS}."
         )
     return (
-        f"{shard.parameter_name} was written within a step or a forward, where FSDP2 has gathered it in {gathered.dtype},"
-        f" which rounds what is written: its own dtype is {shard.dtype}. Write it {IN_HOOKS}. Or pass"
+        f"{shard.parameter_name} was written within a step or a forward, where FSDP2 has gathered it in"
+        f" {gathered.dtype}, which rounds what is written: its own dtype is {shard.dtype}. Write it {IN_HOOKS}. Or pass"
         " data_parallel='ddp'."
     )
 
 
 def _freed(shard: Any, gathered: Tensor) -> str:
     return (
-        f"{shard.parameter_name} was written within a step or a forward, and FSDP2 has freed what it had gathered there, so"
-        f" that the write is lost. Write it {IN_HOOKS}. Or keep parameters gathered for the window:"
+        f"{shard.parameter_name} was written within a step or a forward, and FSDP2 has freed what it had gathered"
+        f" there, so that the write is lost. Write it {IN_HOOKS}. Or keep parameters gathered for the window:"
         " reshard_during_accumulation=False. Or pass data_parallel='ddp'."
     )

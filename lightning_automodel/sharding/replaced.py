@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -36,7 +36,7 @@ class Replaced(nn.Parameter):
             " property, or a module that is called), or pass data_parallel='ddp', which replaces nothing."
         )
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<{self.parameter_name}, which a shard has replaced>"
 
 
@@ -67,7 +67,7 @@ class ModuleParameters:
             self._replaced.append((old, shard))
             old.data = old.new_empty(0)
             old.__class__ = Replaced
-            old.parameter_name = name
+            cast(Replaced, old).parameter_name = name
         self._before.clear()
         for path, owner in self._module.named_modules():
             for name, parameter in owner.named_parameters(recurse=False):

@@ -29,6 +29,7 @@ from lightning_automodel.gradients.owner_exchange import Holders, holders_of
 from lightning_automodel.gradients.token_loss import wide_dtype
 from lightning_automodel.internals import fsdp2, fsdp2_gathers
 from lightning_automodel.internals.dtensor import (
+    DATA,
     alike,
     break_graphs_at,
     has_layout,
@@ -97,8 +98,8 @@ class Shard(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
-            f"{self.parameter_name} is sharded, and would be pickled as the part of this rank alone, by torch.save or by"
-            f" passing it to another process. {SAVE_WHOLE}"
+            f"{self.parameter_name} is sharded, and would be pickled as the part of this rank alone, by torch.save"
+            f" or by passing it to another process. {SAVE_WHOLE}"
         )
 
 
@@ -196,9 +197,6 @@ class GatheredCopy:
         return memory != 0 and tensor.untyped_storage().data_ptr() == memory
 
 
-_GET_DATA = Tensor.data.__get__
-
-
 class View(Tensor):
     """A view of a gathered tensor, such as ``p.grad[2:4]`` or ``p.view(-1)``: writes to it go into the shards."""
 
@@ -209,7 +207,7 @@ class View(Tensor):
         cls, function: Function, types: Any, args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
         with plain_access():
-            if function is _GET_DATA:
+            if function == DATA.__get__:
                 function = Tensor.detach  # which shares the version counter
             return _on_wholes(function, args, kwargs or {})
 
@@ -495,7 +493,7 @@ def _models_of(values: Sequence[Any], length: int) -> Sequence[DTensor | None]:
     ]
 
 
-def _parts_alike(tensors: Sequence[Any], models: Sequence[DTensor | None]) -> list[Any] | None:
+def _parts_alike(tensors: Sequence[Any], models: Sequence[Any]) -> list[Any] | None:
     """This rank's parts of a list, each laid out like its model; None if some entry needs the whole tensor."""
     classes = set(map(type, tensors))
     if classes == {Shard} and set(map(type, models)) == {Shard} and alike(tensors, models):
@@ -532,7 +530,7 @@ def _one_by_one(function: Function, args: Arguments, kwargs: Keywords, length: i
 
 
 def _sum(function: Function, args: Arguments, kwargs: Keywords) -> Any:
-    shard = args[0] if args else None
+    shard: Any = args[0] if args else None
     is_plain = not isinstance(shard, DTensor) or len(args) > 1 or kwargs or _is_recorded(shard)
     if is_plain or not (shard.is_floating_point() or shard.is_complex()):
         return _on_wholes(function, args, kwargs)
@@ -700,11 +698,11 @@ def _assignment(function: Any, args: Arguments, kwargs: Keywords) -> Any:
     function(target, value)
 
 
-def _set_data(target: Tensor, value: Tensor) -> None:
+def _set_data(target: Any, value: Tensor) -> None:
     """``p.data = values``: the shard gets its part of them, in memory of its own, as does whoever swaps weights."""
     if not isinstance(target, DTensor):
         whole = gather(value, torch.clone) if isinstance(value, DTensor) else value
-        Tensor.data.__set__(target, whole)
+        DATA.__set__(target, whole)
         return
     part = _part_like(value, target, False)
     if part is None or value.shape != target.shape or value.dtype != target.dtype:
@@ -715,10 +713,8 @@ def _set_data(target: Tensor, value: Tensor) -> None:
         )
     with torch.no_grad():
         part = part.clone()
-        is_moved = target.fsdp_param is not None and fsdp2_gathers.move_shard(
-            target, target.fsdp_param, part
-        )
-        if not is_moved:
+        param = getattr(target, "fsdp_param", None)
+        if param is None or not fsdp2_gathers.move_shard(target, param, part):
             part_of(target).copy_(part)
     _count_writes([target])
 
@@ -728,8 +724,8 @@ def _hook(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     shard = args[0]
     if isinstance(shard, Shard) and shard.is_leaf and shard.requires_grad and not shard.accepts_hooks:
         raise RuntimeError(
-            f"{function.__name__} on {shard.parameter_name}, which is sharded: FSDP2 would not call the hook, or before the"
-            " gradient is divided by the label tokens of its window. Change or read gradients in"
+            f"{function.__name__} on {shard.parameter_name}, which is sharded: FSDP2 would not call the hook, or"
+            " before the gradient is divided by the label tokens of its window. Change or read gradients in"
             " on_before_optimizer_step, where they are final; for hooks that step inside of the backward pass"
             " count_window_ahead=True; or pass data_parallel='ddp'."
         )
