@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
+import torch._dynamo.trace_rules
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
@@ -56,6 +57,7 @@ def with_part(cls: type[D], part: Tensor, like: DTensor) -> D:
 def break_graphs_at(cls: type[Tensor]) -> None:
     """Let ``torch.compile`` leave tensors of a class to Python: it cannot trace their ``__torch_function__``."""
     torch._dynamo.config.nontraceable_tensor_subclasses.add(cls)
+    torch._dynamo.trace_rules.add(cls.__module__)
 
 
 def support_foreach(cls: type[Tensor]) -> None:
