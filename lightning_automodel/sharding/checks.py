@@ -154,8 +154,8 @@ def check_callbacks(callbacks: Iterable[pl.Callback], shards: bool = False) -> N
     for callback in callbacks:
         if shards and isinstance(callback, ModelPruning):
             raise ValueError(
-                "ModelPruning masks a parameter by comparing all its elements, but each rank holds only a"
-                " part of a sharded one: pass AutomodelStrategy(data_parallel='ddp'), or prune the trained"
+                "ModelPruning puts products with its masks where a module has parameters, which FSDP2 would"
+                " not gather: pass AutomodelStrategy(data_parallel='ddp'), or prune the trained"
                 " model afterwards with torch.nn.utils.prune."
             )
         for base in type(callback).__mro__:

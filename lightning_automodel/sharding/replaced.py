@@ -92,7 +92,7 @@ class ModuleParameters:
 
         FSDP2 would put its own ones back in their places.
         """
-        replaced = [path for path, holder, name, own in self._places if not _is_shown(holder[name], own)]
+        replaced = [path for path, holder, name, own in self._places if not _is_shown(holder, name, own)]
         if replaced:
             raise RuntimeError(
                 f"{', '.join(replaced[:_NUM_NAMED])}: {len(replaced)} parameters that were replaced after the module"
@@ -121,9 +121,15 @@ class ModuleParameters:
         )
 
 
-def _is_shown(shown: nn.Parameter | None, own: nn.Parameter) -> bool:
-    """Whether a module has its own parameter, or what FSDP2 has gathered from it; a frozen one may be another."""
+def _is_shown(holder: dict[str, nn.Parameter | None], name: str, own: nn.Parameter) -> bool:
+    """Whether a module has its own parameter, or what FSDP2 has gathered from it; a frozen one may be another.
+
+    ``torch.nn.utils.prune`` gives it another name.
+    """
+    shown = holder.get(name)
     if shown is own or isinstance(shown, Gathered | GatheredPart):
+        return True
+    if any(parameter is own for parameter in holder.values()):
         return True
     is_frozen = not own.requires_grad and (shown is None or not shown.requires_grad)
     return is_frozen and local_tensor(own) is own

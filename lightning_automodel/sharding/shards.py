@@ -86,10 +86,11 @@ class Shard(DTensor):
         if id(self) in memo:
             return memo[id(self)]
         with plain_access(), torch.no_grad():
-            copied = with_part(Shard, part_of(self).clone(), self)
-            copied.parameter_name = self.parameter_name
+            copied: Any = with_part(DTensor, part_of(self).clone(), self)
             if isinstance(self, nn.Parameter):
-                copied._is_param = True
+                copied = nn.Parameter(copied)
+            make_shard(copied)
+            copied.parameter_name = self.parameter_name
             copied.requires_grad_(self.requires_grad)
             if self.grad is not None:
                 copied.grad = self.grad.clone()
@@ -183,8 +184,8 @@ class GatheredCopy:
             return
         if self.whole.shape != self.shard.shape:
             raise RuntimeError(
-                f"{self._function.__name__} changes the shape of {_name_of(self.shard)}, which is sharded, in place. Call"
-                " the function without the underscore, which gives a new tensor."
+                f"{self._function.__name__} changes the shape of {_name_of(self.shard)}, which is sharded, in place."
+                " Call the function without the underscore, which gives a new tensor."
             )
         with torch.no_grad():
             part_of(self.shard).copy_(own_part(self.whole, self.shard))
@@ -733,7 +734,7 @@ def _hook(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 def _leaves(inputs: Any) -> tuple[list[Tensor], list[Tensor | None]]:
     """The inputs of a differentiation, and for each what FSDP2's forward uses in its place, if anything."""
     listed = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    others = [getattr(getattr(tensor, "fsdp_param", None), "_unsharded_param", None) for tensor in listed]
+    others = [getattr(getattr(tensor, "fsdp_param", None), "unsharded_param", None) for tensor in listed]
     return listed, others
 
 

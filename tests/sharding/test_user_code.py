@@ -439,7 +439,7 @@ def use_compiled(net: Net, compiled: Callable[[Any], Any] = lambda function: fun
 
 
 def test_compiled_user_code(pool2: RankPool) -> None:
-    """As without compilation: torch's own compiled step of a plain scalar is 0.1 off, and its AdamW rounds otherwise."""
+    """As without compilation: torch's own compiled step of a plain scalar is 0.1 off, and it rounds otherwise."""
     expected = [tensor.detach() for tensor in use_compiled(Net())]
     for found in pool2.run(_compiled, timeout_s=180):
         assert difference(found[0], expected[0]) is None
