@@ -78,7 +78,7 @@ WITHOUT_GRADIENTS = (
     *("rows of weights", "normalised", "spectrally normalised", "pruned", "whole view", "states"),
     *("initialised orthogonal", "initialised constant"),
 )
-SNIPPETS = {**READS, **WRITES, **PLANTED}
+SNIPPETS = {**PLANTED, **READS, **WRITES}  # what is planted is not left in the weights
 
 
 class Net(nn.Module):
@@ -364,7 +364,7 @@ def test_before_the_optimizer_step(request: pytest.FixtureRequest, layout: str) 
 def test_between_forward_and_backward(request: pytest.FixtureRequest, layout: str) -> None:
     """There the module has been gathered for the step; what it shows are shards, and the gradients before."""
     pool = request.getfixturevalue("pool4" if layout in ON_FOUR else "pool2")
-    names = [*READS, "read planted"]
+    names = ["read planted", *READS]
     found = wrong_snippets(pool, names, "on_before_zero_grad", LAYOUTS[layout])
     assert found.pop("read planted", None) or layout == "ddp"
     assert found == {}, listed(found)
@@ -374,7 +374,7 @@ def test_between_forward_and_backward(request: pytest.FixtureRequest, layout: st
 @pytest.mark.every_case
 def test_at_the_end_of_a_batch(request: pytest.FixtureRequest, layout: str) -> None:
     pool = request.getfixturevalue("pool4" if layout in ON_FOUR else "pool2")
-    names = [*WRITES, "write planted"]
+    names = ["write planted", *WRITES]
     found = wrong_snippets(pool, names, "on_train_batch_end", LAYOUTS[layout])
     assert found.pop("write planted", None) or layout == "ddp"
     assert found == {}, listed(found)
