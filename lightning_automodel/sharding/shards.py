@@ -12,10 +12,11 @@ alike since, then hold parts of one tensor.
 """
 
 import functools
+import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,7 +42,6 @@ from lightning_automodel.internals.dtensor import (
 )
 from lightning_automodel.internals.torch import without_wrappers
 
-T = TypeVar("T")
 Function = Callable[..., Any]
 Arguments = Sequence[Any]
 Keywords = dict[str, Any]
@@ -157,17 +157,18 @@ class GatheredCopy:
 
         One that autograd follows is nobody else's.
         """
+        if _is_recorded(shard):
+            return cls(shard, function)
         source: Any = getattr(shard, "source", None)
         if source is None:
             source = shard
         kept: GatheredCopy | None = getattr(source, "kept_copy", _no_copy)()
-        if kept is None or _is_recorded(shard) or kept.whole.requires_grad:
-            kept = cls(
-                source if shard.__class__ is not DTensor and not _is_recorded(shard) else shard, function
-            )
-            source.kept_copy = weakref.ref(kept)
-        else:
-            kept.refresh()
+        with torch.no_grad():
+            if kept is None:
+                kept = cls(source, function)
+                source.kept_copy = weakref.ref(kept)
+            else:
+                kept.refresh()
         return kept
 
     def _note_versions(self) -> None:
@@ -186,7 +187,8 @@ class GatheredCopy:
     def refresh(self) -> None:
         """Gather again if the shard was written since, for a view that is used again. Then a collective."""
         if _version(self.shard) != self._shard_version and not self.whole.requires_grad:
-            self.whole.copy_(gather(self.shard, self._function))
+            with torch.no_grad():
+                self.whole.copy_(gather(self.shard, self._function))
             self._note_versions()
 
     def shares_memory(self, tensor: Tensor) -> bool:
@@ -373,15 +375,15 @@ def _elementwise(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     return _as_shard(result, like)
 
 
-def _model_of(tensors: list[Tensor], writes: bool) -> DTensor | None:
+def _model_of(tensors: list[Tensor], writes: bool) -> Shard | None:
     """The shard whose layout the result has: the largest, or the one that is written; None if that is whole."""
     if writes:
-        if isinstance(tensors[0], DTensor):
+        if isinstance(tensors[0], Shard):
             return tensors[0]
         return None
     like = None
     for tensor in tensors:
-        if isinstance(tensor, DTensor) and (like is None or tensor.ndim > like.ndim):
+        if isinstance(tensor, Shard) and (like is None or tensor.ndim > like.ndim):
             like = tensor
     return like
 
@@ -450,14 +452,13 @@ def _foreach(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     values = [*args, *kwargs.values()]
     targets = values[0]
     length = len(targets)
-    if torch.is_grad_enabled() and any(_is_recorded(entry) for entry in _listed(values)):
-        return _on_wholes(function, args, kwargs)
     models = _models_of(values, length)
     writes = _writes(function.__name__)
-    if writes and any(
-        like is not None and like is not own for like, own in zip(models, targets, strict=True)
-    ):
-        return _one_by_one(function, args, kwargs, length)
+    writes_elsewhere = writes and any(
+        like is not None and like is not target for like, target in zip(models, targets, strict=True)
+    )
+    if writes_elsewhere or any(map(_is_recorded, _listed(values))):
+        return _on_wholes(function, args, kwargs)
     converted = []
     for value in values:
         if value.__class__ not in (list, tuple) or len(value) != length:
@@ -465,7 +466,7 @@ def _foreach(function: Function, args: Arguments, kwargs: Keywords) -> Any:
             continue
         parts = _parts_alike(value, models)
         if parts is None:
-            return _one_by_one(function, args, kwargs, length)
+            return _on_wholes(function, args, kwargs)
         converted.append(parts)
     result = function(*converted[: len(args)], **dict(zip(kwargs, converted[len(args) :], strict=True)))
     if writes:
@@ -509,23 +510,6 @@ def _parts_alike(tensors: Sequence[Any], models: Sequence[Any]) -> list[Any] | N
     return parts
 
 
-def _one_by_one(function: Function, args: Arguments, kwargs: Keywords, length: int) -> Any:
-    """A multi-tensor kernel whose lists mix what cannot be computed on parts: each entry by itself."""
-    results: list[Any] = []
-    for index in range(length):
-
-        def entry(value: Any, index: int = index) -> Any:
-            if value.__class__ in (list, tuple) and len(value) == length:
-                return [value[index]]
-            return value
-
-        chosen = [entry(value) for value in args]
-        named = {key: entry(value) for key, value in kwargs.items()}
-        result = _on_wholes(function, chosen, named)
-        results += result or []
-    return results or None
-
-
 # --- Sums and norms of all elements ---------------------------------------------------------------------------------
 
 
@@ -551,7 +535,7 @@ def _norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     if is_whole or not is_number or not isinstance(shard, DTensor) or _is_recorded(shard):
         return _on_wholes(function, args, kwargs)
     (norm,) = _norms([shard], float(order), function)
-    return norm.to(dtype or _real(shard.dtype))
+    return norm.to(dtype or shard.dtype.to_real())
 
 
 def _equal(function: Function, args: Arguments, kwargs: Keywords) -> Any:
@@ -579,7 +563,7 @@ def _foreach_norm(function: Function, args: Arguments, kwargs: Keywords) -> list
             (norms[index],) = _on_wholes(function, [[tensor], *args[1:]], kwargs)
     for indices in by_layout.values():
         for index, norm in zip(indices, _norms([tensors[i] for i in indices], order, function), strict=True):
-            norms[index] = norm.to(dtype or _real(tensors[index].dtype))
+            norms[index] = norm.to(dtype or tensors[index].dtype.to_real())
     return norms
 
 
@@ -616,10 +600,6 @@ def _name_of(tensor: Tensor) -> str:
 
 def _is_recorded(tensor: Tensor) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real()
 
 
 # --- What a tensor says of itself -----------------------------------------------------------------------------------
@@ -746,7 +726,7 @@ def _grad(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """``torch.autograd.grad`` by shards, or by the gathered copies that the graph has in their place."""
     if function is not torch.autograd.grad:
         return _on_wholes(function, args, kwargs)
-    keywords = dict(zip(_GRAD_ARGUMENTS, args, strict=False)) | kwargs
+    keywords = inspect.signature(function).bind(*args, **kwargs).arguments
     inputs, others = _leaves(keywords.pop("inputs"))
     used = [other for other in others if other is not None and other.requires_grad]
     allow_unused = keywords.pop("allow_unused", None)
@@ -775,18 +755,6 @@ def _backward(function: Function, args: Arguments, kwargs: Keywords) -> Any:
         kwargs = {**kwargs, "inputs": [*listed, *(other for other in others if other is not None)]}
     return function(*args, **kwargs)
 
-
-_GRAD_ARGUMENTS = (
-    "outputs",
-    "inputs",
-    "grad_outputs",
-    "retain_graph",
-    "create_graph",
-    "only_inputs",
-    "allow_unused",
-    "is_grads_batched",
-    "materialize_grads",
-)
 
 # --- Which rule a function follows ----------------------------------------------------------------------------------
 
