@@ -721,9 +721,9 @@ def _hook(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     if isinstance(shard, Shard) and shard.is_leaf and shard.requires_grad and not shard.accepts_hooks:
         raise RuntimeError(
             f"{function.__name__} on {shard.parameter_name}, which is sharded: FSDP2 would not call the hook, or"
-            " before the gradient is divided by the label tokens of its window. Change or read gradients in"
-            " on_before_optimizer_step, where they are final; for hooks that step inside of the backward pass"
-            " count_window_ahead=True; or pass data_parallel='ddp'."
+            " would call it before the gradient is divided by the label tokens of its window. Change or read"
+            " gradients in on_before_optimizer_step, where they are final. For hooks that step inside of the"
+            " backward use count_window_ahead=True, or else data_parallel='ddp'."
         )
     return function(*args, **kwargs)
 
