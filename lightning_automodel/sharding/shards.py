@@ -49,9 +49,10 @@ Keywords = dict[str, Any]
 SAVE_WHOLE = (
     "Gather it on all ranks, and let one of them save it:"
     " state = {name: p.full_tensor() for name, p in module.state_dict().items()}, then"
-    " `if trainer.is_global_zero: torch.save(state, path)`. Or call trainer.save_checkpoint(path) on all ranks."
+    " `if trainer.is_global_zero: torch.save(state, path)`. Or call trainer.save_checkpoint(path), or"
+    " export_hugging_face(module, path) in place of save_pretrained, on all ranks."
 )
-"""How to write sharded weights that ``torch.load`` reads."""
+"""How to write sharded weights that other programs read."""
 
 
 class Shard(DTensor):
@@ -214,6 +215,7 @@ class View(Tensor):
     """A view of a gathered tensor, such as ``p.grad[2:4]`` or ``p.view(-1)``: writes to it go into the shards."""
 
     copy: GatheredCopy
+    owner: DTensor  # what the view was taken of: a parameter, or ``p.data``, which autograd does not follow
 
     @classmethod
     def __torch_function__(
@@ -284,7 +286,7 @@ def _count_writes(shards: list[Any]) -> None:
 def _on_wholes(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """Compute on whole tensors, gathered for it, and carry what was written into the shards. A collective."""
     _refuse_write_to_leaf(function, args)
-    copies: dict[int, tuple[Any, GatheredCopy]] = {}  # by the id of the tensor, which is kept alive
+    copies: dict[int, tuple[DTensor, GatheredCopy]] = {}  # with the tensors, which must live as long as their ids
 
     def whole_of(tensor: Any) -> Any:
         if isinstance(tensor, DTensor):
@@ -292,19 +294,20 @@ def _on_wholes(function: Function, args: Arguments, kwargs: Keywords) -> Any:
                 copies[id(tensor)] = (tensor, GatheredCopy.of(tensor, function))
             return copies[id(tensor)][1].whole
         if isinstance(tensor, View):
-            copies[id(tensor)] = (tensor, tensor.copy)
+            copies[id(tensor)] = (tensor.owner, tensor.copy)
             tensor.copy.refresh()
         return tensor
 
     def shard_or_view(result: Any) -> Any:
         if not isinstance(result, Tensor) or isinstance(result, View):
             return result
-        for tensor, copy in copies.values():
+        for owner, copy in copies.values():
             if result is copy.whole:
-                return tensor
+                return owner
             if copy.shares_memory(result):
                 view = result.as_subclass(View)
                 view.copy = copy
+                view.owner = owner
                 return view
         return result
 
@@ -333,12 +336,8 @@ def _refuse_write_to_leaf(function: Function, args: Arguments) -> None:
     if not torch.is_grad_enabled() or not args or not _writes(function.__name__):
         return
     targets = args[0] if args[0].__class__ in (list, tuple) else [args[0]]
-    is_recorded = any(
-        isinstance(target, Tensor)
-        and target.requires_grad
-        and (target.copy.shard if isinstance(target, View) else target).is_leaf
-        for target in targets
-    )
+    sources = [target.owner if isinstance(target, View) else target for target in targets]
+    is_recorded = any(isinstance(t, DTensor) and t.is_leaf and t.requires_grad for t in sources)
     if is_recorded and getattr(function, "__module__", None) != nn.init.__name__:
         raise RuntimeError(
             "A leaf Variable that requires grad is being used in an in-place operation: write parameters under"
@@ -625,6 +624,13 @@ def _metadata(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     return function(*args, **kwargs)
 
 
+def _refuse_memory(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """What safetensors writes, and what it and transformers take to be shared if the addresses are equal."""
+    raise RuntimeError(
+        f"{function.__name__} of {_name_of(args[0])}, which is sharded: no memory holds all of it. {SAVE_WHOLE}"
+    )
+
+
 def _new(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """``p.new_zeros(size)``: a plain tensor, of the dtype and on the device of ``p``."""
     return function(part_of(args[0]), *args[1:], **kwargs)
@@ -775,16 +781,16 @@ def _backward(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 # --- Which rule a function follows ----------------------------------------------------------------------------------
 
 _METADATA = """
-    data_ptr dim dim_order element_size get_device is_coalesced is_complex is_conj is_contiguous
+    dim dim_order element_size get_device is_coalesced is_complex is_conj is_contiguous
     is_distributed is_floating_point is_inference is_leaf is_neg is_pinned is_same_size is_shared
-    is_signed ndimension nelement numel requires_grad_ retain_grad share_memory_ size stride storage_offset
-    untyped_storage __len__ __hash__ _has_compatible_shallow_copy_type _is_view result_type can_cast is_tensor
+    is_signed ndimension nelement numel requires_grad_ retain_grad size stride storage_offset
+    __len__ __hash__ _has_compatible_shallow_copy_type _is_view result_type can_cast is_tensor
 """.split()  # noqa: SIM905 (a table of names)
 
 _ELEMENTWISE = """
     abs absolute acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bfloat16
     bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clip clone
-    conj contiguous copy copysign cpu cuda cos cosh deg2rad digamma div divide double elu eq erf erfc erfinv
+    conj contiguous copy copysign cos cosh cpu cuda deg2rad digamma div divide double elu eq erf erfc erfinv
     exp exp2 expm1 float float_power floor floor_divide fmax fmin fmod frac ge gelu greater
     greater_equal gt half hardshrink hardsigmoid hardswish hardtanh heaviside hypot isclose isfinite
     isinf isnan isneginf isposinf isreal le leaky_relu lerp less less_equal lgamma log log10 log1p
@@ -811,6 +817,7 @@ _RULES: dict[str, Function] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **{f"{name}_": _elementwise for name in _ELEMENTWISE if not name.startswith("__")},
     **dict.fromkeys(_AUGMENTED, _elementwise),
+    **dict.fromkeys(("data_ptr", "share_memory_", "storage", "untyped_storage"), _refuse_memory),
     "detach": _alias,
     "detach_": _alias,
     **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"), _new),
