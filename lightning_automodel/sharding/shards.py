@@ -286,7 +286,8 @@ def _count_writes(shards: list[Any]) -> None:
 def _on_wholes(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """Compute on whole tensors, gathered for it, and carry what was written into the shards. A collective."""
     _refuse_write_to_leaf(function, args)
-    copies: dict[int, tuple[DTensor, GatheredCopy]] = {}  # with the tensors, which must live as long as their ids
+    # By the ids of the tensors, which must live as long.
+    copies: dict[int, tuple[DTensor, GatheredCopy]] = {}
 
     def whole_of(tensor: Any) -> Any:
         if isinstance(tensor, DTensor):
