@@ -19,6 +19,7 @@ from lightning_automodel.gradients.token_loss import Count, check_range, sums_of
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.sharding import checks
 from lightning_automodel.sharding.engine import Engine
 
@@ -178,7 +179,8 @@ class MicroBatches:
             objective = objective * 0
             sums = None
         # The window's gradients alone stand in `.grad` during the backward: what stood there is set aside.
-        windows.start(window, sums, ends=sync.is_last is not False)
+        with plain_access():
+            windows.start(window, sums, ends=sync.is_last is not False)
         try:
             sync.begin(window, loss)
             if objective.requires_grad:
@@ -217,12 +219,13 @@ class MicroBatches:
             window.used |= window.reached
         sync.reduce(window)
         sync.keep(window)
-        if window.ends:
-            # Now `.grad` of `window.final` holds the sum of S over ranks, divided by D.
-            totals = windows.sum_over_ranks(window)  # N, among them
-            denominator = windows.denominator(window, totals)
-            rescale_clip.divide_(window.final, denominator, windows.divisor, window.scale)
-        windows.put_back(window)
+        with plain_access():
+            if window.ends:
+                # Now `.grad` of `window.final` holds the sum of S over ranks, divided by D.
+                totals = windows.sum_over_ranks(window)  # N, among them
+                denominator = windows.denominator(window, totals)
+                rescale_clip.divide_(window.final, denominator, windows.divisor, window.scale)
+            windows.put_back(window)
         if window.ends:
             windows.close(window, totals)
 

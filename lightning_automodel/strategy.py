@@ -565,6 +565,7 @@ class AutomodelStrategy(ParallelStrategy):
             self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True
         )
         run = self._required_run
+        run.check_parameters()
         return run.micro_batches.training_step(super().training_step, args, kwargs)
 
     def _begin_step(self, step: int, is_training: bool) -> bool:

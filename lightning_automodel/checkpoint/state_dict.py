@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.trees import dict_like
+from lightning_automodel.internals.dtensor import plain_dtensor
 from lightning_automodel.internals.torch import (
     EXTRA_STATE,
     module_versions,
@@ -139,6 +140,11 @@ def _converted(state: dict[str, Any], convert: Callable[[Tensor], Tensor | None]
     if versions := module_versions(state.get(MODEL, {})):
         converted[MODEL] = with_module_versions(converted[MODEL], versions)
     return converted
+
+
+def plain_dtensors(states: dict[str, Any]) -> dict[str, Any]:
+    """``states`` with what torch's writers know: each takes a rank's part, where user code would get the whole."""
+    return _converted(states, plain_dtensor)
 
 
 def copied(states: dict[str, Any]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def substitutes_in(places: list[Place]) -> list[tuple[Place, Tensor]]:
     substitutes: list[tuple[Place, Tensor]] = []
     for place in places:
         tensor = place.module._parameters[place.name]
-        names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+        names = ("sharded_param", "unsharded_param", "_sharded_post_forward_param")
         if tensor is not None and all(tensor is not getattr(place.param, name, None) for name in names):
             substitutes.append((place, tensor))
     return substitutes

@@ -205,8 +205,12 @@ class FSDP2Window(GradSync):
         if self.is_last is not None:
             yield
             return
-        with super().micro_batch(is_last):
-            yield
+        try:
+            with super().micro_batch(is_last):
+                yield
+        except BaseException:
+            self._enter(Phase.HOOKS)  # what is saved after an exception are shards
+            raise
         if not self._is_manual:  # else the step goes on
             self.end_step()
 

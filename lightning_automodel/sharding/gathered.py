@@ -160,6 +160,8 @@ class GatheredParameters:
 
     @torch_internals.not_compiled
     def _after_gather(self, unit: FSDPModule, places: Any, substitutes: list[Any], *_: Any) -> None:
+        if not fsdp2.unsharded([unit]):
+            unit.unshard()  # a root's own hooks run later, within its forward
         self.adopt(unit)
         if not self.is_current(unit):
             # A shard was written after the gather had started, or within a step.

@@ -80,17 +80,19 @@ class ModuleParameters:
         for group in optimizer.param_groups if not optimizer.state else ():
             group["params"] = [shards.get(id(parameter), parameter) for parameter in group["params"]]
 
-    def check(self, optimizer: Optimizer) -> None:
-        """Raise before a step of ``optimizer`` that would train something else than the distributed module.
-
-        Raises:
-            RuntimeError: If a parameter of it is none of the module, or if the module has other ones by now.
-        """
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise RuntimeError before a step of ``optimizer`` if a parameter of it is none of the module's."""
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         unknown = [parameter for parameter in trained if id(parameter) not in self._known]
         if unknown:
             raise RuntimeError(self._text(optimizer, unknown))
-        replaced = [path for path, holder, name, own in self._places if not _is_shown(holder[name], own)]
+
+    def check_module(self) -> None:
+        """Raise RuntimeError before a training step if the module has other parameters by now.
+
+        FSDP2 would put its own ones back in their places.
+        """
+        replaced = [path for path, holder, name, own in self._places if not _is_shown(holder, name, own)]
         if replaced:
             raise RuntimeError(
                 f"{', '.join(replaced[:_NUM_NAMED])}: {len(replaced)} parameters that were replaced after the module"
@@ -119,9 +121,15 @@ class ModuleParameters:
         )
 
 
-def _is_shown(shown: nn.Parameter | None, own: nn.Parameter) -> bool:
-    """Whether a module has its own parameter, or what FSDP2 has gathered from it; a frozen one may be another."""
+def _is_shown(holder: dict[str, nn.Parameter | None], name: str, own: nn.Parameter) -> bool:
+    """Whether a module has its own parameter, or what FSDP2 has gathered from it; a frozen one may be another.
+
+    ``torch.nn.utils.prune`` gives it another name.
+    """
+    shown = holder.get(name)
     if shown is own or isinstance(shown, Gathered | GatheredPart):
+        return True
+    if any(parameter is own for parameter in holder.values()):
         return True
     is_frozen = not own.requires_grad and (shown is None or not shown.requires_grad)
     return is_frozen and local_tensor(own) is own

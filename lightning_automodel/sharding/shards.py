@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients.owner_exchange import Holders, holders_of
@@ -86,10 +86,11 @@ class Shard(DTensor):
         if id(self) in memo:
             return memo[id(self)]
         with plain_access(), torch.no_grad():
-            copied = with_part(Shard, part_of(self).clone(), self)
-            copied.parameter_name = self.parameter_name
+            copied: Any = with_part(DTensor, part_of(self).clone(), self)
             if isinstance(self, nn.Parameter):
-                copied._is_param = True
+                copied = nn.Parameter(copied)
+            make_shard(copied)
+            copied.parameter_name = self.parameter_name
             copied.requires_grad_(self.requires_grad)
             if self.grad is not None:
                 copied.grad = self.grad.clone()
@@ -168,7 +169,9 @@ class GatheredCopy:
                 kept = cls(source, function)
                 source.kept_copy = weakref.ref(kept)
             else:
-                kept.refresh()
+                # Also if it is up to date: it may live on some ranks alone, and all must come.
+                kept.whole.copy_(gather(source, function))
+                kept._note_versions()
         return kept
 
     def _note_versions(self) -> None:
@@ -179,13 +182,21 @@ class GatheredCopy:
         """Write into the shard what the whole tensor was changed to since. Not a collective."""
         if self.whole._version == self._whole_version:
             return
+        if self.whole.shape != self.shard.shape:
+            raise RuntimeError(
+                f"{self._function.__name__} changes the shape of {_name_of(self.shard)}, which is sharded, in place."
+                " Call the function without the underscore, which gives a new tensor."
+            )
         with torch.no_grad():
             part_of(self.shard).copy_(own_part(self.whole, self.shard))
         _count_writes([self.shard])
         self._note_versions()
 
     def refresh(self) -> None:
-        """Gather again if the shard was written since, for a view that is used again. Then a collective."""
+        """Gather again if the shard was written since, for a view that is used again. Then a collective.
+
+        A view that one rank alone has kept may thus wait for the others, which are told what for.
+        """
         if _version(self.shard) != self._shard_version and not self.whole.requires_grad:
             with torch.no_grad():
                 self.whole.copy_(gather(self.shard, self._function))
@@ -276,24 +287,24 @@ def _count_writes(shards: list[Any]) -> None:
 def _on_wholes(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """Compute on whole tensors, gathered for it, and carry what was written into the shards. A collective."""
     _refuse_write_to_leaf(function, args)
-    copies: dict[int, GatheredCopy] = {}
+    copies: dict[int, tuple[Any, GatheredCopy]] = {}  # by the id of the tensor, which is kept alive
 
     def whole_of(tensor: Any) -> Any:
         if isinstance(tensor, DTensor):
             if id(tensor) not in copies:
-                copies[id(tensor)] = GatheredCopy.of(tensor, function)
-            return copies[id(tensor)].whole
+                copies[id(tensor)] = (tensor, GatheredCopy.of(tensor, function))
+            return copies[id(tensor)][1].whole
         if isinstance(tensor, View):
-            copies[id(tensor.copy)] = tensor.copy
+            copies[id(tensor)] = (tensor, tensor.copy)
             tensor.copy.refresh()
         return tensor
 
     def shard_or_view(result: Any) -> Any:
         if not isinstance(result, Tensor) or isinstance(result, View):
             return result
-        for copy in copies.values():
+        for tensor, copy in copies.values():
             if result is copy.whole:
-                return copy.shard
+                return tensor
             if copy.shares_memory(result):
                 view = result.as_subclass(View)
                 view.copy = copy
@@ -301,7 +312,7 @@ def _on_wholes(function: Function, args: Arguments, kwargs: Keywords) -> Any:
         return result
 
     result = function(*_map(whole_of, args), **_map(whole_of, kwargs))
-    for copy in copies.values():
+    for _, copy in copies.values():
         copy.carry()
     return _map(shard_or_view, result)
 
@@ -325,8 +336,12 @@ def _refuse_write_to_leaf(function: Function, args: Arguments) -> None:
     if not torch.is_grad_enabled() or not args or not _writes(function.__name__):
         return
     targets = args[0] if args[0].__class__ in (list, tuple) else [args[0]]
-    sources = [target.copy.shard if isinstance(target, View) else target for target in targets]
-    is_recorded = any(isinstance(t, DTensor) and t.is_leaf and t.requires_grad for t in sources)
+    is_recorded = any(
+        isinstance(target, Tensor)
+        and target.requires_grad
+        and (target.copy.shard if isinstance(target, View) else target).is_leaf
+        for target in targets
+    )
     if is_recorded and getattr(function, "__module__", None) != nn.init.__name__:
         raise RuntimeError(
             "A leaf Variable that requires grad is being used in an in-place operation: write parameters under"
@@ -353,14 +368,13 @@ def _elementwise(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if writes and is_recorded:
         _refuse_write_to_leaf(function, args)
+        return _as_dtensors(function, args, kwargs, like)
     parts: dict[int, Any] = {}
     for tensor in tensors:
         part = _part_like(tensor, like, is_recorded)
         if part is None:
             return _on_wholes(function, args, kwargs)
         parts[id(tensor)] = part
-    if writes and is_recorded:
-        return _as_dtensors(function, args, kwargs, like)
     result = function(
         *[parts.get(id(value), value) for value in args],
         **{key: parts.get(id(value), value) for key, value in kwargs.items()},
@@ -430,9 +444,11 @@ def _as_dtensors(function: Function, args: Arguments, kwargs: Keywords, like: DT
     """A write to a tensor that autograd follows, by DTensor's own rules: all tensors have its layout."""
 
     def convert(value: Any) -> Any:
-        if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.numel() == 1:
+        if not isinstance(value, Tensor) or isinstance(value, DTensor):
             return value
-        return _as_shard(own_part(value.expand(like.shape), like), like)
+        replicas = [Replicate()] * like.device_mesh.ndim
+        whole = DTensor.from_local(value.expand(like.shape).contiguous(), like.device_mesh, replicas)
+        return whole.redistribute(placements=like.placements)
 
     return make_shard(function(*_map(convert, args), **_map(convert, kwargs)))
 
@@ -613,12 +629,8 @@ def _metadata(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _new(function: Function, args: Arguments, kwargs: Keywords) -> Any:
-    """``p.new_zeros(size)``: a plain tensor, or one sharded like ``p`` if it has its shape."""
-    shard = args[0]
-    result = function(part_of(shard), *args[1:], **kwargs)
-    if result.shape == shard.shape and result.device == part_of(shard).device:
-        return with_part(Shard, own_part(result, shard).clone(), shard)
-    return result
+    """``p.new_zeros(size)``: a plain tensor, of the dtype and on the device of ``p``."""
+    return function(part_of(args[0]), *args[1:], **kwargs)
 
 
 def _numpy(function: Function, args: Arguments, kwargs: Keywords) -> Any:
@@ -687,15 +699,19 @@ def _set_data(target: Any, value: Tensor) -> None:
         whole = gather(value, torch.clone) if isinstance(value, DTensor) else value
         DATA.__set__(target, whole)
         return
-    part = _part_like(value, target, False)
-    if part is None or value.shape != target.shape or value.dtype != target.dtype:
+    if value.shape != target.shape or value.dtype != target.dtype:
         raise RuntimeError(
             f"{_name_of(target)} is sharded, of shape {tuple(target.shape)} and dtype"
             f" {target.dtype}, and cannot become one of shape {tuple(value.shape)} and dtype {value.dtype}. Change"
             " shapes and dtypes before the model is sharded, in __init__ or configure_model."
         )
     with torch.no_grad():
-        part = part.clone()
+        if not isinstance(value, DTensor):
+            part = own_part(value, target).clone()
+        elif has_layout(value, target):
+            part = part_of(value).clone()
+        else:
+            part = own_part(gather(value, Tensor.clone), target).clone()
         param = getattr(target, "fsdp_param", None)
         if param is None or not fsdp2_gathers.move_shard(target, param, part):
             part_of(target).copy_(part)
@@ -708,9 +724,9 @@ def _hook(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     if isinstance(shard, Shard) and shard.is_leaf and shard.requires_grad and not shard.accepts_hooks:
         raise RuntimeError(
             f"{function.__name__} on {shard.parameter_name}, which is sharded: FSDP2 would not call the hook, or"
-            " before the gradient is divided by the label tokens of its window. Change or read gradients in"
-            " on_before_optimizer_step, where they are final; for hooks that step inside of the backward pass"
-            " count_window_ahead=True; or pass data_parallel='ddp'."
+            " would call it before the gradient is divided by the label tokens of its window. Change or read"
+            " gradients in on_before_optimizer_step, where they are final. For hooks that step inside of the"
+            " backward use count_window_ahead=True, or else data_parallel='ddp'."
         )
     return function(*args, **kwargs)
 
@@ -721,7 +737,7 @@ def _hook(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 def _leaves(inputs: Any) -> tuple[list[Tensor], list[Tensor | None]]:
     """The inputs of a differentiation, and for each what FSDP2's forward uses in its place, if anything."""
     listed = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    others = [getattr(getattr(tensor, "fsdp_param", None), "_unsharded_param", None) for tensor in listed]
+    others = [getattr(getattr(tensor, "fsdp_param", None), "unsharded_param", None) for tensor in listed]
     return listed, others
 
 
@@ -771,7 +787,7 @@ _METADATA = """
 _ELEMENTWISE = """
     abs absolute acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bfloat16
     bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clip clone
-    conj contiguous copy copysign cos cosh deg2rad digamma div divide double elu eq erf erfc erfinv
+    conj contiguous copy copysign cpu cuda cos cosh deg2rad digamma div divide double elu eq erf erfc erfinv
     exp exp2 expm1 float float_power floor floor_divide fmax fmin fmod frac ge gelu greater
     greater_equal gt half hardshrink hardsigmoid hardswish hardtanh heaviside hypot isclose isfinite
     isinf isnan isneginf isposinf isreal le leaky_relu lerp less less_equal lgamma log log10 log1p

@@ -17,9 +17,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from lightning_automodel import AutomodelStrategy
+from lightning_automodel.sharding.shards import Shard
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
     Outcome,
@@ -247,4 +247,4 @@ def _kinds_of_parameters(options: dict[str, Any]) -> set[str]:
 @pytest.mark.parametrize("name", ["kept", "resharded", "undeferred"])
 def test_callbacks_meet_sharded_parameters(pool2: RankPool, name: str) -> None:
     """Between micro-batches the module shows its sharded parameters, also while gathered ones are kept."""
-    assert pool2.run(_kinds_of_parameters, STRATEGIES[name]) == [{DTensor.__name__}] * 2
+    assert pool2.run(_kinds_of_parameters, STRATEGIES[name]) == [{Shard.__name__}] * 2

@@ -383,7 +383,7 @@ class Logs(Writer):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for p in self.student.parameters():
             for tensor in (p, p.grad):
-                array = tensor.detach().cpu().numpy()
+                array = tensor.detach().cpu().double().numpy()
                 flat = tensor.detach().flatten()
                 counts = torch.histc(flat[torch.isfinite(flat)], bins=8)
                 self.seen.append((array.sum(), *np.histogram(array, bins=4)[0], counts.max().item()))

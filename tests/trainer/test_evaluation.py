@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel import AutomodelStrategy
+from lightning_automodel.sharding.shards import Shard
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
     Batch,
@@ -212,7 +213,7 @@ def test_child_called_outside_of_a_step(pool2: RankPool) -> None:
         expected = TinyDecoder(CASE.seed).double()(micro_batches(CASE)[0][0]["input_ids"])
     for sampled, kinds in pool2.run(_sample_in_hook):
         assert relative_error(sampled, expected) <= TOLERANCE
-        assert kinds == {DTensor.__name__}
+        assert kinds == {Shard.__name__}
 
 
 def _threads_after_more_fits() -> tuple[int, int]:

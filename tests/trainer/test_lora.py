@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import export_hugging_face
 from lightning_automodel.internals import fsdp2
+from lightning_automodel.internals.dtensor import GRAD
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, full_weights, micro_batches, relative_error, weight_error
 from tests.trainer.hugging_face import ACCUMULATE, CAUSAL, OwnLoss, lora_llama, tied_llama, train_plainly
@@ -40,7 +41,7 @@ class Adapted(OwnLoss):
                     for param in group.fsdp_params
                     for name in [str(param._param_fqn)]
                     if param.unsharded_accumulated_grad is not None
-                    or param._unsharded_param.grad is not None
+                    or GRAD.__get__(param.unsharded_param) is not None
                 }
             )
 
