@@ -643,6 +643,7 @@ class AutomodelStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         run = self._required_run
         run.release_gathered()
+        self._supervisor.await_end_of_training()  # a rank that stops alone would communicate with others' steps
         run.check_replicas()
         run.engine.synchronize_buffers()
 

@@ -246,6 +246,9 @@ def gather(shard: DTensor, function: Function) -> Tensor:
 
     ``function`` is what it is gathered for: if some rank does not come, messages name it.
     """
+    if shard.device_mesh.device_type == "cpu":
+        # Gloo ends a process whose gather meets another gather, of another size. Here, a rank that is alone waits.
+        _all_reduced(torch.zeros(1), shard, dist.ReduceOp.SUM, function)
     with collectives.gathering(_name_of(shard), function.__name__):
         if _is_recorded(shard):
             return shard.full_tensor()
@@ -546,7 +549,7 @@ def _norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     if order in (None, "fro"):
         order = 2
     shard = args[0] if args else None
-    is_whole = any(value is not None for value in keywords.values()) or len(args) > 2
+    is_whole = len(args) > 2 or any(v is not None and v is not False for v in keywords.values())
     is_number = isinstance(order, (int, float)) and order > 0
     if is_whole or not is_number or not isinstance(shard, DTensor) or _is_recorded(shard):
         return _on_wholes(function, args, kwargs)
