@@ -107,7 +107,10 @@ class MicroBatches:
 
         try:
             output = self.inputs.train(attending_step)
-        except RuntimeError as error:
+        except StopIteration:  # no failure, but the end of the data, where a step draws its batches
+            raise
+        except BaseException as error:
+            self.windows.abandon(error)  # who saves on an exception finds shards
             checks.raise_explanation(error)
             raise
         if not self.module.automatic_optimization:

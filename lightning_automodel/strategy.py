@@ -565,6 +565,7 @@ class AutomodelStrategy(ParallelStrategy):
             self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True
         )
         run = self._required_run
+        run.check_parameters()
         return run.micro_batches.training_step(super().training_step, args, kwargs)
 
     def _begin_step(self, step: int, is_training: bool) -> bool:
@@ -642,6 +643,7 @@ class AutomodelStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         run = self._required_run
         run.release_gathered()
+        self._supervisor.await_end_of_training()  # a rank that stops alone would communicate with others' steps
         run.check_replicas()
         run.engine.synchronize_buffers()
 

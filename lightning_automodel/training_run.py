@@ -145,7 +145,7 @@ class TrainingRun:
         self.windows = GradientWindows(self.engine.sync, weighting, scaling, self._placement, parameters)
         whole = WholeSteps(self.device, options.optimizer_step)
         self.steps = OptimizerSteps(
-            self.windows, options, whole, self.advice.say_once, self.parameters.check
+            self.windows, options, whole, self.advice.say_once, self.parameters.check_optimizer
         )
         self.patches.callback(self.steps.close)
         if fitting and options.count_window_ahead:
@@ -231,6 +231,12 @@ class TrainingRun:
         for optimizer in optimizers:
             self.steps.whole.take(optimizer)
         self.watch_module()
+
+    def check_parameters(self) -> None:
+        """Raise before a training step if parameters were replaced or hooked since set-up."""
+        self.parameters.check_module()
+        if not self._options.is_sharded and not self.windows.unfinished:
+            checks.check_hooks(self.module, self._options.count_window_ahead)
 
     def watch_module(self) -> None:
         """Watch ``module.zero_grad`` and toggling; refuse early hooks."""

@@ -35,6 +35,7 @@ from lightning_automodel.checkpoint.state_dict import (
     MODULE_VERSIONS,
     copied,
     is_extra_state,
+    plain_dtensors,
     shards_that_cannot_be_loaded,
     split_shards,
 )
@@ -186,7 +187,7 @@ def _take_shards(checkpoint: dict[str, Any], parameters: Set[str]) -> tuple[dict
         }
     if objects:
         rest = {**rest, EXTRA_STATES: objects}
-    return shards, rest
+    return plain_dtensors(shards), rest
 
 
 def _pop_objects(of_model: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.trees import dict_like
+from lightning_automodel.internals.dtensor import part_of, plain_dtensor, with_part
 from lightning_automodel.internals.torch import (
     EXTRA_STATE,
     module_versions,
@@ -141,6 +142,11 @@ def _converted(state: dict[str, Any], convert: Callable[[Tensor], Tensor | None]
     return converted
 
 
+def plain_dtensors(states: dict[str, Any]) -> dict[str, Any]:
+    """``states`` with what torch's writers know: each takes a rank's part, where user code would get the whole."""
+    return _converted(states, plain_dtensor)
+
+
 def copied(states: dict[str, Any]) -> dict[str, Any]:
     """A copy of ``states`` in host memory that training does not change, pinned for accelerators' tensors.
 
@@ -157,6 +163,8 @@ def copied(states: dict[str, Any]) -> dict[str, Any]:
 def _copy_to_host(tensor: Tensor) -> Tensor:
     """A copy in host memory, complete once the device of ``tensor`` is synchronised."""
     tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        return with_part(DTensor, _copy_to_host(part_of(tensor)), tensor)
     if tensor.is_meta:
         return tensor
     is_view = tensor.is_conj() or tensor.is_neg()

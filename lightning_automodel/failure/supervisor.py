@@ -233,6 +233,11 @@ class Supervisor:
             log.warning("Rank %s %s: all ranks stop after this step.", stop.asked_by, what)
         return is_last
 
+    def await_end_of_training(self) -> None:
+        """Wait until no rank trains any more, so that collectives may follow. RankFailedError if some rank does."""
+        if self._watchdog is not None:
+            self._watchdog.await_end_of_training()
+
     @property
     def requeues(self) -> bool:
         """Whether all ranks stop, or have stopped, after the same step to save and requeue."""

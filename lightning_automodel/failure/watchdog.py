@@ -38,6 +38,7 @@ NEITHER_ENDS = "a collective neither ends nor fails after {:.0f} s"
 
 RUN = "run"
 END = "end"
+TRAINED = "trained"
 LEASE = "lease"
 AFTER_FAILURE = "after_failure"
 TOGETHER = "together"
@@ -88,6 +89,7 @@ class Watchdog:
         self._position: tuple[bool, str] = (False, "")
         self._standing_since_s = 0.0
         self._has_ended = False
+        self._num_trainings = 0
         # What this rank would report of itself once its collective has failed, and what it has seen since.
         self._own: RankFailure | None = None
         self._seen: dict[int, Sighting] = {}
@@ -160,12 +162,31 @@ class Watchdog:
         if failure is not None:
             raise RankFailedError(failure)
 
+    def await_end_of_training(self) -> None:
+        """Wait until no rank trains any more. A collective, only through the store.
+
+        RankFailedError if a rank has failed, or takes further training steps.
+        """
+        self._num_trainings += 1
+        self._meet(f"{TRAINED}/{self._num_trainings}", "")
+        self._has_ended = False
+
     def wait_for_all(self) -> int | None:
         """Wait until every rank has left its last hook. A collective, only through the store.
 
         Returns a rank that received SIGTERM, the same on all ranks, if any. RankFailedError if a rank has
         failed.
         """
+        asked_by = ""
+        if self.stop.is_asked_here:
+            asked_by = str(self._rank)
+        answers = self._meet(END, asked_by)
+        self._main_thread.become(Phase.CLOSED)
+        self.board.conclude(END, len(self._ranks))
+        return next((int(rank) for rank in answers if rank), None)
+
+    def _meet(self, at: str, value: str) -> list[str]:
+        """Wait, with no training step to come, until every rank posts a value; returns the values."""
         board = self.board
         self._has_ended = True
 
@@ -175,17 +196,12 @@ class Watchdog:
             raise RankFailedError(self.await_verdict(own))
 
         try:
-            asked_by = ""
-            if self.stop.is_asked_here:
-                asked_by = str(self._rank)
-            board.call(lambda store: board.arrive(store, END, self._ranks, asked_by))
-            answers = json.loads(board.wait_for(f"{END}/result", RUN, self.timeout_s, explain))
+            board.call(lambda store: board.arrive(store, at, self._ranks, value))
+            answers: list[str] = json.loads(board.wait_for(f"{at}/result", RUN, self.timeout_s, explain))
         except RankFailedError as error:
             self._failure = self.failure or self.post(error.failure)
             raise RankFailedError(self._failure) from None
-        self._main_thread.become(Phase.CLOSED)
-        board.conclude(END, len(self._ranks))
-        return next((int(rank) for rank in answers if rank), None)
+        return answers
 
     # --- After an exception on this rank ----------------------------------------------------------
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
+import torch._dynamo.trace_rules
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
@@ -53,9 +54,17 @@ def with_part(cls: type[D], part: Tensor, like: DTensor) -> D:
     return made
 
 
+def plain_dtensor(tensor: Tensor) -> Tensor:
+    """A sharded tensor without a class of ours, sharing memory; any other tensor as it is."""
+    if isinstance(tensor, DTensor):
+        return with_part(DTensor, part_of(tensor), tensor)
+    return tensor
+
+
 def break_graphs_at(cls: type[Tensor]) -> None:
     """Let ``torch.compile`` leave tensors of a class to Python: it cannot trace their ``__torch_function__``."""
     torch._dynamo.config.nontraceable_tensor_subclasses.add(cls)
+    torch._dynamo.trace_rules.add(cls.__module__)
 
 
 def support_foreach(cls: type[Tensor]) -> None:

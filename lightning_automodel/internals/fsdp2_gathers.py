@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -25,6 +26,16 @@ def forget_background_gather(unit: FSDPModule) -> None:
 def set_background_gathers(root: FSDPModule, is_on: bool) -> None:
     """Set whether all-gathers at or below ``root`` are asynchronous: on a CPU, synchronous ones block the thread."""
     root._set_unshard_async_op(is_on)
+
+
+def unshard(units: Iterable[FSDPModule]) -> None:
+    """Gather ``units``, outside of inference mode.
+
+    The first gather makes tensors that later ones write to, which training could not if they were inference tensors.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        for unit in units:
+            unit.unshard()
 
 
 def note_all_gathers(unit: FSDPModule, note: Callable[[], None], patches: PatchStack) -> None:

@@ -20,7 +20,7 @@ from lightning_automodel.distributed.mesh import (
     RunMesh,
     num_expert_ranks,
 )
-from lightning_automodel.internals import fsdp2
+from lightning_automodel.internals import fsdp2, fsdp2_gathers
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.gathers import reshard
@@ -133,11 +133,10 @@ def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module], head: nn
 
     def run(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
+            fsdp2_gathers.unshard(whole_step)
             args, kwargs = before(root, args, kwargs)
             with fsdp2.flags_restored([root], fsdp2.RESHARDING):
                 root.set_reshard_after_backward(False, recurse=False)
-                for unit in whole_step[1:]:
-                    unit.unshard()
                 output = method(*args, **kwargs)
             for unit in fsdp2.gathering(units):
                 reshard(unit)  # prefetched, and not used

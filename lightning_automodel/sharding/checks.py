@@ -53,12 +53,6 @@ _ZEROED_WITHIN_WINDOW = (
     " and override on_validation_model_zero_grad if a validation falls into a window. Or pass"
     " data_parallel='fsdp2'."
 )
-_TWO_MESHES = (
-    "Sharded tensors of two meshes met: those of spread experts (expert_parallel_size > 1) or of a"
-    " tensor-parallel plan, and others. torch.nn.utils.clip_grad_norm_ does that, and torch refuses it. To"
-    " clip, pass Trainer(gradient_clip_val=...), or call self.clip_gradients(...) or, by hand,"
-    " self.trainer.strategy.clip_gradients(optimizer, clip_val): these take any mixture."
-)
 _COPIES_SHARDS = (
     "copy.deepcopy() of a sharded module, which torch refuses. Make the copy before it is sharded, in __init__"
     " or configure_model: it is then sharded too, and copy.load_state_dict(module.state_dict()) gives it the"
@@ -81,7 +75,6 @@ _PICKLED = (
 _EXPLANATIONS = {
     "got mixed torch.Tensor and DTensor": _MEETS_SHARDS,
     "require placement changes": _MEETS_SHARDS,
-    "must have the same mesh": _TWO_MESHES,
     "RegisterPostBackwardFunction is a view and is being modified inplace": _CHANGES_INPUT,
     "out of bounds for storage of size 0": _FREED,
     "but its data is not allocated yet": _FREED,

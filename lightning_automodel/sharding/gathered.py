@@ -155,10 +155,7 @@ class GatheredParameters:
             if not fsdp2.unsharded([unit]):
                 self.settle([unit])
         elif torch.is_inference_mode_enabled():
-            # The first gather makes tensors that later ones write to, which training could not if they were
-            # inference tensors.
-            with torch.inference_mode(False):
-                unit.unshard()
+            fsdp2_gathers.unshard([unit])
 
     @torch_internals.not_compiled
     def _after_gather(self, unit: FSDPModule, places: Any, substitutes: list[Any], *_: Any) -> None:

@@ -83,16 +83,18 @@ class ModuleParameters:
         for group in optimizer.param_groups:
             group["params"] = [shards.get(id(parameter), parameter) for parameter in group["params"]]
 
-    def check(self, optimizer: Optimizer) -> None:
-        """Raise before a step of ``optimizer`` that would train something else than the distributed module.
-
-        Raises:
-            RuntimeError: If a parameter of it is none of the module, or if the module has other ones by now.
-        """
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise RuntimeError before a step of ``optimizer`` if a parameter of it is none of the module's."""
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         unknown = [parameter for parameter in trained if id(parameter) not in self._known]
         if unknown:
             raise RuntimeError(self._text(optimizer, unknown))
+
+    def check_module(self) -> None:
+        """Raise RuntimeError before a training step if the module has other parameters by now.
+
+        FSDP2 would put its own ones back in their places.
+        """
         replaced = [path for path, holder, name, own in self._places if not _is_shown(holder, name, own)]
         if replaced:
             raise RuntimeError(

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients.owner_exchange import Holders, holders_of
@@ -49,9 +49,10 @@ Keywords = dict[str, Any]
 SAVE_WHOLE = (
     "Gather it on all ranks, and let one of them save it:"
     " state = {name: p.full_tensor() for name, p in module.state_dict().items()}, then"
-    " `if trainer.is_global_zero: torch.save(state, path)`. Or call trainer.save_checkpoint(path) on all ranks."
+    " `if trainer.is_global_zero: torch.save(state, path)`. Or call trainer.save_checkpoint(path), or"
+    " export_hugging_face(module, path) in place of save_pretrained, on all ranks."
 )
-"""How to write sharded weights that ``torch.load`` reads."""
+"""How to write sharded weights that other programs read."""
 
 
 class Shard(DTensor):
@@ -169,7 +170,9 @@ class GatheredCopy:
                 kept = cls(source, function)
                 source.kept_copy = weakref.ref(kept)
             else:
-                kept.refresh()
+                # Also if it is up to date: it may live on some ranks alone, and all must come.
+                kept.whole.copy_(gather(source, function))
+                kept._note_versions()
         return kept
 
     def _note_versions(self) -> None:
@@ -180,13 +183,21 @@ class GatheredCopy:
         """Write into the shard what the whole tensor was changed to since. Not a collective."""
         if self.whole._version == self._whole_version:
             return
+        if self.whole.shape != self.shard.shape:
+            raise RuntimeError(
+                f"{self._function.__name__} changes the shape of {_name_of(self.shard)}, which is sharded, in place."
+                " Call the function without the underscore, which gives a new tensor."
+            )
         with torch.no_grad():
             part_of(self.shard).copy_(own_part(self.whole, self.shard))
         _count_writes([self.shard])
         self._note_versions()
 
     def refresh(self) -> None:
-        """Gather again if the shard was written since, for a view that is used again. Then a collective."""
+        """Gather again if the shard was written since, for a view that is used again. Then a collective.
+
+        A view that one rank alone has kept may thus wait for the others, which are told what for.
+        """
         if _version(self.shard) != self._shard_version and not self.whole.requires_grad:
             with torch.no_grad():
                 self.whole.copy_(gather(self.shard, self._function))
@@ -204,6 +215,7 @@ class View(Tensor):
     """A view of a gathered tensor, such as ``p.grad[2:4]`` or ``p.view(-1)``: writes to it go into the shards."""
 
     copy: GatheredCopy
+    owner: DTensor  # what the view was taken of: a parameter, or ``p.data``, which autograd does not follow
 
     @classmethod
     def __torch_function__(
@@ -234,6 +246,9 @@ def gather(shard: DTensor, function: Function) -> Tensor:
 
     ``function`` is what it is gathered for: if some rank does not come, messages name it.
     """
+    if shard.device_mesh.device_type == "cpu":
+        # Gloo ends a process whose gather meets another gather, of another size. Here, a rank that is alone waits.
+        _all_reduced(torch.zeros(1), shard, dist.ReduceOp.SUM, function)
     with collectives.gathering(_name_of(shard), function.__name__):
         if _is_recorded(shard):
             return shard.full_tensor()
@@ -274,32 +289,34 @@ def _count_writes(shards: list[Any]) -> None:
 def _on_wholes(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """Compute on whole tensors, gathered for it, and carry what was written into the shards. A collective."""
     _refuse_write_to_leaf(function, args)
-    copies: dict[int, GatheredCopy] = {}
+    # By the ids of the tensors, which must live as long.
+    copies: dict[int, tuple[DTensor, GatheredCopy]] = {}
 
     def whole_of(tensor: Any) -> Any:
         if isinstance(tensor, DTensor):
             if id(tensor) not in copies:
-                copies[id(tensor)] = GatheredCopy.of(tensor, function)
-            return copies[id(tensor)].whole
+                copies[id(tensor)] = (tensor, GatheredCopy.of(tensor, function))
+            return copies[id(tensor)][1].whole
         if isinstance(tensor, View):
-            copies[id(tensor.copy)] = tensor.copy
+            copies[id(tensor)] = (tensor.owner, tensor.copy)
             tensor.copy.refresh()
         return tensor
 
     def shard_or_view(result: Any) -> Any:
         if not isinstance(result, Tensor) or isinstance(result, View):
             return result
-        for copy in copies.values():
+        for owner, copy in copies.values():
             if result is copy.whole:
-                return copy.shard
+                return owner
             if copy.shares_memory(result):
                 view = result.as_subclass(View)
                 view.copy = copy
+                view.owner = owner
                 return view
         return result
 
     result = function(*_map(whole_of, args), **_map(whole_of, kwargs))
-    for copy in copies.values():
+    for _, copy in copies.values():
         copy.carry()
     return _map(shard_or_view, result)
 
@@ -323,7 +340,7 @@ def _refuse_write_to_leaf(function: Function, args: Arguments) -> None:
     if not torch.is_grad_enabled() or not args or not _writes(function.__name__):
         return
     targets = args[0] if args[0].__class__ in (list, tuple) else [args[0]]
-    sources = [target.copy.shard if isinstance(target, View) else target for target in targets]
+    sources = [target.owner if isinstance(target, View) else target for target in targets]
     is_recorded = any(isinstance(t, DTensor) and t.is_leaf and t.requires_grad for t in sources)
     if is_recorded and getattr(function, "__module__", None) != nn.init.__name__:
         raise RuntimeError(
@@ -351,14 +368,13 @@ def _elementwise(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if writes and is_recorded:
         _refuse_write_to_leaf(function, args)
+        return _as_dtensors(function, args, kwargs, like)
     parts: dict[int, Any] = {}
     for tensor in tensors:
         part = _part_like(tensor, like, is_recorded)
         if part is None:
             return _on_wholes(function, args, kwargs)
         parts[id(tensor)] = part
-    if writes and is_recorded:
-        return _as_dtensors(function, args, kwargs, like)
     result = function(
         *[parts.get(id(value), value) for value in args],
         **{key: parts.get(id(value), value) for key, value in kwargs.items()},
@@ -428,9 +444,11 @@ def _as_dtensors(function: Function, args: Arguments, kwargs: Keywords, like: DT
     """A write to a tensor that autograd follows, by DTensor's own rules: all tensors have its layout."""
 
     def convert(value: Any) -> Any:
-        if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.numel() == 1:
+        if not isinstance(value, Tensor) or isinstance(value, DTensor):
             return value
-        return _as_shard(own_part(value.expand(like.shape), like), like)
+        replicas = [Replicate()] * like.device_mesh.ndim
+        whole = DTensor.from_local(value.expand(like.shape).contiguous(), like.device_mesh, replicas)
+        return whole.redistribute(placements=like.placements)
 
     return make_shard(function(*_map(convert, args), **_map(convert, kwargs)))
 
@@ -531,7 +549,7 @@ def _norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     if order in (None, "fro"):
         order = 2
     shard = args[0] if args else None
-    is_whole = any(value is not None for value in keywords.values()) or len(args) > 2
+    is_whole = len(args) > 2 or any(v is not None and v is not False for v in keywords.values())
     is_number = isinstance(order, (int, float)) and order > 0
     if is_whole or not is_number or not isinstance(shard, DTensor) or _is_recorded(shard):
         return _on_wholes(function, args, kwargs)
@@ -610,13 +628,16 @@ def _metadata(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     return function(*args, **kwargs)
 
 
+def _refuse_memory(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """What safetensors writes, and what it and transformers take to be shared if the addresses are equal."""
+    raise RuntimeError(
+        f"{function.__name__} of {_name_of(args[0])}, which is sharded: no memory holds all of it. {SAVE_WHOLE}"
+    )
+
+
 def _new(function: Function, args: Arguments, kwargs: Keywords) -> Any:
-    """``p.new_zeros(size)``: a plain tensor, or one sharded like ``p`` if it has its shape."""
-    shard = args[0]
-    result = function(part_of(shard), *args[1:], **kwargs)
-    if result.shape == shard.shape and result.device == part_of(shard).device:
-        return with_part(Shard, own_part(result, shard).clone(), shard)
-    return result
+    """``p.new_zeros(size)``: a plain tensor, of the dtype and on the device of ``p``."""
+    return function(part_of(args[0]), *args[1:], **kwargs)
 
 
 def _numpy(function: Function, args: Arguments, kwargs: Keywords) -> Any:
@@ -685,15 +706,19 @@ def _set_data(target: Any, value: Tensor) -> None:
         whole = gather(value, torch.clone) if isinstance(value, DTensor) else value
         DATA.__set__(target, whole)
         return
-    part = _part_like(value, target, False)
-    if part is None or value.shape != target.shape or value.dtype != target.dtype:
+    if value.shape != target.shape or value.dtype != target.dtype:
         raise RuntimeError(
             f"{_name_of(target)} is sharded, of shape {tuple(target.shape)} and dtype"
             f" {target.dtype}, and cannot become one of shape {tuple(value.shape)} and dtype {value.dtype}. Change"
             " shapes and dtypes before the model is sharded, in __init__ or configure_model."
         )
     with torch.no_grad():
-        part = part.clone()
+        if not isinstance(value, DTensor):
+            part = own_part(value, target).clone()
+        elif has_layout(value, target):
+            part = part_of(value).clone()
+        else:
+            part = own_part(gather(value, Tensor.clone), target).clone()
         param = getattr(target, "fsdp_param", None)
         if param is None or not fsdp2_gathers.move_shard(target, param, part):
             part_of(target).copy_(part)
@@ -706,9 +731,9 @@ def _hook(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     if isinstance(shard, Shard) and shard.is_leaf and shard.requires_grad and not shard.accepts_hooks:
         raise RuntimeError(
             f"{function.__name__} on {shard.parameter_name}, which is sharded: FSDP2 would not call the hook, or"
-            " before the gradient is divided by the label tokens of its window. Change or read gradients in"
-            " on_before_optimizer_step, where they are final; for hooks that step inside of the backward pass"
-            " count_window_ahead=True; or pass data_parallel='ddp'."
+            " would call it before the gradient is divided by the label tokens of its window. Change or read"
+            " gradients in on_before_optimizer_step, where they are final. For hooks that step inside of the"
+            " backward use count_window_ahead=True, or else data_parallel='ddp'."
         )
     return function(*args, **kwargs)
 
@@ -760,16 +785,16 @@ def _backward(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 # --- Which rule a function follows ----------------------------------------------------------------------------------
 
 _METADATA = """
-    data_ptr dim dim_order element_size get_device is_coalesced is_complex is_conj is_contiguous
+    dim dim_order element_size get_device is_coalesced is_complex is_conj is_contiguous
     is_distributed is_floating_point is_inference is_leaf is_neg is_pinned is_same_size is_shared
-    is_signed ndimension nelement numel requires_grad_ retain_grad share_memory_ size stride storage_offset
-    untyped_storage __len__ __hash__ _has_compatible_shallow_copy_type _is_view result_type can_cast is_tensor
+    is_signed ndimension nelement numel requires_grad_ retain_grad size stride storage_offset
+    __len__ __hash__ _has_compatible_shallow_copy_type _is_view result_type can_cast is_tensor
 """.split()  # noqa: SIM905 (a table of names)
 
 _ELEMENTWISE = """
     abs absolute acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh bfloat16
     bitwise_and bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clip clone
-    conj contiguous copy copysign cos cosh deg2rad digamma div divide double elu eq erf erfc erfinv
+    conj contiguous copy copysign cos cosh cpu cuda deg2rad digamma div divide double elu eq erf erfc erfinv
     exp exp2 expm1 float float_power floor floor_divide fmax fmin fmod frac ge gelu greater
     greater_equal gt half hardshrink hardsigmoid hardswish hardtanh heaviside hypot isclose isfinite
     isinf isnan isneginf isposinf isreal le leaky_relu lerp less less_equal lgamma log log10 log1p
@@ -796,6 +821,7 @@ _RULES: dict[str, Function] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **{f"{name}_": _elementwise for name in _ELEMENTWISE if not name.startswith("__")},
     **dict.fromkeys(_AUGMENTED, _elementwise),
+    **dict.fromkeys(("data_ptr", "share_memory_", "storage", "untyped_storage"), _refuse_memory),
     "detach": _alias,
     "detach_": _alias,
     **dict.fromkeys(("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"), _new),

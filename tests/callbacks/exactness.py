@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
 
@@ -260,14 +261,31 @@ class ClippingHook(Writer):
         self.net.head.weight.register_hook(lambda gradient: gradient / gradient.norm())
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """What one process sees."""
+    return tensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds, taken for the whole."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
+
+
 class ZeroingRows(Writer):
-    """Zeroes rows of a gradient, or of the shard that it takes for one; the norm that it logs must not matter."""
+    """Zeroes rows of a gradient; the norm that it logs must not matter."""
+
+    seen: Callable[[Tensor], Tensor] = staticmethod(whole)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        with torch.no_grad():
-            gradient = self.net.embedding.weight.grad
-            getattr(gradient, "to_local", lambda: gradient)()[:3].zero_()
-            self.log("norm", gradient.norm())
+        gradient = self.net.embedding.weight.grad
+        self.seen(gradient)[:3].zero_()
+        self.log("norm", gradient.norm())
+
+
+class ZeroingLocalRows(ZeroingRows):
+    seen = staticmethod(local_part)
 
 
 class Caching(Writer):
@@ -419,20 +437,29 @@ class Manual(Writer):
 
 
 class ByTensor(torch.optim.SGD):
-    """Layer-wise adaptive rates, of the part of each tensor that this rank holds."""
+    """Layer-wise adaptive rates."""
+
+    seen: Callable[[Tensor], Tensor] = staticmethod(whole)
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         output = closure() if closure is not None else None
         with torch.no_grad():
             for parameter in self.param_groups[0]["params"]:
-                local = getattr(parameter, "to_local", lambda parameter=parameter: parameter)()
-                gradient = getattr(parameter.grad, "to_local", lambda parameter=parameter: parameter.grad)()
-                local -= 0.01 * gradient / (gradient.norm() + 1e-8)
+                gradient = self.seen(parameter.grad)
+                self.seen(parameter).sub_(0.01 * gradient / (gradient.norm() + 1e-8))
         return output
 
 
-class ByPart(Writer):
+class ByPart(ByTensor):
+    seen = staticmethod(local_part)
+
+
+class SteppedByTensor(Writer):
     optimizer = ByTensor
+
+
+class SteppedByPart(Writer):
+    optimizer = ByPart
 
 
 class Changing(Callback):
@@ -479,6 +506,9 @@ TRAININGS: dict[str, Training] = {
     "an early cache": Training(Caching),
     "a private state": Training(Averaging, verdict="not checked", says="no single count is right"),
     "a wrapped forward": Training(Wrapped),
+    "rows of a gradient": Training(ZeroingRows, trainer={"gradient_clip_val": 0.1}),
+    "rows of a gradient, ddp": Training(ZeroingRows, strategy="ddp", trainer={"gradient_clip_val": 0.1}),
+    "an optimizer of tensors": Training(SteppedByTensor, says="The optimizer's steps are"),
     # What is wrong, and why.
     "lightning": Training(strategy="lightning", verdict="wrong", says=WEIGH),
     "lightning, half": Training(
@@ -509,11 +539,10 @@ TRAININGS: dict[str, Training] = {
     "a hook that clips": Training(
         ClippingHook, strategy="ddp", verdict="wrong", says="off: net.head.weight"
     ),
-    "rows of a shard": Training(
-        ZeroingRows, verdict="wrong", says="on_before_optimizer_step and clipping make"
+    "rows of a local part": Training(
+        ZeroingLocalRows, verdict="wrong", says="on_before_optimizer_step and clipping make"
     ),
-    "rows of a gradient": Training(ZeroingRows, strategy="ddp", trainer={"gradient_clip_val": 0.1}),
-    "an optimizer of parts": Training(ByPart, verdict="wrong", says="The optimizer's step is"),
+    "an optimizer of local parts": Training(SteppedByPart, verdict="wrong", says="The optimizer's step is"),
     "slices, a hook": Training(
         AttendingWithAHook,
         data=lambda _: sentences(0),

@@ -136,7 +136,7 @@ def test_states_of_callbacks(pool2: RankPool, tmp_path: Path, form: str) -> None
     for saved, loaded in pool2.run(_keep, FORMS[form], str(tmp_path / "last.ckpt")):
         assert saved == loaded
         kinds = {value[0] for value in loaded["shards"].values()}
-        assert kinds == ({"Tensor"} if "replicated" in form else {"DTensor"})
+        assert kinds == ({"Tensor"} if "replicated" in form else {"Shard"})
 
 
 def _tensors() -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import Callback, WeightAveraging
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -199,6 +199,53 @@ def test_adapters_alone(pool2: RankPool, tmp_path: Path, options: dict[str, Any]
     ids = torch.tensor([[1, 3, 5, 7]])
     assert torch.equal(loaded(input_ids=ids).logits, trained(input_ids=ids).logits)
     assert not torch.equal(loaded(input_ids=ids).logits, tied_llama()(input_ids=ids).logits)
+
+
+class SavesPretrained(Callback):
+    """Saves by the model's own method as the fit ends, as scripts do: on all ranks, or on the first alone."""
+
+    def __init__(self, folder: str, on_all_ranks: bool) -> None:
+        self.folder = folder
+        self.on_all_ranks = on_all_ranks
+        self.told: list[str] = []
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.on_all_ranks or trainer.is_global_zero:
+            try:
+                pl_module.model.save_pretrained(self.folder)
+            except RuntimeError as error:
+                self.told.append(str(error))
+
+
+def _save_pretrained(make_model: Any, folder: str, on_all_ranks: bool) -> tuple[list[str], bool]:
+    """What it was told in the hook and after the fit, and whether what that says to do writes what was trained."""
+    saves = SavesPretrained(folder, on_all_ranks)
+    module = OwnLoss(make_model())
+    trainer = make_trainer(AutomodelStrategy(label_shift=1), max_steps=1, callbacks=[saves])
+    trainer.fit(module, loader(CAUSAL))
+    saves.on_train_end(trainer, module)
+    weights = full_weights(module.model)
+    state = {name: p.full_tensor() for name, p in module.model.state_dict().items()}
+    module.model.save_pretrained(f"{folder}/whole", state_dict=state)
+    if not trainer.is_global_zero:
+        return saves.told, True
+    written = load_file(next(Path(folder, "whole").glob("*.safetensors")))
+    return saves.told, all(torch.equal(written[name], value) for name, value in weights.items())
+
+
+@pytest.mark.parametrize("on_all_ranks", [False, True])
+@pytest.mark.parametrize("make_model", [tied_llama, untied_gpt2], ids=["tied", "untied"])
+def test_save_pretrained_would_write_parts(
+    pool2: RankPool, tmp_path: Path, make_model: Any, on_all_ranks: bool
+) -> None:
+    """It is refused, also where the first rank alone calls it, with a remedy; whole tensors are written."""
+    by_rank = pool2.run(_save_pretrained, make_model, str(tmp_path), on_all_ranks)
+    assert len(by_rank[0][0]) == 2  # transformers writes nothing on other ranks
+    for told, is_written in by_rank:
+        assert is_written
+        for message in told:
+            assert "is sharded" in message
+            assert "export_hugging_face(module, path) in place of save_pretrained" in message
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -265,6 +265,11 @@ AHEAD = {"count_window_ahead": True}
         (
             StepsInBackward,
             {},
+            "_hook on model.embedding.weight, which is sharded: .* use count_window_ahead=True",
+        ),
+        (
+            StepsInBackward,
+            {"data_parallel": "ddp"},
             "13 parameters have post-accumulate-gradient hooks .*pass count_window_ahead=True",
         ),
         (StepsInBackward, {**AHEAD, "data_parallel": "ddp"}, "before they are averaged over ranks"),

@@ -40,24 +40,6 @@ class PlainBackward(SpreadModule):
         self(batch).backward()
 
 
-class ForwardOnFirst(SpreadModule):
-    """Rank 0 computes something for its logs."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        loss = self(batch)
-        if dist.get_rank() == 0:
-            with torch.no_grad():
-                self.model(batch["input_ids"])
-        return loss
-
-
-class ClippedByTorch(SpreadModule):
-    """Clips as in a plain loop."""
-
-    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
-        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
-
-
 class Unmanaged(SpreadModule):
     """Holds experts itself, where manual optimization has no unit."""
 
@@ -96,8 +78,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ModelModule], str]] = {
         HookedModule,
         "which see the gradients of spread experts before these are divided by expert_parallel_size",
     ),
-    "clipping by torch": ({}, ClippedByTorch, "Sharded tensors of two meshes met: those of spread experts"),
-    "a forward of one rank": ({}, ForwardOnFirst, "every rank must run every forward of training_step"),
 }
 
 

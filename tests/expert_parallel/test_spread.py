@@ -16,6 +16,7 @@ from tests.expert_parallel.mixtures import (
     ACCUMULATE,
     CASE,
     MixtureDecoder,
+    SpreadModule,
     UnequalStart,
     error,
     fit,
@@ -52,6 +53,25 @@ def test_as_one_process(pool4: RankPool, options: dict[str, Any]) -> None:
     for found in pool4.run(fit, options, gradient_clip_val=CLIP):
         assert error(found.weights, expected) <= TOLERANCE
         assert found.grad_norm == pytest.approx(float(norms[-1]), rel=TOLERANCE)
+
+
+class ClippedByTorch(SpreadModule):
+    """Clips as in a plain loop, over the gradients of two meshes."""
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), CLIP)
+
+
+def test_clipped_by_torch(pool4: RankPool) -> None:
+    clipped = plain_weights(
+        MixtureDecoder(6),
+        ACCUMULATE,
+        CASE,
+        clip=lambda parameters: nn.utils.clip_grad_norm_(parameters, CLIP),
+    )
+    assert error(plain_weights(MixtureDecoder(6), ACCUMULATE, CASE), clipped) > 1e-3, "nothing was clipped"
+    for found in pool4.run(fit, {}, ClippedByTorch, number=6):
+        assert error(found.weights, clipped) <= TOLERANCE
 
 
 @pytest.mark.parametrize("number", [6, 2])

@@ -112,6 +112,14 @@ def stops_on_one_rank_alone(rank: int, world_size: int) -> None:
     )
 
 
+def gathers_on_one_rank_alone(rank: int, world_size: int) -> None:
+    def log_norm(model: Model) -> None:
+        if rank == 0 and model.trainer.global_step == 2:
+            print("norm", model.head.weight.norm())
+
+    _trainer(world_size, max_steps=6).fit(_fails_in("on_train_batch_end", log_norm), _data())
+
+
 def sleeps_after_its_last_step(rank: int, world_size: int) -> None:
     _trainer(world_size).fit(
         _fails_in("on_train_end", lambda model: time.sleep(PATIENCE_S) if rank == 1 else None), _data()
@@ -232,6 +240,10 @@ DIVERGED = (
     "rank 1 on {host} failed in fit: RuntimeError: it ended its run after training step 2, but rank 0 is in"
     " step 3"
 )
+GATHERS = (
+    " in log_norm, which gathers head.weight for norm: make all ranks call it, outside of"
+    " `if trainer.is_global_zero`"
+)
 EXPECTED: dict[Callable[[int, int], None], tuple[list[int | None], list[str]]] = {
     host_stops_between_two_runs: ([None, 1], ["", STORE_IS_GONE.format(host="an unknown host")]),
     host_dies_between_two_runs: ([-9, 1], ["", STORE_IS_GONE.format(host="an unknown host")]),
@@ -239,6 +251,7 @@ EXPECTED: dict[Callable[[int, int], None], tuple[list[int | None], list[str]]] =
     sigterm_in_the_last_hook: ([SIGTERM_STATUS] * 2, [LATE] * 2),
     sigterm_in_a_world_of_one: ([SIGTERM_STATUS], [""]),
     stops_on_one_rank_alone: ([1, 1], [DIVERGED] * 2),
+    gathers_on_one_rank_alone: ([1, 1], [GATHERS] * 2),
     sleeps_after_its_last_step: ([1, 1], ["rank 1 on {host} is stuck in on_train_end: it is at"] * 2),
     sleeps_in_a_step: ([1, 1], ["rank 1 on {host} is stuck in training_step: it is at"] * 2),
     all_are_suspended: ([0, 0], ["went on"] * 2),

@@ -59,9 +59,6 @@ REFUSALS: dict[str, Callable[[Case], Any]] = {
     r"Gradients of experts that are spread over ranks": lambda c: (
         c.experts and any(each.startswith("parameters@") for each in c.foreign)
     ),
-    r"Sharded tensors of two meshes met": lambda c: (
-        c.experts and ("clip_by_own_rule" in c.hooks or c.manual_clip == "torch")
-    ),
     # Lightning's own.
     r"Skipping the `training_step` by returning None in distributed": lambda c: c.skip,
     **KIND_REFUSALS,

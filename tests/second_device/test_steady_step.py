@@ -133,18 +133,16 @@ def is_on_lists(operator: str) -> bool:
 def most_on_lists(feature: str) -> int:
     """Kernels on lists of gradients that this package may launch in a window of one dtype.
 
-    One product at the end of a window; where they are clipped, one more with a norm, or two bounds. Half
-    precision goes by way of float32 for a product; gradients of parameters that are not sharded are averaged
-    in one buffer.
+    One product at the end of a window; where they are clipped, one more with a norm, or two bounds. Products
+    in half precision are not on lists.
     """
     trainer = STEADY[feature].trainer
     options = STEADY[feature].options
     clips_values = trainer.get("gradient_clip_algorithm") == "value"
     clips_norm = "gradient_clip_val" in trainer and not clips_values
     takes_norm = clips_norm or options.get("error_if_nonfinite", False)
-    product = 3 if trainer.get("precision") == "bf16-true" else 1
-    most = product * (1 + clips_norm) + takes_norm + 2 * clips_values
-    return most + 2 if feature == "a scalar parameter" else most
+    product = 0 if trainer.get("precision") == "bf16-true" else 1
+    return product * (1 + clips_norm) + takes_norm + 2 * clips_values
 
 
 def _named(layout: str, feature: str) -> list[tuple[int, str]]:

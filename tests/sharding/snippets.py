@@ -731,7 +731,8 @@ def _orthogonalised(net: Trained) -> None:
         gram = matrix @ matrix.T
         matrix = 1.5 * matrix - 0.5 * gram @ matrix
     net.weight.grad.copy_(matrix)
-    left, _, right = torch.linalg.svd(net.other.grad, full_matrices=False)
+    shifted = net.other.grad + 2 * torch.eye(*net.other.shape, dtype=net.other.dtype)  # of full rank
+    left, _, right = torch.linalg.svd(shifted, full_matrices=False)
     net.other.grad = left @ right
 
 

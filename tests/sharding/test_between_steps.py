@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -294,6 +295,7 @@ SAVES: dict[str, Callable[[Writer], Any]] = {
     "averages": lambda module: torch.save([p.detach().clone() for p in module.parameters()], io.BytesIO()),
     "optimizer": lambda module: torch.save(module.trainer.optimizers[0].state_dict(), io.BytesIO()),
     "pickle": lambda module: pickle.dumps(module.student.head.weight),
+    "safetensors": lambda module: safetensors.torch.save(module.state_dict()),
 }
 
 
@@ -345,6 +347,7 @@ def test_shards_are_not_saved_by_one_rank(pool2: RankPool) -> None:
     for what, message in told.items():
         assert "full_tensor()" in message, what
         assert "save_checkpoint" in message, what
+        assert "export_hugging_face" in message, what
 
 
 def _copies() -> list[float]:
@@ -353,7 +356,11 @@ def _copies() -> list[float]:
     make_trainer(AutomodelStrategy(), precision="64-true").fit(module, DataLoader(batches, batch_size=None))
     weight = module.student.head.weight
     state = copy.deepcopy(module.state_dict())
-    weight.data.zero_()
+    for same in (weight.detach().cpu(), weight.detach().resolve_conj()):
+        assert not same.requires_grad
+    weight.data[1:].zero_()  # with gradients enabled, as in hooks
+    weight.detach()[:1] *= 0
+    assert float(weight.norm()) == 0
     kept = float(state["student.head.weight"].norm())
     module.load_state_dict(state)
     return [
@@ -383,7 +390,7 @@ class Logs(Writer):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for p in self.student.parameters():
             for tensor in (p, p.grad):
-                array = tensor.detach().cpu().numpy()
+                array = tensor.detach().cpu().double().numpy()
                 flat = tensor.detach().flatten()
                 counts = torch.histc(flat[torch.isfinite(flat)], bins=8)
                 self.seen.append((array.sum(), *np.histogram(array, bins=4)[0], counts.max().item()))

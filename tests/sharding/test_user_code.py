@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -418,24 +419,29 @@ def _compiled() -> list[Tensor]:
     module = Told([], "")
     batches = [features(dist.get_rank(), step) for step in range(2)]
     make_trainer(AutomodelStrategy(), precision="64-true").fit(module, DataLoader(batches, batch_size=None))
-    return [whole(tensor) for tensor in use_compiled(module.net)]
+    return [
+        whole(tensor) for tensor in use_compiled(module.net, partial(torch.compile, backend="aot_eager"))
+    ]
 
 
-def use_compiled(net: Net) -> list[Tensor]:
+def use_compiled(net: Net, compiled: Callable[[Any], Any] = lambda function: function) -> list[Tensor]:
     """What a compiled average, norm and optimizer make of weights that are set before."""
     weight, other = (block[0].weight for block in net.blocks)
     with torch.no_grad():
         for p in net.parameters():
             p.copy_(ramp(p))
             p.grad = 0.1 * torch.ones_like(p)
-        torch.compile(lambda a, b: a.mul_(0.9).add_(b, alpha=0.1), backend="aot_eager")(weight, other)
-        norms = torch.compile(lambda a: (a * 2).norm(dim=0), backend="aot_eager")(weight)
+        compiled(lambda a, b: a.mul_(0.9).add_(b, alpha=0.1))(weight, other)
+        norms = compiled(lambda a: (a * 2).norm(dim=0))(weight)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    torch.compile(optimizer.step, backend="aot_eager")()
+    compiled(optimizer.step)()
     return [norms, *net.parameters()]
 
 
 def test_compiled_user_code(pool2: RankPool) -> None:
+    """As without compilation: torch's own compiled step of a plain scalar is 0.1 off, and it rounds otherwise."""
     expected = [tensor.detach() for tensor in use_compiled(Net())]
     for found in pool2.run(_compiled, timeout_s=180):
-        assert difference(found, expected) is None
+        assert difference(found[0], expected[0]) is None
+        for tensor, reference in zip(found, expected, strict=True):
+            assert (tensor - reference).abs().max() <= 1e-6
