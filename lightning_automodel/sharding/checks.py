@@ -60,12 +60,12 @@ _COPIES_SHARDS = (
     " on all ranks."
 )
 _SPARSE = (
-    "FSDP2 cannot reduce sparse gradients, such as those of nn.Embedding(sparse=True). Leave sparse=True out,"
-    " or pass data_parallel='ddp'."
+    "FSDP2 cannot reduce sparse gradients, such as those of nn.Embedding(sparse=True). Leave sparse=True"
+    " out, or pass data_parallel='ddp'."
 )
 _ASSIGNED = (
-    "load_state_dict(..., assign=True) would replace the parameters of a sharded module by whole tensors. Leave"
-    " assign=True out: each rank then copies its part of them."
+    "load_state_dict(..., assign=True) would replace the parameters of a sharded module by whole tensors."
+    " Leave assign=True out: each rank then copies its part of them."
 )
 _PICKLED = (
     "A sharded module, of which this rank holds a part, cannot be pickled, as by torch.save(module). Save a"
@@ -213,8 +213,8 @@ def check_order(module: nn.Module, optimizers: list[Optimizer], group: dist.Proc
         rank, (_, on_first, on_other) = next(iter(differing.items()))
         raise ValueError(
             "configure_optimizers gives the optimizers their parameters in another order on each rank:"
-            f" {on_first} on rank 0 is {on_other} on rank {rank}. A set of tensors has no order; to leave out"
-            " what comes twice, pass list(dict.fromkeys(parameters)) instead of list(set(parameters))."
+            f" {on_first} on rank 0 is {on_other} on rank {rank}. A set of tensors has no order; to leave"
+            " out what comes twice, pass list(dict.fromkeys(parameters)) instead of list(set(parameters))."
         )
 
 

@@ -293,9 +293,10 @@ class FSDP2Window(GradSync):
 
     @override
     def begin(self, window: Window, loss: Tensor) -> None:
-        for unit in self._retained if self._phase is Phase.HOOKS else ():
-            if not fsdp2_gathers.show_kept_storage(unit):  # a hook's forward has freed it
-                unit.unshard()
+        if self._phase is Phase.HOOKS:
+            for unit in self._retained:
+                if not fsdp2_gathers.show_kept_storage(unit):  # a hook's forward has freed it
+                    unit.unshard()
         self._retained = []
         self._gathered.settle(self.units)
         self._enter(Phase.FORWARD)
@@ -325,11 +326,11 @@ class FSDP2Window(GradSync):
                 f"{', '.join(self._bypassed[:3])}: {len(self._bypassed)} parameters that FSDP2 shards got a"
                 " gradient that it does not reduce, since training_step uses them outside of their unit's"
                 " forward. Code that calls only modules in a unit does that: call the unit itself"
-                " (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of what is"
-                f" called. So does a penalty on weights. {PENALTY_ON_WEIGHTS} For a"
-                " method that differentiates by module.parameters(), as adjoint methods do, pass"
-                " auto_wrap_policy=set(): the model is then one unit, which under automatic optimization is"
-                " gathered during all of training_step."
+                " (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of"
+                f" what is called. So does a penalty on weights. {PENALTY_ON_WEIGHTS} For a method that"
+                " differentiates by module.parameters(), as adjoint methods do, pass"
+                " auto_wrap_policy=set(): the model is then one unit, which under automatic optimization"
+                " is gathered during all of training_step."
             )
         if not window.ends:
             return

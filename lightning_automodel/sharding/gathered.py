@@ -36,8 +36,10 @@ def _get_data(gathered: Any) -> Tensor:
 
 def _set_data(gathered: Any, value: Tensor) -> None:
     gathered.num_assignments += 1
-    if isinstance(gathered, DTensor):
-        value = own_part(value, gathered) if not isinstance(value, DTensor) else local_tensor(value)
+    if isinstance(gathered, DTensor) and isinstance(value, DTensor):
+        value = local_tensor(value)
+    elif isinstance(gathered, DTensor):
+        value = own_part(value, gathered)
     elif isinstance(value, DTensor):
         value = value.full_tensor()
     _set_memory(gathered, value.detach().clone())  # FSDP2 frees the memory of what it has gathered
@@ -180,8 +182,8 @@ class GatheredParameters:
             trained = [shard.parameter_name for shard in written if shard.requires_grad]
             if trained:
                 raise RuntimeError(
-                    f"{trained[0]} got other values between a forward and its backward, which would compute with the"
-                    f" new ones. Write them {IN_HOOKS}."
+                    f"{trained[0]} got other values between a forward and its backward, which would compute"
+                    f" with the new ones. Write them {IN_HOOKS}."
                 )
 
     def adopt(self, unit: FSDPModule) -> None:
@@ -316,20 +318,20 @@ def _write_back(param: FSDPParam, shard_is_current: bool) -> None:
 def _refused(shard: Any, gathered: Tensor) -> str:
     if gathered.dtype == shard.dtype:
         return (
-            f"{shard.parameter_name} was written twice while it was gathered: as module.parameters() has it within a"
-            " step, and as a list or an optimizer holds its shard. Take parameters from the module, or write them"
-            f" {IN_HOOKS}."
+            f"{shard.parameter_name} was written twice while it was gathered: as module.parameters() has it"
+            " within a step, and as a list or an optimizer holds its shard. Take parameters from the"
+            f" module, or write them {IN_HOOKS}."
         )
     return (
         f"{shard.parameter_name} was written within a step or a forward, where FSDP2 has gathered it in"
-        f" {gathered.dtype}, which rounds what is written: its own dtype is {shard.dtype}. Write it {IN_HOOKS}. Or pass"
-        " data_parallel='ddp'."
+        f" {gathered.dtype}, which rounds what is written: its own dtype is {shard.dtype}. Write it"
+        f" {IN_HOOKS}. Or pass data_parallel='ddp'."
     )
 
 
 def _freed(shard: Any, gathered: Tensor) -> str:
     return (
-        f"{shard.parameter_name} was written within a step or a forward, and FSDP2 has freed what it had gathered"
-        f" there, so that the write is lost. Write it {IN_HOOKS}. Or keep parameters gathered for the window:"
-        " reshard_during_accumulation=False. Or pass data_parallel='ddp'."
+        f"{shard.parameter_name} was written within a step or a forward, and FSDP2 has freed what it had"
+        f" gathered there, so that the write is lost. Write it {IN_HOOKS}. Or keep parameters gathered for"
+        " the window: reshard_during_accumulation=False. Or pass data_parallel='ddp'."
     )

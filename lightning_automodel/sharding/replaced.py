@@ -31,9 +31,10 @@ class Replaced(nn.Parameter):
             replaced = next((value for value in args if isinstance(value, Replaced)), None)
             name = "A parameter" if replaced is None else replaced.parameter_name
         raise RuntimeError(
-            f"{name} was used past the module: sharding has replaced this parameter, and something (a list, a"
-            " dictionary, a closure) still holds what it was before. Take it from the module each time (self.weight, a"
-            " property, or a module that is called), or pass data_parallel='ddp', which replaces nothing."
+            f"{name} was used past the module: sharding has replaced this parameter, and something (a list,"
+            " a dictionary, a closure) still holds what it was before. Take it from the module each time"
+            " (self.weight, a property, or a module that is called), or pass data_parallel='ddp', which"
+            " replaces nothing."
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -76,8 +77,10 @@ class ModuleParameters:
 
     def give_shards(self, optimizer: Optimizer) -> None:
         """Give an optimizer that was made before the module was sharded, as LightningCLI makes it, the shards."""
+        if optimizer.state:
+            return
         shards = {id(old): shard for old, shard in self._replaced}
-        for group in optimizer.param_groups if not optimizer.state else ():
+        for group in optimizer.param_groups:
             group["params"] = [shards.get(id(parameter), parameter) for parameter in group["params"]]
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -95,17 +98,19 @@ class ModuleParameters:
         replaced = [path for path, holder, name, own in self._places if not _is_shown(holder, name, own)]
         if replaced:
             raise RuntimeError(
-                f"{', '.join(replaced[:_NUM_NAMED])}: {len(replaced)} parameters that were replaced after the module"
-                " was distributed: the optimizer and the other ranks do not know the new ones. Write the new values"
-                " into the old ones (self.layer.weight.data = values), or replace them in configure_model()."
+                f"{', '.join(replaced[:_NUM_NAMED])}: {len(replaced)} parameters that were replaced after"
+                " the module was distributed: the optimizer and the other ranks do not know the new ones."
+                " Write the new values into the old ones (self.layer.weight.data = values), or replace"
+                " them in configure_model()."
             )
 
     def _text(self, optimizer: Optimizer, unknown: list[nn.Parameter]) -> str:
         start = f"{len(unknown)} parameters of {type(optimizer).__name__}"
         if any(isinstance(parameter, Gathered | GatheredPart) for parameter in unknown):
             return (
-                f"{start} are those that FSDP2 has gathered for a step, which are freed after it. Take them from"
-                " self.parameters() outside of a step: in configure_optimizers, on_train_batch_start or a callback."
+                f"{start} are those that FSDP2 has gathered for a step, which are freed after it. Take them"
+                " from self.parameters() outside of a step: in configure_optimizers, on_train_batch_start"
+                " or a callback."
             )
         named = {id(parameter): name for name, parameter in self._named()}
         names = [named[id(parameter)] for parameter in unknown if id(parameter) in named]
@@ -116,20 +121,17 @@ class ModuleParameters:
                 " configure_model(): what joins later can be frozen until then, by requires_grad_(False)."
             )
         return (
-            f"{start} are not parameters of {class_name(self._module)}, so that ranks would train them differently."
-            " Collect them from self.parameters(), after set-up."
+            f"{start} are not parameters of {class_name(self._module)}, so that ranks would train them"
+            " differently. Collect them from self.parameters(), after set-up."
         )
 
 
 def _is_shown(holder: dict[str, nn.Parameter | None], name: str, own: nn.Parameter) -> bool:
-    """Whether a module has its own parameter, or what FSDP2 has gathered from it; a frozen one may be another.
-
-    ``torch.nn.utils.prune`` gives it another name.
-    """
-    shown = holder.get(name)
+    """Whether a module has its own parameter, or what FSDP2 has gathered from it; a frozen one may be another."""
+    if name not in holder:  # torch.nn.utils.prune gives it another name
+        return any(parameter is own for parameter in holder.values())
+    shown = holder[name]
     if shown is own or isinstance(shown, Gathered | GatheredPart):
-        return True
-    if any(parameter is own for parameter in holder.values()):
         return True
     is_frozen = not own.requires_grad and (shown is None or not shown.requires_grad)
     return is_frozen and local_tensor(own) is own

@@ -23,7 +23,7 @@ INTERNALS = tuple(
 # Documented in spite of their names (namedtuple, os, sys, torch's foreach functions and modes), or
 # transformers'.
 NOT_PRIVATE = re.compile(
-    r"_fields|_replace|_exit|_current_frames|_python_dispatch|_foreach_.*|_no_split_modules|_init_weights|_gradient_checkpointing_func|_attn_implementation"
+    r"_fields|_replace|_exit|_current_frames|_python_dispatch|_foreach_.*|_fused_.*|_no_split_modules|_init_weights|_gradient_checkpointing_func|_attn_implementation"
 )
 
 

@@ -129,20 +129,31 @@ def test_containers(
             assert units == [f"model.stack.{key} (Sequential)" for key in keys]
 
 
-def _message(trains: bool) -> str:
-    trainer = make_trainer(AutomodelStrategy())
+def _message() -> str:
     with pytest.raises(RuntimeError) as raised:
-        (trainer.fit if trains else trainer.validate)(ModelModule(Opened()), loader())
+        make_trainer(AutomodelStrategy()).fit(ModelModule(Opened()), loader())
     return str(raised.value)
 
 
-@pytest.mark.parametrize("trains", [True, False])
-def test_a_unit_that_is_not_called(pool2: RankPool, trains: bool) -> None:
+def test_a_unit_that_is_not_called(pool2: RankPool) -> None:
     """Calling it, or giving the classes that are called, is what the message says."""
-    for message in pool2.run(_message, trains):
-        assert message.startswith("A sharded parameter met a plain tensor:")
-        assert "Call the unit itself" in message
+    for message in pool2.run(_message):
+        assert "got a gradient that it does not reduce" in message
+        assert "call the unit itself" in message
         assert "pass an auto_wrap_policy with the classes of what is called" in message
+
+
+def _evaluate(options: dict[str, Any]) -> float:
+    module = ModelModule(Opened())
+    module.test_step = lambda batch, batch_idx: module.log("loss", module(batch), batch_size=1)
+    (results,) = make_trainer(AutomodelStrategy(**options)).test(module, loader(), verbose=False)
+    return results["loss"]
+
+
+def test_a_unit_that_is_not_called_in_evaluation(pool2: RankPool) -> None:
+    """Shards compute as whole tensors."""
+    replicated = pool2.run(_evaluate, {"data_parallel": "ddp"})
+    assert pool2.run(_evaluate, {}) == pytest.approx(replicated, rel=TOLERANCE)
 
 
 def _fit_with(policy: Any) -> Outcome:
@@ -163,7 +174,7 @@ def _iterate(policy: Any) -> Outcome:
 
 def test_a_sequential_that_is_iterated_over(pool2: RankPool) -> None:
     """Is told like any unit that is not called, and trains with the classes that are."""
-    with pytest.raises(RankError, match="calls only modules in the unit, sees shards"):
+    with pytest.raises(RankError, match="Code that calls only modules in a unit does that"):
         pool2.run(_iterate, None)
     expected = prefixed(plain_weights(Iterated(), 2))
     assert all(

@@ -195,33 +195,6 @@ def test_called_outside_of_a_step(pool2: RankPool) -> None:
         assert is_sharded
 
 
-class WithoutTheHead(TinyDecoder):
-    """Calls its head on the first rank alone."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        if dist.get_rank() == 0:
-            return super().forward(input_ids)
-        hidden = self.embedding(input_ids)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return F.pad(self.norm(hidden), (0, VOCABULARY - WIDTH))
-
-
-def _refused() -> str:
-    with pytest.raises(RuntimeError) as raised:
-        _fit(WithoutTheHead, {}, 2)
-    return str(raised.value)
-
-
-def test_called_on_some_ranks_alone(pool2: RankPool) -> None:
-    """Others would reduce its gradient at another time."""
-    for message in pool2.run(_refused):
-        assert message.startswith(
-            "Ranks use different FSDP units in the same forward: rank 0 begins the backward while rank 1"
-            " begins the backward without having called model.head, so one rank gets"
-        )
-
-
 class Model(nn.Module):
     """A decoder as far as its parts go."""
 
