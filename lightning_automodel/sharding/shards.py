@@ -632,14 +632,12 @@ def _norms(shards: list[Any], order: float, function: Function) -> Tensor:
     """[n] norms of shards of one layout. One all-reduce for each dimension of the mesh that they are sharded over."""
     parts = parts_of(shards)
     dtype = wide_dtype(parts[0].device)
-    nothing = torch.zeros((), dtype=dtype, device=parts[0].device)
-    # A rank may hold nothing of a tensor, whose maximum torch refuses.
-    own = [
-        torch.linalg.vector_norm(part, order, dtype=dtype) if part.numel() > 0 else nothing for part in parts
-    ]
-    stacked = torch.stack(own)
     if math.isinf(order):
-        return _all_reduced(stacked, shards[0], dist.ReduceOp.MAX, function)
+        nothing = torch.zeros((), dtype=dtype, device=parts[0].device)
+        # A rank may hold nothing of a tensor, whose maximum torch refuses.
+        own = [torch.linalg.vector_norm(p, order, dtype=dtype) if p.numel() > 0 else nothing for p in parts]
+        return _all_reduced(torch.stack(own), shards[0], dist.ReduceOp.MAX, function)
+    stacked = torch.stack(torch._foreach_norm(parts, order, dtype=dtype))
     return _all_reduced(stacked.pow(order), shards[0], dist.ReduceOp.SUM, function).pow(1 / order)
 
 
