@@ -126,9 +126,8 @@ class GatheredParameters:
         }
         self._adopted: set[FSDPModule] = set()
         self._states: dict[FSDPParam, tuple[int, bool]] = {}  # writes to the copy, and whether it trains
-        self._shard_versions: dict[
-            FSDPModule, list[int]
-        ] = {}  # when they were last gathered, or might have been
+        # Of the shards of each unit when they were last gathered, or might have been.
+        self._shard_versions: dict[FSDPModule, list[int]] = {}
         self.hooks: list[RemovableHandle] = []
         for unit, params in self._params.items():
             places = fsdp2_gathers.places_of(unit, params)
@@ -232,16 +231,8 @@ class GatheredParameters:
 
     def _follow(self, unit: FSDPModule, changed: list[FSDPParam]) -> None:
         is_gathered = bool(fsdp2.unsharded([unit]))
-        are_current = dict(
-            zip(
-                self._params[unit],
-                (
-                    now == then
-                    for now, then in zip(self._versions(unit), self._shard_versions[unit], strict=True)
-                ),
-                strict=True,
-            )
-        )
+        at_gather = dict(zip(self._params[unit], self._shard_versions[unit], strict=True))
+        before = dict(zip(self._params[unit], self._versions(unit), strict=True))
         was_current = self.is_current(unit)
         for param in changed:
             gathered = param.unsharded_param
@@ -252,7 +243,7 @@ class GatheredParameters:
             if _state(param)[0] != num_writes:
                 if not is_gathered and gathered.memory.untyped_storage().size() == 0:
                     raise RuntimeError(_freed(shard, gathered))
-                _write_back(param, are_current[param])
+                _write_back(param, before[param] == at_gather[param])
         self._note(unit)
         if was_current:
             self._shard_versions[unit] = self._versions(unit)
