@@ -108,10 +108,7 @@ class MicroBatches:
 
         try:
             output = self.inputs.train(attending_step)
-        except StopIteration:  # no failure, but the end of the data, where a step draws its batches
-            raise
-        except BaseException as error:
-            self.windows.abandon(error)  # who saves on an exception finds shards
+        except RuntimeError as error:
             checks.raise_explanation(error)
             raise
         if not self.module.automatic_optimization:

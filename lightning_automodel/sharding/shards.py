@@ -31,6 +31,7 @@ from lightning_automodel.gradients.token_loss import wide_dtype
 from lightning_automodel.internals import fsdp2, fsdp2_gathers
 from lightning_automodel.internals.dtensor import (
     DATA,
+    GRAD,
     alike,
     break_graphs_at,
     has_layout,
@@ -79,6 +80,28 @@ class Shard(DTensor):
     ) -> Any:
         with plain_access():
             return _rule_of(function.__name__)(function, args, kwargs or {})
+
+    # Read so often, by optimizers, that it does not take the way of other attributes.
+    @property
+    def grad(self) -> Any:
+        """The gradient, a shard too."""
+        with plain_access():
+            gradient = GRAD.__get__(self)
+            if gradient.__class__ is DTensor:
+                make_shard(gradient).parameter_name = self.parameter_name
+        return gradient
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        with plain_access():
+            is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
+            if is_whole and value.shape == self.shape:
+                value = with_part(Shard, own_part(value, self).clone(), self)
+            GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     def __iter__(self) -> Any:
         return iter(self.unbind(0))
@@ -515,6 +538,8 @@ def _models_of(values: Sequence[Any], length: int) -> Sequence[DTensor | None]:
 
 def _parts_alike(tensors: Sequence[Any], models: Sequence[Any]) -> list[Any] | None:
     """This rank's parts of a list, each laid out like its model; None if some entry needs the whole tensor."""
+    if tensors is models:
+        return parts_of(models)
     classes = set(map(type, tensors))
     if classes == {Shard} and set(map(type, models)) == {Shard} and alike(tensors, models):
         return parts_of(tensors)
@@ -553,7 +578,7 @@ def _norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     is_number = isinstance(order, (int, float)) and order > 0
     if is_whole or not is_number or not isinstance(shard, DTensor) or _is_recorded(shard):
         return _on_wholes(function, args, kwargs)
-    (norm,) = _norms([shard], float(order), function)
+    norm = _norms([shard], float(order), function)[0]
     return norm.to(dtype or shard.dtype.to_real())
 
 
@@ -568,44 +593,60 @@ def _equal(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     return not _all_reduced(differs, one, dist.ReduceOp.MAX, function)
 
 
-def _foreach_norm(function: Function, args: Arguments, kwargs: Keywords) -> list[Tensor]:
+def _foreach_norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """The norms of a list, as ``torch.nn.utils.clip_grad_norm_`` asks for them: together those of one layout."""
     tensors = list(args[0] if args else kwargs["self"])
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    dtype = kwargs.get("dtype")
-    norms: list[Tensor] = [torch.empty(0)] * len(tensors)
-    by_layout: dict[Any, list[int]] = {}
+    if order <= 0 or any(map(_is_recorded, tensors)):
+        return _on_wholes(function, args, kwargs)
+    norms: list[Any] = [None] * len(tensors)
+    by_layout: list[tuple[Tensor, list[int]]] = []
     for index, tensor in enumerate(tensors):
-        if isinstance(tensor, DTensor) and order > 0 and not _is_recorded(tensor):
-            key = (tensor.device_mesh, tensor.placements, part_of(tensor).device)
-            by_layout.setdefault(key, []).append(index)
+        indices = next((indices for like, indices in by_layout if _is_sharded_like(tensor, like)), None)
+        if indices is None:
+            indices = []
+            by_layout.append((tensor, indices))
+        indices.append(index)
+    for like, indices in by_layout:
+        alike = [tensors[index] for index in indices]
+        if isinstance(like, DTensor):
+            found = _norms(alike, order, function)
         else:
-            (norms[index],) = _on_wholes(function, [[tensor], *args[1:]], kwargs)
-    for indices in by_layout.values():
-        for index, norm in zip(indices, _norms([tensors[i] for i in indices], order, function), strict=True):
-            norms[index] = norm.to(dtype or tensors[index].dtype.to_real())
+            found = torch.stack(torch._foreach_norm(alike, order))
+        rounded = found.to(kwargs.get("dtype") or like.dtype.to_real())
+        for index, norm in zip(indices, rounded.unbind(), strict=True):
+            norms[index] = norm
     return norms
 
 
-def _norms(shards: list[DTensor], order: float, function: Function) -> list[Tensor]:
-    """The norms of shards of one layout. One all-reduce for each dimension of the mesh that they are sharded over."""
-    parts = [part_of(shard) for shard in shards]
+def _is_sharded_like(tensor: Tensor, like: Tensor) -> bool:
+    """Whether norms of both are reduced over the same ranks, in one dtype."""
+    if tensor.dtype != like.dtype or tensor.device != like.device:
+        return False
+    if not isinstance(tensor, DTensor) or not isinstance(like, DTensor):
+        return tensor.__class__ is like.__class__
+    return tensor.placements == like.placements and tensor.device_mesh == like.device_mesh
+
+
+def _norms(shards: list[Any], order: float, function: Function) -> Tensor:
+    """[n] norms of shards of one layout. One all-reduce for each dimension of the mesh that they are sharded over."""
+    parts = parts_of(shards)
     dtype = wide_dtype(parts[0].device)
+    nothing = torch.zeros((), dtype=dtype, device=parts[0].device)
+    # A rank may hold nothing of a tensor, whose maximum torch refuses.
     own = [
-        torch.linalg.vector_norm(part, order, dtype=dtype).abs()
-        if part.numel()
-        else part.new_zeros((), dtype=dtype)
-        for part in parts
+        torch.linalg.vector_norm(part, order, dtype=dtype) if part.numel() > 0 else nothing for part in parts
     ]
     stacked = torch.stack(own)
     if math.isinf(order):
-        return list(_all_reduced(stacked, shards[0], dist.ReduceOp.MAX, function))
-    return list(_all_reduced(stacked.pow(order), shards[0], dist.ReduceOp.SUM, function).pow(1 / order))
+        return _all_reduced(stacked, shards[0], dist.ReduceOp.MAX, function)
+    return _all_reduced(stacked.pow(order), shards[0], dist.ReduceOp.SUM, function).pow(1 / order)
 
 
 def _all_reduced(values: Tensor, like: DTensor, op: Any, function: Function) -> Tensor:
     """[n] numbers of this rank's part, combined over the ranks that hold the other parts. A collective on them."""
     mesh = like.device_mesh
-    combined = values.to(mesh.device_type)
+    combined = values.to(mesh.device_type)  # of an offloaded tensor
     with collectives.gathering(_name_of(like), function.__name__):
         for dim, placement in enumerate(like.placements):
             if not placement.is_replicate() and mesh.size(dim) > 1:
@@ -680,12 +721,7 @@ def _attribute(function: Any, args: Arguments, kwargs: Keywords) -> Any:
         return _on_wholes(function, args, kwargs)
     if name == "data":
         return _alias_of(args[0], args[0].detach())
-    result = function(*args)
-    if name == "grad" and result is not None:
-        make_shard(result)
-        if isinstance(result, Shard):
-            result.parameter_name = args[0].parameter_name
-    return result
+    return function(*args)
 
 
 def _assignment(function: Any, args: Arguments, kwargs: Keywords) -> Any:
@@ -694,9 +730,6 @@ def _assignment(function: Any, args: Arguments, kwargs: Keywords) -> Any:
     if name == "data":
         _set_data(target, value)
         return
-    is_whole = isinstance(value, Tensor) and not isinstance(value, DTensor)
-    if name == "grad" and is_whole and isinstance(target, DTensor) and value.shape == target.shape:
-        value = with_part(Shard, own_part(value, target).clone(), target)
     function(target, value)
 
 
