@@ -298,7 +298,6 @@ class FSDP2Window(GradSync):
                 if not fsdp2_gathers.show_kept_storage(unit):  # a hook's forward has freed it
                     unit.unshard()
         self._retained = []
-        self._gathered.settle(self.units)
         self._enter(Phase.FORWARD)
         if self._unwatched or not self._has_gathered:
             self.watch()
@@ -307,7 +306,10 @@ class FSDP2Window(GradSync):
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self._reduce(Reductions.ALL if window.ends else deferred[self._defer])
         ran = fsdp2.forward_order(self._groups)
-        self._gathered.check_unwritten(self._unit_of[group] for group in ran)
+        gathered = set(fsdp2.unsharded(self.units))
+        freed = [self._unit_of[group] for group in ran if self._unit_of[group] not in gathered]
+        self._gathered.settle(self.units)
+        self._gathered.check_unwritten(freed)
         # Later forwards of a window use what the first has gathered.
         if window.order == 0 or not self._retain_unsharded:
             for group in ran:

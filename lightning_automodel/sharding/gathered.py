@@ -46,37 +46,25 @@ def _set_data(gathered: Any, value: Tensor) -> None:
 
 
 def _get_grad(gathered: Any) -> Tensor | None:
-    return _holder(gathered).grad
+    if _is_asked_by_torch(gathered):
+        return GRAD.__get__(gathered)
+    return gathered.shard.grad
 
 
 def _set_grad(gathered: Any, value: Tensor | None) -> None:
-    _holder(gathered).grad = value
+    if _is_asked_by_torch(gathered):
+        GRAD.__set__(gathered, value)
+    else:
+        gathered.shard.grad = value
 
 
 def _del_grad(gathered: Any) -> None:
     _set_grad(gathered, None)
 
 
-class _AsItIs:
-    """A gathered parameter with the attributes of ``Tensor``."""
-
-    def __init__(self, gathered: Tensor) -> None:
-        self._gathered = gathered
-
-    @property
-    def grad(self) -> Tensor | None:
-        return GRAD.__get__(self._gathered)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        GRAD.__set__(self._gathered, value)
-
-
-def _holder(gathered: Any) -> Any:
-    """Whose ``.grad`` is meant: for torch in a backward that of the gathered parameter; for user code the shard's."""
-    if gathered.sync.window is not None or torch_internals.is_read_by_torch():
-        return _AsItIs(gathered)
-    return gathered.shard
+def _is_asked_by_torch(gathered: Any) -> bool:
+    """Whether ``.grad`` is that of the gathered parameter, as torch needs it in a backward; else it is the shard's."""
+    return gathered.sync.window is not None or torch_internals.is_read_by_torch()
 
 
 def _deepcopy(gathered: Any, memo: dict[int, Any]) -> Any:
@@ -170,9 +158,12 @@ class GatheredParameters:
         fsdp2_gathers.show(places, substitutes)
 
     def check_unwritten(self, units: Iterable[FSDPModule]) -> None:
-        """Raise RuntimeError if a shard was written after a forward, before the backward that gathers it again."""
+        """Raise RuntimeError if a shard was written after a forward, before the backward that gathers it again.
+
+        ``units`` have run, and are not gathered.
+        """
         for unit in units:
-            if fsdp2.unsharded([unit]) or self.is_current(unit):
+            if self.is_current(unit):
                 continue
             versions_by_param = zip(
                 self._params[unit], self._versions(unit), self._shard_versions[unit], strict=True
@@ -268,8 +259,10 @@ class GatheredParameters:
 
 def _state(param: FSDPParam) -> tuple[int, bool]:
     gathered = param.unsharded_param
-    hidden = sum(alias._version for alias in gathered.aliases) + gathered.num_assignments
-    return gathered._version + hidden, gathered.requires_grad
+    num_writes = gathered._version + gathered.num_assignments
+    for alias in gathered.aliases:
+        num_writes += alias._version
+    return num_writes, gathered.requires_grad
 
 
 def _memory(gathered: Tensor) -> Tensor:
