@@ -21,7 +21,7 @@ from lightning_automodel.internals import fsdp2, fsdp2_gathers
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import DATA, GRAD, plain_access
 from lightning_automodel.internals.fsdp2 import FSDPParam
-from lightning_automodel.internals.torch import local_tensor, versions
+from lightning_automodel.internals.torch import local_tensor, version, versions
 from lightning_automodel.sharding.shards import own_part
 
 IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones"
@@ -259,10 +259,8 @@ class GatheredParameters:
 
 def _state(param: FSDPParam) -> tuple[int, bool]:
     gathered = param.unsharded_param
-    num_writes = gathered._version + gathered.num_assignments
-    for alias in gathered.aliases:
-        num_writes += alias._version
-    return num_writes, gathered.requires_grad
+    hidden = sum(map(version, gathered.aliases)) + gathered.num_assignments
+    return version(gathered) + hidden, gathered.requires_grad
 
 
 def _memory(gathered: Tensor) -> Tensor:

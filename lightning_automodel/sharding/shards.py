@@ -41,7 +41,7 @@ from lightning_automodel.internals.dtensor import (
     support_foreach,
     with_part,
 )
-from lightning_automodel.internals.torch import without_wrappers
+from lightning_automodel.internals.torch import version, versions, without_wrappers
 
 Function = Callable[..., Any]
 Arguments = Sequence[Any]
@@ -199,12 +199,12 @@ class GatheredCopy:
         return kept
 
     def _note_versions(self) -> None:
-        self._shard_version = _version(self.shard)
-        self._whole_version = self.whole._version
+        (self._shard_version,) = versions([self.shard])
+        self._whole_version = version(self.whole)
 
     def carry(self) -> None:
         """Write into the shard what the whole tensor was changed to since. Not a collective."""
-        if self.whole._version == self._whole_version:
+        if version(self.whole) == self._whole_version:
             return
         if self.whole.shape != self.shard.shape:
             raise RuntimeError(
@@ -221,7 +221,7 @@ class GatheredCopy:
 
         A view that one rank alone has kept may thus wait for the others, which are told what for.
         """
-        if _version(self.shard) != self._shard_version and not self.whole.requires_grad:
+        if versions([self.shard]) != [self._shard_version] and not self.whole.requires_grad:
             with torch.no_grad():
                 self.whole.copy_(gather(self.shard, self._function))
             self._note_versions()
@@ -295,12 +295,6 @@ def own_part(whole: Tensor, like: DTensor) -> Tensor:
         known[key] = (holders, holders.ranks.index(dist.get_rank()))
     holders, rank = known[key]
     return holders.part(whole, rank)
-
-
-def _version(tensor: Tensor) -> int:
-    if tensor.is_inference():
-        return 0
-    return tensor._version
 
 
 def _count_writes(shards: list[Any]) -> None:
