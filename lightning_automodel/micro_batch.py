@@ -24,17 +24,18 @@ from lightning_automodel.sharding import checks
 from lightning_automodel.sharding.engine import Engine
 
 NESTED_BACKWARD = (
-    "manual_backward was called within a backward of the strategy, by a hook of autograd. Call loss.backward()"
-    " there: what it computes from the gradients that the hook is given is already weighed, and joins the"
-    " backward that runs."
+    "manual_backward was called within a backward of the strategy, by a hook of autograd. Call"
+    " loss.backward() there: what it computes from the gradients that the hook is given is already"
+    " weighed, and joins the backward that runs."
 )
 """Why a backward of the strategy is refused within another one."""
 
 NO_BACKWARD = (
-    "LightningModule.backward has run no backward, or one that reaches no trained parameter of the module, while"
-    " other ranks may wait for gradients in theirs. For a micro-batch that shall train nothing, backpropagate"
-    " loss * 0. What torch.autograd.grad(loss, parameters) returns is neither accumulated nor averaged over"
-    " ranks: run loss.backward(), and edit .grad after it. Make a tensor that is trained an nn.Parameter."
+    "LightningModule.backward has run no backward, or one that reaches no trained parameter of the module,"
+    " while other ranks may wait for gradients in theirs. For a micro-batch that shall train nothing,"
+    " backpropagate loss * 0. What torch.autograd.grad(loss, parameters) returns is neither accumulated"
+    " nor averaged over ranks: run loss.backward(), and edit .grad after it. Make a tensor that is trained"
+    " an nn.Parameter."
 )
 """Why a module's own ``backward`` must run one."""
 

@@ -22,9 +22,9 @@ PLAIN_BACKWARD = (
 """Why a backward that is not the strategy's is refused while a window is open."""
 
 SECOND_BACKWARD = (
-    "LightningModule.backward runs a second backward, after that of its loss, with which gradients were final."
-    " Add up what is backpropagated, for one loss.backward(). For gradients that shall train nothing, call"
-    " torch.autograd.grad(loss, inputs)."
+    "LightningModule.backward runs a second backward, after that of its loss, with which gradients were"
+    " final. Add up what is backpropagated, for one loss.backward(). For gradients that shall train"
+    " nothing, call torch.autograd.grad(loss, inputs)."
 )
 """Why a module's own ``backward`` runs one."""
 

@@ -27,9 +27,9 @@ def check_learning_rates(optimizers: Iterable[Optimizer], group: dist.ProcessGro
         for one, another in zip_longest(first, other):
             if one != another:
                 raise RuntimeError(
-                    f"Ranks step with different options of their optimizers: {one} on one rank, {another} on"
-                    " another. If a scheduler follows a metric (ReduceLROnPlateau), log the metric with"
-                    " sync_dist=True, so that all ranks decide alike. An optimizer that fits numbers to all of its"
-                    " parameters must not have owners: pass optimizer_step='shards'. Else write the same values on"
-                    " all ranks."
+                    f"Ranks step with different options of their optimizers: {one} on one rank, {another}"
+                    " on another. If a scheduler follows a metric (ReduceLROnPlateau), log the metric with"
+                    " sync_dist=True, so that all ranks decide alike. An optimizer that fits numbers to"
+                    " all of its parameters must not have owners: pass optimizer_step='shards'. Else write"
+                    " the same values on all ranks."
                 )

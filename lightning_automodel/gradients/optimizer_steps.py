@@ -165,9 +165,9 @@ class OptimizerSteps:
         unsynchronised = self._windows.unsynchronised.intersection(parameters)
         if unsynchronised and not self._is_automatic:
             raise RuntimeError(
-                f"{len(unsynchronised)} parameters of {name} have gradients of a plain loss.backward(), which"
-                " DistributedDataParallel does not synchronise under manual optimization, so ranks would"
-                " diverge. Call self.manual_backward(loss) instead."
+                f"{len(unsynchronised)} parameters of {name} have gradients of a plain loss.backward(),"
+                " which DistributedDataParallel does not synchronise under manual optimization, so ranks"
+                " would diverge. Call self.manual_backward(loss) instead."
             )
 
     def _check_gradients_by_hand(self, optimizer: Optimizer) -> None:
@@ -187,11 +187,12 @@ class OptimizerSteps:
         smallest = collectives.reduce_tensor(norm, windows.mesh.group, "min", windows.device)
         if largest - smallest > _ROUNDING * largest:
             raise RuntimeError(
-                f"{type(optimizer).__name__} would step with gradients that differ between ranks: their norms"
-                f" are {float(smallest):.4g} to {float(largest):.4g}. No manual_backward has run since its"
-                " last step, and nobody averages what is written by hand (`p.grad ="
-                " torch.autograd.grad(loss, p)[0]`). Call self.manual_backward(loss), once for each of several"
-                " losses, and change what it leaves in .grad. Or write the same gradients on all ranks."
+                f"{type(optimizer).__name__} would step with gradients that differ between ranks: their"
+                f" norms are {float(smallest):.4g} to {float(largest):.4g}. No manual_backward has run"
+                " since its last step, and nobody averages what is written by hand (`p.grad ="
+                " torch.autograd.grad(loss, p)[0]`). Call self.manual_backward(loss), once for each of"
+                " several losses, and change what it leaves in .grad. Or write the same gradients on all"
+                " ranks."
             )
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ def after_state_dicts(unit: FSDPModule, hook: Callable[..., None]) -> list[Remov
     """Call ``hook`` after a state dict of modules of ``unit`` was made or loaded, for which FSDP2 shows shards."""
     handles: list[RemovableHandle] = []
     params = [param for group in param_groups(unit) for param in group.fsdp_params]
-    for module in {param._module_info.module for param in params}:
+    for module in {place.module for place in places_of(unit, params)}:
         handles.append(module.register_state_dict_post_hook(hook))
         handles.append(module.register_load_state_dict_post_hook(hook))
     return handles
@@ -111,8 +111,7 @@ def after_state_dicts(unit: FSDPModule, hook: Callable[..., None]) -> list[Remov
 
 def move_shard(shard: DTensor, param: FSDPParam, local: Tensor) -> bool:
     """Give a shard other memory, from which FSDP2 gathers it. False if it cannot: while it is gathered."""
-    module_info = param._module_info
-    if getattr(module_info.module, module_info.param_name) is not shard:
+    if param.sharded_state.name != "SHARDED":
         return False
     set_local_tensor(shard, local)
     param.reset_sharded_param()

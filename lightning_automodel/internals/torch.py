@@ -6,6 +6,7 @@ Those of FSDP2 and of process groups stand in the files beside this one.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -158,14 +159,18 @@ def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     return list((tensor._backward_hooks or {}).values())
 
 
+version: Callable[[Tensor], int] = attrgetter("_version")
+"""Autograd's version counter of a tensor: every in-place write but through ``.data`` counts."""
+
+
 def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """Autograd's version counters: every in-place write but through ``.data`` counts."""
+    """The version counters of these tensors; 0 for those of inference mode, which have none."""
     tensors = list(tensors)
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(version, tensors))
     except RuntimeError:
-        # Those of inference mode have none, and asking each first takes longer than all the rest.
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+        # Asking each first whether it is one takes longer than all the rest.
+        return [0 if tensor.is_inference() else version(tensor) for tensor in tensors]
 
 
 def patch_unscaling(

@@ -75,9 +75,9 @@ class SharedBuffers:
         differing = collectives.differences(shapes, self._group)
         for rank, (name, on_first, on_other) in differing.items():
             raise ValueError(
-                f"The buffer {name!r} of {type(self._module).__name__} differs on the ranks that hold different"
-                f" data: it is {on_first} on the first and {on_other} on rank {rank} of these. All ranks must"
-                " evaluate and save one model: gather what each rank has collected"
+                f"The buffer {name!r} of {type(self._module).__name__} differs on the ranks that hold"
+                f" different data: it is {on_first} on the first and {on_other} on rank {rank} of these."
+                " All ranks must evaluate and save one model: gather what each rank has collected"
                 " (torch.distributed.all_gather_object), or keep it out of the state dict"
                 " (register_buffer(..., persistent=False))."
             )

@@ -203,11 +203,11 @@ class FSDP2Engine(Engine):
     def join_evaluation(self) -> None:
         if self.mesh.sizes.expert > 1:
             raise RuntimeError(
-                "This rank has evaluated all its data, and other ranks have not: it cannot take part in their"
-                " forwards, which send tokens to the experts that it holds (expert_parallel_size > 1). Give"
-                " all ranks equally many batches: Trainer(limit_val_batches=...), or limit_test_batches or"
-                " limit_predict_batches, with as many as each rank has, or a DistributedSampler with"
-                " drop_last=True."
+                "This rank has evaluated all its data, and other ranks have not: it cannot take part in"
+                " their forwards, which send tokens to the experts that it holds (expert_parallel_size >"
+                " 1). Give all ranks equally many batches: Trainer(limit_val_batches=...), or"
+                " limit_test_batches or limit_predict_batches, with as many as each rank has, or a"
+                " DistributedSampler with drop_last=True."
             )
         with self._released_around():
             self._gathers.join()

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum
+from enum import Enum, auto
 from functools import partial
 from typing import Any, cast
 
@@ -57,9 +57,9 @@ class Reductions(Enum):
 class Phase(Enum):
     """What user code may do at a time, which decides what FSDP2 frees."""
 
-    HOOKS = "what a forward gathers is freed after it: the module shows shards"
-    FORWARD = "of a training step: gathered parameters stay for its backward, or for the window"
-    EVALUATION = "each unit frees what it has gathered, as it was set up"
+    HOOKS = auto()  # what a forward gathers is freed after it: the module shows shards
+    FORWARD = auto()  # of a training step: gathered parameters stay for its backward, or for the window
+    EVALUATION = auto()  # each unit frees what it has gathered, as it was set up
 
 
 class FSDP2Window(GradSync):
@@ -106,20 +106,20 @@ class FSDP2Window(GradSync):
         self._reductions = Reductions.BY_FSDP2
         self._phase: Phase | None = None
         self._gathered = GatheredParameters(self.units, self)
-        self._hooks += self._gathered.hooks
         self._retained: list[FSDPModule] = []  # which the module does not show, and whose memory is kept
-        self._hook_inner_roots()
         self._has_gathered = False
         self._has_two_dtypes = True  # until units are gathered
         params = [param for group in self._groups for param in group.fsdp_params]
         self._experts = {p.sharded_param for p in params if num_expert_ranks(p.sharded_param) > 1}
         self._unwatched = {param.sharded_param for param in params}
         self._bypassed: list[str] = []
-        for unit in self._whole_step:
-            self._hooks += fsdp2_gathers.after_state_dicts(unit, partial(self._show_again, unit))
+        self._register_hooks()
         self._enter(Phase.HOOKS)
 
-    def _hook_inner_roots(self) -> None:
+    def _register_hooks(self) -> None:
+        self._hooks += self._gathered.hooks
+        for unit in self._whole_step:
+            self._hooks += fsdp2_gathers.after_state_dicts(unit, partial(self._show_again, unit))
         for root in cast(list[nn.Module], self._roots):
             if root is not self._model:
                 hook = partial(self._reshard_unless_training, fsdp2.fsdp_units(root))
@@ -298,7 +298,6 @@ class FSDP2Window(GradSync):
                 if not fsdp2_gathers.show_kept_storage(unit):  # a hook's forward has freed it
                     unit.unshard()
         self._retained = []
-        self._gathered.settle(self.units)
         self._enter(Phase.FORWARD)
         if self._unwatched or not self._has_gathered:
             self.watch()
@@ -307,7 +306,10 @@ class FSDP2Window(GradSync):
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self._reduce(Reductions.ALL if window.ends else deferred[self._defer])
         ran = fsdp2.forward_order(self._groups)
-        self._gathered.check_unwritten(self._unit_of[group] for group in ran)
+        gathered = set(fsdp2.unsharded(self.units))
+        freed = [self._unit_of[group] for group in ran if self._unit_of[group] not in gathered]
+        self._gathered.settle(self.units)
+        self._gathered.check_unwritten(freed)
         # Later forwards of a window use what the first has gathered.
         if window.order == 0 or not self._retain_unsharded:
             for group in ran:

@@ -21,7 +21,7 @@ from lightning_automodel.internals import fsdp2, fsdp2_gathers
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import DATA, GRAD, plain_access
 from lightning_automodel.internals.fsdp2 import FSDPParam
-from lightning_automodel.internals.torch import local_tensor, versions
+from lightning_automodel.internals.torch import local_tensor, version, versions
 from lightning_automodel.sharding.shards import own_part
 
 IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones"
@@ -46,37 +46,25 @@ def _set_data(gathered: Any, value: Tensor) -> None:
 
 
 def _get_grad(gathered: Any) -> Tensor | None:
-    return _holder(gathered).grad
+    if _is_asked_by_torch(gathered):
+        return GRAD.__get__(gathered)
+    return gathered.shard.grad
 
 
 def _set_grad(gathered: Any, value: Tensor | None) -> None:
-    _holder(gathered).grad = value
+    if _is_asked_by_torch(gathered):
+        GRAD.__set__(gathered, value)
+    else:
+        gathered.shard.grad = value
 
 
 def _del_grad(gathered: Any) -> None:
     _set_grad(gathered, None)
 
 
-class _AsItIs:
-    """A gathered parameter with the attributes of ``Tensor``."""
-
-    def __init__(self, gathered: Tensor) -> None:
-        self._gathered = gathered
-
-    @property
-    def grad(self) -> Tensor | None:
-        return GRAD.__get__(self._gathered)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        GRAD.__set__(self._gathered, value)
-
-
-def _holder(gathered: Any) -> Any:
-    """Whose ``.grad`` is meant: for torch in a backward that of the gathered parameter; for user code the shard's."""
-    if gathered.sync.window is not None or torch_internals.is_read_by_torch():
-        return _AsItIs(gathered)
-    return gathered.shard
+def _is_asked_by_torch(gathered: Any) -> bool:
+    """Whether ``.grad`` is that of the gathered parameter, as torch needs it in a backward; else it is the shard's."""
+    return gathered.sync.window is not None or torch_internals.is_read_by_torch()
 
 
 def _deepcopy(gathered: Any, memo: dict[int, Any]) -> Any:
@@ -126,9 +114,8 @@ class GatheredParameters:
         }
         self._adopted: set[FSDPModule] = set()
         self._states: dict[FSDPParam, tuple[int, bool]] = {}  # writes to the copy, and whether it trains
-        self._shard_versions: dict[
-            FSDPModule, list[int]
-        ] = {}  # when they were last gathered, or might have been
+        # Of the shards of each unit when they were last gathered, or might have been.
+        self._shard_versions: dict[FSDPModule, list[int]] = {}
         self.hooks: list[RemovableHandle] = []
         for unit, params in self._params.items():
             places = fsdp2_gathers.places_of(unit, params)
@@ -171,9 +158,12 @@ class GatheredParameters:
         fsdp2_gathers.show(places, substitutes)
 
     def check_unwritten(self, units: Iterable[FSDPModule]) -> None:
-        """Raise RuntimeError if a shard was written after a forward, before the backward that gathers it again."""
+        """Raise RuntimeError if a shard was written after a forward, before the backward that gathers it again.
+
+        ``units`` have run, and are not gathered.
+        """
         for unit in units:
-            if fsdp2.unsharded([unit]) or self.is_current(unit):
+            if self.is_current(unit):
                 continue
             versions_by_param = zip(
                 self._params[unit], self._versions(unit), self._shard_versions[unit], strict=True
@@ -232,16 +222,8 @@ class GatheredParameters:
 
     def _follow(self, unit: FSDPModule, changed: list[FSDPParam]) -> None:
         is_gathered = bool(fsdp2.unsharded([unit]))
-        are_current = dict(
-            zip(
-                self._params[unit],
-                (
-                    now == then
-                    for now, then in zip(self._versions(unit), self._shard_versions[unit], strict=True)
-                ),
-                strict=True,
-            )
-        )
+        at_gather = dict(zip(self._params[unit], self._shard_versions[unit], strict=True))
+        before = dict(zip(self._params[unit], self._versions(unit), strict=True))
         was_current = self.is_current(unit)
         for param in changed:
             gathered = param.unsharded_param
@@ -252,7 +234,7 @@ class GatheredParameters:
             if _state(param)[0] != num_writes:
                 if not is_gathered and gathered.memory.untyped_storage().size() == 0:
                     raise RuntimeError(_freed(shard, gathered))
-                _write_back(param, are_current[param])
+                _write_back(param, before[param] == at_gather[param])
         self._note(unit)
         if was_current:
             self._shard_versions[unit] = self._versions(unit)
@@ -277,8 +259,8 @@ class GatheredParameters:
 
 def _state(param: FSDPParam) -> tuple[int, bool]:
     gathered = param.unsharded_param
-    hidden = sum(alias._version for alias in gathered.aliases) + gathered.num_assignments
-    return gathered._version + hidden, gathered.requires_grad
+    hidden = sum(map(version, gathered.aliases)) + gathered.num_assignments
+    return version(gathered) + hidden, gathered.requires_grad
 
 
 def _memory(gathered: Tensor) -> Tensor:

@@ -63,8 +63,8 @@ def choose(
 def _reason(needed: int, spare: int) -> str:
     return (
         f"auto: an estimated {needed / 2**20:,.0f} MiB {'fits into' if needed <= spare else 'exceeds'} what"
-        f" {FREE_MEMORY_SHARE:.0%} of the free memory of the rank with least leaves beside its optimizer state"
-        f" ({spare / 2**20:,.0f} MiB)"
+        f" {FREE_MEMORY_SHARE:.0%} of the free memory of the rank with least leaves beside its optimizer"
+        f" state ({spare / 2**20:,.0f} MiB)"
     )
 
 

@@ -37,10 +37,10 @@ def check_replicas(
         if drifted:
             raise RuntimeError(
                 f"Ranks hold different values of {', '.join(drifted[:3])}: {len(drifted)} of {len(named)}"
-                " parameters that each rank has a copy of. The strategy gives all ranks the same gradients, so"
-                " other code has written them differently: with random numbers (ranks draw different ones"
-                " after dropout on batches of different sizes: use a torch.Generator with the same seed on"
-                " all ranks), from a rank's own data, or on one rank only."
+                " parameters that each rank has a copy of. The strategy gives all ranks the same"
+                " gradients, so other code has written them differently: with random numbers (ranks draw"
+                " different ones after dropout on batches of different sizes: use a torch.Generator with"
+                " the same seed on all ranks), from a rank's own data, or on one rank only."
             )
 
 

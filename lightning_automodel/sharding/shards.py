@@ -41,7 +41,7 @@ from lightning_automodel.internals.dtensor import (
     support_foreach,
     with_part,
 )
-from lightning_automodel.internals.torch import without_wrappers
+from lightning_automodel.internals.torch import version, versions, without_wrappers
 
 Function = Callable[..., Any]
 Arguments = Sequence[Any]
@@ -123,8 +123,8 @@ class Shard(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
-            f"{self.parameter_name} is sharded, and would be pickled as the part of this rank alone, by torch.save"
-            f" or by passing it to another process. {SAVE_WHOLE}"
+            f"{self.parameter_name} is sharded, and would be pickled as the part of this rank alone, by"
+            f" torch.save or by passing it to another process. {SAVE_WHOLE}"
         )
 
 
@@ -199,17 +199,17 @@ class GatheredCopy:
         return kept
 
     def _note_versions(self) -> None:
-        self._shard_version = _version(self.shard)
-        self._whole_version = self.whole._version
+        (self._shard_version,) = versions([self.shard])
+        self._whole_version = version(self.whole)
 
     def carry(self) -> None:
         """Write into the shard what the whole tensor was changed to since. Not a collective."""
-        if self.whole._version == self._whole_version:
+        if version(self.whole) == self._whole_version:
             return
         if self.whole.shape != self.shard.shape:
             raise RuntimeError(
-                f"{self._function.__name__} changes the shape of {_name_of(self.shard)}, which is sharded, in place."
-                " Call the function without the underscore, which gives a new tensor."
+                f"{self._function.__name__} changes the shape of {_name_of(self.shard)}, which is sharded,"
+                " in place. Call the function without the underscore, which gives a new tensor."
             )
         with torch.no_grad():
             part_of(self.shard).copy_(own_part(self.whole, self.shard))
@@ -221,7 +221,7 @@ class GatheredCopy:
 
         A view that one rank alone has kept may thus wait for the others, which are told what for.
         """
-        if _version(self.shard) != self._shard_version and not self.whole.requires_grad:
+        if versions([self.shard]) != [self._shard_version] and not self.whole.requires_grad:
             with torch.no_grad():
                 self.whole.copy_(gather(self.shard, self._function))
             self._note_versions()
@@ -297,12 +297,6 @@ def own_part(whole: Tensor, like: DTensor) -> Tensor:
     return holders.part(whole, rank)
 
 
-def _version(tensor: Tensor) -> int:
-    if tensor.is_inference():
-        return 0
-    return tensor._version
-
-
 def _count_writes(shards: list[Any]) -> None:
     """Raise the version counters of shards whose parts were written."""
     counted = [shard for shard in shards if not shard.is_inference()]
@@ -367,8 +361,8 @@ def _refuse_write_to_leaf(function: Function, args: Arguments) -> None:
     is_recorded = any(isinstance(t, DTensor) and t.is_leaf and t.requires_grad for t in sources)
     if is_recorded and getattr(function, "__module__", None) != nn.init.__name__:
         raise RuntimeError(
-            "A leaf Variable that requires grad is being used in an in-place operation: write parameters under"
-            " torch.no_grad()."
+            "A leaf Variable that requires grad is being used in an in-place operation: write parameters"
+            " under torch.no_grad()."
         )
 
 
@@ -739,9 +733,9 @@ def _set_data(target: Any, value: Tensor) -> None:
         return
     if value.shape != target.shape or value.dtype != target.dtype:
         raise RuntimeError(
-            f"{_name_of(target)} is sharded, of shape {tuple(target.shape)} and dtype"
-            f" {target.dtype}, and cannot become one of shape {tuple(value.shape)} and dtype {value.dtype}. Change"
-            " shapes and dtypes before the model is sharded, in __init__ or configure_model."
+            f"{_name_of(target)} is sharded, of shape {tuple(target.shape)} and dtype {target.dtype}, and"
+            f" cannot become one of shape {tuple(value.shape)} and dtype {value.dtype}. Change shapes and"
+            " dtypes before the model is sharded, in __init__ or configure_model."
         )
     with torch.no_grad():
         if not isinstance(value, DTensor):
@@ -761,10 +755,10 @@ def _hook(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     shard = args[0]
     if isinstance(shard, Shard) and shard.is_leaf and shard.requires_grad and not shard.accepts_hooks:
         raise RuntimeError(
-            f"{function.__name__} on {shard.parameter_name}, which is sharded: FSDP2 would not call the hook, or"
-            " would call it before the gradient is divided by the label tokens of its window. Change or read"
-            " gradients in on_before_optimizer_step, where they are final. For hooks that step inside of the"
-            " backward use count_window_ahead=True, or else data_parallel='ddp'."
+            f"{function.__name__} on {shard.parameter_name}, which is sharded: FSDP2 would not call the"
+            " hook, or would call it before the gradient is divided by the label tokens of its window."
+            " Change or read gradients in on_before_optimizer_step, where they are final. For hooks that"
+            " step inside of the backward use count_window_ahead=True, or else data_parallel='ddp'."
         )
     return function(*args, **kwargs)
 
@@ -798,8 +792,8 @@ def _grad(function: Function, args: Arguments, kwargs: Keywords) -> Any:
         gradients.append(of_copy if gradient is None else make_shard(gradient))
     if not (allow_unused or keywords.get("materialize_grads")) and any(g is None for g in gradients):
         raise RuntimeError(
-            "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if"
-            " this is the desired behavior."
+            "One of the differentiated Tensors appears to not have been used in the graph. Set"
+            " allow_unused=True if this is the desired behavior."
         )
     return tuple(gradients)
 
