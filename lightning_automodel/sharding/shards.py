@@ -567,10 +567,11 @@ def _norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     dtype = keywords.pop("dtype", None)
     if order in (None, "fro"):
         order = 2
-    shard = args[0] if args else None
+    shard: Any = args[0] if args else None
     is_whole = len(args) > 2 or any(v is not None and v is not False for v in keywords.values())
     is_number = isinstance(order, (int, float)) and order > 0
-    if is_whole or not is_number or not isinstance(shard, DTensor) or _is_recorded(shard):
+    is_real = isinstance(shard, DTensor) and not shard.is_complex()
+    if is_whole or not is_number or not is_real or _is_recorded(shard):
         return _on_wholes(function, args, kwargs)
     norm = _norms([shard], float(order), function)[0]
     return norm.to(dtype or shard.dtype.to_real())
@@ -591,7 +592,7 @@ def _foreach_norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """The norms of a list, as ``torch.nn.utils.clip_grad_norm_`` asks for them: together those of one layout."""
     tensors = list(args[0] if args else kwargs["self"])
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    if order <= 0 or any(map(_is_recorded, tensors)):
+    if order <= 0 or any(_is_recorded(tensor) or tensor.is_complex() for tensor in tensors):
         return _on_wholes(function, args, kwargs)
     norms: list[Any] = [None] * len(tensors)
     by_layout: list[tuple[Tensor, list[int]]] = []
