@@ -48,7 +48,7 @@ Arguments = Sequence[Any]
 Keywords = dict[str, Any]
 
 SAVE_WHOLE = (
-    "Gather it on all ranks, and let one of them save it:"
+    "gather it on all ranks, and let one of them write it:"
     " state = {name: p.full_tensor() for name, p in module.state_dict().items()}, then"
     " `if trainer.is_global_zero: torch.save(state, path)`. Or call trainer.save_checkpoint(path), or"
     " export_hugging_face(module, path) in place of save_pretrained, on all ranks."
@@ -124,7 +124,7 @@ class Shard(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
             f"{self.parameter_name} is sharded, and would be pickled as the part of this rank alone, by"
-            f" torch.save or by passing it to another process. {SAVE_WHOLE}"
+            f" torch.save or by passing it to another process. Save it whole: {SAVE_WHOLE}"
         )
 
 
@@ -665,7 +665,8 @@ def _metadata(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 def _refuse_memory(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """What safetensors writes, and what it and transformers take to be shared if the addresses are equal."""
     raise RuntimeError(
-        f"{function.__name__} of {_name_of(args[0])}, which is sharded: no memory holds all of it. {SAVE_WHOLE}"
+        f"{function.__name__} of {_name_of(args[0])}, which is sharded: no memory holds all of it."
+        f" Save it whole: {SAVE_WHOLE}"
     )
 
 
