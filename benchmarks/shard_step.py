@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lightning_automodel.sharding.shards import shard_parameters
+from lightning_automodel.sharding.shards import make_shard
 
 KINDS = ("plain tensors", "DTensors", "shards")
 WAYS: dict[str, dict[str, Any]] = {
@@ -49,7 +49,8 @@ def build(kind: str, num_parameters: int, device: str) -> nn.Module:
             fully_shard(layer)
         fully_shard(model)
     if kind == "shards":
-        shard_parameters(model, accept_hooks=False)
+        for parameter in model.parameters():
+            make_shard(parameter)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 0.1)
     return model

@@ -177,6 +177,8 @@ class FSDP2Window(GradSync):
         """
         self.gather_once()
         with plain_access():
+            if not any(shard.requires_grad for shard in self._unwatched):
+                return
             for param in (param for group in self._groups for param in group.fsdp_params):
                 shard = param.sharded_param
                 if shard in self._unwatched and shard.requires_grad:

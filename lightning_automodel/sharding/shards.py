@@ -48,7 +48,7 @@ Arguments = Sequence[Any]
 Keywords = dict[str, Any]
 
 SAVE_WHOLE = (
-    "Gather it on all ranks, and let one of them save it:"
+    "gather it on all ranks, and let one of them write it:"
     " state = {name: p.full_tensor() for name, p in module.state_dict().items()}, then"
     " `if trainer.is_global_zero: torch.save(state, path)`. Or call trainer.save_checkpoint(path), or"
     " export_hugging_face(module, path) in place of save_pretrained, on all ranks."
@@ -124,7 +124,7 @@ class Shard(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
             f"{self.parameter_name} is sharded, and would be pickled as the part of this rank alone, by"
-            f" torch.save or by passing it to another process. {SAVE_WHOLE}"
+            f" torch.save or by passing it to another process. Save it whole: {SAVE_WHOLE}"
         )
 
 
@@ -567,10 +567,11 @@ def _norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     dtype = keywords.pop("dtype", None)
     if order in (None, "fro"):
         order = 2
-    shard = args[0] if args else None
+    shard: Any = args[0] if args else None
     is_whole = len(args) > 2 or any(v is not None and v is not False for v in keywords.values())
     is_number = isinstance(order, (int, float)) and order > 0
-    if is_whole or not is_number or not isinstance(shard, DTensor) or _is_recorded(shard):
+    is_real = isinstance(shard, DTensor) and not shard.is_complex()
+    if is_whole or not is_number or not is_real or _is_recorded(shard):
         return _on_wholes(function, args, kwargs)
     norm = _norms([shard], float(order), function)[0]
     return norm.to(dtype or shard.dtype.to_real())
@@ -591,7 +592,7 @@ def _foreach_norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """The norms of a list, as ``torch.nn.utils.clip_grad_norm_`` asks for them: together those of one layout."""
     tensors = list(args[0] if args else kwargs["self"])
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    if order <= 0 or any(map(_is_recorded, tensors)):
+    if order <= 0 or any(_is_recorded(tensor) or tensor.is_complex() for tensor in tensors):
         return _on_wholes(function, args, kwargs)
     norms: list[Any] = [None] * len(tensors)
     by_layout: list[tuple[Tensor, list[int]]] = []
@@ -626,14 +627,12 @@ def _norms(shards: list[Any], order: float, function: Function) -> Tensor:
     """[n] norms of shards of one layout. One all-reduce for each dimension of the mesh that they are sharded over."""
     parts = parts_of(shards)
     dtype = wide_dtype(parts[0].device)
-    nothing = torch.zeros((), dtype=dtype, device=parts[0].device)
-    # A rank may hold nothing of a tensor, whose maximum torch refuses.
-    own = [
-        torch.linalg.vector_norm(part, order, dtype=dtype) if part.numel() > 0 else nothing for part in parts
-    ]
-    stacked = torch.stack(own)
     if math.isinf(order):
-        return _all_reduced(stacked, shards[0], dist.ReduceOp.MAX, function)
+        nothing = torch.zeros((), dtype=dtype, device=parts[0].device)
+        # A rank may hold nothing of a tensor, whose maximum torch refuses.
+        own = [torch.linalg.vector_norm(p, order, dtype=dtype) if p.numel() > 0 else nothing for p in parts]
+        return _all_reduced(torch.stack(own), shards[0], dist.ReduceOp.MAX, function)
+    stacked = torch.stack(torch._foreach_norm(parts, order, dtype=dtype))
     return _all_reduced(stacked.pow(order), shards[0], dist.ReduceOp.SUM, function).pow(1 / order)
 
 
@@ -666,7 +665,8 @@ def _metadata(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 def _refuse_memory(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """What safetensors writes, and what it and transformers take to be shared if the addresses are equal."""
     raise RuntimeError(
-        f"{function.__name__} of {_name_of(args[0])}, which is sharded: no memory holds all of it. {SAVE_WHOLE}"
+        f"{function.__name__} of {_name_of(args[0])}, which is sharded: no memory holds all of it."
+        f" Save it whole: {SAVE_WHOLE}"
     )
 
 
