@@ -35,6 +35,8 @@ def _get_data(gathered: Any) -> Tensor:
 
 
 def _set_data(gathered: Any, value: Tensor) -> None:
+    if value.dtype != gathered.dtype:
+        raise RuntimeError(_refused(gathered.shard, gathered))
     gathered.num_assignments += 1
     if isinstance(gathered, DTensor):
         value = own_part(value, gathered) if not isinstance(value, DTensor) else local_tensor(value)
@@ -333,6 +335,6 @@ def _refused(shard: Any, gathered: Tensor) -> str:
 def _freed(shard: Any, gathered: Tensor) -> str:
     return (
         f"{shard.parameter_name} was written within a step or a forward, and FSDP2 has freed what it had gathered"
-        f" there, so that the write is lost. Write it {IN_HOOKS}. Or keep parameters gathered for the window:"
+        f" there, so that the write is lost. Write it {IN_HOOKS}. In training, keep parameters gathered for the window:"
         " reshard_during_accumulation=False. Or pass data_parallel='ddp'."
     )
