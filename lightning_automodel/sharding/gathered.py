@@ -35,6 +35,8 @@ def _get_data(gathered: Any) -> Tensor:
 
 
 def _set_data(gathered: Any, value: Tensor) -> None:
+    if value.dtype != gathered.dtype:
+        raise RuntimeError(_refused(gathered.shard, gathered))
     gathered.num_assignments += 1
     if isinstance(gathered, DTensor) and isinstance(value, DTensor):
         value = local_tensor(value)
@@ -314,6 +316,6 @@ def _refused(shard: Any, gathered: Tensor) -> str:
 def _freed(shard: Any, gathered: Tensor) -> str:
     return (
         f"{shard.parameter_name} was written within a step or a forward, and FSDP2 has freed what it had"
-        f" gathered there, so that the write is lost. Write it {IN_HOOKS}. Or keep parameters gathered for"
-        " the window: reshard_during_accumulation=False. Or pass data_parallel='ddp'."
+        f" gathered there, so that the write is lost. Write it {IN_HOOKS}. In training, keep parameters"
+        " gathered for the window: reshard_during_accumulation=False. Or pass data_parallel='ddp'."
     )
