@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.trees import dict_like
-from lightning_automodel.internals.dtensor import part_of, plain_dtensor, with_part
+from lightning_automodel.internals.dtensor import plain_dtensor
 from lightning_automodel.internals.torch import (
     EXTRA_STATE,
     module_versions,
@@ -163,8 +163,6 @@ def copied(states: dict[str, Any]) -> dict[str, Any]:
 def _copy_to_host(tensor: Tensor) -> Tensor:
     """A copy in host memory, complete once the device of ``tensor`` is synchronised."""
     tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        return with_part(DTensor, _copy_to_host(part_of(tensor)), tensor)
     if tensor.is_meta:
         return tensor
     is_view = tensor.is_conj() or tensor.is_neg()
