@@ -50,8 +50,8 @@ def warn_untested() -> None:
             rank_zero_warn(
                 f"lightning_automodel was tested with {library} {tested}, and this is {library} {release}."
                 " What it uses of the library may have changed without an error. To test it, run `bash"
-                " .ci/versions` with the release of torch in a clone of the repository (CONTRIBUTING.md, Support"
-                " for a new torch); ExactnessCheck compares your own training with one process."
+                " .ci/versions` with the release of torch in a clone of the repository (CONTRIBUTING.md,"
+                " Support for a new torch); ExactnessCheck compares your own training with one process."
             )
 
 

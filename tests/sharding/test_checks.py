@@ -115,11 +115,8 @@ REFUSED: dict[str, Refused] = {
     "gradient-penalty-of-convolutions": Refused(PenaltyOfConvolutions, FREED, RESHARDS),
     "norm-before-the-forward": Refused(
         NormOfWeightsFirst,
-        "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit when the unit is"
-        " called, so code that uses them outside of that, or calls only modules in the unit, sees shards."
-        " Call the unit itself (strategy.describe()['units'] has them), or pass an auto_wrap_policy with"
-        " the classes of what is called. For a penalty on weights, use weight_decay. Add the penalty's"
-        " gradient",
+        "net.2.bias, net.2.weight, net.0.bias: 4 parameters that FSDP2 shards got a gradient that it does not"
+        " reduce, since training_step uses them outside of their unit's forward.",
     ),
     "copies-itself": Refused(CopiesItself, "copy.deepcopy() of a sharded module, which torch refuses. Make"),
     "sparse": Refused(
