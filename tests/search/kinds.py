@@ -239,9 +239,7 @@ KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
     ),
     r"embeddings with max_norm, whose forward shortens the rows": lambda c: "max_norm" in c.writes,
     r"was used past the module: sharding has replaced this parameter": lambda c: c.alias,
-    r"FSDP2 has freed what it had gathered there, so that the write is lost": lambda c: (
-        c.writes and c.foreign
-    ),
+    r"FSDP2 has freed what it had gathered there, so that the write is lost": lambda c: c.writes,
     # torch's own: a gradient by the module's parameter, where the forward has used the one that was kept
     # past it.
     r"appears to not have been used in the graph": lambda c: c.alias and c.foreign,
