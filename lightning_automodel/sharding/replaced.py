@@ -13,19 +13,22 @@ from lightning_automodel.sharding.gathered import Gathered, GatheredPart
 from lightning_automodel.sharding.units import class_name
 
 _NUM_NAMED = 3
+_VALUES = ("data", "grad", "T", "H", "mT", "mH", "real", "imag")
+"""Attributes that show values; others are facts of a tensor."""
 
 
 class Replaced(nn.Parameter):
     """A plain parameter that a shard has replaced, and something still holds: its use raises."""
 
     parameter_name: str = "A parameter"
+    refuses_use = True
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with plain_access():
-            is_fact = function.__name__ == "__get__" and function.__self__.__name__ not in ("data", "grad")
+            is_fact = function.__name__ == "__get__" and function.__self__.__name__ not in _VALUES
             if is_fact or function.__name__ in ("dim", "size", "numel"):
                 return function(*args, **(kwargs or {}))
             replaced = next((value for value in args if isinstance(value, Replaced)), None)

@@ -238,7 +238,8 @@ KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
         c.inner == "penalty"
     ),
     r"embeddings with max_norm, whose forward shortens the rows": lambda c: "max_norm" in c.writes,
-    r"was used past the module, so that its gradient would be lost": lambda c: c.alias,
+    r"was used past the module: sharding has replaced this parameter": lambda c: c.alias,
+    r"FSDP2 has freed what it had gathered there, so that the write is lost": lambda c: c.writes,
     # torch's own: a gradient by the module's parameter, where the forward has used the one that was kept
     # past it.
     r"appears to not have been used in the graph": lambda c: c.alias and c.foreign,
@@ -249,6 +250,9 @@ KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
         c.changed and c.changed.startswith("append")
     ),
     r"were replaced after the module was distributed": lambda c: (
+        c.changed and c.changed.startswith("replace")
+    ),
+    r"are not parameters of|DistributedDataParallel did not reduce all gradients": lambda c: (
         c.changed and c.changed.startswith("replace")
     ),
     r"A sharded parameter met a plain tensor.*An average of weights": lambda c: any(

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.rank_pool import RankPool
+from lightning_automodel.sharding.replaced import Replaced
+from lightning_automodel.sharding.shards import make_shard
+from tests.rank_pool import RankError, RankPool
 from tests.sharding import writers
 from tests.sharding.writers import Writer, fit_or_refusal, fit_plainly
 from tests.trainer.exactness import Outcome, weight_error
@@ -125,3 +129,25 @@ def test_parameters_that_are_not_registered(pool2: RankPool, options: dict[str, 
     for message in pool2.run(_outcome, options, "Unregistered"):
         assert message.startswith("1 of 7 parameters of SGD are not parameters of Unregistered")
         assert "self.x = nn.Parameter(...), an nn.ParameterDict or an nn.ParameterList" in message
+
+
+@pytest.mark.parametrize("use", [lambda old: old.T, lambda old: old.data, lambda old: 2 * old, torch.sum])
+def test_any_use_of_values_raises(use: Any) -> None:
+    old: Any = nn.Parameter(torch.zeros(0))
+    old.__class__ = Replaced
+    assert old.requires_grad
+    with pytest.raises(RuntimeError, match="was used past the module"):
+        use(old)
+
+
+def _beside_a_shard() -> None:
+    shard = make_shard(distribute_tensor(torch.ones(3, 1), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    old: Any = nn.Parameter(torch.zeros(0))
+    old.__class__ = Replaced
+    (shard * old).sum()
+
+
+def test_use_beside_a_shard_raises(pool2: RankPool) -> None:
+    """An empty tensor would broadcast."""
+    with pytest.raises(RankError, match="was used past the module"):
+        pool2.run(_beside_a_shard)
