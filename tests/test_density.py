@@ -18,8 +18,8 @@ LONG_LINE = 110
 LONG_FUNCTION = 40
 MOST_ARGUMENTS = 6
 LIMITS = {
-    "tokens": 173_490,
-    "lines of 110 characters and more, per thousand": 17,
+    "tokens": 173_560,
+    "lines of 110 characters and more, per thousand": 18,
     "assignments of a tuple to a tuple": 0,
     "conditional expressions": 170,
     "loops over `each`": 0,

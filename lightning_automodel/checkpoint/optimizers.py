@@ -52,7 +52,11 @@ def is_optimizer_key(key: str) -> bool:
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> Names:
     """Names of an optimizer's parameters in its order, by group."""
-    names = {id(parameter): without_wrappers(name) for name, parameter in model.named_parameters()}
+    # Within a step modules have gathered parameters, and optimizers the shards.
+    names = {
+        id(getattr(parameter, "shard", parameter)): without_wrappers(name)
+        for name, parameter in model.named_parameters()
+    }
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
