@@ -1,6 +1,6 @@
 """FSDP2's gradient synchronisation: which micro-batch communicates what, and which parameters stay gathered."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
@@ -120,6 +120,7 @@ class FSDP2Window(GradSync):
         self._hooks += self._gathered.hooks
         for unit in self._whole_step:
             self._hooks += fsdp2_gathers.after_state_dicts(unit, partial(self._show_again, unit))
+            self._tell_of_writes(unit, partial(self._gather_written, unit))
         for root in cast(list[nn.Module], self._roots):
             if root is not self._model:
                 hook = partial(self._reshard_unless_training, fsdp2.fsdp_units(root))
@@ -140,6 +141,19 @@ class FSDP2Window(GradSync):
         """Gather what FSDP2 has freed for a state dict within a step that goes on with it. Then a collective."""
         if self._phase is Phase.FORWARD:
             unit.unshard()
+
+    def _tell_of_writes(self, unit: FSDPModule, listener: Callable[[], None] | None) -> None:
+        for param in (param for group in fsdp2.param_groups(unit) for param in group.fsdp_params):
+            param.sharded_param.on_write = listener
+
+    def _gather_written(self, unit: FSDPModule) -> None:
+        """Gather shards of a unit again that a step has written, and goes on to use. Then a collective.
+
+        Other units are looked at when they are called.
+        """
+        if self._phase is Phase.FORWARD and fsdp2.unsharded([unit]):
+            self._gathered.settle([unit])
+            self._gathered.gather_again(unit)
 
     def _enter(self, phase: Phase) -> None:
         """Let FSDP2 free gathered parameters as the phase says. One place for all its flags of that."""
@@ -399,6 +413,8 @@ class FSDP2Window(GradSync):
         """Reshard the model, remove the hooks, and let FSDP2 reduce as before."""
         self.release()
         self._flags.restore()
+        for unit in self._whole_step:
+            self._tell_of_writes(unit, None)
         self._gathered.close()
         super().close()
 

@@ -153,11 +153,18 @@ class GatheredParameters:
         self.adopt(unit)
         if not self.is_current(unit):
             # A shard was written after the gather had started, or within a step.
-            fsdp2_gathers.gather_again(unit)
-            self._shard_versions[unit] = self._versions(unit)
-            torch.autograd.graph.increment_version([param.unsharded_param for param in self._params[unit]])
-            self._note(unit)
+            self.gather_again(unit)
         fsdp2_gathers.show(places, substitutes)
+
+    def gather_again(self, unit: FSDPModule) -> None:
+        """Gather the shards of a unit that were written since. A collective.
+
+        Autograd is told that copies have changed, which a backward may need as they were.
+        """
+        fsdp2_gathers.gather_again(unit)
+        self._shard_versions[unit] = self._versions(unit)
+        torch.autograd.graph.increment_version([param.unsharded_param for param in self._params[unit]])
+        self._note(unit)
 
     def check_unwritten(self, units: Iterable[FSDPModule]) -> None:
         """Raise RuntimeError if a shard was written after a forward, before the backward that gathers it again.

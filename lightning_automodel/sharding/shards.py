@@ -66,12 +66,14 @@ class Shard(DTensor):
         parameter_name: For messages.
         fsdp_param: What FSDP2 knows of the parameter; None of a gradient or a state.
         accepts_hooks: Whether FSDP2 calls its post-accumulate-gradient hooks with a final gradient.
+        on_write: Called after a write, since the parameter may be gathered.
         source: Of ``p.data`` and ``p.detach()``: whose memory and version counter it shares.
     """
 
     parameter_name: str = "a tensor"
     fsdp_param: Any = None
     accepts_hooks: bool = False
+    on_write: Callable[[], None] | None = None
     source: "Shard | None" = None
 
     @classmethod
@@ -300,9 +302,12 @@ def own_part(whole: Tensor, like: DTensor) -> Tensor:
 
 
 def _count_writes(shards: list[Any]) -> None:
-    """Raise the version counters of shards whose parts were written."""
+    """Raise the version counters of shards whose parts were written, and tell who has gathered them."""
     counted = [shard for shard in shards if not shard.is_inference()]
     torch.autograd.graph.increment_version(counted)
+    listeners = {shard.on_write for shard in shards if isinstance(shard, Shard)}
+    for listener in listeners - {None}:
+        listener()
 
 
 def _on_wholes(function: Function, args: Arguments, kwargs: Keywords) -> Any:
@@ -703,6 +708,7 @@ def _alias_of(shard: Any, alias: Any) -> Any:
     if isinstance(alias, Shard) and alias is not shard:
         alias.source = shard if shard.source is None else shard.source
         alias.parameter_name = shard.parameter_name
+        alias.on_write = shard.on_write
     return alias
 
 

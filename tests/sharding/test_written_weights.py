@@ -45,7 +45,8 @@ ENGINES = {
 ALWAYS = (  # one for each way of writing, and for each state in which weights are written
     ("kept", "teacher-lightly_update_momentum-start"),
     ("kept", "teacher-hard_update-start"),
-    ("kept", "teacher-timm_ema-batch_end"),
+    ("kept", "teacher-timm_ema-start"),
+    ("resharded", "teacher-timm_ema-middle"),
     ("kept", "teacher-foreach_mul_add-start"),
     ("kept", "clamped-batch_end"),
     ("kept", "teacher-swap-start"),
