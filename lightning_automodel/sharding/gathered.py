@@ -159,11 +159,14 @@ class GatheredParameters:
     def gather_again(self, unit: FSDPModule) -> None:
         """Gather the shards of a unit that were written since. A collective.
 
-        Autograd is told that copies have changed, which a backward may need as they were.
+        Autograd is told which copies have changed: a backward may need them as they were.
         """
+        versions_now = self._versions(unit)
+        changes = zip(self._params[unit], versions_now, self._shard_versions[unit], strict=True)
+        changed = [param.unsharded_param for param, now, then in changes if now != then]
         fsdp2_gathers.gather_again(unit)
-        self._shard_versions[unit] = self._versions(unit)
-        torch.autograd.graph.increment_version([param.unsharded_param for param in self._params[unit]])
+        torch.autograd.graph.increment_version(changed)
+        self._shard_versions[unit] = versions_now
         self._note(unit)
 
     def check_unwritten(self, units: Iterable[FSDPModule]) -> None:

@@ -306,8 +306,9 @@ def _count_writes(shards: list[Any]) -> None:
     counted = [shard for shard in shards if not shard.is_inference()]
     torch.autograd.graph.increment_version(counted)
     listeners = {shard.on_write for shard in shards if isinstance(shard, Shard)}
-    for listener in listeners - {None}:
-        listener()
+    for listener in listeners:
+        if listener is not None:
+            listener()
 
 
 def _on_wholes(function: Function, args: Arguments, kwargs: Keywords) -> Any:
