@@ -325,7 +325,7 @@ class FSDP2Window(GradSync):
         gathered = set(fsdp2.unsharded(self.units))
         freed = [self._unit_of[group] for group in ran if self._unit_of[group] not in gathered]
         self._gathered.settle(self.units)
-        self._gathered.check_unwritten(freed)
+        self._gathered.check_unassigned(freed)
         # Later forwards of a window use what the first has gathered.
         if window.order == 0 or not self._retain_unsharded:
             for group in ran:

@@ -118,6 +118,7 @@ class GatheredParameters:
         self._states: dict[FSDPParam, tuple[int, bool]] = {}  # writes to the copy, and whether it trains
         # Of the shards of each unit when they were last gathered, or might have been.
         self._shard_versions: dict[FSDPModule, list[int]] = {}
+        self._assignments: dict[FSDPParam, int] = {}  # `shard.data = values`, before the newest forward
         self.hooks: list[RemovableHandle] = []
         for unit, params in self._params.items():
             places = fsdp2_gathers.places_of(unit, params)
@@ -154,6 +155,7 @@ class GatheredParameters:
         if not self.is_current(unit):
             # A shard was written after the gather had started, or within a step.
             self.gather_again(unit)
+        self._assignments.update((p, p.sharded_param.num_assignments) for p in self._params[unit])
         fsdp2_gathers.show(places, substitutes)
 
     def gather_again(self, unit: FSDPModule) -> None:
@@ -169,24 +171,20 @@ class GatheredParameters:
         self._shard_versions[unit] = versions_now
         self._note(unit)
 
-    def check_unwritten(self, units: Iterable[FSDPModule]) -> None:
-        """Raise RuntimeError if a shard was written after a forward, before the backward that gathers it again.
+    def check_unassigned(self, units: Iterable[FSDPModule]) -> None:
+        """Raise RuntimeError if ``p.data = values`` came between a forward and the backward that gathers it again.
 
-        ``units`` have run, and are not gathered.
+        One process would go on with the values of the forward. ``units`` have run, and are not gathered.
         """
         for unit in units:
-            if self.is_current(unit):
-                continue
-            versions_by_param = zip(
-                self._params[unit], self._versions(unit), self._shard_versions[unit], strict=True
-            )
-            written = [param.sharded_param for param, now, then in versions_by_param if now != then]
-            trained = [shard.parameter_name for shard in written if shard.requires_grad]
-            if trained:
-                raise RuntimeError(
-                    f"{trained[0]} got other values between a forward and its backward, which would compute"
-                    f" with the new ones. Write them {IN_HOOKS}."
-                )
+            for param in self._params[unit]:
+                shard = param.sharded_param
+                before = self._assignments.get(param, shard.num_assignments)
+                if shard.requires_grad and shard.num_assignments != before:
+                    raise RuntimeError(
+                        f"{shard.parameter_name} got other values (p.data = values) between a forward and its"
+                        f" backward, which would compute with the new ones. Write them {IN_HOOKS}."
+                    )
 
     def adopt(self, unit: FSDPModule) -> None:
         """Give the copies of a gathered unit their class, which they keep."""

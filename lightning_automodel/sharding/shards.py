@@ -66,6 +66,7 @@ class Shard(DTensor):
         parameter_name: For messages.
         fsdp_param: What FSDP2 knows of the parameter; None of a gradient or a state.
         accepts_hooks: Whether FSDP2 calls its post-accumulate-gradient hooks with a final gradient.
+        num_assignments: How often it was given other values (``p.data = values``).
         on_write: Called after a write, since the parameter may be gathered.
         source: Of ``p.data`` and ``p.detach()``: whose memory and version counter it shares.
     """
@@ -73,6 +74,7 @@ class Shard(DTensor):
     parameter_name: str = "a tensor"
     fsdp_param: Any = None
     accepts_hooks: bool = False
+    num_assignments: int = 0
     on_write: Callable[[], None] | None = None
     source: "Shard | None" = None
 
@@ -750,6 +752,8 @@ def _set_data(target: Any, value: Tensor) -> None:
             f" cannot become one of shape {tuple(value.shape)} and dtype {value.dtype}. Change shapes and"
             " dtypes before the model is sharded, in __init__ or configure_model."
         )
+    if isinstance(target, Shard):
+        target.num_assignments += 1
     with torch.no_grad():
         if not isinstance(value, DTensor):
             part = own_part(value, target).clone()
