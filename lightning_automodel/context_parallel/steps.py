@@ -89,7 +89,7 @@ class ContextParallelSteps:
         """
         if self._is_first:
             self._is_first = False
-            check_same_batch(batch, self._group, "context-parallel")
+            check_same_batch(batch, self._group, self._module.device, "context-parallel")
         self._newest = self.slices.describe(batch, self._group)
         sliced = self.slices.slice(batch)
         self._shape = sliced["input_ids"].shape

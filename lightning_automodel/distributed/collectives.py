@@ -1,6 +1,7 @@
 """Collectives outside the training step: barriers, object broadcasts, reductions."""
 
 import logging
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +20,8 @@ from lightning_automodel.internals import process_groups
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+HOST = torch.device("cpu")
 
 
 def barrier_and_log(message: str = "", *, string: str = "") -> None:
@@ -118,11 +121,18 @@ def gathers_so_far() -> int:
     return _Gathers.count
 
 
-def differences(own: dict[Any, str], group: dist.ProcessGroup) -> dict[int, tuple[Any, str, str]]:
+def differences(
+    own: dict[Any, str], group: dist.ProcessGroup, device: torch.device = HOST
+) -> dict[int, tuple[Any, str, str]]:
     """By rank of ``group``, the first entry that differs from the first rank's: its key, and both values.
 
-    Empty on all ranks if they agree. A collective over the group, with objects.
+    Empty on all ranks if they agree. A collective over the group, of two numbers on ``device``, with objects only
+    if ranks differ.
     """
+    checksum = zlib.crc32(repr(own).encode())
+    largest = reduce_tensor(torch.tensor([checksum, -checksum]), group, "max", device).tolist()
+    if largest[0] == -largest[1]:
+        return {}
     received = [own]
     dist.broadcast_object_list(received, group=group, group_src=0)
     first = received[0]

@@ -72,7 +72,7 @@ class SharedBuffers:
                     yield f"{name} (average {index})", buffer
 
     def _check_shapes(self, shapes: dict[str, str]) -> None:
-        differing = collectives.differences(shapes, self._group)
+        differing = collectives.differences(shapes, self._group, self._device)
         for rank, (name, on_first, on_other) in differing.items():
             raise ValueError(
                 f"The buffer {name!r} of {type(self._module).__name__} differs on the ranks that hold"

@@ -182,7 +182,9 @@ class FSDP2Engine(Engine):
                 # window, and wherever they reach spread experts.
                 self.sync.watch()
             if self.mesh.tensor_group is not None:
-                tensor_parallel.check_same_batch(batch, self.mesh.tensor_group, "tensor-parallel")
+                tensor_parallel.check_same_batch(
+                    batch, self.mesh.tensor_group, self.device, "tensor-parallel"
+                )
         if self._starts_window and self._buffers is not None:
             self._buffers.broadcast()
         self._starts_window = self.sync.is_last is not False

@@ -82,7 +82,7 @@ class Shard(DTensor):
     def __torch_function__(
         cls, function: Function, types: Any, args: Arguments = (), kwargs: Keywords | None = None
     ) -> Any:
-        if len(types) > 1 and any(hasattr(each, "refuses_use") for each in types):
+        if len(types) > 1 and any(hasattr(cls, "refuses_use") for cls in types):
             return NotImplemented  # what a shard has replaced raises itself
         with plain_access():
             return _rule_of(function.__name__)(function, args, kwargs or {})

@@ -141,7 +141,7 @@ def synchronize_metrics(module: nn.Module, mesh: RunMesh, patches: PatchStack) -
             patches.set(metric, "dist_sync_fn", gather)
 
 
-def check_same_batch(batch: Any, group: dist.ProcessGroup, kind: str) -> None:
+def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device, kind: str) -> None:
     """Raise ValueError on all peers if their batches differ: they would silently compute a mixture of both.
 
     A collective over the group, of one number. Copies all tensors to the host, except sparse and nested ones,
@@ -155,7 +155,7 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup, kind: str) -> None:
             # bytes.
             data = plain.new_empty(plain.shape).copy_(plain).reshape(-1).view(torch.uint8).numpy()
             checksum = zlib.crc32(data.tobytes(), zlib.crc32(str(tuple(tensor.shape)).encode(), checksum))
-    if collectives.differences({"checksum": str(checksum)}, group):
+    if collectives.differences({"checksum": str(checksum)}, group, device):
         raise ValueError(
             f"The {kind} ranks {dist.get_process_group_ranks(group)} were given different first batches, but"
             " compute each one together: give them the same data in the same order (a sampler by"
