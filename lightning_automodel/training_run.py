@@ -30,6 +30,7 @@ from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
 from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.gradients.windows import GradientWindows, optimizer_parameters
+from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.lightning import draws_its_batches
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.micro_batch import MicroBatches
@@ -235,7 +236,8 @@ class TrainingRun:
     def check_parameters(self) -> None:
         """Raise before a training step if parameters were replaced or hooked since set-up."""
         self.parameters.check_module()
-        if not self._options.is_sharded and not self.windows.unfinished:
+        # Shards refuse hooks where these are registered.
+        if any(map(torch_internals.has_post_accumulate_hook, self.parameters.replicated)):
             checks.check_hooks(self.module, self._options.count_window_ahead)
 
     def watch_module(self) -> None:

@@ -18,7 +18,7 @@ LONG_LINE = 110
 LONG_FUNCTION = 40
 MOST_ARGUMENTS = 6
 LIMITS = {
-    "tokens": 173_910,
+    "tokens": 174_180,
     "lines of 110 characters and more, per thousand": 18,
     "assignments of a tuple to a tuple": 0,
     "conditional expressions": 170,

@@ -106,10 +106,14 @@ class GradSync:
         if window is None:
             if self.refusal is not None or self.is_last is False:
                 raise RuntimeError(self.refusal or PLAIN_BACKWARD)
+            self._note_foreign(parameter)
         elif parameter in window.reached:
             self._reach_again(parameter)
         else:
             window.reached.add(parameter)
+
+    def _note_foreign(self, parameter: nn.Parameter) -> None:
+        """A gradient of a backward that is not the strategy's comes, outside of a window."""
 
     def _reach_again(self, parameter: nn.Parameter) -> None:
         """A second gradient comes within one backward: there are several, in hooks or checkpoints."""

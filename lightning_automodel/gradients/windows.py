@@ -20,6 +20,7 @@ from lightning_automodel.gradients.token_loss import (
     WindowTotals,
     wide_dtype,
 )
+from lightning_automodel.internals.dtensor import GRAD
 
 OneOptimizer = Optimizer | LightningOptimizer
 
@@ -89,7 +90,7 @@ class GradientWindows:
     @property
     def unsynchronised(self) -> set[nn.Parameter]:
         """Parameters that may have gradients of a plain ``loss.backward()``, which the engine has not averaged."""
-        return {parameter for parameter in self._sync.unsynchronised if parameter.grad is not None}
+        return {parameter for parameter in self._sync.unsynchronised if GRAD.__get__(parameter) is not None}
 
     @property
     def in_backward(self) -> bool:
@@ -248,12 +249,13 @@ class GradientWindows:
                 window.trained.add(parameter)
             elif parameter in trained:
                 window.frozen.add(parameter)
-            if parameter.grad is not None:
+            gradient = GRAD.__get__(parameter)
+            if gradient is not None:
                 reuses = self._sync.reuses_gradients
-                self._set_aside[parameter] = parameter.grad.clone() if reuses else parameter.grad
-                parameter.grad = None
+                self._set_aside[parameter] = gradient.clone() if reuses else gradient
+                GRAD.__set__(parameter, None)
         for parameter, part in self._accumulated.items():
-            parameter.grad = part
+            GRAD.__set__(parameter, part)
         self._accumulated = {}
         self._sync.window = window
 
@@ -298,7 +300,7 @@ class GradientWindows:
             )
         for parameter, num_users in zip(window.zero_filled, users, strict=True):
             if num_users == 0:
-                parameter.grad = None
+                GRAD.__set__(parameter, None)
 
     def denominator(self, window: Window, totals: Tensor) -> Tensor | None:
         """[] the N that final gradients are divided by; None if the losses were, since it was counted ahead.
@@ -322,7 +324,7 @@ class GradientWindows:
         """After an ``error`` in a backward: put ``.grad`` back as it was, unless it is final, and drop all windows."""
         if self.in_backward:
             for parameter in self.parameters:
-                parameter.grad = self._set_aside.get(parameter)
+                GRAD.__set__(parameter, self._set_aside.get(parameter))
         self._set_aside = {}
         try:
             self.reset()
@@ -341,20 +343,20 @@ class GradientWindows:
         self._sync.window = None
         self._sync.refusal = SECOND_BACKWARD
         for parameter in self.parameters:
-            part = parameter.grad
+            part = GRAD.__get__(parameter)
             before = older.get(parameter)
             if part is None:
                 if before is not None:
-                    parameter.grad = before
+                    GRAD.__set__(parameter, before)
             elif parameter not in are_final:
                 self._accumulated[parameter] = part
-                parameter.grad = before
+                GRAD.__set__(parameter, before)
             elif before is not None:
                 # In place, as autograd accumulates: the user may hold this tensor.
                 if before.is_sparse or part.is_sparse:
-                    parameter.grad = before + part
+                    GRAD.__set__(parameter, before + part)
                 else:
-                    parameter.grad = before.add_(part)
+                    GRAD.__set__(parameter, before.add_(part))
 
     def close(self, window: Window, totals: Tensor) -> None:
         """End a window with these [3] ``totals`` over all ranks, and report on the next step, so far."""

@@ -74,8 +74,14 @@ def substitutes_in(places: list[Place]) -> list[tuple[Place, Tensor]]:
     substitutes: list[tuple[Place, Tensor]] = []
     for place in places:
         tensor = place.module._parameters[place.name]
-        names = ("sharded_param", "unsharded_param", "_sharded_post_forward_param")
-        if tensor is not None and all(tensor is not getattr(place.param, name, None) for name in names):
+        param = place.param
+        if (
+            tensor is None
+            or tensor is param.sharded_param
+            or tensor is getattr(param, "unsharded_param", None)
+        ):
+            continue
+        if tensor is not getattr(param, "_sharded_post_forward_param", None):
             substitutes.append((place, tensor))
     return substitutes
 

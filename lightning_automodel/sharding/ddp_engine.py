@@ -71,9 +71,8 @@ class DDPGradSync(GradSync):
             )
 
     @override
-    def _note_gradient(self, parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]) -> None:
-        super()._note_gradient(parameter, gradients)
-        if self.window is None and self._mesh.sizes.divisor > 1:
+    def _note_foreign(self, parameter: nn.Parameter) -> None:
+        if self._mesh.sizes.divisor > 1:
             self.unsynchronised.add(parameter)
 
     @override

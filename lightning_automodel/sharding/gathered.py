@@ -31,6 +31,7 @@ IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.paramete
 def _get_data(gathered: Any) -> Tensor:
     alias = DATA.__get__(gathered)  # whose version counter is its own
     gathered.aliases.append(alias)
+    gathered.touched.add(gathered)
     return alias
 
 
@@ -38,6 +39,7 @@ def _set_data(gathered: Any, value: Tensor) -> None:
     if value.dtype != gathered.dtype:
         raise RuntimeError(_refused(gathered.shard, gathered))
     gathered.num_assignments += 1
+    gathered.touched.add(gathered)
     if isinstance(gathered, DTensor) and isinstance(value, DTensor):
         value = local_tensor(value)
     elif isinstance(gathered, DTensor):
@@ -88,6 +90,7 @@ class Gathered(nn.Parameter):
         memory: Where FSDP2 gathers it.
         aliases: What ``.data`` was read as since writes were last carried into the shard.
         num_assignments: How often ``.data`` was assigned.
+        touched: Those of all that were reached through ``.data``.
     """
 
     data = property(_get_data, _set_data)
@@ -114,7 +117,9 @@ class GatheredParameters:
             unit: [param for group in fsdp2.param_groups(unit) for param in group.fsdp_params]
             for unit in units
         }
-        self._adopted: set[FSDPModule] = set()
+        self._copies: dict[FSDPModule, list[Any]] = {}  # once they are adopted
+        self._looks: dict[FSDPModule, tuple[list[int], list[bool]]] = {}
+        self._touched: set[Tensor] = set()
         self._states: dict[FSDPParam, tuple[int, bool]] = {}  # writes to the copy, and whether it trains
         # Of the shards of each unit when they were last gathered, or might have been.
         self._shard_versions: dict[FSDPModule, list[int]] = {}
@@ -141,7 +146,7 @@ class GatheredParameters:
     def _before_gather(self, unit: FSDPModule, places: Any, substitutes: list[Any], *_: Any) -> None:
         """Before FSDP2's own hook, which would replace what ``torch.func.functional_call`` has put in place."""
         substitutes[:] = fsdp2_gathers.substitutes_in(places)
-        if unit in self._adopted:
+        if unit in self._copies:
             if not fsdp2.unsharded([unit]):
                 self.settle([unit])
         elif torch.is_inference_mode_enabled():
@@ -188,15 +193,16 @@ class GatheredParameters:
 
     def adopt(self, unit: FSDPModule) -> None:
         """Give the copies of a gathered unit their class, which they keep."""
-        if unit in self._adopted:
+        if unit in self._copies:
             return
-        self._adopted.add(unit)
+        self._copies[unit] = [param.unsharded_param for param in self._params[unit]]
         for param in self._params[unit]:
             gathered = param.unsharded_param
             gathered.shard = param.sharded_param
             gathered.sync = self._sync
             gathered.aliases = []
             gathered.num_assignments = 0
+            gathered.touched = self._touched
             gathered.memory = _memory(gathered)
             if isinstance(gathered, DTensor):
                 gathered.__class__ = GatheredPart
@@ -216,6 +222,13 @@ class GatheredParameters:
         for param in self._params[unit]:
             param.unsharded_param.aliases.clear()
             self._states[param] = _state(param)
+        self._looks[unit] = self._look(unit)
+        self._touched.difference_update(self._copies[unit])
+
+    def _look(self, unit: FSDPModule) -> tuple[list[int], list[bool]]:
+        """What changes if copies are written or frozen, but through ``.data``: quicker than their states."""
+        copies = self._copies[unit]
+        return versions(copies), [gathered.requires_grad for gathered in copies]
 
     # --- Before copies are freed --------------------------------------------------------------------------------------
 
@@ -225,7 +238,9 @@ class GatheredParameters:
         Not a collective. Raises RuntimeError if FSDP2 has freed a copy that was written.
         """
         for unit in units:
-            if unit in self._adopted:
+            if unit not in self._copies:
+                continue
+            if self._look(unit) != self._looks[unit] or not self._touched.isdisjoint(self._copies[unit]):
                 changed = [param for param in self._params[unit] if _state(param) != self._states[param]]
                 if changed:
                     self._follow(unit, changed)
@@ -251,20 +266,20 @@ class GatheredParameters:
 
     def forget_writes(self) -> None:
         """After an exception, give up what was written to copies, some of which may have been freed."""
-        for unit in self._adopted:
+        for unit in self._copies:
             for param in self._params[unit]:
                 _set_memory(param.unsharded_param, param.unsharded_param.memory)
             self._note(unit)
 
     def close(self) -> None:
         """Stop following: FSDP2 alone has them again."""
-        for unit in self._adopted:
+        for unit in self._copies:
             for param in self._params[unit]:
                 gathered = param.unsharded_param
                 gathered.__class__ = DTensor if isinstance(gathered, DTensor) else nn.Parameter
-                for name in ("shard", "sync", "aliases", "num_assignments", "memory"):
+                for name in ("shard", "sync", "aliases", "num_assignments", "touched", "memory"):
                     delattr(gathered, name)
-        self._adopted.clear()
+        self._copies.clear()
 
 
 def _state(param: FSDPParam) -> tuple[int, bool]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.internals.dtensor import plain_access
@@ -54,6 +55,7 @@ class ModuleParameters:
         self._replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._places: list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         self._known: set[int] = set()
+        self.replicated: list[nn.Parameter] = []
 
     def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self._module.named_parameters(remove_duplicate=False)
@@ -77,6 +79,7 @@ class ModuleParameters:
             for name, parameter in owner.named_parameters(recurse=False):
                 self._places.append((f"{path}.{name}".lstrip("."), owner._parameters, name, parameter))
                 self._known.add(id(parameter))
+        self.replicated = [p for p in self._module.parameters() if not isinstance(p, DTensor)]
 
     def give_shards(self, optimizer: Optimizer) -> None:
         """Give an optimizer that was made before the module was sharded, as LightningCLI makes it, the shards."""
