@@ -1,13 +1,12 @@
 """The same learning rates on all ranks: a scheduler may follow a metric of its own on each."""
 
 from collections.abc import Iterable
-from itertools import zip_longest
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_automodel.distributed.collectives import gather_objects
+from lightning_automodel.distributed.collectives import differences
 
 
 def check_learning_rates(optimizers: Iterable[Optimizer], group: dist.ProcessGroup) -> None:
@@ -22,14 +21,13 @@ def check_learning_rates(optimizers: Iterable[Optimizer], group: dist.ProcessGro
         for name, value in options.items()
         if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
     ]
-    first, *others = gather_objects(own, group)
-    for other in others:
-        for one, another in zip_longest(first, other):
-            if one != another:
-                raise RuntimeError(
-                    f"Ranks step with different options of their optimizers: {one} on one rank, {another}"
-                    " on another. If a scheduler follows a metric (ReduceLROnPlateau), log the metric with"
-                    " sync_dist=True, so that all ranks decide alike. An optimizer that fits numbers to"
-                    " all of its parameters must not have owners: pass optimizer_step='shards'. Else write"
-                    " the same values on all ranks."
-                )
+    by_rank = differences(dict(enumerate(own)), group)
+    if by_rank:
+        _, one, another = next(iter(by_rank.values()))
+        raise RuntimeError(
+            f"Ranks step with different options of their optimizers: {one} on one rank, {another}"
+            " on another. If a scheduler follows a metric (ReduceLROnPlateau), log the metric with"
+            " sync_dist=True, so that all ranks decide alike. An optimizer that fits numbers to"
+            " all of its parameters must not have owners: pass optimizer_step='shards'. Else write"
+            " the same values on all ranks."
+        )
