@@ -61,3 +61,5 @@ def _shard_group_waits(seconds: float) -> None:
 def test_timeout_reaches_the_groups_of_the_mesh(pool4: RankPool) -> None:
     """Not only the default group, which has the timeout of whoever made it."""
     pool4.run(_shard_group_waits, 0.3)
+    # The groups' short timeout and their broken connections must not reach the tests that come after.
+    pool4.stop()
