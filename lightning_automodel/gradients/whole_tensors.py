@@ -12,8 +12,8 @@ The step is the same function of the same gradients as in one process, for an op
 parameter by itself.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -25,55 +25,43 @@ from torch.optim import Optimizer
 
 from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.distributed.collectives import full
-from lightning_automodel.gradients.owner_exchange import (
-    Holders,
-    Owned,
-    OwnerExchange,
-    group_of,
-    holders_of,
-)
+from lightning_automodel.gradients.owner_exchange import Holders, exchange, holders_of
 from lightning_automodel.internals import torch as torch_internals
 
 
-class WholeParameter(Owned):
+class WholeParameter:
     """A sharded parameter that its owner steps whole.
 
     Attributes:
-        exchange: Between its holders.
+        owner: A rank of the world, among the holders of this rank's copy.
         stand_in: What the optimizer steps in its place; None on all ranks but the owner. It has memory
             during steps.
     """
 
-    def __init__(
-        self, parameter: nn.Parameter, holders: Holders, exchange: OwnerExchange, owner: int
-    ) -> None:
-        super().__init__(holders, parameter.shape, owner)
+    def __init__(self, parameter: nn.Parameter, holders: Holders, owner: int) -> None:
         self.parameter = parameter
-        self.exchange = exchange
+        self.owner = owner
         self.stand_in: nn.Parameter | None = None
-        if owner == exchange.rank:
-            empty = torch_internals.local_tensor(parameter).new_empty(0)
-            self.stand_in = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        self.holders = holders
+        if owner == dist.get_rank():
+            self.stand_in = nn.Parameter(self.shard.new_empty(0), requires_grad=parameter.requires_grad)
 
     @property
     def shard(self) -> Tensor:
         """This rank's part of the weights, sharing their memory."""
         return torch_internals.local_tensor(self.parameter)
 
+    @property
+    def gradient(self) -> Tensor | None:
+        """That of the stand-in, on the owner alone."""
+        if self.stand_in is None:
+            return None
+        return self.stand_in.grad
+
     def gradient_shard(self) -> Tensor:
         """This rank's part of the gradient."""
-        gradient = self.parameter.grad
-        assert gradient is not None
-        mesh, placements = sharding_of(self.parameter)
-        if not isinstance(gradient, DTensor):  # the user's, of the whole parameter
-            return self.holders.part(gradient, self.exchange.rank)
-        return torch_internals.local_tensor(gradient.redistribute(mesh, placements))
-
-
-def sharding_of(parameter: Tensor) -> tuple[Any, Any]:
-    """Mesh and placements of a sharded parameter."""
-    assert isinstance(parameter, DTensor)
-    return parameter.device_mesh, parameter.placements
+        sharded: Any = self.parameter
+        return torch_internals.local_tensor(sharded.grad.redistribute(placements=sharded.placements))
 
 
 def is_split(parameter: Tensor) -> bool:
@@ -166,16 +154,15 @@ class WholeSteps:
         self._option = option
         self._chosen: dict[Optimizer, list[bool]] = {}  # by group, whether it is stepped whole
         self._parameters: dict[nn.Parameter, WholeParameter] = {}
-        # By mesh and placements: as many entries as ranks each.
-        self._holders: dict[tuple[Any, Any], Holders] = {}
-        self._exchanges: dict[dist.ProcessGroup, OwnerExchange] = {}
-        self._stepping: dict[Optimizer, _Swapped] = {}
+        # Elements that each rank owns, by the holders that it is one of.
+        self._num_owned: dict[tuple[int, ...], dict[int, int]] = {}
+        # What they step whole, and what gives them their own parameters back.
+        self._stepping: dict[Optimizer, tuple[list[WholeParameter], ExitStack]] = {}
 
     def take(self, optimizer: Optimizer) -> None:
-        """Choose how groups of an optimizer are stepped, and owners, where that is not known yet.
+        """Choose how groups of an optimizer are stepped, and owners, where that is not known yet. Not a collective.
 
-        A collective over the world where a process group must be made. Raises ValueError for a group with an
-        unknown value of the option.
+        Raises ValueError for a group with an unknown value of the option.
         """
         chosen = self._chosen.setdefault(optimizer, [])
         for group in optimizer.param_groups[len(chosen) :]:
@@ -184,14 +171,13 @@ class WholeSteps:
             parameter for parameter in self._stepped_whole(optimizer) if parameter not in self._parameters
         ]
         for parameter in sorted(new, key=lambda parameter: -parameter.numel()):
-            sharding = sharding_of(parameter)
-            if sharding not in self._holders:
-                self._holders[sharding] = holders_of(*sharding)
-            holders = self._holders[sharding]
-            process_group = group_of(sharding[0], holders)
-            exchange = self._exchanges.setdefault(process_group, OwnerExchange(process_group, self._device))
-            owner = exchange.choose_owner(parameter.numel())
-            self._parameters[parameter] = WholeParameter(parameter, holders, exchange, owner)
+            sharded: Any = parameter
+            holders = holders_of(sharded.device_mesh, sharded.placements)
+            ranks = tuple(sorted(holders.coordinates))
+            num_owned = self._num_owned.setdefault(ranks, dict.fromkeys(ranks, 0))
+            owner = min(ranks, key=num_owned.__getitem__)
+            num_owned[owner] += parameter.numel()
+            self._parameters[parameter] = WholeParameter(parameter, holders, owner)
 
     def _stepped_whole(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:
         chosen = self._chosen.get(optimizer, ())
@@ -222,8 +208,8 @@ class WholeSteps:
     def begin(self, optimizer: Optimizer) -> None:
         """Bring gradients and weights to their owners, and give ``optimizer`` the stand-ins.
 
-        A collective over the holders of its parameters. Gradients must be final, and on all ranks for the
-        same parameters. Called again, after an exception, it starts over.
+        A collective over the world. Gradients must be final, and on all ranks for the same parameters. Called
+        again, after an exception, it starts over.
         """
         self.drop(optimizer)
         self.take(optimizer)
@@ -234,17 +220,19 @@ class WholeSteps:
         for whole in wholes.values():
             _take_states(optimizers, whole)
         stepped = [whole for whole in wholes.values() if whole.parameter.grad is not None]
-        for exchange, parameters in _by_exchange(stepped).items():
-            gradients = [(whole, whole.gradient_shard()) for whole in parameters]
-            weights = [(whole, whole.shard) for whole in parameters]
-            received = exchange.to_owners(gradients + weights)
-            num_parameters = len(parameters)
-            pairs = zip(parameters, received[:num_parameters], received[num_parameters:], strict=True)
-            for whole, gradient, weight in pairs:
-                if whole.stand_in is not None and weight is not None:
-                    whole.stand_in.data = weight
-                    whole.stand_in.grad = gradient
-        self._stepping[optimizer] = _Swapped(optimizers, wholes, stepped)
+        # A parameter without a gradient is left out, as optimizers leave it out.
+        shown: dict[nn.Parameter, nn.Parameter | None] = dict.fromkeys(wholes)
+        for whole in stepped:
+            shown[whole.parameter] = whole.stand_in
+            if whole.stand_in is not None:
+                whole.stand_in.data = whole.shard.new_empty(whole.parameter.shape)
+                whole.stand_in.grad = torch.empty_like(whole.stand_in)
+        # One after the other, since what travels has memory twice.
+        self._exchange(
+            [(whole, whole.gradient_shard(), whole.gradient) for whole in stepped], to_owners=True
+        )
+        self._exchange([(whole, whole.shard, whole.stand_in) for whole in stepped], to_owners=True)
+        self._stepping[optimizer] = (stepped, _swap(optimizers, shown))
 
     @torch.no_grad()
     def end(self, optimizer: Optimizer) -> None:
@@ -253,11 +241,27 @@ class WholeSteps:
         for whole in stepped:
             if whole.stand_in is not None:
                 whole.stand_in.grad = None  # its memory is needed while weights travel
-        for exchange, parameters in _by_exchange(stepped).items():
-            exchange.to_holders([(whole, whole.stand_in, whole.shard) for whole in parameters])
+        self._exchange([(whole, whole.shard, whole.stand_in) for whole in stepped], to_owners=False)
         if stepped:
             torch.autograd.graph.increment_version([whole.parameter for whole in stepped])
         _free(stepped)
+
+    def _exchange(
+        self, tensors: list[tuple[WholeParameter, Tensor, Tensor | None]], to_owners: bool
+    ) -> None:
+        """Copy this rank's parts (the second of each) to the whole tensors that owners have (the third), or back."""
+        ranks = range(dist.get_world_size())
+        parts: list[list[Tensor]] = [[] for _ in ranks]  # by owner
+        wholes: list[list[Tensor]] = [[] for _ in ranks]  # those of this rank, by holder
+        for parameter, part, whole in tensors:
+            parts[parameter.owner].append(part)
+            if whole is not None:
+                for rank in parameter.holders.coordinates:
+                    wholes[rank].append(parameter.holders.part(whole, rank))
+        if to_owners:
+            exchange(parts, wholes, self._device)
+        else:
+            exchange(wholes, parts, self._device)
 
     def drop(self, optimizer: Optimizer) -> None:
         """Give ``optimizer`` its sharded parameters, without what it has stepped. Not a collective."""
@@ -270,11 +274,11 @@ class WholeSteps:
 
     def _take_back(self, optimizer: Optimizer) -> list[WholeParameter]:
         """Give ``optimizer`` its sharded parameters. Returns those that were stepped whole."""
-        swapped = self._stepping.pop(optimizer, None)
-        if swapped is None:
+        if optimizer not in self._stepping:
             return []
-        swapped.restore()
-        return swapped.stepped
+        stepped, swapped = self._stepping.pop(optimizer)
+        swapped.close()
+        return stepped
 
 
 def _take_states(optimizers: list[Optimizer], whole: WholeParameter) -> None:
@@ -293,56 +297,29 @@ def _take_states(optimizers: list[Optimizer], whole: WholeParameter) -> None:
             del optimizer.state[whole.parameter]
 
 
-class _Swapped:
-    """An optimizer that has stand-ins in place of the parameters that are stepped whole.
+def _swap(optimizers: list[Optimizer], shown: dict[nn.Parameter, nn.Parameter | None]) -> ExitStack:
+    """Give optimizers stand-ins, or nothing, in place of parameters. Closing what it returns undoes it.
 
-    Lists of parameters are changed in place, since optimizers within an optimizer share them. A parameter
-    without a gradient is left out, as optimizers leave it out.
+    Lists of parameters are changed in place, since optimizers within an optimizer share them.
     """
-
-    def __init__(
-        self,
-        optimizers: list[Optimizer],
-        wholes: dict[nn.Parameter, WholeParameter],
-        stepped: list[WholeParameter],
-    ) -> None:
-        self.stepped = stepped
-        self._optimizers = optimizers
-        lists = {
-            id(group["params"]): group["params"]
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-        }
-        self._lists = [(parameters, list(parameters)) for parameters in lists.values()]
-        stand_ins = {whole.parameter: whole.stand_in for whole in stepped}
-        for parameters, own in self._lists:
-            shown = [stand_ins.get(parameter) if parameter in wholes else parameter for parameter in own]
-            parameters[:] = [parameter for parameter in shown if parameter is not None]
-        self._move_states(to_stand_ins=True)
-
-    def restore(self) -> None:
-        """Give the optimizer its own parameters and their states."""
-        for parameters, own in self._lists:
-            parameters[:] = own
-        self._move_states(to_stand_ins=False)
-
-    def _move_states(self, to_stand_ins: bool) -> None:
-        for whole in self.stepped:
-            if whole.stand_in is None:
-                continue
-            old, new = (
-                (whole.parameter, whole.stand_in) if to_stand_ins else (whole.stand_in, whole.parameter)
-            )
-            for optimizer in self._optimizers:
-                if old in optimizer.state:
-                    optimizer.state[new] = optimizer.state.pop(old)
+    swapped = ExitStack()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            parameters = group["params"]
+            swapped.callback(parameters.__setitem__, slice(None), list(parameters))
+            seen = [shown.get(parameter, parameter) for parameter in parameters]
+            parameters[:] = [parameter for parameter in seen if parameter is not None]
+    for parameter, stand_in in shown.items():
+        if stand_in is not None:
+            _move_states(optimizers, parameter, stand_in)
+            swapped.callback(_move_states, optimizers, stand_in, parameter)
+    return swapped
 
 
-def _by_exchange(parameters: list[WholeParameter]) -> dict[OwnerExchange, list[WholeParameter]]:
-    found: dict[OwnerExchange, list[WholeParameter]] = defaultdict(list)
-    for parameter in parameters:
-        found[parameter.exchange].append(parameter)
-    return found
+def _move_states(optimizers: list[Optimizer], old: nn.Parameter, new: nn.Parameter) -> None:
+    for optimizer in optimizers:
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
 
 
 def _free(parameters: list[WholeParameter]) -> None:

@@ -17,16 +17,14 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_automodel.distributed import collectives
-from lightning_automodel.gradients.owner_exchange import Holders, holders_of
+from lightning_automodel.gradients.owner_exchange import holders_of
 from lightning_automodel.gradients.token_loss import wide_dtype
 from lightning_automodel.internals import fsdp2, fsdp2_gathers
 from lightning_automodel.internals.dtensor import (
@@ -289,18 +287,9 @@ def gather(shard: DTensor, function: Function) -> Tensor:
             return with_part(DTensor, moved, shard).full_tensor().to(part.device)
 
 
-_holders: WeakKeyDictionary[DeviceMesh, dict[Any, tuple[Holders, int]]] = WeakKeyDictionary()
-
-
 def own_part(whole: Tensor, like: DTensor) -> Tensor:
     """The view of a plain tensor, which every rank has, that this rank would hold if it were laid out like ``like``."""
-    known = _holders.setdefault(like.device_mesh, {})
-    key = like.placements
-    if key not in known:
-        holders = holders_of(like.device_mesh, like.placements)
-        known[key] = (holders, holders.ranks.index(dist.get_rank()))
-    holders, rank = known[key]
-    return holders.part(whole, rank)
+    return holders_of(like.device_mesh, like.placements).part(whole, dist.get_rank())
 
 
 def _count_writes(shards: list[Any]) -> None:

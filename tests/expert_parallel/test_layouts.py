@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_automodel import spread_experts
 from lightning_automodel.distributed.mesh import MeshSizes, build_mesh
-from lightning_automodel.gradients.owner_exchange import Owned, OwnerExchange, group_of, holders_of
+from lightning_automodel.gradients.owner_exchange import exchange, holders_of
 from lightning_automodel.internals import fsdp2
 from tests.expert_parallel.mixtures import (
     ACCUMULATE,
@@ -81,9 +81,11 @@ def _whole_on_owner() -> tuple[bool, bool]:
     fully_shard(experts, mesh=mesh.fsdp, shard_placement_fn=lambda parameter: over_holders)
     up = experts.up
     holders = holders_of(up.device_mesh, up.placements)
-    exchange = OwnerExchange(group_of(up.device_mesh, holders), torch.device("cpu"))
-    whole = exchange.to_owners([(Owned(holders, up.shape, owner=1), up.to_local())])[0]
-    is_right = whole is None if exchange.rank != 1 else whole.equal(expected)
+    whole = torch.zeros_like(expected)
+    parts = [holders.part(whole, rank) for rank in range(4)]
+    received = [[part] if dist.get_rank() == 1 else [] for part in parts]
+    exchange([[], [up.detach().to_local()], [], []], received, torch.device("cpu"))
+    is_right = whole.equal(expected if dist.get_rank() == 1 else torch.zeros_like(expected))
     return is_right, up.full_tensor().equal(expected)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import re
 import warnings
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, ExactnessCheck
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.gradients.owner_exchange import Holders, Owned, Split
+from lightning_automodel.gradients.owner_exchange import Holders, Split
 from lightning_automodel.gradients.whole_tensors import OPTION, WholeSteps, is_stepped_whole
 from tests.gradients import whole_steps
 from tests.gradients.whole_steps import KINDS, WholeModule
@@ -113,16 +114,20 @@ def _clip(parameters: list[nn.Parameter]) -> None:
 @pytest.mark.parametrize("rows", [1, 3, 8, 11])
 def test_layouts(rows: int) -> None:
     """Rows that tensor parallelism splits in two and FSDP2 then in three, uneven and empty parts; columns too."""
-    splits = (Split(2, 0, 2), Split(0, 0, 3), Split(1, 1, 2))
-    coordinates = tuple(
-        (tensor, shard, column) for shard in range(3) for column in range(2) for tensor in range(2)
-    )
-    holders = Holders(tuple(range(12)), splits, coordinates)
+    splits = [Split(2, 0, 2), Split(0, 0, 3), Split(1, 1, 2)]
+    coordinates = dict(enumerate(product(range(3), range(2), range(2))))
+    holders = Holders(splits, coordinates)
     whole = torch.arange(rows * 5).view(rows, 5)
-    parts = [holders.part(whole, rank) for rank in range(12)]
-    assert [part.shape for part in parts] == Owned(holders, (rows, 5), owner=0).part_shapes
+    parts = [holders.part(whole, rank) for rank in coordinates]
     assert sum(part.numel() for part in parts) == whole.numel()
-    assert torch.equal(holders.join(parts), whole)
+    halves = whole.chunk(2) if rows > 1 else (whole, whole[:0])
+    for (shard, column, tensor), part in zip(coordinates.values(), parts, strict=True):
+        rows_of = [*halves[tensor].split(max(1, -(-len(halves[tensor]) // 3))), *[whole[:0]] * 3]
+        assert part.equal(rows_of[shard].split(3, 1)[column])
+    joined = torch.zeros_like(whole)
+    for rank, part in enumerate(parts):
+        holders.part(joined, rank).copy_(part)
+    assert torch.equal(joined, whole)
 
 
 # --- Bits -------------------------------------------------------------------------------------------------------------
