@@ -208,18 +208,19 @@ class OptimizerSteps:
 
         Lightning's own clipping calls torch's, which refuses a mixture of plain tensors and DTensors.
         """
+
         # Lightning refuses to clip for fused optimizers, which unscale in the step: here gradients are
-        # unscaled before.
-        patches.set(plugin, "clip_gradients", partial(Precision.clip_gradients, plugin))
-        # No bound methods, which a copy of the plugin would follow to process groups.
-        patches.set(
-            plugin, "clip_grad_by_norm", lambda optimizer, clip_val: self._clip_by_norm(optimizer, clip_val)
-        )
-        patches.set(
-            plugin,
-            "clip_grad_by_value",
-            lambda optimizer, clip_val: self._clip_by_value(optimizer, clip_val),
-        )
+        # unscaled before. No bound method, which a copy of the plugin would follow to process groups.
+        def clip_gradients(
+            optimizer: OneOptimizer, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm"
+        ) -> None:
+            if clip_val > 0 and gradient_clip_algorithm == "value":
+                self._measure_if_asked(optimizer)
+                rescale_clip.clip_gradient_values(optimizer_parameters(optimizer), clip_val)
+            elif clip_val > 0:
+                self.clip(optimizer, clip_val, "norm")
+
+        patches.set(plugin, "clip_gradients", clip_gradients)
         lightning_internals.patch_after_closure(plugin, self._measure_if_asked, patches)
 
     def clip(self, optimizer: OneOptimizer, clip_val: float, algorithm: Literal["norm", "value"]) -> Tensor:
@@ -228,20 +229,13 @@ class OptimizerSteps:
         if algorithm not in ("norm", "value"):
             raise ValueError(f"algorithm must be 'norm' or 'value', got {algorithm!r}.")
         self.check(unwrap(optimizer))
+        parameters = optimizer_parameters(optimizer)
+        norm = self._norm(optimizer)
         if algorithm == "norm":
-            return self._clip_by_norm(optimizer, clip_val)
-        norm = self._norm(optimizer)
-        rescale_clip.clip_gradient_values(optimizer_parameters(optimizer), clip_val)
+            rescale_clip.scale_to_norm_(parameters, norm, clip_val)
+        else:
+            rescale_clip.clip_gradient_values(parameters, clip_val)
         return norm
-
-    def _clip_by_norm(self, optimizer: OneOptimizer, clip_val: float) -> Tensor:
-        norm = self._norm(optimizer)
-        rescale_clip.scale_to_norm_(optimizer_parameters(optimizer), norm, clip_val)
-        return norm
-
-    def _clip_by_value(self, optimizer: OneOptimizer, clip_val: float) -> None:
-        self._measure_if_asked(optimizer)
-        rescale_clip.clip_gradient_values(optimizer_parameters(optimizer), clip_val)
 
     def _measure_if_asked(self, optimizer: OneOptimizer) -> None:
         """Measure the norm if an option asks for it and it has not been measured since the last step.

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients.token_loss import wide_dtype
-from lightning_automodel.internals import torch as torch_internals
 
 Parameters = nn.Module | Tensor | Iterable[nn.Parameter]
 
@@ -135,7 +134,7 @@ def clip_gradient_values(model: Parameters, clip_value: float) -> None:
     parameters = list_parameters(model)
     with torch.no_grad():
         for parameter in parameters:
-            _complete_partial_gradient(parameter)
+            _lay_out_gradient(parameter)
         for grads in _local_gradients(parameters):
             if grads[0].is_complex():
                 raise ValueError(
@@ -172,7 +171,7 @@ def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
     """
     sharded_alike: dict[tuple[dist.ProcessGroup, ...], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
-        _complete_partial_gradient(parameter)
+        _lay_out_gradient(parameter)
         sharded_alike[_sharding_groups(parameter)].append(parameter)
     device = _reduction_device(parameters)
     total = torch.zeros((), dtype=wide_dtype(device), device=device)
@@ -205,27 +204,23 @@ def scale_gradients_(parameters: list[nn.Parameter], factor: Tensor, foreach: bo
 def average_gradients_(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Average the gradients of replicated parameters over ``group`` in place.
 
-    A collective: every rank must call with the same parameters; one all-reduce for each dtype, at least in
-    float32. A parameter without a gradient counts as zero, and has one afterwards, even if no rank has used
-    it.
+    A collective: every rank must call with the same parameters; one all-reduce, at least in float32. A
+    parameter without a gradient counts as zero, and has one afterwards, even if no rank has used it.
     """
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = defaultdict(list)
+    gradients: list[Tensor] = []
     for parameter in parameters:
-        by_dtype[torch.promote_types(parameter.dtype, torch.float32)].append(parameter)
-    for dtype, same_dtype in by_dtype.items():
-        sizes = [parameter.numel() for parameter in same_dtype]
-        flat = torch.zeros(sum(sizes), dtype=dtype, device=same_dtype[0].device)
-        for parameter, part in zip(same_dtype, flat.split(sizes), strict=True):
-            if parameter.grad is not None:
-                part.copy_(parameter.grad.reshape(-1))
-        dist.all_reduce(flat, group=group)
-        flat /= group.size()
-        for parameter, part in zip(same_dtype, flat.split(sizes), strict=True):
-            average = part.view_as(parameter)
-            if parameter.grad is None:
-                parameter.grad = average.to(parameter.dtype, copy=True)
-            else:
-                parameter.grad.copy_(average)
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
+    if not gradients:
+        return
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])  # in the widest dtype
+    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    dist.all_reduce(flat, group=group)
+    flat /= group.size()
+    averages = flat.split([gradient.numel() for gradient in gradients])
+    for gradient, average in zip(gradients, averages, strict=True):
+        gradient.copy_(average.view_as(gradient))
 
 
 def list_parameters(model: Parameters) -> list[nn.Parameter]:
@@ -240,28 +235,27 @@ def list_parameters(model: Parameters) -> list[nn.Parameter]:
     return list(model.parameters())
 
 
-def _complete_partial_gradient(parameter: nn.Parameter) -> None:
-    """Reduce a gradient that is ``Partial`` over a mesh dimension (tensor parallelism). Then a collective on it."""
+def _lay_out_gradient(parameter: nn.Parameter) -> None:
+    """Lay a gradient out as its parameter. A collective on its mesh if it is a partial sum (tensor parallelism)."""
     grad = parameter.grad
-    if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
-        parameter.grad = grad.redistribute(
-            placements=[
-                Replicate() if placement.is_partial() else placement for placement in grad.placements
-            ]
-        )
+    if (
+        isinstance(grad, DTensor)
+        and isinstance(parameter, DTensor)
+        and grad.placements != parameter.placements
+    ):
+        parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def _sharding_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
     """Groups that the parameter is sharded over; none for replicated and plain parameters."""
-    laid_out = parameter.grad if isinstance(parameter.grad, DTensor) else parameter
-    if not isinstance(laid_out, DTensor):
+    if not isinstance(parameter, DTensor):
         return ()
-    mesh = laid_out.device_mesh
+    mesh = parameter.device_mesh
     # By exclusion: in torch 2.13 a shard of what tensor parallelism has sharded is not a ``Shard``.
     return tuple(
         mesh.get_group(axis)
-        for axis, placement in enumerate(laid_out.placements)
-        if not (placement.is_replicate() or placement.is_partial()) and mesh.size(axis) > 1
+        for axis, placement in enumerate(parameter.placements)
+        if not placement.is_replicate() and mesh.size(axis) > 1
     )
 
 
@@ -269,11 +263,7 @@ def _reduction_device(parameters: list[nn.Parameter]) -> torch.device:
     """A device on which the parameters' groups can reduce, even if shards are offloaded to the CPU."""
     for parameter in parameters:
         if isinstance(parameter, DTensor):
-            device_type = parameter.device_mesh.device_type
-            local = torch_internals.local_tensor(parameter)
-            if local.device.type == device_type:
-                return local.device
-            return torch.device(device_type, torch.get_device_module(device_type).current_device())
+            return torch.device(parameter.device_mesh.device_type)
     if parameters:
         return parameters[0].device
     return torch.device("cpu")
