@@ -10,9 +10,7 @@ from torchmetrics import Metric
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
 
-Kind = Literal[
-    "labels", "class weights", "probabilities", "cross-entropies", "numbers", "all ranks", "metric"
-]
+Kind = Literal["labels", "class weights", "probabilities", "cross-entropies", "numbers", "all ranks"]
 
 _UNCHANGED = ("ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze")
 """Functions whose output has the elements of their first input."""
@@ -33,8 +31,7 @@ class LossTerm:
 
     Attributes:
         kind: A mean cross-entropy of ``labels``, by their ``class weights`` or of ``probabilities``; a sum
-            of ``cross-entropies`` or of other ``numbers``; a loss that is taken from ``all ranks``; a
-            ``metric`` that synchronises in each step.
+            of ``cross-entropies`` or of other ``numbers``; a loss that is taken from ``all ranks``.
         divisor: The product of all divisors between the loss and the sum.
         factor: The product of all numbers that it is multiplied by on the way.
     """
@@ -141,9 +138,7 @@ def _term(edge: _Edge, metrics: list[Any]) -> LossTerm | None:
     """What a node is known as, if it is."""
     node = edge.node
     name = _name(node)
-    if any(node is metric for metric in metrics):
-        return edge.term("metric")
-    if any(collective in name for collective in _COLLECTIVES):
+    if node in metrics or any(collective in name for collective in _COLLECTIVES):
         return edge.term("all ranks")
     if name in _NLL_LOSSES:
         if torch_internals.saved(node, "reduction") != _MEAN:

@@ -77,7 +77,7 @@ class FirstLooks:
         first_terms, first_number = self._first.setdefault(kinds, (terms, number))
         for first, term in zip(first_terms, terms, strict=True):
             found = _Comparison(module, weighting, (first, term), (first_number, number), batch)
-            if term.kind in ("all ranks", "metric"):
+            if term.kind == "all ranks":
                 self._over_ranks = found
             if (text := found.of_all_ranks() or found.of_one_rank()) is not None:
                 self._left = 0
@@ -171,26 +171,19 @@ class _Comparison:
         """What to tell of a loss of all ranks, if it weighs the same in both, and the counts differ."""
         weighs_the_same = math.isclose(*self.divisors, rel_tol=_ROUNDING)
         counts_the_same = math.isclose(*self.counts, rel_tol=_ROUNDING)
-        if self.weighting.loss_reduction == "sum" or counts_the_same or not weighs_the_same:
+        if self.kind != "all ranks" or counts_the_same or not weighs_the_same:
+            return None
+        if self.weighting.loss_reduction == "sum":
             return None
         unit = self.weighting.unit
-        if self.kind == "metric":
-            return (
-                f"The loss of {self._name} holds a metric with dist_sync_on_step=True, which has averaged"
-                f" over all ranks: weighed by {unit}s on top, gradients are not those of one batch. Pass"
-                " per_token_loss=False, and multiply the metric by the number of ranks, since its gradient"
-                " is that of this rank's part alone. Or leave dist_sync_on_step out, and return this rank's"
-                " mean and its count."
-            )
-        if self.kind == "all ranks":
-            return (
-                f"The loss of {self._name} is gathered from all ranks, with gradients, and each rank's"
-                f" weighs the same, however many {unit}s it has: gradients are not those of one batch."
-                f" Return this rank's loss, which the strategy weighs by its {unit}s (self.log(...,"
-                " sync_dist=True) shows the mean over ranks). If each rank and each micro-batch shall weigh"
-                " the same, pass per_token_loss=False."
-            )
-        return None
+        return (
+            f"The loss of {self._name} is gathered from all ranks, with gradients, and each rank's"
+            f" weighs the same, however many {unit}s it has: gradients are not those of one batch."
+            f" Return this rank's loss, which the strategy weighs by its {unit}s (self.log(...,"
+            " sync_dist=True) shows the mean over ranks). If each rank and each micro-batch shall weigh"
+            " the same, pass per_token_loss=False, and multiply a metric with dist_sync_on_step=True by"
+            " the number of ranks, since its gradient is that of this rank's part alone."
+        )
 
     @property
     def _name(self) -> str:

@@ -48,11 +48,13 @@ def rescale_gradients(
     parameters = list_parameters(model)
     share_experts_gradients_(parameters)
     device = _reduction_device(parameters)
-    total = torch.as_tensor(num_tokens_for_grad_scaling).to(device, wide_dtype(device)).reshape(1)
+    total = torch.as_tensor(num_tokens_for_grad_scaling).reshape(())
+    total = total.to(device, wide_dtype(device), copy=True)
+    divisor = 1
     if dp_group is not None:
-        total = total.clone()
         dist.all_reduce(total, group=dp_group)
-    scale_gradients_(parameters, gradient_factor(total[0], dp_group.size() if dp_group is not None else 1))
+        divisor = dp_group.size()
+    scale_gradients_(parameters, gradient_factor(total, divisor))
 
 
 def share_experts_gradients_(parameters: list[nn.Parameter]) -> None:
@@ -61,12 +63,10 @@ def share_experts_gradients_(parameters: list[nn.Parameter]) -> None:
     In place, once per window. Not a collective. The divide factor of FSDP2 cannot do it: torch divides by it
     twice where a group has one rank and reduces in float16, in float64 or by sums (torch 2.13 and 2.14).
     """
-    by_size: dict[int, list[nn.Parameter]] = defaultdict(list)
-    for parameter in parameters:
-        by_size[num_expert_ranks(parameter)].append(parameter)
-    for size, experts in by_size.items():
-        if size > 1:
-            scale_gradients_(experts, torch.tensor(1 / size, dtype=torch.float64))
+    sizes = {num_expert_ranks(parameter) for parameter in parameters}
+    for size in sizes - {1}:
+        experts = [parameter for parameter in parameters if num_expert_ranks(parameter) == size]
+        scale_gradients_(experts, torch.tensor(1 / size, dtype=torch.float64))
 
 
 def gradient_factor(denominator: Tensor, divisor: int) -> Tensor:
@@ -128,20 +128,20 @@ def scale_to_norm_(
         scale_gradients_(parameters, torch.clamp(clip_norm / (norm + 1e-6), max=1.0), foreach)
 
 
+@torch.no_grad()
 def clip_gradient_values(model: Parameters, clip_value: float) -> None:
     """Clamp every gradient element to [-clip_value, clip_value] in place. Not a collective."""
     check_clip_value(clip_value)
     parameters = list_parameters(model)
-    with torch.no_grad():
-        for parameter in parameters:
-            _lay_out_gradient(parameter)
-        for grads in _local_gradients(parameters):
-            if grads[0].is_complex():
-                raise ValueError(
-                    "Complex gradients cannot be clipped by value, since they have no order: by norm."
-                )
-            torch._foreach_clamp_min_(grads, -clip_value)
-            torch._foreach_clamp_max_(grads, clip_value)
+    for parameter in parameters:
+        lay_out_gradient(parameter)
+    for grads in _local_gradients(parameters):
+        if grads[0].is_complex():
+            raise ValueError(
+                "Complex gradients cannot be clipped by value, since they have no order: by norm."
+            )
+        torch._foreach_clamp_min_(grads, -clip_value)
+        torch._foreach_clamp_max_(grads, clip_value)
 
 
 def check_clip_value(value: float) -> None:
@@ -171,7 +171,7 @@ def total_norm(parameters: list[nn.Parameter], foreach: bool = True) -> Tensor:
     """
     sharded_alike: dict[tuple[dist.ProcessGroup, ...], list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
-        _lay_out_gradient(parameter)
+        lay_out_gradient(parameter)
         sharded_alike[_sharding_groups(parameter)].append(parameter)
     device = _reduction_device(parameters)
     total = torch.zeros((), dtype=wide_dtype(device), device=device)
@@ -235,7 +235,7 @@ def list_parameters(model: Parameters) -> list[nn.Parameter]:
     return list(model.parameters())
 
 
-def _lay_out_gradient(parameter: nn.Parameter) -> None:
+def lay_out_gradient(parameter: nn.Parameter) -> None:
     """Lay a gradient out as its parameter. A collective on its mesh if it is a partial sum (tensor parallelism)."""
     grad = parameter.grad
     if (
@@ -271,8 +271,7 @@ def _reduction_device(parameters: list[nn.Parameter]) -> torch.device:
 
 def _sum_of_squares(parameters: list[nn.Parameter], device: torch.device, foreach: bool) -> Tensor:
     """[] sum of the squares of all gradient elements, on ``device``."""
-    wide = wide_dtype(device)
-    norms = [torch.zeros(1, dtype=wide, device=device)]
+    total = torch.zeros((), dtype=wide_dtype(device), device=device)
     for grads in _local_gradients(parameters):
         if grads[0].is_sparse:
             grads = [grad.coalesce().values() for grad in grads]
@@ -282,11 +281,11 @@ def _sum_of_squares(parameters: list[nn.Parameter], device: torch.device, foreac
         # zero.
         dtype = wide_dtype(grads[0].device)
         if foreach:
-            own = list(torch._foreach_norm(grads, 2, dtype=dtype))
+            norms = list(torch._foreach_norm(grads, 2, dtype=dtype))
         else:
-            own = [torch.linalg.vector_norm(grad, 2, dtype=dtype) for grad in grads]
-        norms.append(moved(torch.stack(own).to(wide), device))
-    return torch.cat(norms).square().sum()
+            norms = [torch.linalg.vector_norm(grad, 2, dtype=dtype) for grad in grads]
+        total += moved(torch.stack(norms).to(total.dtype), device).square().sum()
+    return total
 
 
 def moved(numbers: Tensor, device: torch.device) -> Tensor:
