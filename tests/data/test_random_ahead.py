@@ -26,8 +26,6 @@ from tests.data.test_uneven_inputs import Stream
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import (
-    LEARNING_RATE,
-    MOMENTUM,
     PLAN,
     Batch,
     Outcome,
@@ -36,6 +34,7 @@ from tests.trainer.exactness import (
     micro_batches,
     weight_error,
 )
+from tests.trainer.plain import sgd
 from tests.trainer.runs import TOLERANCE, make_trainer, mean_loss
 
 # For each engine: ranks, tensor-parallel ranks, options.
@@ -173,7 +172,7 @@ class Trained(LightningModule):
         self.model(batch["input_ids"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+        return sgd(self)
 
 
 Report = tuple[float, int, int]
@@ -217,7 +216,7 @@ def _train(setting: Training) -> tuple[dict[str, Tensor], Report | None, int]:
 
 def _train_plainly(setting: Training) -> tuple[dict[str, Tensor], Report | None, int]:
     model = TinyDecoder(23).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    optimizer = sgd(model)
     by_rank = setting.batches()
     report = None
     steps = 0

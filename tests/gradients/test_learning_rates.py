@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import LEARNING_RATE, Batch
-from tests.trainer.runs import LabelledModule, loader, make_trainer
+from tests.trainer.runs import LabelledModule, ManualModule, loader, make_trainer, refusal
 
 METRICS = ([1.0, 5.0, 3.0], [6.0, 1.0, 2.0])
 """What each rank logs. By itself the first rank would halve its learning rate twice, the second one once."""
@@ -34,12 +33,8 @@ class FollowsItsMetric(LabelledModule):
         return super().training_step(batch, batch_idx)
 
 
-class FollowsByHand(FollowsItsMetric):
+class FollowsByHand(FollowsItsMetric, ManualModule):
     """As Lightning's documentation has it for manual optimization."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         loss = super().training_step(batch, batch_idx)
@@ -61,13 +56,11 @@ class FollowsTheMean(FollowsItsMetric):
 def _fit(make_module: type[FollowsItsMetric]) -> tuple[float | None, str]:
     """The last learning rate, and what is raised at the end."""
     module = make_module()
-    try:
-        make_trainer(AutomodelStrategy(), limit_train_batches=3).fit(module, loader())
-    except RuntimeError as error:
-        return None, str(error)
-    optimizer = module.optimizers()
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    return optimizer.param_groups[0]["lr"], ""
+    trainer = make_trainer(AutomodelStrategy(), limit_train_batches=3)
+    message = refusal(trainer, module, loader())
+    if message:
+        return None, message
+    return trainer.optimizers[0].param_groups[0]["lr"], ""
 
 
 @pytest.mark.every_case

@@ -21,17 +21,17 @@ from lightning_automodel import AutomodelStrategy
 from tests.gradients.test_foreign_gradients import Net, batch_of
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
-from tests.trainer.exactness import (
-    LEARNING_RATE,
-    MOMENTUM,
-    Batch,
-    Outcome,
-    TinyDecoder,
-    full_weights,
-    micro_batches,
-    weight_error,
+from tests.trainer.exactness import Batch, Outcome, TinyDecoder, full_weights, weight_error
+from tests.trainer.plain import plain_weights, sgd
+from tests.trainer.runs import (
+    TOLERANCE,
+    LabelledModule,
+    ManualModule,
+    by_default,
+    loader,
+    make_trainer,
+    refusal,
 )
-from tests.trainer.runs import TOLERANCE, LabelledModule, by_default, loader, make_trainer, mean_loss
 
 NUM_BATCHES = 6
 ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -105,18 +105,7 @@ def _fit(name: str, accumulate: int, options: dict[str, Any]) -> dict[str, Tenso
 
 def _plainly(accumulate: int, num_ranks: int) -> Outcome:
     model = TinyDecoder(20).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    by_rank = micro_batches(case(num_ranks))
-    for start in range(0, NUM_BATCHES, accumulate):
-        window = [batch for batches in by_rank for batch in batches[start : start + accumulate]]
-        num_tokens = sum(int((batch["labels"] != -100).sum()) for batch in window)
-        optimizer.zero_grad()
-        (
-            torch.stack([mean_loss(model, batch, "sum") for batch in window]).sum() / max(num_tokens, 1)
-        ).backward()
-        edit(list(model.parameters()))
-        optimizer.step()
-    return Outcome(full_weights(model), None)
+    return Outcome(plain_weights(model, accumulate, case(num_ranks), clip=edit), None)
 
 
 CASES = {
@@ -171,12 +160,8 @@ class RunsNone(LabelledModule):
         pass
 
 
-class Nested(LabelledModule):
+class Nested(ManualModule):
     """Runs a backward of the strategy in a hook of the other one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         first = super().training_step(batch, batch_idx)
@@ -191,11 +176,7 @@ MISUSES: dict[str, type[LabelledModule]] = {kind.__name__: kind for kind in (Run
 def _misuse(name: str, accumulate: int, options: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
     module = MISUSES[name]()
     trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=accumulate)
-    message = ""
-    try:
-        trainer.fit(module, loader(case(dist.get_world_size())))
-    except RuntimeError as error:
-        message = str(error)
+    message = refusal(trainer, module, loader(case(dist.get_world_size())))
     return message, full_weights(module.model)
 
 
@@ -222,12 +203,11 @@ def test_no_backward_is_refused(pool2: RankPool, engine: str) -> None:
         assert "LightningModule.backward has run no backward" in message
 
 
-class RaisesAfterwards(LabelledModule):
+class RaisesAfterwards(ManualModule):
     """Fails when gradients are final, and goes on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = False
         self.kept: list[bool] = []
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -281,7 +261,7 @@ class Cached(LightningModule):
         )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+        return sgd(self)
 
 
 def contrast(features: Tensor) -> Tensor:
@@ -302,7 +282,7 @@ def _fit_cached(num_chunks: int, accumulate: int, options: dict[str, Any]) -> di
 
 def _cached_plainly(accumulate: int) -> Outcome:
     net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    optimizer = sgd(net)
     for start in range(0, NUM_BATCHES, accumulate):
         window = [
             batch_of(rank, index)[0] for rank in range(2) for index in range(start, start + accumulate)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
+from tests.search import user_code
 from tests.search.block import first_block
 from tests.search.cases import Case
 from tests.search.data import aux_loss, count, critic_loss, cross_entropy, data
@@ -29,15 +30,6 @@ from tests.search.net import (
     trains,
     weight_penalty,
     with_gradients,
-)
-from tests.search.user_code import (
-    changed,
-    edit_rows,
-    foreign_gradients,
-    full,
-    run_snippet,
-    token_loss,
-    write,
 )
 
 CLIP_NORM = 0.05
@@ -100,9 +92,9 @@ class Reference:
             net.embedding.requires_grad_(False)
         self.is_mean = case.tell == "equal" or case.over_ranks  # each micro-batch weighs the same
         for where in ("setup", "configure_model", "configure_optimizers"):
-            changed(case, where, net)
+            user_code.changed(case, where, net)
         self.optimizers = make_optimizers(case, net, self.module.critic)
-        if new := changed(case, "train_start", net):
+        if new := user_code.changed(case, "train_start", net):
             self.optimizers[0].add_param_group({"params": new})
         self.schedule = make_schedule(self.optimizers[0]) if case.schedule else None
         self.base_lrs = [group["lr"] for group in self.optimizers[0].param_groups]
@@ -144,7 +136,7 @@ class Reference:
                     self.module.zero_grad()  # as Lightning before it validates, to None whatever the user does
                 if "ema" in case.callbacks and self.num_steps > steps_before:
                     self.averaged.update_parameters(self.module)
-                write(case, "batch_end", self.module.net)
+                user_code.write(case, "batch_end", self.module.net)
                 self._look("batch_end")
                 if "validate" in case.callbacks:
                     self.module.eval()
@@ -192,7 +184,9 @@ class Reference:
             batches = list(self._of_ranks(index))
         for rank, ids, labels in batches:
             with self._buffers_of(rank):
-                self.foreign[rank] += foreign_gradients(self.case, where, self.module.net, ids, labels)
+                self.foreign[rank] += user_code.foreign_gradients(
+                    self.case, where, self.module.net, ids, labels
+                )
 
     def _batch(self, epoch: int, index: int) -> None:
         case = self.case
@@ -201,7 +195,7 @@ class Reference:
         self.num_batches += 1
         if index not in case.skip:
             self._look("before_forward", index)
-            write(case, "step", self.module.net)
+            user_code.write(case, "step", self.module.net)
         if case.manual is not None:
             self._manual(index)
             return
@@ -242,7 +236,9 @@ class Reference:
         objective = torch.zeros((), dtype=torch.float64)
         for rank, ids, labels in self._of_ranks(index):
             with self._buffers_of(rank):
-                summed, hidden = token_loss(case, net, ids, labels, "mean" if self.is_mean else "sum")
+                summed, hidden = user_code.token_loss(
+                    case, net, ids, labels, "mean" if self.is_mean else "sum"
+                )
             net.writes = False
             weight = 1.0 if self.is_mean else float(count(case, labels))
             if case.penalty is not None:
@@ -251,7 +247,7 @@ class Reference:
                 summed = summed + aux_loss(hidden) * (denominator / len(micro_batches))
             objective = objective + summed / denominator
         net.writes = True
-        write(case, "after_forward", net)
+        user_code.write(case, "after_forward", net)
         self._look("after_forward", index)
         if objective.requires_grad:
             objective.backward()
@@ -276,8 +272,8 @@ class Reference:
         case = self.case
         self._look("before_step")
         edit_before_step(case.hooks, self.module)
-        edit_rows(case, self.module.net)
-        self.norms += run_snippet(case, self.module.net, optimizer)
+        user_code.edit_rows(case, self.module.net)
+        self.norms += user_code.run_snippet(case, self.module.net, optimizer)
         if "norm_before_step" in case.hooks:
             self.norms.append(norm(self.module))
         if case.manual is None:
@@ -353,7 +349,9 @@ class Reference:
         for rank, ids, labels in self._of_ranks(index):
             with self._buffers_of(rank):
                 if player is None:
-                    part = token_loss(case, net, ids.flip(0) if flipped else ids, labels, reduction)[0]
+                    part = user_code.token_loss(
+                        case, net, ids.flip(0) if flipped else ids, labels, reduction
+                    )[0]
                 else:
                     logits, hidden = net(ids)
                     if player == 1:
@@ -364,7 +362,7 @@ class Reference:
             net.writes = False
             objective = objective + scale * part / denominator
         net.writes = True
-        write(case, "after_forward", net)
+        user_code.write(case, "after_forward", net)
         own = [
             p
             for p in self.module.parameters()
@@ -412,4 +410,4 @@ class _Swapped:
 
 def norm(module: nn.Module) -> float:
     """The norm of all gradients; of shards, a collective."""
-    return sum(float(full(p.grad).square().sum()) for _, p in with_gradients(module)) ** 0.5
+    return sum(float(user_code.full(p.grad).square().sum()) for _, p in with_gradients(module)) ** 0.5

@@ -79,6 +79,14 @@ class LabelledModule(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
 
 
+class ManualModule(LabelledModule):
+    """Calls its backwards and steps itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
 def make_trainer(strategy: Any, **kwargs: Any) -> Trainer:
     """A silent Trainer on the ranks of the pool that it runs in."""
     return Trainer(
@@ -94,6 +102,15 @@ def make_trainer(strategy: Any, **kwargs: Any) -> Trainer:
             **kwargs,
         }
     )
+
+
+def refusal(trainer: Trainer, module: LightningModule, batches: DataLoader) -> str:
+    """Fit; the text of the RuntimeError that ends it, if any."""
+    try:
+        trainer.fit(module, batches)
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def loader(case: Case = CASE) -> DataLoader:
