@@ -51,17 +51,9 @@ class WholeParameter:
         """This rank's part of the weights, sharing their memory."""
         return torch_internals.local_tensor(self.parameter)
 
-    @property
-    def gradient(self) -> Tensor | None:
-        """That of the stand-in, on the owner alone."""
-        if self.stand_in is None:
-            return None
-        return self.stand_in.grad
 
-    def gradient_shard(self) -> Tensor:
-        """This rank's part of the gradient."""
-        sharded: Any = self.parameter
-        return torch_internals.local_tensor(sharded.grad.redistribute(placements=sharded.placements))
+Travelling = tuple[WholeParameter, Tensor, Tensor | None]
+"""A parameter, this rank's part of its weights or gradient, and on the owner all of them."""
 
 
 def is_split(parameter: Tensor) -> bool:
@@ -222,16 +214,20 @@ class WholeSteps:
         stepped = [whole for whole in wholes.values() if whole.parameter.grad is not None]
         # A parameter without a gradient is left out, as optimizers leave it out.
         shown: dict[nn.Parameter, nn.Parameter | None] = dict.fromkeys(wholes)
+        gradients: list[Travelling] = []
         for whole in stepped:
-            shown[whole.parameter] = whole.stand_in
+            sharded: Any = whole.parameter
+            part = torch_internals.local_tensor(sharded.grad.redistribute(placements=sharded.placements))
+            gradient = None
             if whole.stand_in is not None:
-                whole.stand_in.data = whole.shard.new_empty(whole.parameter.shape)
-                whole.stand_in.grad = torch.empty_like(whole.stand_in)
+                whole.stand_in.data = whole.shard.new_empty(sharded.shape)
+                gradient = torch.empty_like(whole.stand_in)
+                whole.stand_in.grad = gradient
+            shown[sharded] = whole.stand_in
+            gradients.append((whole, part, gradient))
         # One after the other, since what travels has memory twice.
-        self._exchange(
-            [(whole, whole.gradient_shard(), whole.gradient) for whole in stepped], to_owners=True
-        )
-        self._exchange([(whole, whole.shard, whole.stand_in) for whole in stepped], to_owners=True)
+        self._exchange(gradients, to_owners=True)
+        self._exchange(_weights(stepped), to_owners=True)
         self._stepping[optimizer] = (stepped, _swap(optimizers, shown))
 
     @torch.no_grad()
@@ -241,15 +237,13 @@ class WholeSteps:
         for whole in stepped:
             if whole.stand_in is not None:
                 whole.stand_in.grad = None  # its memory is needed while weights travel
-        self._exchange([(whole, whole.shard, whole.stand_in) for whole in stepped], to_owners=False)
+        self._exchange(_weights(stepped), to_owners=False)
         if stepped:
             torch.autograd.graph.increment_version([whole.parameter for whole in stepped])
         _free(stepped)
 
-    def _exchange(
-        self, tensors: list[tuple[WholeParameter, Tensor, Tensor | None]], to_owners: bool
-    ) -> None:
-        """Copy this rank's parts (the second of each) to the whole tensors that owners have (the third), or back."""
+    def _exchange(self, tensors: list[Travelling], to_owners: bool) -> None:
+        """Copy this rank's parts to the whole tensors that owners have, or back. A collective over the world."""
         ranks = range(dist.get_world_size())
         parts: list[list[Tensor]] = [[] for _ in ranks]  # by owner
         wholes: list[list[Tensor]] = [[] for _ in ranks]  # those of this rank, by holder
@@ -320,6 +314,10 @@ def _move_states(optimizers: list[Optimizer], old: nn.Parameter, new: nn.Paramet
     for optimizer in optimizers:
         if old in optimizer.state:
             optimizer.state[new] = optimizer.state.pop(old)
+
+
+def _weights(stepped: list[WholeParameter]) -> list[Travelling]:
+    return [(whole, whole.shard, whole.stand_in) for whole in stepped]
 
 
 def _free(parameters: list[WholeParameter]) -> None:
