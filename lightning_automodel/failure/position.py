@@ -15,7 +15,7 @@ COLLECTIVE = (
     "/lightning_automodel/failure/",
 )
 RUN = "/lightning_automodel/failure/supervisor.py"
-GATHERS = "/lightning_automodel/sharding/shards.py"
+GATHERS = "/lightning_automodel/sharding/whole_copies.py"
 FOREIGN = ("/torch/", "/lightning/", "/lightning_utilities/", "/lightning_automodel/")
 
 

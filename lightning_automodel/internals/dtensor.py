@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch._dynamo.trace_rules
@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
-
-D = TypeVar("D", bound=DTensor)
+from torch.utils._pytree import tree_map as tree_map
 
 DATA: Any = Tensor.data
 GRAD: Any = Tensor.grad
@@ -35,23 +34,25 @@ def has_layout(tensor: DTensor, like: DTensor) -> bool:
     return tensor.shape == like.shape and spec.placements == other.placements and spec.mesh == other.mesh
 
 
-def parts_of(tensors: Iterable[DTensor]) -> list[Tensor]:
-    """This rank's part of each, as :func:`part_of`."""
-    return [tensor._local_tensor for tensor in tensors]
+def parts_of(tensors: Iterable[Any]) -> list[Tensor]:
+    """This rank's part of each, as :func:`part_of`; of a plain tensor all of it."""
+    return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
 
 
-def alike(tensors: Iterable[DTensor], models: Iterable[DTensor]) -> bool:
-    """Whether each tensor has the layout of its model, and its dtype."""
-    return [tensor._spec for tensor in tensors] == [model._spec for model in models]
+def alike(tensors: Iterable[Any], models: Iterable[Any]) -> bool:
+    """Whether all are sharded, and each tensor has the layout of its model, and its dtype."""
+    try:
+        return [tensor._spec for tensor in tensors] == [model._spec for model in models]
+    except AttributeError:  # plain tensors, and numbers
+        return False
 
 
-def with_part(cls: type[D], part: Tensor, like: DTensor) -> D:
+def with_part(cls: type[DTensor], part: Tensor, like: DTensor) -> Any:
     """A tensor of the layout of ``like``, of which this rank holds ``part``. Not recorded by autograd."""
     spec: Any = like._spec
     if part.dtype != like.dtype:
         spec = dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=part.dtype))
-    made: Any = cls.__new__(cls, part, spec, requires_grad=False)
-    return made
+    return cls.__new__(cls, part, spec, requires_grad=False)
 
 
 def plain_dtensor(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import DATA, GRAD, plain_access
 from lightning_automodel.internals.fsdp2 import FSDPParam
 from lightning_automodel.internals.torch import local_tensor, version, versions
-from lightning_automodel.sharding.shards import own_part
+from lightning_automodel.sharding.whole_copies import own_part
 
 IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones"
 """Where weights are written without being gathered."""

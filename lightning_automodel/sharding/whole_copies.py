@@ -1,0 +1,270 @@
+"""Whole copies of sharded tensors, gathered for what user code does to them; what it writes goes into the shards.
+
+Views of such a copy (``p.grad[2:4]``) keep it, so that writes to them go into the shards too.
+"""
+
+import copy
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_automodel.distributed import collectives
+from lightning_automodel.gradients.owner_exchange import holders_of
+from lightning_automodel.internals.dtensor import (
+    break_graphs_at,
+    part_of,
+    plain_access,
+    tree_map,
+    with_part,
+)
+from lightning_automodel.internals.torch import version, versions
+
+Function = Callable[..., Any]
+Arguments = Sequence[Any]
+Keywords = dict[str, Any]
+
+AUGMENTED = """
+    __iadd__ __iand__ __idiv__ __ifloordiv__ __imod__ __imul__ __ior__ __ipow__ __isub__ __itruediv__ __ixor__
+""".split()  # noqa: SIM905 (a table of names)
+"""Operators such as ``+=``."""
+
+
+# --- Communication --------------------------------------------------------------------------------------------------
+
+
+def name_of(tensor: Tensor) -> str:
+    """For messages."""
+    return getattr(tensor, "parameter_name", "a tensor")
+
+
+def is_recorded(tensor: Tensor) -> bool:
+    """Whether autograd follows what is computed with a tensor."""
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+def add_up(values: Tensor, tensors: Sequence[Tensor], function: Function) -> Tensor:
+    """[n] numbers of this rank's parts of n tensors, each added up over the ranks that hold the other parts.
+
+    A collective on the meshes of the tensors, one for each dimension that some of them are sharded over.
+    """
+    sharded: dict[tuple[DeviceMesh, int], list[int]] = defaultdict(list)
+    for index, tensor in enumerate(tensors):
+        if isinstance(tensor, DTensor):
+            for dim, placement in enumerate(tensor.placements):
+                if not placement.is_replicate():
+                    sharded[tensor.device_mesh, dim].append(index)
+    for (mesh, dim), indices in sharded.items():
+        with collectives.gathering(name_of(tensors[indices[0]]), function.__name__):
+            total = values[indices].to(mesh.device_type)  # of an offloaded tensor
+            dist.all_reduce(total, group=mesh.get_group(dim))
+            values[indices] = total.to(values.device)
+    return values
+
+
+def gather(shard: DTensor, function: Function) -> Tensor:
+    """The whole of a sharded tensor. A collective on its mesh. Differentiable; what autograd leaves is the shard's.
+
+    ``function`` is what it is gathered for: if some rank does not come, messages name it.
+    """
+    if shard.device_mesh.device_type == "cpu":
+        # Gloo ends a process whose gather meets another gather, of another size. Here, a rank that is alone waits.
+        add_up(torch.zeros(1), [shard], function)
+    with collectives.gathering(name_of(shard), function.__name__):
+        if is_recorded(shard):
+            return shard.full_tensor()
+        # Tensors of inference mode would not tell of writes.
+        with torch.inference_mode(False), torch.no_grad():
+            part = part_of(shard)
+            # An offloaded shard lies on the host, where its ranks may not communicate.
+            moved = part.to(shard.device_mesh.device_type)
+            return with_part(DTensor, moved, shard).full_tensor().to(part.device)
+
+
+def own_part(whole: Tensor, like: DTensor) -> Tensor:
+    """The view of a plain tensor, which every rank has, that this rank would hold if it were laid out like ``like``."""
+    return holders_of(like.device_mesh, like.placements).part(whole, dist.get_rank())
+
+
+def count_writes(shards: list[Any]) -> None:
+    """Raise the version counters of shards whose parts were written, and tell who has gathered them."""
+    torch.autograd.graph.increment_version([shard for shard in shards if not shard.is_inference()])
+    listeners = {getattr(shard, "on_write", None) for shard in shards}
+    for listener in listeners:
+        if listener is not None:
+            listener()
+
+
+# --- Copies and their views -----------------------------------------------------------------------------------------
+
+
+class GatheredCopy:
+    """The whole of a shard, gathered for a computation. What is written to it goes into the shard.
+
+    Creating one is a collective on the shard's mesh.
+
+    Attributes:
+        shard: Where it comes from.
+        whole: A plain tensor, equal on all ranks.
+    """
+
+    def __init__(self, shard: DTensor, function: Function) -> None:
+        self.shard = shard
+        self.whole = gather(shard, function)
+        self._is_recorded = is_recorded(shard)
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._shard_version = versions([self.shard])
+        self._whole_version = version(self.whole)
+
+    @torch.no_grad()
+    def gather_again(self, function: Function) -> None:
+        """Show the shard as it is now. A collective on its mesh."""
+        self.whole.copy_(gather(self.shard, function))
+        self._note_versions()
+
+    def refresh(self, function: Function) -> None:
+        """Gather again if the shard was written since, for a view that is used again. Then a collective.
+
+        A view that one rank alone has kept may thus wait for the others, which are told what for.
+        """
+        if versions([self.shard]) != self._shard_version and not self._is_recorded:
+            self.gather_again(function)
+
+    @torch.no_grad()
+    def carry(self, function: Function) -> None:
+        """Write into the shard what ``function`` has changed the whole tensor to. Not a collective."""
+        if version(self.whole) == self._whole_version:
+            return
+        if self.whole.shape != self.shard.shape:
+            raise RuntimeError(
+                f"{function.__name__} changes the shape of {name_of(self.shard)}, which is sharded,"
+                " in place. Call the function without the underscore, which gives a new tensor."
+            )
+        part_of(self.shard).copy_(own_part(self.whole, self.shard))
+        count_writes([self.shard])
+        self._note_versions()
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a view of the whole one."""
+        if tensor.layout is not torch.strided:
+            return False
+        memory = self.whole.untyped_storage().data_ptr()
+        return memory != 0 and tensor.untyped_storage().data_ptr() == memory
+
+
+_copies: WeakValueDictionary[int, GatheredCopy] = WeakValueDictionary()
+"""Copies that views share, by the id of the shard, which its copy keeps alive."""
+
+
+def _copy_of(shard: Any, function: Function) -> GatheredCopy:
+    """The copy that views of ``shard`` share, brought up to date, or a new one. A collective on the shard's mesh.
+
+    One that autograd follows is nobody else's.
+    """
+    if is_recorded(shard):
+        return GatheredCopy(shard, function)
+    source = getattr(shard, "source", None)
+    if source is None or source.num_assignments != shard.num_assignments:  # which has other memory since
+        source = shard
+    kept = _copies.get(id(source))
+    if kept is not None:
+        # Also if it is up to date: it may live on some ranks alone, and all must come.
+        kept.gather_again(function)
+        return kept
+    with torch.no_grad():
+        kept = _copies[id(source)] = GatheredCopy(source, function)
+    return kept
+
+
+class View(Tensor):
+    """A view of a gathered tensor, such as ``p.grad[2:4]`` or ``p.view(-1)``: writes to it go into the shards."""
+
+    source: GatheredCopy
+    data: Any = property(lambda view: view.detach())  # which shares the version counter
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Function, types: Any, args: Arguments = (), kwargs: Keywords | None = None
+    ) -> Any:
+        with plain_access():
+            return on_wholes(function, args, kwargs or {})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy.deepcopy(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with plain_access():
+            return self.as_subclass(Tensor).clone()
+
+
+break_graphs_at(View)
+
+
+# --- Computing ------------------------------------------------------------------------------------------------------
+
+
+def written(function: Function, args: Arguments, kwargs: Keywords) -> Sequence[Any]:
+    """The tensors that a function writes to."""
+    target = kwargs.get("out")
+    if _writes(function.__name__) or kwargs.get("inplace"):
+        target = [*args, *kwargs.values()][0]
+    if target is None:
+        return ()
+    if isinstance(target, Tensor):
+        return (target,)
+    return target
+
+
+@functools.cache
+def _writes(name: str) -> bool:
+    return name in (*AUGMENTED, "__setitem__") or (name.endswith("_") and not name.endswith("__"))
+
+
+def on_wholes(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """Compute on whole tensors, gathered for it, and carry what was written into the shards. A collective."""
+    targets = [target for target in written(function, args, kwargs) if isinstance(target, DTensor | View)]
+    # Functions of torch.nn.init do it themselves under no_grad.
+    if any(map(is_recorded, targets)) and getattr(function, "__module__", None) != nn.init.__name__:
+        raise RuntimeError(
+            f"{function.__name__} writes in place to a sharded tensor that autograd follows. Write parameters"
+            " under torch.no_grad(), and call functions without the underscore on what is computed from them."
+        )
+    # By the ids of the tensors, which must live as long.
+    copies: dict[int, tuple[Tensor, GatheredCopy]] = {}
+
+    def whole_of(value: Any) -> Any:
+        if isinstance(value, View):
+            value.source.refresh(function)
+            copies[id(value)] = (value, value.source)
+        elif isinstance(value, DTensor):
+            if id(value) not in copies:
+                copies[id(value)] = (value, _copy_of(value, function))
+            return copies[id(value)][1].whole
+        return value
+
+    def shard_or_view(result: Any) -> Any:
+        if not isinstance(result, Tensor) or isinstance(result, View):
+            return result
+        for tensor, gathered in copies.values():
+            if result is gathered.whole:
+                return tensor
+            if gathered.has(result):
+                view = result.as_subclass(View)
+                view.source = gathered
+                return view
+        return result
+
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not targets):
+        result = function(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
+    for _, gathered in copies.values():
+        gathered.carry(function)
+    return tree_map(shard_or_view, result)
