@@ -1,8 +1,8 @@
 """Parameters that sharding replaces by shards, and whether optimizers train what the module has."""
 
-import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -14,31 +14,22 @@ from lightning_automodel.sharding.gathered import Gathered, GatheredPart
 from lightning_automodel.sharding.units import class_name
 
 _NUM_NAMED = 3
-_VALUES = ("data", "grad", "T", "H", "mT", "mH", "real", "imag")
-"""Attributes that show values; others are facts of a tensor."""
 
 
 class Replaced(nn.Parameter):
-    """A plain parameter that a shard has replaced, and something still holds: its use raises."""
+    """A plain parameter that a shard has replaced, and something still holds: any use raises."""
 
-    parameter_name: str = "A parameter"
+    parameter_name: str
     refuses_use = True
+    __hash__ = object.__hash__
 
     @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        with plain_access():
-            is_fact = function.__name__ == "__get__" and function.__self__.__name__ not in _VALUES
-            if is_fact or function.__name__ in ("dim", "size", "numel"):
-                return function(*args, **(kwargs or {}))
-            replaced = next((value for value in args if isinstance(value, Replaced)), None)
-            name = "A parameter" if replaced is None else replaced.parameter_name
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
         raise RuntimeError(
-            f"{name} was used past the module: sharding has replaced this parameter, and something (a list,"
-            " a dictionary, a closure) still holds what it was before. Take it from the module each time"
-            " (self.weight, a property, or a module that is called), or pass data_parallel='ddp', which"
-            " replaces nothing."
+            f"{cls.parameter_name} was used past the module: sharding has replaced this parameter, and"
+            " something (a list, a dictionary, a closure) still holds what it was before. Take it from the"
+            " module each time (self.weight, a property, or a module that is called), or pass"
+            " data_parallel='ddp', which replaces nothing."
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -51,7 +42,8 @@ class ModuleParameters:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         # Not of subclasses: `Module.to` swaps them, which torch refuses for what is weakly referred to.
-        self._before = {name: weakref.ref(p) for name, p in self._named() if type(p) is nn.Parameter}
+        plain = {name: parameter for name, parameter in self._named() if type(parameter) is nn.Parameter}
+        self._before = WeakValueDictionary(plain)
         self._replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._places: list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         self._known: set[int] = set()
@@ -66,14 +58,12 @@ class ModuleParameters:
         What holds one would neither see nor train what the module computes with. Their memory is freed.
         """
         for name, shard in self._named():
-            reference = self._before.get(name)
-            old = None if reference is None else reference()
+            old = self._before.get(name)
             if old is None or old is shard:
                 continue
             self._replaced.append((old, shard))
             old.data = old.new_empty(0)
-            old.__class__ = Replaced
-            cast(Replaced, old).parameter_name = name
+            old.__class__ = type("Replaced", (Replaced,), {"parameter_name": name})
         self._before.clear()
         for path, owner in self._module.named_modules():
             for name, parameter in owner.named_parameters(recurse=False):
@@ -91,7 +81,8 @@ class ModuleParameters:
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raise RuntimeError before a step of ``optimizer`` if a parameter of it is none of the module's."""
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        with plain_access():
+            trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         unknown = [parameter for parameter in trained if id(parameter) not in self._known]
         if unknown:
             raise RuntimeError(self._text(optimizer, unknown))

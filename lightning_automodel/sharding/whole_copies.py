@@ -79,7 +79,7 @@ def gather(shard: DTensor, function: Function) -> Tensor:
         add_up(torch.zeros(1), [shard], function)
     with collectives.gathering(name_of(shard), function.__name__):
         if is_recorded(shard):
-            return shard.full_tensor()
+            return shard.full_tensor().clone()  # autograd lets nobody write to what is itself a view
         # Tensors of inference mode would not tell of writes.
         with torch.inference_mode(False), torch.no_grad():
             part = part_of(shard)
@@ -118,7 +118,6 @@ class GatheredCopy:
     def __init__(self, shard: DTensor, function: Function) -> None:
         self.shard = shard
         self.whole = gather(shard, function)
-        self._is_recorded = is_recorded(shard)
         self._note_versions()
 
     def _note_versions(self) -> None:
@@ -136,7 +135,7 @@ class GatheredCopy:
 
         A view that one rank alone has kept may thus wait for the others, which are told what for.
         """
-        if versions([self.shard]) != self._shard_version and not self._is_recorded:
+        if versions([self.shard]) != self._shard_version:
             self.gather_again(function)
 
     @torch.no_grad()

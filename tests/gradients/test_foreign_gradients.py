@@ -131,13 +131,30 @@ def of_all_parameters(net: Net, batch: Batch) -> Tensor:
     return gradients[0]
 
 
+def of_loss_and_penalty(net: Net, batch: Batch) -> Tensor:
+    """The penalty is on parameters as the module shows them before the forward, the loss on what it gathers."""
+    parameters = list(net.parameters())
+    with torch.enable_grad():
+        loss = F.cross_entropy(net(batch[0]), batch[1])
+        of_loss = torch.autograd.grad(loss, parameters, retain_graph=True)
+        penalty = sum(parameter.square().sum() for parameter in parameters)
+        of_both = torch.autograd.grad(loss + penalty, parameters)
+    for parameter, first, both in zip(parameters, of_loss, of_both, strict=True):
+        assert (both - first - 2 * parameter.detach()).abs().max() < 1e-9
+    return of_both[0]
+
+
 Foreign = Callable[[Net, Batch], Tensor]
 GRADIENTS: dict[str, Foreign] = {
-    f.__name__: f for f in (of_inputs, into_inputs, of_features, twice, of_parameters, of_all_parameters)
+    f.__name__: f
+    for f in (
+        *(of_inputs, into_inputs, of_features, twice, of_parameters, of_all_parameters),
+        of_loss_and_penalty,
+    )
 }
 EVERYWHERE = tuple(GRADIENTS)
 # Through the forward of the net: outside of a step nothing else gathers.
-OUTSIDE = ("of_inputs", "into_inputs", "twice", "of_parameters", "of_all_parameters")
+OUTSIDE = ("of_inputs", "into_inputs", "twice", "of_parameters", "of_all_parameters", "of_loss_and_penalty")
 
 
 # --- Where they are computed ------------------------------------------------------------------------------------------
@@ -286,6 +303,8 @@ DEFAULT = (
     "of_inputs, by hand, between backwards, kept, 2",
     "of_all_parameters, before the forward, kept, 2",
     "of_all_parameters, on_train_batch_end, resharded, 2",
+    "of_loss_and_penalty, before the forward, kept, 2",
+    "of_loss_and_penalty, on_train_batch_end, resharded, 2",
 )
 
 

@@ -836,6 +836,36 @@ def _view_of_data(net: Trained) -> Any:
 
 
 @_writes
+def _data_kept(net: Trained) -> Any:
+    """It stays as it is when the parameter gets other values."""
+    kept = net.weight.data
+    net.weight.data = net.weight.data * 2
+    return kept.sum(), kept[1:].norm(dim=0), (kept * 1).sum(), net.weight.sum()
+
+
+@_writes
+def _view_that_autograd_follows(net: Trained) -> Any:
+    with torch.enable_grad():
+        part = net.weight[2:]
+    with torch.no_grad():
+        net.weight.mul_(2)
+    return part.sum()
+
+
+@_writes
+def _written_with_gradient(net: Trained) -> Any:
+    with torch.enable_grad():
+        scaled = net.weight * 2
+        scaled += ramp(net.weight)
+        scaled.mul_(net.other)
+        penalty = scaled.square().sum()
+        net.short.grad.add_(net.short, alpha=0.1)
+    penalty.backward()
+    net.short.grad = net.short.grad.detach()
+    return penalty
+
+
+@_writes
 def _view_with_gradient(net: Trained) -> Any:
     with torch.enable_grad():
         penalty = (net.weight[2:] ** 2).sum() + net.weight.unbind()[0].prod() + net.weight.T[1].exp().mean()

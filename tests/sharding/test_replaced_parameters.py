@@ -131,19 +131,36 @@ def test_parameters_that_are_not_registered(pool2: RankPool, options: dict[str, 
         assert "self.x = nn.Parameter(...), an nn.ParameterDict or an nn.ParameterList" in message
 
 
-@pytest.mark.parametrize("use", [lambda old: old.T, lambda old: old.data, lambda old: 2 * old, torch.sum])
-def test_any_use_of_values_raises(use: Any) -> None:
+class ReplacedWeight(Replaced):
+    parameter_name = "weight"
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "transposed": lambda old: old.T,
+    "data": lambda old: old.data,
+    "product": lambda old: 2 * old,
+    "sum": torch.sum,
+    "in a list": lambda old: torch.stack([torch.ones(0), old]),
+    "size": lambda old: old.numel(),  # it would be 0
+    "shape": lambda old: old.shape,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_any_use_raises(use: str) -> None:
+    """But as a key, and to be shown."""
     old: Any = nn.Parameter(torch.zeros(0))
-    old.__class__ = Replaced
-    assert old.requires_grad
-    with pytest.raises(RuntimeError, match="was used past the module"):
-        use(old)
+    old.__class__ = ReplacedWeight
+    assert {old: 1}[old] == 1
+    assert repr(old) == "<weight, which a shard has replaced>"
+    with pytest.raises(RuntimeError, match="weight was used past the module"):
+        USES[use](old)
 
 
 def _beside_a_shard() -> None:
     shard = make_shard(distribute_tensor(torch.ones(3, 1), init_device_mesh("cpu", (2,)), [Shard(0)]))
     old: Any = nn.Parameter(torch.zeros(0))
-    old.__class__ = Replaced
+    old.__class__ = ReplacedWeight
     (shard * old).sum()
 
 

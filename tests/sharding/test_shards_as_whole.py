@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from lightning_automodel.sharding.shards import make_shard
 from tests.rank_pool import RankPool
 from tests.sharding import writers
 from tests.sharding.writers import Writer, fit, fit_plainly
@@ -99,3 +102,41 @@ def test_right(pool2: RankPool, what: str) -> None:
 
 def _fit_indexing(options: dict[str, Any], what: str) -> dict[str, Tensor]:
     return fit(options, "Indexes", (what,))
+
+
+def _row_set(p: Tensor) -> None:
+    doubled = p * 2
+    doubled[0] = 0
+
+
+def _row_doubled(p: Tensor) -> None:
+    (p * 2)[0].mul_(2)
+
+
+FOLLOWED: dict[str, Callable[[Tensor], None]] = {
+    "parameter": lambda p: p.tril_(),
+    "row of a parameter": lambda p: p.__setitem__(0, 0),
+    "row set": _row_set,
+    "row doubled": _row_doubled,
+}
+
+
+def _refusals() -> dict[str, str]:
+    found = {}
+    for what, write in FOLLOWED.items():
+        sharded = distribute_tensor(torch.ones(3, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
+        parameter = make_shard(nn.Parameter(sharded))
+        with pytest.raises(RuntimeError) as raised:
+            write(parameter)
+        found[what] = str(raised.value)
+        with torch.no_grad():
+            write(parameter)
+    return found
+
+
+def test_what_autograd_follows_is_not_written_in_parts(pool2: RankPool) -> None:
+    """Its gradients would be those of before."""
+    for messages in pool2.run(_refusals):
+        for what, message in messages.items():
+            assert "writes in place to a sharded tensor that autograd follows" in message, what
+            assert "torch.no_grad()" in message
