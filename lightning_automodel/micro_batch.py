@@ -93,9 +93,6 @@ class MicroBatches:
         # Only in the first window, since it reads the device.
         if self.ahead is not None and self.windows.last_step is None and not self.inputs.is_filler:
             self.weighting.check_unchanged(batch, self.ahead.count)
-        # First of all: a rank whose data has ended waits for it, and not for the buffers that the forward
-        # broadcasts.
-        self.inputs.check_training_goes_on()
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
 
         noting_hooks: AbstractContextManager[Any] = nullcontext()

@@ -39,6 +39,7 @@ from lightning_automodel.checkpoint import (
     note_on_hyper_parameters,
 )
 from lightning_automodel.data.batches import PendingGather
+from lightning_automodel.data.samplers import Ranks
 from lightning_automodel.data.streams import check_counted_ranks
 from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.first_rank import FirstRankPerNode
@@ -280,7 +281,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         mesh = self._joined_mesh.data_parallel
-        return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
+        return {"num_replicas": Ranks(mesh.size()), "rank": mesh.get_local_rank()}
 
     @contextmanager
     @override

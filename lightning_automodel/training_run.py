@@ -153,22 +153,11 @@ class TrainingRun:
             ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, weighting.count_on_host)
         # Lightning warns in `validate` and `test` that samples are repeated, which `UnevenInputs` prevents.
         self.patches.ignore_warnings("Using `DistributedSampler` with the dataloaders", PossibleUserWarning)
-        self.inputs = UnevenInputs(module.trainer, host_group, options.uneven_inputs == "pad", ahead)
-        if fitting and host_group.size() > 1:
-            self._watch_epoch_end(module.trainer.fit_loop)
+        pads = options.uneven_inputs == "pad"
+        self.inputs = UnevenInputs(module.trainer, host_group, pads, ahead, self.advice.say_once)
         self.micro_batches = MicroBatches(
             module, self.engine, self.windows, self._context, self.inputs, self.advice
         )
-
-    def _watch_epoch_end(self, fit_loop: Any) -> None:
-        """Let ranks compare that an epoch ends on all of them, before any hook of its end."""
-        end = fit_loop.on_advance_end
-
-        def compare_then_end() -> None:
-            self.inputs.before_epoch_end()
-            end()
-
-        self.patches.set(fit_loop, "on_advance_end", compare_then_end)
 
     def _make_weighting(self) -> TokenWeighting:
         options = self._options
@@ -298,7 +287,6 @@ class TrainingRun:
         """Let all ranks validate one model: that of the shards, with rank 0's buffers. A collective."""
         self.release_gathered()
         if self.module.trainer.state.fn == TrainerFn.FITTING:
-            self.inputs.before_validation()
             self.check_replicas()
         self.engine.synchronize_buffers()
         self.engine.start_evaluation_loop()

@@ -5,11 +5,14 @@ import pickle
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from lightning_automodel.distributed.failures import list_ranks
+from lightning_automodel.internals import lightning as lightning_internals
 
 _END = object()
 
@@ -46,17 +49,10 @@ class BatchHandle:
         return int(self.has_batch.received().sum())
 
 
-class TrackedLoader(Iterator[Any]):
-    """Wraps a user's ``loader``: yields its batches, and keeps a :class:`BatchHandle` for each.
+class Draws(Iterator[Any]):
+    """One iteration over a :class:`TrackedLoader`. User code's own iterations just yield the loader's batches.
 
-    If it ``pads``, drawing is a collective over the host ``group``: every rank must draw equally often. With
-    each batch a rank sends whether it still had one. As long as it has one it does not wait: the exchange
-    runs while the batch is trained on. After its own batches it yields padding batches, until all ranks have
-    drawn their last batch. A padding batch is a copy of the epoch's first batch, or of another rank's if
-    this rank has none, as after resuming. ``rank_lengths`` are those of all ranks' loaders, None if any is
-    unknown. Without any batch, ``if_empty`` is raised.
-
-    ``count`` counts the label tokens of a batch ahead, unless None. The way of a batch through an epoch:
+    The way of a batch through the Trainer's iteration:
 
     ===========  ===========================================  =======================================
     state        where it is                                  it comes there by
@@ -67,10 +63,65 @@ class TrackedLoader(Iterator[Any]):
     ===========  ===========================================  =======================================
     """
 
+    def __init__(self, tracked: "TrackedLoader", batches: Iterator[Any]) -> None:
+        self._tracked = tracked
+        self._batches = batches
+        self._source: Iterator[tuple[BatchHandle, Any]] | None = None
+        self._num_handed_out = 0
+        self._drawn_ahead: deque[tuple[BatchHandle, Any]] = deque()
+        self.handed_out: deque[BatchHandle] = deque()
+
+    def __next__(self) -> Any:
+        if self._source is None:
+            if not self._tracked.is_drawn_by_loop(self):
+                return next(self._batches)
+            self._tracked.draws = self
+            self._source = self._tracked.source(self._batches)
+        handle, batch = self._drawn_ahead.popleft() if self._drawn_ahead else next(self._source)
+        self.handed_out.append(handle)
+        self._num_handed_out += 1
+        return batch
+
+    def begin(self, num_prefetched: int) -> BatchHandle | None:
+        """Return the handle of the batch about to be trained on; ``num_prefetched`` later ones are handed out."""
+        handle = None
+        while len(self.handed_out) > num_prefetched:  # more than one if some were None, or dropped to resume
+            handle = self.handed_out.popleft()
+        return handle
+
+    def begin_last(self, limit: float) -> bool:
+        """Whether the batch about to be evaluated is the last of at most ``limit``. Draws the next one to know it."""
+        self.handed_out.popleft()
+        is_limit = self._num_handed_out - len(self.handed_out) >= limit
+        return is_limit or not (self.handed_out or self.ahead(1))
+
+    def ahead(self, number: int) -> list[BatchHandle]:
+        """Draw ``number`` batches now, to be handed out later. Returns their handles, fewer if the data ends."""
+        missing = max(number - len(self._drawn_ahead), 0)
+        self._drawn_ahead.extend(islice(self._source or (), missing))
+        return [handle for handle, _ in self._drawn_ahead][:number]
+
+
+class TrackedLoader:
+    """Wraps a user's ``loader``: yields its batches, and keeps a :class:`BatchHandle` for each.
+
+    If it ``compares``, drawing is a collective over the host ``group``: every rank must draw equally often.
+    With each batch a rank sends whether it still had one. As long as it has one it does not wait: the
+    exchange runs while the batch is trained on. A rank that has none while another has raises. If it
+    ``pads``, it yields padding batches instead, until all ranks have drawn their last batch. A padding batch
+    is a copy of the epoch's first batch, or of another rank's if this rank has none, as after resuming.
+
+    Tracked are the iterations of the Trainer's ``loop`` alone; ``draws`` is the newest. ``rank_lengths`` are
+    those of all ranks' loaders, None if any is unknown. Without any batch, ``if_empty`` is raised. ``count``
+    counts the label tokens of a batch ahead, unless None.
+    """
+
     def __init__(
         self,
         loader: Any,
         group: dist.ProcessGroup,
+        loop: Any,
+        compares: bool = False,
         pads: bool = False,
         rank_lengths: list[int] | None = None,
         if_empty: str | None = None,
@@ -78,15 +129,14 @@ class TrackedLoader(Iterator[Any]):
         # Past __setattr__, which sets attributes of the loader.
         vars(self).update(
             loader=loader,
+            compares=compares,
             pads=pads,
             rank_lengths=rank_lengths,
             if_empty=if_empty,
             count=None,
-            drawn_ahead=deque(),
-            handed_out=deque(),
-            num_handed_out=0,
+            draws=None,
             _group=group,
-            _source=iter(()),
+            _loop=loop,
         )
 
     def __getattr__(self, name: str) -> Any:  # what it lacks are attributes of the loader
@@ -103,7 +153,7 @@ class TrackedLoader(Iterator[Any]):
         return self.loader.__reduce_ex__(protocol)
 
     def __len__(self) -> int:
-        if not self.pads:
+        if not self.compares:
             return len(self.loader)
         if self.rank_lengths is None:
             raise TypeError(
@@ -111,58 +161,36 @@ class TrackedLoader(Iterator[Any]):
             )
         return max(self.rank_lengths)
 
-    def __iter__(self) -> "TrackedLoader":
+    def __iter__(self) -> Draws:
         """Begin an epoch, with an iterator of the loader that is made now, as Lightning and resuming expect."""
-        self.handed_out.clear()
-        self.num_handed_out = 0
-        self.drawn_ahead.clear()
-        batches = iter(self.loader)
-        if self.pads:
-            source = self._padded(batches)
-        else:
-            source = ((BatchHandle(batch is None), batch) for batch in batches)
-        self._source = map(self._counted, source)
-        if self.if_empty is not None and not self.ahead(1):
+        return Draws(self, iter(self.loader))
+
+    def is_drawn_by_loop(self, draws: Draws) -> bool:
+        """Whether the Trainer's loop draws its batches by ``draws``."""
+        return any(iterator is draws for iterator in lightning_internals.iterators_of(self._loop))
+
+    def source(self, batches: Iterator[Any]) -> Iterator[tuple[BatchHandle, Any]]:
+        """Batches of the Trainer's iteration with their handles."""
+        is_empty = True
+        for handle, batch in self._drawn(batches):
+            is_empty = False
+            if self.count is not None and not (handle.is_none or handle.is_filler):
+                handle.count = self.count(batch)
+            yield handle, batch
+        if is_empty and self.if_empty is not None:
             raise ValueError(self.if_empty)
-        return self
 
-    def __next__(self) -> Any:
-        handle, batch = self.drawn_ahead.popleft() if self.drawn_ahead else next(self._source)
-        self.handed_out.append(handle)
-        self.num_handed_out += 1
-        return batch
-
-    def begin(self, num_prefetched: int) -> BatchHandle | None:
-        """Return the handle of the batch about to be trained on; ``num_prefetched`` later ones are handed out."""
-        handle = None
-        while len(self.handed_out) > num_prefetched:  # more than one if some were None, or dropped to resume
-            handle = self.handed_out.popleft()
-        return handle
-
-    def begin_last(self, limit: float) -> bool:
-        """Whether the batch about to be evaluated is the last of at most ``limit``. Draws the next one to know it."""
-        self.handed_out.popleft()
-        is_limit = self.num_handed_out - len(self.handed_out) >= limit
-        return is_limit or not (self.handed_out or self.ahead(1))
-
-    def ahead(self, number: int) -> list[BatchHandle]:
-        """Draw ``number`` batches now, to be handed out later. Returns their handles, fewer if the data ends."""
-        self.drawn_ahead.extend(islice(self._source, max(number - len(self.drawn_ahead), 0)))
-        return [handle for handle, _ in self.drawn_ahead][:number]
-
-    def _counted(self, drawn: tuple[BatchHandle, Any]) -> tuple[BatchHandle, Any]:
-        handle, batch = drawn
-        if self.count is not None and not (handle.is_none or handle.is_filler):
-            handle.count = self.count(batch)
-        return drawn
-
-    def _padded(self, batches: Iterator[Any]) -> Iterator[tuple[BatchHandle, Any]]:
-        """Batches with their handles, then padding batches until no rank has a batch left."""
+    def _drawn(self, batches: Iterator[Any]) -> Iterator[tuple[BatchHandle, Any]]:
+        """Batches with their handles. If ranks compare, padding batches or an error follow a rank's last one."""
+        if not self.compares:
+            yield from ((BatchHandle(batch is None), batch) for batch in batches)
+            return
+        used = self._loop.epoch_loop.batch_progress.current.ready
         padding = None
-        needs_padding = True
-        while True:
+        needs_padding = self.pads
+        for number in count(used):
             batch = next(batches, _END)
-            has_batch = PendingGather(self._group, int(batch is not _END))
+            has_batch = PendingGather(self._group, batch is not _END)
             handle = BatchHandle(batch is None, 0, batch is _END, has_batch)
             if needs_padding:
                 padding = self._make_padding(batch, handle)
@@ -171,6 +199,8 @@ class TrackedLoader(Iterator[Any]):
             if handle.is_filler:
                 if handle.num_real() == 0:
                     return
+                if not self.pads:
+                    raise RuntimeError(_ended(has_batch, number))
                 batch = copy.deepcopy(padding)
             yield handle, batch
 
@@ -197,6 +227,24 @@ class TrackedLoader(Iterator[Any]):
         if batch is _END:
             return shared[0]
         return copy.deepcopy(batch)
+
+
+def _ended(has_batch: PendingGather, number: int) -> str:
+    """What to raise on a rank without a batch after ``number``, where another rank has one."""
+    others = [rank for rank, sent in enumerate(has_batch.received()[:, 0].tolist()) if sent]
+    ended = sorted(set(range(len(has_batch.received()))) - set(others))
+    return (
+        f"The train data of {ranks(ended)} ends with batch {number}, and {ranks(others)} would go on and"
+        " wait for more: give all ranks equally many batches, for example by drop_last=True, or pass"
+        f" Trainer(limit_train_batches={number}), or let a rank whose data has ended take part without"
+        " effect: AutomodelStrategy(uneven_inputs='pad'). A loader that leaves batches out yields fewer than"
+        " its len(): leave samples out of the dataset instead."
+    )
+
+
+def ranks(numbers: list[int]) -> str:
+    """The ranks of these ``numbers``, in words."""
+    return f"rank{'s' if len(numbers) > 1 else ''} {list_ranks(numbers)}"
 
 
 def is_stateful(loader: Any) -> bool:

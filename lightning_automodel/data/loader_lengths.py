@@ -1,6 +1,5 @@
-"""What the length of a loader promises, and a loader with another sampler, whose length it then has."""
+"""What the length of a loader promises."""
 
-import copy
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
@@ -25,10 +24,10 @@ def may_end_early(loader: Any) -> bool:
         return True
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = (batch_sampler, getattr(batch_sampler, "sampler", None), getattr(loader, "sampler", None))
-    return not all(_keeps_its_length(iterated) for iterated in (loader, *samplers) if iterated is not None)
+    return not all(keeps_its_length(iterated) for iterated in (loader, *samplers) if iterated is not None)
 
 
-def _keeps_its_length(iterated: Any) -> bool:
+def keeps_its_length(iterated: Any) -> bool:
     """Whether the code that iterates is torch's, Lightning's or Python's own, which yields as many as ``len()``."""
     cls = type(iterated)
     definer = next((base for base in cls.__mro__ if "__iter__" in vars(base)), cls)
@@ -38,15 +37,3 @@ def _keeps_its_length(iterated: Any) -> bool:
 def has_no_certain_length(loader: Any) -> bool:
     """Whether ``loader`` has no length, or may end before it."""
     return sized_len(loader) is None or may_end_early(loader)
-
-
-def with_sampler(holder: Any, sampler: Any, own: Any) -> Any:
-    """A copy of ``holder`` (a loader or, in recursion, a batch sampler) with ``own`` instead of ``sampler``."""
-    holder = copy.copy(holder)
-    for name, value in vars(holder).items():
-        # Through vars(), since DataLoader refuses to set a sampler after its __init__.
-        if value is sampler:
-            vars(holder)[name] = own
-        elif getattr(value, "sampler", None) is sampler:
-            vars(holder)[name] = with_sampler(value, sampler, own)
-    return holder

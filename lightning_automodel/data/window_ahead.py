@@ -39,12 +39,14 @@ class WindowAhead:
         if isinstance(loader, TrackedLoader):
             tracked = loader
         else:
-            tracked = TrackedLoader(loader, self._group)
+            tracked = TrackedLoader(loader, self._group, self._trainer.fit_loop)
         tracked.count = self._count_batch
         return tracked
 
-    def begin_batch(self, handle: BatchHandle | None) -> None:
+    def begin_batch(self, handle: BatchHandle | None, padding: int | None) -> None:
         """Note the batch that is about to be trained on. If it begins a window, draw the rest of the window.
+
+        ``padding`` is the number of this rank's padding batch in the epoch, if its sampler has made one.
 
         This then starts a collective over the group, without waiting for it: windows of all ranks begin
         together.
@@ -55,18 +57,22 @@ class WindowAhead:
                 " CombinedLoader of them: combine their data in one Dataset, or leave it out."
             )
         if handle not in self._window:
-            self._begin_window(handle)
+            self._begin_window(handle, padding)
         self.count = handle.count
 
-    def _begin_window(self, handle: BatchHandle) -> None:
+    def _begin_window(self, handle: BatchHandle, padding: int | None) -> None:
         trainer = self._trainer
         loader: Any = trainer.train_dataloader
         index = trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
         accumulate = trainer.accumulate_grad_batches
         size = int(min(accumulate - index % accumulate, trainer.num_training_batches - index))
-        prefetched = loader.handed_out
-        self._window = [handle, *prefetched, *loader.ahead(size - 1 - len(prefetched))][:size]
-        own = [batch.count for batch in self._window if not (batch.is_none or batch.is_filler)]
+        prefetched = loader.draws.handed_out
+        self._window = [handle, *prefetched, *loader.draws.ahead(size - 1 - len(prefetched))][:size]
+        own = [
+            batch.count
+            for number, batch in enumerate(self._window, index + 1)
+            if not (batch.is_none or batch.is_filler or number == padding)
+        ]
         self._own_micro_batches = len(own)
         self._sent = PendingGather(self._group, sum(own), len(own))
 

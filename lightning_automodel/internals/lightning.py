@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -29,7 +28,6 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerE
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import BatchSampler
 from torchmetrics import Metric
 
 from lightning_automodel.internals.patching import PatchStack, overwrite
@@ -73,14 +71,6 @@ def draws_its_batches(step: Callable[..., Any]) -> bool:
 def start_other_ranks(launcher: SubprocessScriptLauncher) -> None:
     """Run this script once more for each other rank of this node."""
     launcher._call_children_scripts()
-
-
-def shares_out_batches(loader: Any) -> bool:
-    """Whether Lightning shares out between ranks what a sampler yields, and that is lists of indices."""
-    sampler = getattr(loader, "sampler", None)
-    return isinstance(sampler, DistributedSamplerWrapper) and any(
-        isinstance(value, BatchSampler) for value in vars(sampler.dataset).values()
-    )
 
 
 def current_hook(module: LightningModule) -> str | None:
@@ -177,6 +167,12 @@ def training_data_fetcher(trainer: Trainer) -> Any:
 def is_sequential(evaluation_loop: Any) -> bool:
     """Whether the loop goes through its loaders one after the other."""
     return evaluation_loop._combined_loader._mode == "sequential"
+
+
+def iterators_of(loop: Any) -> list[Any]:
+    """What a loop of the Trainer draws its batches by, one iterator for each of its loaders."""
+    iterators: list[Any] = loop._combined_loader._iterator.iterators
+    return iterators
 
 
 def has_length(evaluation_loop: Any) -> bool:

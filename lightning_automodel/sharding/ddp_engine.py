@@ -21,20 +21,18 @@ from lightning_automodel.sharding.engine import Engine
 
 
 class DDPGradSync(GradSync):
-    """Lets DDP average gradients, and averages what it leaves out. ``pads``: whether there are padding batches.
+    """Lets DDP average gradients, and averages what it leaves out.
 
     ``starts_window`` says whether the newest backward has ended a window, so that the next forward begins
     one.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, mesh: RunMesh, pads: bool) -> None:
+    def __init__(self, ddp: DistributedDataParallel, mesh: RunMesh) -> None:
         super().__init__()
         self._ddp = ddp
         self._mesh = mesh
         self.reuses_gradients = ddp.gradient_as_bucket_view
         self.starts_window = True
-        # DDP itself gives no gradient to what no rank has used, but a padding batch uses what it uses.
-        self._pads = pads and ddp.find_unused_parameters
         # DDP's messages number these parameters. It never reduces others, which were frozen at its set-up.
         self._reduced = {p: name for name, p in ddp.module.named_parameters() if p.requires_grad}
         for parameter in self._reduced:
@@ -91,7 +89,8 @@ class DDPGradSync(GradSync):
         unfrozen = [parameter for parameter in trained if parameter not in self._reduced]
         if unfrozen and self._mesh.sizes.divisor > 1:
             rescale_clip.average_gradients_(unfrozen, self._mesh.group)
-        window.zero_filled = trained if self._pads else unfrozen
+        # DDP itself gives no gradient to what no rank has used, but a padding batch uses what it uses.
+        window.zero_filled = trained if ddp.find_unused_parameters else unfrozen
 
     def _check_is_complete(self) -> None:
         try:
@@ -152,7 +151,7 @@ class DDPEngine(Engine):
         wrapper = self.options.ddp_comm_wrapper
         if hook is not None:
             ddp.register_comm_hook(self.options.ddp_comm_state, hook if wrapper is None else wrapper(hook))
-        self.sync = DDPGradSync(ddp, self.mesh, pads=self.options.uneven_inputs == "pad")
+        self.sync = DDPGradSync(ddp, self.mesh)
         if ddp.forward_sync_buffers:
             # Else DDP would broadcast them, without knowing where windows begin: not every forward is its own.
             ddp.forward_sync_buffers = False

@@ -255,3 +255,36 @@ def _copy() -> list[int]:
 def test_a_copy_of_the_trainers_loader(pool2: RankPool) -> None:
     """It is one of the user's loader, and draws nothing from training."""
     assert pool2.run(_copy) == [[5, 5], [5, 5]]
+
+
+class Peeks(Callback):
+    """Looks at the data on one rank, as callbacks do that log samples, and once goes through all of it."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.is_global_zero:
+            self.num_peeked = len(list(trainer.train_dataloader))
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.is_global_zero:
+            next(iter(trainer.train_dataloader))
+
+
+def _peek(counts: tuple[int, int], options: dict[str, Any]) -> tuple[int, int]:
+    callback = Peeks()
+    trainer = make_trainer(
+        strategy(**options), callbacks=[callback], max_epochs=2, accumulate_grad_batches=2
+    )
+    trainer.fit(LabelledModule(), loader_of(counts, is_stream=True))
+    return trainer.global_step, getattr(callback, "num_peeked", 0)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("options", "counts", "steps"),
+    [({}, (3, 3), 4), ({"uneven_inputs": "pad"}, (3, 5), 6), ({"count_window_ahead": True}, (4, 4), 4)],
+)
+def test_user_code_that_draws_batches_on_one_rank(
+    pool2: RankPool, options: dict[str, Any], counts: tuple[int, int], steps: int
+) -> None:
+    """It gets the loader's own batches; training draws its own, and ranks compare those alone."""
+    assert pool2.run(_peek, counts, options) == [(steps, counts[0]), (steps, 0)]

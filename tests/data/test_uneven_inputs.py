@@ -290,9 +290,9 @@ def _count_gathers(is_stream: bool) -> int:
 
 
 def test_known_and_equal_lengths_cost_nothing_in_a_step(pool2: RankPool) -> None:
-    """One exchange as the loader is made; of a stream, one more for each batch."""
+    """One exchange as the loader is made; of a stream, one more for each draw, of which the last finds the end."""
     assert pool2.run(_count_gathers, False) == [1, 1]
-    assert pool2.run(_count_gathers, True) == [4, 4]
+    assert pool2.run(_count_gathers, True) == [5, 5]
 
 
 class Gathers(Numbers):
@@ -343,7 +343,7 @@ def test_a_sampler_that_training_shares_with_validation(pool2: RankPool) -> None
 def test_a_tracked_loader_says_what_it_is() -> None:
     """And has the attributes of the user's, which Lightning reads and sets."""
     loader: Any = DataLoader([1, 2], batch_size=2)
-    tracked: Any = TrackedLoader(loader, None)  # type: ignore[arg-type]
+    tracked: Any = TrackedLoader(loader, None, None)  # type: ignore[arg-type]
     assert not isinstance(tracked, DataLoader)
     assert tracked.loader is loader
     assert (tracked.batch_size, len(tracked)) == (2, 1)
@@ -507,7 +507,7 @@ def test_loader_that_leaves_batches_out(
     with pytest.raises(RankError) as raised:
         pool2.run(_leave_out, "val in fit", options, counts)
     for failure in raised.value.failures.values():
-        assert "The train data of rank 1 has ended with batch 2, and rank 0 would go on and wait" in failure
+        assert "The train data of rank 1 ends with batch 2, and rank 0 would go on and wait" in failure
     assert pool2.run(_leave_out, "train", options, (3, 3)) == [(6, 0, 6)] * 2
     assert (
         pool2.run(_leave_out, "train", {**options, "uneven_inputs": "pad"}, counts)
@@ -522,5 +522,5 @@ def test_sampler_that_estimates_its_length(pool2: RankPool, options: dict[str, A
     with pytest.raises(RankError) as raised:
         pool2.run(_leave_out, "train", options, (4, 2), "sampler", timeout_s=30)
     for failure in raised.value.failures.values():
-        assert "The train data of rank 1 has ended with batch 2, and rank 0 would go on and wait" in failure
+        assert "The train data of rank 1 ends with batch 2, and rank 0 would go on and wait" in failure
     assert pool2.run(_leave_out, "train", options, (3, 3), "sampler") == [(6, 0, 6)] * 2

@@ -191,7 +191,7 @@ def is_refused(case: dict[str, Any], error: Exception) -> bool:
     if case["loader"] != "filtering" or not isinstance(error, RankError):
         return False
     refusals = [
-        text for text in error.failures.values() if "has ended with batch" in text and "would go on" in text
+        text for text in error.failures.values() if "ends with batch" in text and "would go on" in text
     ]
     return len(refusals) == 2
 

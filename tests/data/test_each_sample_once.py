@@ -1,0 +1,303 @@
+"""Lightning's sampler repeats samples to make ranks even. Here each is trained on once, with default options."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchmetrics import MeanMetric
+
+from lightning_automodel import AutomodelStrategy
+from tests.rank_pool import RankPool
+from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Outcome, full_weights, weight_error
+from tests.trainer.runs import TOLERANCE, LabelledModule, make_trainer, mean_loss
+
+ENGINES: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
+
+
+class Rows(Dataset):
+    """Sequences of 6 tokens, whose labels are partly ignored; each row knows its index."""
+
+    def __init__(self, length: int) -> None:
+        generator = torch.Generator().manual_seed(length)
+        self.tokens = torch.randint(11, (length, 6), generator=generator)
+        self.ignored = torch.rand((length, 6), generator=generator) < 0.4
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = self.tokens[index]
+        labels = tokens.masked_fill(self.ignored[index], -100)
+        return {"input_ids": tokens, "labels": labels, "index": torch.tensor(index)}
+
+
+class Trains(LabelledModule):
+    """Logs, updates a metric and counts in a buffer, as users do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+        self.seen: list[list[int]] = []  # rows of each batch that is no padding
+        self.register_buffer("steps", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self(batch)
+        tokens = int((batch["labels"] != -100).sum())
+        self.steps += 1
+        self.mean.update(1.0, 1)
+        self.log("rows", float(len(batch["index"])), sync_dist=True, reduce_fx="sum", on_epoch=True)
+        self.log("loss", loss.detach(), batch_size=tokens, sync_dist=True, on_step=True, on_epoch=True)
+        if not self.trainer.strategy.is_filler:
+            self.seen.append(batch["index"].tolist())
+        return loss
+
+
+def plain_weights(length: int, order: list[int], batch_size: int, accumulate: int) -> dict[str, Tensor]:
+    """Weights of one process that takes each window of all ranks' batches as one batch, in this order of rows."""
+    rows = Rows(length)
+    model = LabelledModule().model
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    size = batch_size * accumulate
+    for start in range(0, len(order), size):
+        window = [rows[index] for index in order[start : start + size]]
+        batch = {name: torch.stack([row[name] for row in window]) for name in ("input_ids", "labels")}
+        optimizer.zero_grad()
+        mean_loss(model, batch).backward()
+        optimizer.step()
+    return full_weights(model)
+
+
+class Manual(Trains):
+    """Accumulates two batches by hand; the last of an epoch may be alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        tokens = int((batch["labels"] != -100).sum())
+        ends = batch_idx % 2 == 1 or batch_idx + 1 == self.trainer.num_training_batches
+        with optimizer.toggle_model(sync_grad=ends):
+            self.manual_backward(super().training_step(batch, batch_idx), num_label_tokens=tokens)
+        if ends:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _fit(
+    options: dict[str, Any],
+    length: int,
+    loader: dict[str, Any],
+    settings: dict[str, Any],
+    kind: str = "automatic",
+) -> dict[str, Any]:
+    module = Manual() if kind == "manual" else Trains()
+    if kind == "synchronised metric":
+        module.mean = MeanMetric(dist_sync_on_step=True)
+    trainer = make_trainer(AutomodelStrategy(**options), **{"use_distributed_sampler": True, **settings})
+    rows = Rows(length)
+    if kind == "own sampler":
+        loader = {**loader, "sampler": DistributedSampler(rows, shuffle=False)}
+    loaders: Any = DataLoader(rows, **loader)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loaders)
+    return {
+        "seen": module.seen,
+        "weights": full_weights(module.model),
+        "rows": float(trainer.callback_metrics["rows"]),
+        "metric": int(module.mean.update_count),
+        "buffer": float(module.steps),
+        "steps": trainer.global_step,
+        "batches": trainer.num_training_batches,
+        "told": [str(each.message) for each in caught if "count twice" in str(each.message)],
+    }
+
+
+def rows_of(batches: list[list[int]]) -> list[int]:
+    return [index for batch in batches for index in batch]
+
+
+def order_of(results: list[dict[str, Any]]) -> list[int]:
+    """Rows in the order in which the ranks share them out: one of each rank in turn."""
+    shares = [rows_of(result["seen"]) for result in results]
+    longest = max(map(len, shares))
+    return [share[place] for place in range(longest) for share in shares if place < len(share)]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("length", "batch_size", "accumulate"),
+    # Rank 1's last batch is a row shorter; it has none, in a whole window, in a short one, and alone.
+    [(23, 5, 1), (21, 5, 1), (21, 5, 3), (21, 5, 2), (1, 5, 2), (7, 1, 2)],
+)
+def test_weights_are_those_of_one_process(
+    pool2: RankPool, engine: str, length: int, batch_size: int, accumulate: int
+) -> None:
+    results = pool2.run(
+        _fit, ENGINES[engine], length, {"batch_size": batch_size}, {"accumulate_grad_batches": accumulate}
+    )
+    order = order_of(results)
+    assert sorted(order) == list(range(length))
+    expected = Outcome(plain_weights(length, order, 2 * batch_size, accumulate), None)
+    for result in results:
+        assert weight_error(Outcome(result["weights"], None), expected) <= TOLERANCE
+        assert result["rows"] == length
+        assert result["metric"] == len(result["seen"])
+        assert result["told"] == []
+    assert len({result["batches"] for result in results}) == 1
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("num_ranks", "options", "kind"),
+    [
+        (2, {"count_window_ahead": True}, "automatic"),
+        (2, {"data_parallel": "ddp", "count_window_ahead": True}, "automatic"),
+        (2, {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}}, "automatic"),
+        (2, {}, "manual"),
+        (2, {"data_parallel": "ddp"}, "manual"),
+        (2, {"uneven_inputs": "pad"}, "automatic"),
+        (2, {"uneven_inputs": "pad"}, "own sampler"),
+        (4, {"data_parallel_replicate_size": 2}, "automatic"),
+        (4, {"data_parallel": "ddp"}, "manual"),
+    ],
+)
+def test_other_ways_to_train(
+    pool2: RankPool, pool4: RankPool, num_ranks: int, options: dict[str, Any], kind: str
+) -> None:
+    """Three of four ranks have no row of the last batch, or one of two."""
+    length = num_ranks * 6 + 1
+    settings = {"accumulate_grad_batches": 1 if kind == "manual" else 2}
+    pool = pool2 if num_ranks == 2 else pool4
+    results = pool.run(_fit, options, length, {"batch_size": 2}, settings, kind)
+    order = order_of(results)
+    assert sorted(order) == list(range(length))
+    expected = Outcome(plain_weights(length, order, 2 * num_ranks, 2), None)
+    for result in results:
+        assert weight_error(Outcome(result["weights"], None), expected) <= TOLERANCE
+        assert (result["rows"], result["told"]) == (length, [])
+        assert result["buffer"] == len(results[0]["seen"])  # rank 0's, which all have at the end
+
+
+def test_dropping_the_last_batch(pool2: RankPool) -> None:
+    """As one process drops what does not fill a batch of all ranks: 20 of 29 rows are used."""
+    results = pool2.run(_fit, {}, 29, {"batch_size": 5, "drop_last": True}, {})
+    order = order_of(results)
+    assert [len(result["seen"]) for result in results] == [2, 2]
+    assert len(order) == len(set(order)) == 20
+    expected = Outcome(plain_weights(29, order, 10, 1), None)
+    for result in results:
+        assert weight_error(Outcome(result["weights"], None), expected) <= TOLERANCE
+
+
+def test_each_epoch_has_an_order_of_its_own(pool2: RankPool) -> None:
+    results = pool2.run(_fit, {}, 21, {"batch_size": 5, "shuffle": True}, {"max_epochs": 3})
+    epochs = [order_of([{"seen": _epoch(result, each)} for result in results]) for each in range(3)]
+    assert all(sorted(order) == list(range(21)) for order in epochs)
+    assert len({tuple(order) for order in epochs}) == 3
+
+
+def _epoch(result: dict[str, Any], number: int) -> list[list[int]]:
+    """Rank 0 has three batches in each epoch, rank 1 two."""
+    per_epoch = len(result["seen"]) // 3
+    return list(result["seen"][number * per_epoch : (number + 1) * per_epoch])
+
+
+TOLD = (
+    "1 of 21 samples of the train data count twice in each epoch, so that all ranks have equally many. They"
+)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("own sampler", "a DistributedSampler, which is not the Trainer's own: leave it out, or pass Auto"),
+        ("synchronised metric", "a metric with dist_sync_on_step=True would gather padding batches"),
+    ],
+)
+def test_repeated_samples_are_told_of(pool2: RankPool, kind: str, why: str) -> None:
+    """Once, on rank 0, where they count twice: weights are then not those of one process."""
+    first, second = pool2.run(_fit, {}, 21, {"batch_size": 5}, {"max_epochs": 1}, kind)
+    assert second["told"] == []
+    assert len(first["told"]) == 1
+    assert first["told"][0].startswith(TOLD)
+    assert why in first["told"][0]
+    order = order_of([first, second])
+    assert len(order) == 22
+    assert len(set(order)) == 21
+    once = Outcome(plain_weights(21, order[:21], 10, 1), None)
+    assert weight_error(Outcome(first["weights"], None), once) > 1e-3
+
+
+# --- Resuming ---------------------------------------------------------------------------------------------------------
+
+
+class Saves(Callback):
+    """Saves after some batches of the fit."""
+
+    def __init__(self, folder: Path, after: tuple[int, ...]) -> None:
+        self.folder = folder
+        self.after = after
+        self.batches = 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.batches += 1
+        if self.batches in self.after:
+            trainer.save_checkpoint(self.folder / str(self.batches))
+
+
+def _save(options: dict[str, Any], folder: Path, after: tuple[int, ...], length: int, size: int) -> Any:
+    module = Trains()
+    trainer = make_trainer(
+        AutomodelStrategy(**options),
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        use_distributed_sampler=True,
+        callbacks=[Saves(folder, after)],
+        enable_checkpointing=True,
+    )
+    trainer.fit(module, DataLoader(Rows(length), size, shuffle=True))
+    return full_weights(module.model), module.seen
+
+
+def _resume(options: dict[str, Any], path: Path, length: int, size: int) -> Any:
+    module = Trains()
+    trainer = make_trainer(
+        AutomodelStrategy(**options), max_epochs=2, accumulate_grad_batches=2, use_distributed_sampler=True
+    )
+    trainer.fit(module, DataLoader(Rows(length), size, shuffle=True), ckpt_path=path)
+    return full_weights(module.model), module.seen
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("engine", ENGINES)
+def test_resuming(pool2: RankPool, tmp_path: Path, engine: str) -> None:
+    """Before, after and at the padding batch, and within a window: the same rows to the end, and the same bits."""
+    after = (1, 2, 3, 5)
+    calm = pool2.run(_save, ENGINES[engine], tmp_path, after, 21, 5)
+    for number in after:
+        resumed = pool2.run(_resume, ENGINES[engine], tmp_path / str(number), 21, 5)
+        for (weights, seen), (calm_weights, calm_seen) in zip(resumed, calm, strict=True):
+            assert seen == calm_seen[len(calm_seen) - len(seen) :]
+            assert all(torch.equal(weights[name], calm_weights[name]) for name in weights)
+        assert len(resumed[0][1]) == 6 - (number if number > 1 else 0)  # that window begins again
+
+
+def test_resuming_on_fewer_ranks(pool2: RankPool, pool4: RankPool, tmp_path: Path) -> None:
+    """Four ranks have used 16 of 25 rows. Two go on with the other nine, of which the last is one rank's alone."""
+    used = [rows_of(seen[:2]) for _, seen in pool4.run(_save, {}, tmp_path, (2,), 25, 2)]
+    rest = [rows_of(seen) for _, seen in pool2.run(_resume, {}, tmp_path / "2", 25, 2)]
+    epoch = [index for rows in used for index in rows] + rest[0][:5] + rest[1][:4]
+    assert sorted(epoch) == list(range(25))
+    assert [len(rows) for rows in rest] == [5 + 13, 4 + 12]
