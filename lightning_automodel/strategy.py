@@ -145,9 +145,10 @@ class AutomodelStrategy(ParallelStrategy):
         save_distributed_checkpoint: True: a checkpoint is a directory of shards. False: one file, for which
             rank 0 needs host memory for the whole state. None: a directory if the model is sharded over
             several ranks, and the Trainer has no ``CheckpointIO`` plugin, which writes files.
-        uneven_inputs: What happens if a rank's training data ends before another's. ``"error"``: every rank
-            raises. ``"pad"``: it goes on with padding batches, which have no effect, until all have ended.
-            Evaluation and prediction always see each sample once.
+        uneven_inputs: What happens if a rank's training data, from samplers or streams of your own, ends
+            before another's. ``"error"``: every rank raises. ``"pad"``: it goes on with padding batches,
+            which have no effect, until all have ended. With the Trainer's sampler, and in evaluation and
+            prediction, each sample counts once either way.
         count_window_ahead: Draw and count the batches of a window before its first forward, so that each
             loss is weighed before its backward: for ``"aux_loss"`` in the output of ``training_step``, for
             gradient hooks that step during backward (FSDP2 only), and for the range of half-precision
@@ -724,10 +725,10 @@ class AutomodelStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Stack a tensor of one shape from every rank. A collective over the group.
 
-        In an evaluation step it raises if a rank has no data left, or the ranks' last batches have different
-        shapes.
+        Over all ranks, it raises on each if shapes differ, and in an evaluation step if a rank has no data
+        left.
         """
-        if self._run is not None:
+        if self._run is not None and group in (None, dist.group.WORLD):
             self._run.inputs.check_gathering(tensor)
         if sync_grads or not dist.is_initialized():
             return super().all_gather(tensor, group, sync_grads)

@@ -153,8 +153,9 @@ class TrainingRun:
             ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, weighting.count_on_host)
         # Lightning warns in `validate` and `test` that samples are repeated, which `UnevenInputs` prevents.
         self.patches.ignore_warnings("Using `DistributedSampler` with the dataloaders", PossibleUserWarning)
-        pads = options.uneven_inputs == "pad"
-        self.inputs = UnevenInputs(module.trainer, host_group, pads, ahead, self.advice.say_once)
+        self.inputs = UnevenInputs(
+            module.trainer, host_group, options.uneven_inputs, ahead, self.advice.say_once
+        )
         self.micro_batches = MicroBatches(
             module, self.engine, self.windows, self._context, self.inputs, self.advice
         )

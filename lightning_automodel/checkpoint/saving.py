@@ -108,7 +108,7 @@ class CheckpointSaver:
         """
         if not self._form.is_sharded or not is_together:
             return optimizer_state(module, optimizer)
-        collectives.named_barrier("optimizer_state", self._timeout)
+        collectives.named_barrier("save_checkpoint", self._timeout)
         gather = collectives.gather_objects
         if dist.is_initialized():
             gather = partial(gather, group=collectives.host_group(self._timeout))

@@ -16,6 +16,11 @@ from lightning_automodel.internals import lightning as lightning_internals
 
 _END = object()
 
+# What a rank does whose data ends before another's.
+ERROR = "error"
+PAD = "pad"
+JOIN = "join"  # the steps of others, in evaluation
+
 
 class PendingGather:
     """An all-gather of a few numbers over a host group: a collective that runs meanwhile, and waits only when read."""
@@ -40,13 +45,7 @@ class BatchHandle:
     is_none: bool  # which Lightning skips
     count: float = 0  # label tokens, if they are counted ahead
     is_filler: bool = False  # this rank had no batch left
-    has_batch: PendingGather | None = None  # if ranks pad, each sends 1 if it had a batch, else 0
-
-    def num_real(self) -> int:
-        """How many ranks had a batch; 0 without padding. Waits until all ranks have drawn."""
-        if self.has_batch is None:
-            return 0
-        return int(self.has_batch.received().sum())
+    has_batch: PendingGather | None = None  # if ranks compare, each sends 1 if it had a batch, else 0
 
 
 class Draws(Iterator[Any]):
@@ -73,7 +72,7 @@ class Draws(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._source is None:
-            if not self._tracked.is_drawn_by_loop(self):
+            if all(iterator is not self for iterator in self._tracked.drawn_from()):
                 return next(self._batches)
             self._tracked.draws = self
             self._source = self._tracked.source(self._batches)
@@ -105,15 +104,17 @@ class Draws(Iterator[Any]):
 class TrackedLoader:
     """Wraps a user's ``loader``: yields its batches, and keeps a :class:`BatchHandle` for each.
 
-    If it ``compares``, drawing is a collective over the host ``group``: every rank must draw equally often.
-    With each batch a rank sends whether it still had one. As long as it has one it does not wait: the
-    exchange runs while the batch is trained on. A rank that has none while another has raises. If it
-    ``pads``, it yields padding batches instead, until all ranks have drawn their last batch. A padding batch
-    is a copy of the epoch's first batch, or of another rank's if this rank has none, as after resuming.
+    ``uneven`` says what happens if ranks have unequally many batches; None if they have not. By ``ERROR``
+    and ``PAD``, drawing is a collective over the host ``group``: every rank must draw equally often. With
+    each batch a rank sends whether it still had one. As long as it has one it does not wait: the exchange
+    runs while the batch is trained on. A rank that has none while another has raises, or yields padding
+    batches until all ranks have drawn their last batch. A padding batch is a copy of the epoch's first
+    batch, or of another rank's if this rank has none, as after resuming. By ``JOIN``, a rank without any
+    batch raises.
 
     Tracked are the iterations of the Trainer's ``loop`` alone; ``draws`` is the newest. ``rank_lengths`` are
-    those of all ranks' loaders, None if any is unknown. Without any batch, ``if_empty`` is raised. ``count``
-    counts the label tokens of a batch ahead, unless None.
+    those of all ranks' loaders, None if any is unknown. ``count`` counts the label tokens of a batch ahead,
+    unless None.
     """
 
     def __init__(
@@ -121,22 +122,18 @@ class TrackedLoader:
         loader: Any,
         group: dist.ProcessGroup,
         loop: Any,
-        compares: bool = False,
-        pads: bool = False,
+        uneven: str | None = None,
         rank_lengths: list[int] | None = None,
-        if_empty: str | None = None,
     ) -> None:
         # Past __setattr__, which sets attributes of the loader.
         vars(self).update(
             loader=loader,
-            compares=compares,
-            pads=pads,
+            uneven=uneven,
             rank_lengths=rank_lengths,
-            if_empty=if_empty,
             count=None,
             draws=None,
             _group=group,
-            _loop=loop,
+            loop=loop,
         )
 
     def __getattr__(self, name: str) -> Any:  # what it lacks are attributes of the loader
@@ -153,7 +150,7 @@ class TrackedLoader:
         return self.loader.__reduce_ex__(protocol)
 
     def __len__(self) -> int:
-        if not self.compares:
+        if self.uneven not in (ERROR, PAD):
             return len(self.loader)
         if self.rank_lengths is None:
             raise TypeError(
@@ -165,9 +162,9 @@ class TrackedLoader:
         """Begin an epoch, with an iterator of the loader that is made now, as Lightning and resuming expect."""
         return Draws(self, iter(self.loader))
 
-    def is_drawn_by_loop(self, draws: Draws) -> bool:
-        """Whether the Trainer's loop draws its batches by ``draws``."""
-        return any(iterator is draws for iterator in lightning_internals.iterators_of(self._loop))
+    def drawn_from(self) -> list[Any]:
+        """The iterators that the Trainer's loop draws its batches from."""
+        return lightning_internals.iterators_of(self.loop)
 
     def source(self, batches: Iterator[Any]) -> Iterator[tuple[BatchHandle, Any]]:
         """Batches of the Trainer's iteration with their handles."""
@@ -177,42 +174,43 @@ class TrackedLoader:
             if self.count is not None and not (handle.is_none or handle.is_filler):
                 handle.count = self.count(batch)
             yield handle, batch
-        if is_empty and self.if_empty is not None:
-            raise ValueError(self.if_empty)
+        if is_empty and self.uneven == JOIN:
+            raise ValueError(
+                f"The evaluation data of rank {self._group.rank()} holds no batch, while other ranks may have"
+                " some, whose steps this rank could not join: give each rank at least one batch, or start"
+                " fewer ranks."
+            )
 
     def _drawn(self, batches: Iterator[Any]) -> Iterator[tuple[BatchHandle, Any]]:
         """Batches with their handles. If ranks compare, padding batches or an error follow a rank's last one."""
-        if not self.compares:
+        if self.uneven not in (ERROR, PAD):
             yield from ((BatchHandle(batch is None), batch) for batch in batches)
             return
-        used = self._loop.epoch_loop.batch_progress.current.ready
+        used = self.loop.epoch_loop.batch_progress.current.ready
         padding = None
-        needs_padding = self.pads
         for number in count(used):
             batch = next(batches, _END)
-            has_batch = PendingGather(self._group, batch is not _END)
-            handle = BatchHandle(batch is None, 0, batch is _END, has_batch)
-            if needs_padding:
-                padding = self._make_padding(batch, handle)
+            is_filler = batch is _END
+            sent = PendingGather(self._group, not is_filler)
+            if is_filler and not sent.received().any():
+                return
+            if is_filler and self.uneven == ERROR:
+                raise RuntimeError(_ended(sent.received(), number))
+            if self.uneven == PAD and padding is None:
                 # Lightning skips a batch that is None, on all ranks alike: the next one is the first.
-                needs_padding = padding is None and handle.num_real() > 0
-            if handle.is_filler:
-                if handle.num_real() == 0:
-                    return
-                if not self.pads:
-                    raise RuntimeError(_ended(has_batch, number))
+                padding = self._make_padding(batch, sent.received())
+            if is_filler:
                 batch = copy.deepcopy(padding)
-            yield handle, batch
+            yield BatchHandle(batch is None, is_filler=is_filler, has_batch=sent), batch
 
-    def _make_padding(self, batch: Any, handle: BatchHandle) -> Any:
-        """A copy of an epoch's first ``batch``; None if no rank has one. A collective if only some ranks have one."""
-        num_real = handle.num_real()
+    def _make_padding(self, batch: Any, has_batch: torch.Tensor) -> Any:
+        """A copy of an epoch's first ``batch``, or another rank's. A collective if only some ranks have one."""
+        shared = [None if batch is _END else batch]
         try:
-            if 0 < num_real < self._group.size() and handle.has_batch is not None:
-                return self._share(batch, int(handle.has_batch.received().argmax()))
-            if num_real:
-                return copy.deepcopy(batch)
-            return None
+            if not has_batch.all():
+                source = dist.get_global_rank(self._group, int(has_batch.argmax()))
+                dist.broadcast_object_list(shared, source, self._group)
+            return copy.deepcopy(shared[0])
         except (TypeError, pickle.PicklingError) as error:
             raise TypeError(
                 "uneven_inputs='pad' copies the first batch of each epoch, for ranks whose data"
@@ -220,19 +218,11 @@ class TrackedLoader:
                 " yield tensors, in dicts, tuples or dataclasses."
             ) from error
 
-    def _share(self, batch: Any, source: int) -> Any:
-        """A copy of this rank's batch, or of rank ``source``'s if it has none. A collective over the group."""
-        shared = [None if batch is _END else batch]
-        dist.broadcast_object_list(shared, dist.get_global_rank(self._group, source), self._group)
-        if batch is _END:
-            return shared[0]
-        return copy.deepcopy(batch)
 
-
-def _ended(has_batch: PendingGather, number: int) -> str:
+def _ended(has_batch: torch.Tensor, number: int) -> str:
     """What to raise on a rank without a batch after ``number``, where another rank has one."""
-    others = [rank for rank, sent in enumerate(has_batch.received()[:, 0].tolist()) if sent]
-    ended = sorted(set(range(len(has_batch.received()))) - set(others))
+    others = has_batch[:, 0].nonzero()[:, 0].tolist()
+    ended = (has_batch[:, 0] == 0).nonzero()[:, 0].tolist()
     return (
         f"The train data of {ranks(ended)} ends with batch {number}, and {ranks(others)} would go on and"
         " wait for more: give all ranks equally many batches, for example by drop_last=True, or pass"

@@ -32,8 +32,3 @@ def keeps_its_length(iterated: Any) -> bool:
     cls = type(iterated)
     definer = next((base for base in cls.__mro__ if "__iter__" in vars(base)), cls)
     return definer.__module__.partition(".")[0] in _KEEP_THEIR_LENGTH
-
-
-def has_no_certain_length(loader: Any) -> bool:
-    """Whether ``loader`` has no length, or may end before it."""
-    return sized_len(loader) is None or may_end_early(loader)

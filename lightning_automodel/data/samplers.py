@@ -2,11 +2,15 @@
 
 import copy
 from typing import Any
+from weakref import WeakSet
 
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DistributedSampler
 
 from lightning_automodel.data.batches import unwrap_loader
+
+PADDED = WeakSet[DistributedSampler[Any]]()
+"""Samplers whose repeated samples are alone in their batches, which have no weight."""
 
 
 class Ranks(int):
@@ -30,6 +34,15 @@ def num_repeated(sampler: Any) -> int:
     if total is None:
         return 0
     return max(sampler.total_size - total, 0)
+
+
+def repeats(sampler: Any) -> str:
+    """What to say of samples that count twice, and what repeats them."""
+    return (
+        f"{num_repeated(sampler)} of {len(sampler.dataset)} samples of the train data count twice in each"
+        " epoch, so that all ranks have equally many. They are repeated by a"
+        f" {type(sampler).__name__}"
+    )
 
 
 def sharing_out(loader: Any, sampler: Any, total: int) -> Any:

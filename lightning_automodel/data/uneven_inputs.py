@@ -1,11 +1,11 @@
 """Ranks whose data ends before another's: an error or padding in training; in evaluation each sample counts once."""
 
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
-from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -13,10 +13,11 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DistributedSampler
 from torchmetrics import Metric
 
 from lightning_automodel.data.batches import (
+    JOIN,
+    PAD,
     BatchHandle,
     PendingGather,
     TrackedLoader,
@@ -24,9 +25,16 @@ from lightning_automodel.data.batches import (
     ranks,
     unwrap_loader,
 )
-from lightning_automodel.data.loader_lengths import has_no_certain_length, keeps_its_length, may_end_early
+from lightning_automodel.data.loader_lengths import keeps_its_length, may_end_early
 from lightning_automodel.data.padding import ModuleState, neutral
-from lightning_automodel.data.samplers import Ranks, distributed_sampler, num_repeated, sharing_out
+from lightning_automodel.data.samplers import (
+    PADDED,
+    Ranks,
+    distributed_sampler,
+    num_repeated,
+    repeats,
+    sharing_out,
+)
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.internals import lightning as lightning_internals
@@ -69,21 +77,22 @@ class UnevenInputs:
 
     A loader or sampler with an ``__iter__`` of its own may end before its length. Only a rank whose data
     ends waits for the other ranks' answers. If it raises, the others get its error when they next wait for
-    it. ``group`` is the host group of all ranks. With ``ahead``, training loaders are counted ahead. ``say``
-    tells the user something, once.
+    it. ``group`` is the host group of all ranks. ``uneven`` is ``ERROR`` or ``PAD``. With ``ahead``, training
+    loaders are counted ahead. ``say`` tells the user something, once.
     """
 
     def __init__(
         self,
         trainer: "pl.Trainer",
         group: dist.ProcessGroup,
-        pads: bool,
+        uneven: str,
         ahead: WindowAhead | None,
         say: Callable[[str], None],
     ) -> None:
         self._trainer = trainer
         self._group = group
-        self._pads = pads
+        self._in_training = uneven
+        self._pads = uneven == PAD
         self.ahead = ahead
         self._say = say
         self.seconds_drawing = 0.0  # spent on drawing batches ahead of their steps
@@ -91,7 +100,6 @@ class UnevenInputs:
         self._uneven: set[str] = set()  # stages of evaluation whose ranks may have unequally many batches
         self._sent: PendingGather | None = None
         self._is_in_step = False
-        self._padded = WeakSet[DistributedSampler[Any]]()  # whose repeated samples have a batch of their own
         self._loaders: Any = None  # those of training that _begin_loaders has seen
         self._last_batch: LastBatch | None = None
         self._handle: BatchHandle | None = None
@@ -135,15 +143,11 @@ class UnevenInputs:
         elif (problem := self._against_padding(loader)) is not None:
             self._say_repeats(sampler, problem)
         else:
-            self._padded.add(sampler)
+            PADDED.add(sampler)
         return loader
 
     def _say_repeats(self, sampler: Any, reason: str) -> None:
-        self._say(
-            f"{num_repeated(sampler)} of {len(sampler.dataset)} samples of the train data count twice in each"
-            f" epoch, so that all ranks have equally many. They are repeated by a {type(sampler).__name__},"
-            f" {reason}."
-        )
+        self._say(f"{repeats(sampler)}, {reason}.")
 
     def process(self, loader: Any) -> Any:
         """What to iterate instead of a loader of the current stage. A collective, so in the same order on all ranks."""
@@ -166,14 +170,10 @@ class UnevenInputs:
                 raise ValueError(f"uneven_inputs='pad': {problem}, or give all ranks equally many batches.")
             is_certain = is_known and not (may_end and self._pads)
             rank_lengths = lengths if is_certain else None
-            return TrackedLoader(loader, self._group, self._trainer.fit_loop, True, self._pads, rank_lengths)
+            fit_loop = self._trainer.fit_loop
+            return TrackedLoader(loader, self._group, fit_loop, self._in_training, rank_lengths)
         self._uneven.add(self._stage)
-        empty = (
-            f"The {self._stage} data of rank {self._group.rank()} holds no batch, while other ranks may have"
-            " some, whose steps this rank could not join: give each rank at least one batch, or start fewer"
-            " ranks."
-        )
-        return TrackedLoader(loader, self._group, self._evaluation_loop, if_empty=empty)
+        return TrackedLoader(loader, self._group, self._evaluation_loop, JOIN)
 
     def _against_padding(self, loader: Any) -> str | None:
         """Why a padding batch would affect results, or cannot work, and what to do; None if it can."""
@@ -198,21 +198,27 @@ class UnevenInputs:
     def _begin_loaders(self) -> None:
         """Called at the first batch of new training loaders, when it is known how many there are."""
         self._last_batch = None
+        padding = None
         several = CombinedLoader(self._loaders).flattened
-        if len(several) > 1 and any(isinstance(each, TrackedLoader) and each.pads for each in several):
+        are_padded = (isinstance(loader, TrackedLoader) and loader.uneven == PAD for loader in several)
+        if len(several) > 1 and any(are_padded):
             raise ValueError(
                 "uneven_inputs='pad' trains on one loader, and the loaders of a CombinedLoader have"
                 " unequally many batches on the ranks: combine them in one Dataset, or give all ranks"
                 " equally many batches."
             )
-        for sampler in map(distributed_sampler, several):
-            if sampler in self._padded and len(several) > 1:
+        for loader in several:
+            sampler = distributed_sampler(loader)
+            if sampler in PADDED and len(several) > 1:
                 self._say_repeats(sampler, "one of several: combine the data of the loaders in one Dataset")
-            elif sampler in self._padded:
-                number = len(unwrap_loader(self._loaders))
-                ranks = sampler.num_replicas
-                num_real = ranks - num_repeated(sampler)
-                self._last_batch = LastBatch(number, sampler.rank >= num_real, ranks / num_real)
+            elif sampler in PADDED:
+                num_ranks = sampler.num_replicas
+                num_real = num_ranks - num_repeated(sampler)
+                self._last_batch = LastBatch(len(loader), sampler.rank >= num_real, num_ranks / num_real)
+                if sampler.rank >= num_real:
+                    padding = len(loader)
+        if self.ahead is not None:
+            self.ahead.padding = padding
 
     def begin_training_batch(self) -> None:
         """Called when a training batch is about to be used, after its hooks. If counted ahead, draws its window."""
@@ -228,15 +234,12 @@ class UnevenInputs:
             self._handle = loader.draws.begin(len(prefetched))
         self.is_filler = self._handle is not None and self._handle.is_filler
         self._mean_factor = 1.0
-        padding = None
         last = self._last_batch
-        if last is not None and last.is_filler:
-            padding = last.number
         if last is not None and last.number == trainer.fit_loop.epoch_loop.batch_progress.current.ready:
             self.is_filler = last.is_filler
             self._mean_factor = last.mean_factor
         if self.ahead is not None:
-            self.ahead.begin_batch(self._handle, padding)
+            self.ahead.begin_batch(self._handle)
             self.seconds_drawing += time.perf_counter() - start
 
     def mean_factor(self) -> float:
@@ -244,7 +247,7 @@ class UnevenInputs:
         if not self._is_in_step or not self.is_training:
             return 1.0
         if self._pads and self._handle is not None and self._handle.has_batch is not None:
-            return self._group.size() / max(self._handle.num_real(), 1)
+            return 1.0 / float(self._handle.has_batch.received().mean())
         return self._mean_factor
 
     def train(self, step: Callable[[], Any]) -> Any:
@@ -319,7 +322,7 @@ class UnevenInputs:
         elif (
             not is_sequential
             and lightning_internals.has_length(loop)
-            and any(map(has_no_certain_length, loaders))
+            and any(sized_len(loader) is None or may_end_early(loader) for loader in loaders)
         ):
             problem = (
                 "a stream that may end before a limit or another loader: evaluate one loader after the other"
@@ -359,16 +362,16 @@ class UnevenInputs:
             )
 
     def check_gathering(self, tensor: Tensor) -> None:
-        """Raise unless all ranks gather tensors of one shape. A collective over the group in evaluation steps."""
-        if self._where_in_batch() is None:
-            return
+        """Raise unless all ranks gather tensors of one shape. A collective over the host group of all ranks."""
         self.check_reduction()
-        shapes = gather_objects(tuple(tensor.shape), self._group)
-        if len(set(shapes)) > 1:
+        shape = tuple(tensor.shape)
+        if PendingGather(self._group, zlib.crc32(repr(shape).encode())).received().unique().numel() > 1:
             raise ValueError(
-                f"self.all_gather() of tensors of the shapes {shapes}: in evaluation no sample is repeated,"
-                " so that last batches differ in size. Pad them to one size, keep them for"
-                " on_validation_epoch_end, or use TorchMetrics."
+                f"self.all_gather() of tensors of the shapes {gather_objects(shape, self._group)}: no sample"
+                " is repeated, so that ranks may have unequally many. Pad them to one size, or call"
+                " gather_all_tensors of torchmetrics.utilities.distributed, which takes unequal sizes, in"
+                " on_validation_epoch_end, where no rank has ended, or use TorchMetrics. In training,"
+                " DataLoader(drop_last=True) makes batches equal."
             )
 
     def _answers(self) -> list[int]:

@@ -33,6 +33,7 @@ class WindowAhead:
         self._own_micro_batches = 0
         self._sent: PendingGather
         self.count: float = 0
+        self.padding: int | None = None  # number of this rank's padding batch, if its sampler has made one
 
     def process(self, loader: Any) -> TrackedLoader:
         """What tracks a training loader, to iterate instead."""
@@ -43,10 +44,8 @@ class WindowAhead:
         tracked.count = self._count_batch
         return tracked
 
-    def begin_batch(self, handle: BatchHandle | None, padding: int | None) -> None:
+    def begin_batch(self, handle: BatchHandle | None) -> None:
         """Note the batch that is about to be trained on. If it begins a window, draw the rest of the window.
-
-        ``padding`` is the number of this rank's padding batch in the epoch, if its sampler has made one.
 
         This then starts a collective over the group, without waiting for it: windows of all ranks begin
         together.
@@ -57,10 +56,10 @@ class WindowAhead:
                 " CombinedLoader of them: combine their data in one Dataset, or leave it out."
             )
         if handle not in self._window:
-            self._begin_window(handle, padding)
+            self._begin_window(handle)
         self.count = handle.count
 
-    def _begin_window(self, handle: BatchHandle, padding: int | None) -> None:
+    def _begin_window(self, handle: BatchHandle) -> None:
         trainer = self._trainer
         loader: Any = trainer.train_dataloader
         index = trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
@@ -71,7 +70,7 @@ class WindowAhead:
         own = [
             batch.count
             for number, batch in enumerate(self._window, index + 1)
-            if not (batch.is_none or batch.is_filler or number == padding)
+            if not (batch.is_none or batch.is_filler or number == self.padding)
         ]
         self._own_micro_batches = len(own)
         self._sent = PendingGather(self._group, sum(own), len(own))

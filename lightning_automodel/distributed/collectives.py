@@ -49,8 +49,8 @@ def named_barrier(name: str, timeout: timedelta) -> None:
         dist.monitored_barrier(host_group(timeout), timeout=timeout, wait_all_ranks=True)
     except RuntimeError as error:
         raise RuntimeError(
-            f"Rank {group_rank()} of {group_size()} waited in barrier {name!r}, which every rank must reach,"
-            f" at most {timeout.total_seconds():g} s: {str(error).strip()}"
+            f"Rank {group_rank()} of {group_size()} waited in barrier {name!r}, which every rank must reach"
+            f" (call it on every rank), at most {timeout.total_seconds():g} s: {str(error).strip()}"
         ) from error
 
 

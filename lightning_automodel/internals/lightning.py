@@ -165,13 +165,16 @@ def training_data_fetcher(trainer: Trainer) -> Any:
 
 
 def is_sequential(evaluation_loop: Any) -> bool:
-    """Whether the loop goes through its loaders one after the other."""
-    return evaluation_loop._combined_loader._mode == "sequential"
+    """Whether the loop draws from one loader at a time."""
+    return len(iterators_of(evaluation_loop)) < 2
 
 
 def iterators_of(loop: Any) -> list[Any]:
-    """What a loop of the Trainer draws its batches by, one iterator for each of its loaders."""
-    iterators: list[Any] = loop._combined_loader._iterator.iterators
+    """What a loop of the Trainer draws its batches by, one iterator for each of its loaders; none between runs."""
+    combined = loop._combined_loader
+    if combined is None or combined._iterator is None:
+        return []
+    iterators: list[Any] = combined._iterator.iterators
     return iterators
 
 

@@ -334,6 +334,9 @@ def test_two_callbacks_do_not_share_a_file(
         assert first != second
 
 
+BARRIER = "barrier 'save_checkpoint', which every rank must reach (call it on every rank)"
+
+
 class SavesOnRankZero(Callback):
     """The mistake that other strategies forgive."""
 
@@ -356,7 +359,7 @@ def test_saving_on_one_rank_is_told(pool2: RankPool, tmp_path: Path, form: str) 
         pool2.run(_save_on_one_rank, FORMS[form], str(tmp_path / "last.ckpt"))
     text = "".join(raised.value.failures.values())
     # Which rank notices first decides whether the barrier, or the connection that it closed, is named.
-    assert any(what in text for what in ("barrier 'save_checkpoint'", "pair closure", "closed by peer"))
+    assert any(what in text for what in (BARRIER, "pair closure", "closed by peer"))
     assert list(tmp_path.iterdir()) == []
 
 

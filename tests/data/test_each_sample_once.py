@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchmetrics import MeanMetric
 
-from lightning_automodel import AutomodelStrategy
+from lightning_automodel import AutomodelStrategy, ExactnessCheck
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Outcome, full_weights, weight_error
 from tests.trainer.runs import TOLERANCE, LabelledModule, make_trainer, mean_loss
@@ -47,7 +48,8 @@ class Trains(LabelledModule):
         self.seen: list[list[int]] = []  # rows of each batch that is no padding
         self.register_buffer("steps", torch.zeros(()))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch = batch.get("only", batch)
         loss = self(batch)
         tokens = int((batch["labels"] != -100).sum())
         self.steps += 1
@@ -56,7 +58,7 @@ class Trains(LabelledModule):
         self.log("loss", loss.detach(), batch_size=tokens, sync_dist=True, on_step=True, on_epoch=True)
         if not self.trainer.strategy.is_filler:
             self.seen.append(batch["index"].tolist())
-        return loss
+        return {"loss": loss, "num_label_tokens": tokens}
 
 
 def plain_weights(length: int, order: list[int], batch_size: int, accumulate: int) -> dict[str, Tensor]:
@@ -86,7 +88,7 @@ class Manual(Trains):
         tokens = int((batch["labels"] != -100).sum())
         ends = batch_idx % 2 == 1 or batch_idx + 1 == self.trainer.num_training_batches
         with optimizer.toggle_model(sync_grad=ends):
-            self.manual_backward(super().training_step(batch, batch_idx), num_label_tokens=tokens)
+            self.manual_backward(super().training_step(batch, batch_idx)["loss"], num_label_tokens=tokens)
         if ends:
             optimizer.step()
             optimizer.zero_grad()
@@ -107,6 +109,8 @@ def _fit(
     if kind == "own sampler":
         loader = {**loader, "sampler": DistributedSampler(rows, shuffle=False)}
     loaders: Any = DataLoader(rows, **loader)
+    if kind == "dictionary":
+        loaders = {"only": loaders}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module, loaders)
@@ -166,6 +170,7 @@ def test_weights_are_those_of_one_process(
         (2, {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}}, "automatic"),
         (2, {}, "manual"),
         (2, {"data_parallel": "ddp"}, "manual"),
+        (2, {}, "dictionary"),
         (2, {"uneven_inputs": "pad"}, "automatic"),
         (2, {"uneven_inputs": "pad"}, "own sampler"),
         (4, {"data_parallel_replicate_size": 2}, "automatic"),
@@ -238,6 +243,51 @@ def test_repeated_samples_are_told_of(pool2: RankPool, kind: str, why: str) -> N
     assert len(set(order)) == 21
     once = Outcome(plain_weights(21, order[:21], 10, 1), None)
     assert weight_error(Outcome(first["weights"], None), once) > 1e-3
+
+
+def _check_exactness(strategy: str, own: bool) -> tuple[str, str]:
+    check = ExactnessCheck(steps=2)
+    rows = Rows(21)
+    loader = DataLoader(rows, 5, sampler=DistributedSampler(rows) if own else None)
+    made: Any = AutomodelStrategy() if strategy == "automodel" else strategy
+    trainer = make_trainer(made, callbacks=[check], use_distributed_sampler=True)
+    trainer.fit(LabelledModule(), loader)
+    return check.verdict or "", check.report
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("strategy", "own", "repeats"),
+    [("automodel", False, False), ("automodel", True, True), ("ddp", False, True)],
+)
+def test_exactness_check_tells_of_repeated_samples(
+    pool2: RankPool, strategy: str, own: bool, repeats: bool
+) -> None:
+    for _, report in pool2.run(_check_exactness, strategy, own):
+        assert (TOLD in report) == repeats
+
+
+class Several(LabelledModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first, second = batch
+        return self(first) + self(second)
+
+
+def _train_on_two_loaders() -> list[str]:
+    loaders = CombinedLoader([DataLoader(Rows(21), 5), DataLoader(Rows(20), 5)], "max_size_cycle")
+    trainer = make_trainer(AutomodelStrategy(per_token_loss=False), use_distributed_sampler=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Several(), loaders)
+    return [str(each.message) for each in caught if "count twice" in str(each.message)]
+
+
+def test_one_of_several_loaders_repeats_as_before(pool2: RankPool) -> None:
+    """A padding batch beside another loader's batch would take that one's weight too."""
+    (told,), others = pool2.run(_train_on_two_loaders)
+    assert told.startswith(TOLD)
+    assert "one of several: combine the data of the loaders in one Dataset" in told
+    assert others == []
 
 
 # --- Resuming ---------------------------------------------------------------------------------------------------------

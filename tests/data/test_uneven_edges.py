@@ -275,6 +275,7 @@ def _peek(counts: tuple[int, int], options: dict[str, Any]) -> tuple[int, int]:
         strategy(**options), callbacks=[callback], max_epochs=2, accumulate_grad_batches=2
     )
     trainer.fit(LabelledModule(), loader_of(counts, is_stream=True))
+    assert len(list(trainer.train_dataloader)) == counts[dist.get_rank()]
     return trainer.global_step, getattr(callback, "num_peeked", 0)
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torchmetrics import MeanMetric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.data.batches import TrackedLoader
@@ -315,6 +316,56 @@ def test_gathering_last_batches_of_different_sizes_raises(pool2: RankPool) -> No
     for message in pool2.run(_gather_in_step, 7):
         assert message.startswith("self.all_gather() of tensors of the shapes [(2,), (1,)]")
     assert pool2.run(_gather_in_step, 8) == ["", ""]
+
+
+class GathersAtTheEnd(Numbers):
+    """Gathers what it has predicted in an epoch, as Lightning recommends, or in the way for ragged values."""
+
+    def __init__(self, in_steps: bool, ragged: bool) -> None:
+        super().__init__()
+        self.in_steps = in_steps
+        self.ragged = ragged
+        self.kept: list[Tensor] = []
+        self.gathered: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.in_steps:
+            self.all_gather(batch, sync_grads=True)
+        return 0.0 * sum(parameter.sum() for parameter in self.parameters())
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.kept.append(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        own = torch.cat(self.kept)
+        if self.ragged:
+            self.gathered = torch.cat(gather_all_tensors(own)).tolist()
+        else:
+            self.all_gather(own)
+
+
+def _gather_at_the_end(ragged: bool, in_steps: bool = False) -> Any:
+    module = GathersAtTheEnd(in_steps, ragged)
+    loader = DataLoader(torch.arange(7.0 if in_steps else 9.0), 2)
+    options: dict[str, Any] = {"data_parallel": "ddp", "per_token_loss": False, "timeout": 0.5}
+    trainer = make_trainer(AutomodelStrategy(**options), use_distributed_sampler=True)
+    try:
+        if in_steps:
+            trainer.fit(module, loader)
+        else:
+            trainer.validate(module, loader)
+    except ValueError as error:
+        return str(error)
+    return sorted(module.gathered)
+
+
+def test_gathering_what_ranks_have_unequally_many_of(pool2: RankPool) -> None:
+    """On each rank an error with the sizes, at an epoch's end and in training; the remedy that it names works."""
+    told = "self.all_gather() of tensors of the shapes [(5,), (4,)]"
+    assert all(message.startswith(told) for message in pool2.run(_gather_at_the_end, False))
+    assert pool2.run(_gather_at_the_end, True) == [list(map(float, range(9)))] * 2
+    told = "self.all_gather() of tensors of the shapes [(2,), (1,)]"
+    assert all(message.startswith(told) for message in pool2.run(_gather_at_the_end, True, True))
 
 
 def _share_a_sampler() -> list[list[int]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -19,6 +20,7 @@ from lightning_automodel.callbacks.exactness.recording import RecordedMicroBatch
 from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Shares
 from lightning_automodel.callbacks.exactness.results import CountResult, StepResult, described, number_of
 from lightning_automodel.callbacks.running_strategy import options_of, weighting_of
+from lightning_automodel.data.samplers import PADDED, distributed_sampler, repeats
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 from lightning_automodel.internals import lightning as lightning_internals
 
@@ -230,6 +232,11 @@ class Comparison:
         steps = number_of(len(self.steps), "optimizer step")
         ranks = number_of(self._trainer.world_size, "rank")
         lines = results.report_of(self.steps, count, unit, self._is_ours)
+        for sampler in map(distributed_sampler, CombinedLoader(self._trainer.train_dataloader).flattened):
+            if sampler is not None and sampler not in PADDED:
+                lines.append(
+                    f"{repeats(sampler)}: one process takes each once, which these steps do not show."
+                )
         return verdict, "\n  ".join([f"{head} in {steps} on {ranks}, compared in {seconds:.1f} s.", *lines])
 
 
