@@ -330,6 +330,9 @@ def compare(layers: int, num_rows: int, rounds: int) -> str:
             found = measure(way, rows, layers)["weights"]
             distance = ((found - reference).norm() / (reference - start).norm()).item()
             distances[way].append(f"{distance:.1e}" if distance < 1e-4 else f"{distance:.1%}")
+    header = ["", f"weights off, {num_rows} rows", f"{num_rows + 3} rows"]
+    if not rounds:
+        return table(header, [[title, *distances[way]] for way, (title, _, _) in WAYS.items()])
     costs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for number in range(rounds):
         turn = number % len(WAYS)
@@ -353,8 +356,8 @@ def compare(layers: int, num_rows: int, rounds: int) -> str:
                 str(lines_to_write(function, *parts)),
             ]
         )
-    header = [
-        *["", f"weights off, {num_rows} rows", f"{num_rows + 3} rows", "CPU ms a step", "of Accelerate's"],
+    header += [
+        *["CPU ms a step", "of Accelerate's"],
         *["wall ms", "collectives a step", "peak, MiB", "lines"],
     ]
     return table(header, rows)
@@ -366,7 +369,9 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=4, help="of the Llama (%(default)s)")
     parser.add_argument("--rows", type=int, default=1200, help="of the data: whole windows (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each way for its costs (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="runs of each way for its costs, 0: none (%(default)s)"
+    )
     parser.add_argument("--output", type=Path, help="also write the report to this file")
     args = parser.parse_args()
     if args.rows % (RANKS * ROWS * ACCUMULATE):

@@ -128,6 +128,7 @@ class UnevenInputs:
             return loader
         if not self.is_training or (self._pads and may_end_early(loader)):
             return once
+        PADDED.discard(sampler)  # of an earlier fit
         even = sharing_out(loader, sampler, total - total % sampler.num_replicas)
         if not (self._pads or isinstance(sampler.num_replicas, Ranks)):
             if keeps_its_length(sampler):
