@@ -11,12 +11,13 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy, ExactnessCheck
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, Outcome, full_weights, weight_error
+from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, PLAN, Outcome, full_weights, weight_error
 from tests.trainer.runs import TOLERANCE, LabelledModule, make_trainer, mean_loss
 
 ENGINES: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
@@ -102,6 +103,8 @@ def _fit(
     kind: str = "automatic",
 ) -> dict[str, Any]:
     module = Manual() if kind == "manual" else Trains()
+    if kind == "tensor parallel":
+        module = TensorParallel()
     if kind == "synchronised metric":
         module.mean = MeanMetric(dist_sync_on_step=True)
     trainer = make_trainer(AutomodelStrategy(**options), **{"use_distributed_sampler": True, **settings})
@@ -267,6 +270,21 @@ def test_exactness_check_tells_of_repeated_samples(
     for verdict, report in pool2.run(_check_exactness, strategy, own):
         assert (TOLD in report) == repeats
         assert (verdict == "exact") == (strategy == "automodel")
+
+
+class TensorParallel(Trains):
+    def configure_model(self) -> None:
+        parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
+
+
+def test_ranks_that_share_their_rows(pool4: RankPool) -> None:
+    """Tensor-parallel peers have the padding batch together."""
+    results = pool4.run(_fit, {"tensor_parallel_size": 2}, 21, {"batch_size": 5}, {}, "tensor parallel")
+    order = order_of(results[::2])
+    assert sorted(order) == list(range(21))
+    expected = Outcome(plain_weights(21, order, 10, 1), None)
+    for result in results:
+        assert weight_error(Outcome(result["weights"], None), expected) <= TOLERANCE
 
 
 class Several(LabelledModule):
