@@ -106,7 +106,7 @@ class MicroBatches:
         try:
             output = self.inputs.train(attending_step)
         except RuntimeError as error:
-            checks.raise_explanation(error)
+            checks.raise_explanation(error, self.module)
             raise
         if not self.module.automatic_optimization:
             self.engine.sync.end_step()
@@ -140,7 +140,7 @@ class MicroBatches:
             with self.engine.sync.micro_batch(is_last):
                 yield
         except RuntimeError as error:
-            checks.raise_explanation(error)
+            checks.raise_explanation(error, self.module)
             raise
 
     # --- The backward -------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class MicroBatches:
             self._finish()  # unless it has: the module's own `backward` may have run that of another loss
         except BaseException as error:
             windows.abandon(error)
-            checks.raise_explanation(error)
+            checks.raise_explanation(error, self.module)
             raise
         sync.refusal = None if window.ends else PLAIN_BACKWARD
         if is_first_window and windows.last_step is not None:

@@ -878,7 +878,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        checks.explain(exception)
+        checks.explain(exception, self._module)
         explain_out_of_memory(exception, self.describe)
         self._end_setup_block(exception)
         if isinstance(exception, lightning_internals.SIGTERMException) and self._supervisor.requeues:

@@ -322,7 +322,7 @@ class TrainingRun:
                         raise
                     raise stop_iteration.explained(error, step.__name__) from error
                 except RuntimeError as error:
-                    checks.raise_explanation(error)
+                    checks.raise_explanation(error, self.module)
                     raise
 
         return self.inputs.evaluate(evaluate, args, begin, self.engine.join_evaluation)

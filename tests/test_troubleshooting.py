@@ -60,7 +60,6 @@ NOT_MESSAGES = {
     "one rank reduces nothing": "in describe()",
     "ranks that parameters are sharded over": "a part of a message",
     "Slicing a flattened dim": "torch's own warning, which is filtered",
-    "got mixed torch.Tensor and DTensor": "torch's own message, which ours explains",
     "FSDP does not support deepcopy": "torch's own message, which ours explains",
     "'fsdp::chunk_cat' with arguments from the 'Sparse": "torch's own message, which ours explains",
     "'Parameter' object has no attribute '_local_tensor'": "torch's own message, which ours explains",

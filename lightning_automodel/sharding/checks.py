@@ -15,8 +15,7 @@ from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.sharding.fsdp2_window import PENALTY_ON_WEIGHTS
-from lightning_automodel.sharding.units import class_name
+from lightning_automodel.sharding.units import class_name, has_fsdp_units
 
 _FREED = (
     "A backward needed parameters that FSDP2 had freed. It gathers those of a unit again when a gradient"
@@ -24,17 +23,6 @@ _FREED = (
     " comes another way, as does a loss on tensors that a unit has stored instead of returning them. Pass"
     " reshard_during_accumulation=False, which keeps parameters gathered until the backward has ended, or"
     " data_parallel='ddp'."
-)
-_MEETS_SHARDS = (
-    "A sharded parameter met a plain tensor: FSDP2 gathers the parameters of a unit when the unit is called,"
-    " so code that uses them outside of that, or calls only modules in the unit, sees shards. Call the unit"
-    " itself (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of what"
-    " is called. Under activation_checkpointing, pass reshard_during_accumulation=False where the loss uses"
-    " what hooks have kept. An average of weights (a momentum teacher): update it in on_train_batch_start or"
-    " on_train_batch_end, where all are shards, or pass auto_wrap_policy=set(), which gathers the whole"
-    " model for each step; into a plain tensor average p.full_tensor(). A mask of a gradient: assign"
-    " p.grad[mask] = 0, or shard it, distribute_tensor(mask, p.device_mesh, p.placements,"
-    f" src_data_rank=None). For a penalty on weights, use weight_decay. {PENALTY_ON_WEIGHTS}"
 )
 _CHANGES_INPUT = (
     "An FSDP unit changes its input in place (`x += ...`, or ReLU(inplace=True) as its first layer). FSDP2"
@@ -73,8 +61,6 @@ _PICKLED = (
     " (load_from_checkpoint)."
 )
 _EXPLANATIONS = {
-    "got mixed torch.Tensor and DTensor": _MEETS_SHARDS,
-    "require placement changes": _MEETS_SHARDS,
     "RegisterPostBackwardFunction is a view and is being modified inplace": _CHANGES_INPUT,
     "out of bounds for storage of size 0": _FREED,
     "but its data is not allocated yet": _FREED,
@@ -88,23 +74,26 @@ _EXPLANATIONS = {
 """What a part of torch's text means here."""
 
 
-def _explanation(error: BaseException) -> str | None:
+def _explanation(error: BaseException, module: nn.Module) -> str | None:
     """What to say in place of a text of torch."""
     if not isinstance(error, RuntimeError | AssertionError | AttributeError | PicklingError):
         return None
-    return next((text for symptom, text in _EXPLANATIONS.items() if symptom in str(error)), None)
+    explanation = next((text for symptom, text in _EXPLANATIONS.items() if symptom in str(error)), None)
+    if explanation is _FREED and not has_fsdp_units(module):
+        return None  # a tensor without memory of its own, as operators of a new device may return
+    return explanation
 
 
-def raise_explanation(error: BaseException) -> None:
-    """Raise RuntimeError, if ``error`` is one of torch, from a forward or a backward, that can be explained."""
-    explanation = _explanation(error)
+def raise_explanation(error: BaseException, module: nn.Module) -> None:
+    """Raise RuntimeError, if ``error``, from a forward or a backward of ``module``, is one of torch to explain."""
+    explanation = _explanation(error, module)
     if explanation is not None:
         raise RuntimeError(explanation) from error
 
 
-def explain(error: BaseException) -> None:
+def explain(error: BaseException, module: nn.Module) -> None:
     """As :func:`raise_explanation`, for an error that has come in a hook: its text is changed."""
-    explanation = _explanation(error)
+    explanation = _explanation(error, module)
     if explanation is not None:
         error.args = (f"{explanation} (torch: {error})",)
 

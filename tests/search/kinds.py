@@ -255,9 +255,6 @@ KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
     r"are not parameters of|DistributedDataParallel did not reduce all gradients": lambda c: (
         c.changed and c.changed.startswith("replace")
     ),
-    r"A sharded parameter met a plain tensor.*An average of weights": lambda c: any(
-        "_" in each for each in c.writes
-    ),
     r"must be finite and not negative, got -": lambda c: c.negative,
 }
 """Messages of errors that name the kind, and which cases may end in them."""

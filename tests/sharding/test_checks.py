@@ -88,6 +88,15 @@ class Sparse(Net):
         return self.net(batch + self.embedding(rows)).pow(2).mean()
 
 
+class FreesMemory(Net):
+    """As operators of a new device may return tensors without memory: nothing of FSDP2's."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        positions = torch.arange(4.0)
+        positions.untyped_storage().resize_(0)
+        return self.net(batch + positions.expand(2, 4)).pow(2).mean()
+
+
 class StepsByHand(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -132,6 +141,7 @@ REFUSED: dict[str, Refused] = {
         " Pass AutomodelStrategy(data_parallel='ddp', ddp_kwargs={'find_unused_parameters': True}).",
         DDP,
     ),
+    "memory-that-ddp-never-freed": Refused(FreesMemory, "setStorage: sizes [2, 4]", DDP),
     "static-graph-by-hand": Refused(
         StepsByHand,
         "ddp_kwargs: static_graph=True works under automatic optimization alone: DDP learns the graph from"
