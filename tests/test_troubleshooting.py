@@ -56,7 +56,7 @@ NOT_MESSAGES = {
     "sharded before this set-up (by configure_model or an earlier run); left as they were": "in describe()",
     "manual optimization may step between two forwards of one training step": "in describe()",
     "auto: an estimated … MiB … what … of the free memory of the rank with least leaves beside its optimizer"
-    " state (… MiB)": "in describe()",
+    " state, and what else is kept (… MiB)": "in describe()",
     "one rank reduces nothing": "in describe()",
     "ranks that parameters are sharded over": "a part of a message",
     "Slicing a flattened dim": "torch's own warning, which is filtered",

@@ -1,6 +1,6 @@
 """Sharding a model with FSDP2, and making its weights equal on every rank."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -285,20 +285,15 @@ def broadcast_tensors(
     """
     if group.size() == 1:
         return
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    buckets: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = defaultdict(list)
+    num_bytes: Counter[tuple[torch.device, torch.dtype]] = Counter()
     for tensor in tensors:
-        alike[tensor.device, tensor.dtype].append(tensor)
-    for remaining in alike.values():
-        while remaining:
-            bucket = [remaining.pop(0)]
-            num_bytes = bucket[0].nbytes
-            while remaining and num_bytes + remaining[0].nbytes <= _BROADCAST_BUCKET_BYTES:
-                num_bytes += remaining[0].nbytes
-                bucket.append(remaining.pop(0))
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).to(device)
-            # As bytes: no backend knows every dtype.
-            dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
-            for tensor, values in zip(
-                bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True
-            ):
-                tensor.copy_(values.view(tensor.shape))
+        kind = (tensor.device, tensor.dtype)
+        num_bytes[kind] += tensor.nbytes
+        buckets[*kind, num_bytes[kind] // _BROADCAST_BUCKET_BYTES].append(tensor)
+    for bucket in buckets.values():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).to(device)
+        # As bytes: no backend knows every dtype.
+        dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
+        for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(values.view(tensor.shape))

@@ -135,12 +135,11 @@ class FSDP2Engine(Engine):
         if keep == "auto" and not module.automatic_optimization:
             keep = False
             keep_reason = "manual optimization may step between two forwards of one training step"
-        own = needed = memory.estimate(module, self.device)
-        free = 0
+        needed = memory.estimate(module, self.device)
+        spare = 0
         if "auto" in (defer, keep):
-            free = memory.free_bytes(self.device, self._local_ranks)
-            needed, free = memory.agree(own, free, self.device, self.mesh.groups)
-        choice = memory.choose(defer, keep, needed, free, defer_reason, keep_reason)
+            spare = memory.spare_bytes(needed, self.device, self._local_ranks, self.mesh.groups)
+        choice = memory.choose(defer, keep, needed, spare, defer_reason, keep_reason)
         if choice.keep or "roots" in self._report:
             self._report["reshard_after_forward"] = False if choice.keep else options.reshard_after_forward
         self._report |= {
@@ -148,7 +147,7 @@ class FSDP2Engine(Engine):
             "defer_fsdp_grad_sync_reason": choice.defer_reason,
             "reshard_during_accumulation": not choice.keep,
             "reshard_during_accumulation_reason": choice.keep_reason,
-            "estimated_extra_bytes": own if choice.defer is True else own | {memory.GRADIENTS: 0},
+            "estimated_extra_bytes": needed if choice.defer is True else needed | {memory.GRADIENTS: 0},
         }
         return choice
 

@@ -36,27 +36,28 @@ def choose(
     defer: Deferral | Literal["auto"],
     keep: bool | Literal["auto"],
     needed: dict[str, int],
-    free: int,
+    spare: int,
     defer_reason: str | None = None,
     keep_reason: str | None = None,
 ) -> Choice:
     """Decide what is ``"auto"``: whether gradients are deferred, and parameters kept gathered, during a window.
 
-    Gradients come first: parameters are kept if they fit beside them. ``needed`` (:func:`estimate`) and
-    ``free`` must be the same on all ranks (:func:`agree`), so that these decide alike. A reason is that of
-    what the caller has decided; without one, the option is.
+    Gradients come first: parameters are kept if they fit beside them. ``needed`` (:func:`estimate`) is the
+    same on all ranks, and ``spare`` (:func:`spare_bytes`) must be, so that these decide alike. A reason is
+    that of what the caller has decided; without one, the option is.
     """
-    spare = int(free * FREE_MEMORY_SHARE) - needed[STATE]
     defer_reason = defer_reason or f"defer_fsdp_grad_sync={defer!r}"
     keep_reason = keep_reason or f"reshard_during_accumulation={not keep}"
+    if keep is True:
+        spare -= needed[PARAMETERS]
     if defer == "auto":
-        beside = needed[PARAMETERS] if keep is True else 0
-        defer = needed[GRADIENTS] + beside <= spare
-        defer_reason = _reason(needed[GRADIENTS] + beside, spare)
+        defer = needed[GRADIENTS] <= spare
+        defer_reason = _reason(needed[GRADIENTS], spare)
+    if defer is True:
+        spare -= needed[GRADIENTS]
     if keep == "auto":
-        beside = needed[GRADIENTS] if defer is True else 0
-        keep = needed[PARAMETERS] + beside <= spare
-        keep_reason = _reason(needed[PARAMETERS] + beside, spare)
+        keep = needed[PARAMETERS] <= spare
+        keep_reason = _reason(needed[PARAMETERS], spare)
     return Choice(defer, defer_reason, keep, keep_reason)
 
 
@@ -64,31 +65,30 @@ def _reason(needed: int, spare: int) -> str:
     return (
         f"auto: an estimated {needed / 2**20:,.0f} MiB {'fits into' if needed <= spare else 'exceeds'} what"
         f" {FREE_MEMORY_SHARE:.0%} of the free memory of the rank with least leaves beside its optimizer"
-        f" state ({spare / 2**20:,.0f} MiB)"
+        f" state, and what else is kept ({spare / 2**20:,.0f} MiB)"
     )
 
 
-def agree(
-    needed: dict[str, int], free: int, device: torch.device, groups: Iterable[dist.ProcessGroup]
-) -> tuple[dict[str, int], int]:
-    """The largest need and the smallest free memory of all ranks.
+def spare_bytes(
+    needed: dict[str, int], device: torch.device, local_ranks: int, groups: Iterable[dist.ProcessGroup]
+) -> int:
+    """What the rank with least may keep unsharded in half of its free memory, beside its own optimizer state.
 
     A collective over each of the ``groups``, which together span the world.
     """
-    least = torch.tensor([free, *(-size for size in needed.values())])
+    least = torch.tensor(int(free_bytes(device, local_ranks) * FREE_MEMORY_SHARE) - needed[STATE])
     for group in groups:
         least = collectives.reduce_tensor(least, group, "min", device)
-    agreed, *sizes = least.tolist()
-    return {name: -size for name, size in zip(needed, sizes, strict=True)}, agreed
+    return int(least)
 
 
 def estimate(model: nn.Module, device: torch.device) -> dict[str, int]:
     """Bytes of ``device`` that a window may need on one rank in addition to its shards. Not a collective.
 
     ``unsharded_parameters``: all units at once, instead of one at a time. ``deferred_gradients``: the same
-    of what is trained, in the dtype that gradients are reduced in. ``sharded_state``: gradient shards and
-    two optimizer moments, which are not allocated yet at set-up; under CPU offload they are not on the
-    device.
+    of what is trained, in the dtype that gradients are reduced in. ``sharded_state``, which alone differs by
+    rank: gradient shards and two optimizer moments, which are not allocated yet at set-up; under CPU offload
+    they are not on the device.
     """
     unsharded = gradients = state = 0
     for group in fsdp2.fsdp_param_groups(model):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel.distributed import collectives
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.sharding.apply import shard_like
-from lightning_automodel.sharding.units import class_name
+from lightning_automodel.sharding.units import class_name, distinct
 
 # Fills memory that is not initialised. A checkpoint or the user may still write values, so the tensors
 # without any are found only when the run starts: they hold nothing but this byte.
@@ -31,7 +31,7 @@ _UNINITIALIZED = "lightning_automodel_uninitialized"
 
 def names_without_values(model: nn.Module) -> list[str]:
     """Names of the parameters and buffers that are on the meta device."""
-    return [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    return [name for name, tensor in _named_tensors(model).items() if tensor.is_meta]
 
 
 def materialize(model: nn.Module, device: torch.device, offload: bool) -> None:
@@ -43,9 +43,8 @@ def materialize(model: nn.Module, device: torch.device, offload: bool) -> None:
     allocated: dict[Tensor, Tensor] = {}
     # The first of the modules that share a tensor: of their own initialisers, only the first one's counts.
     owners: dict[Tensor, nn.Module] = {}
-    pending: dict[Tensor, str] = {}
     # `Module.to_empty` would also drop existing values, and untie shared tensors.
-    for prefix, module in _children_first(model):
+    for module in _children_first(model):
         for name, tensor in _own_tensors(module):
             if not tensor.is_meta:
                 continue
@@ -57,15 +56,16 @@ def materialize(model: nn.Module, device: torch.device, offload: bool) -> None:
                 memory = torch.empty_like(tensor, device=where, memory_format=torch.contiguous_format)
                 allocated[tensor] = _unfilled(tensor, memory)
                 owners[allocated[tensor]] = module
-                pending[allocated[tensor]] = f"{prefix}{name}"
             setattr(module, name, allocated[tensor])
+    pending = set(owners)
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.set_rng_state(collectives.broadcast_object(torch.get_rng_state(), src=0))
             for module, below, initialize in _initializers(model):
                 _run(module, below, initialize, owners, pending)
     finally:
-        vars(model)[_UNINITIALIZED] = list(pending.values())
+        names = [name for name, tensor in _named_tensors(model).items() if tensor in pending]
+        vars(model)[_UNINITIALIZED] = names
 
 
 def _initializers(model: nn.Module) -> Iterator[tuple[nn.Module, Iterable[nn.Module], Callable[[], Any]]]:
@@ -74,7 +74,7 @@ def _initializers(model: nn.Module) -> Iterator[tuple[nn.Module, Iterable[nn.Mod
     Models of Hugging Face, timm and many others have ``_init_weights(module)``, which is called for each
     submodule.
     """
-    for _, module in _children_first(model):
+    for module in _children_first(model):
         for name in ("reset_parameters", torch_internals.RESET_PARAMETERS):
             if _takes(module, name, 0):
                 yield module, module.modules(), getattr(module, name)
@@ -83,7 +83,7 @@ def _initializers(model: nn.Module) -> Iterator[tuple[nn.Module, Iterable[nn.Mod
             initialize: Any = module._init_weights
             has_its_own = [m for m in module.modules() if m is not module and _takes(m, "_init_weights", 1)]
             elsewhere = {id(below) for m in has_its_own for below in m.modules()}
-            for _, submodule in _children_first(module):
+            for submodule in _children_first(module):
                 if id(submodule) not in elsewhere:
                     # It is called for each module, so those in FSDP units below this one are initialised
                     # already. Gathering them again for each module around them would hold the whole model at
@@ -98,7 +98,7 @@ def _run(
     below: Iterable[nn.Module],
     initialize: Callable[[], Any],
     owners: dict[Tensor, nn.Module],
-    pending: dict[Tensor, str],
+    pending: set[Tensor],
 ) -> None:
     """Run an initialiser while modules hold whole copies of their tensors, and keep this rank's part of the result."""
     held = [(holder, name, tensor) for holder in below for name, tensor in _own_tensors(holder)]
@@ -109,11 +109,7 @@ def _run(
         if tensor in pending:
             whole[tensor] = _unfilled(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
         else:
-            if isinstance(tensor, DTensor):
-                gathered = tensor.full_tensor()
-            else:
-                gathered = tensor
-            whole[tensor] = _as_parameter(tensor, gathered.detach().to("cpu", copy=True))
+            whole[tensor] = _as_parameter(tensor, collectives.full(tensor).to("cpu", copy=True))
     try:
         for holder, name, tensor in held:
             setattr(holder, name, whole[tensor])
@@ -129,17 +125,14 @@ def _run(
             torch_internals.local_tensor(tensor).copy_(
                 torch_internals.local_tensor(shard_like(tensor, result))
             )
-            pending.pop(tensor, None)
+            pending.discard(tensor)
 
 
 def move_what_has_values(module: nn.Module, device: torch.device) -> None:
     """Move parameters and buffers to ``device``; ``Module.to`` raises where some are on the meta device."""
-    for submodule in module.modules():
-        for name, tensor in _own_tensors(submodule):
-            if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
-                tensor.data = tensor.data.to(device)
-            elif not tensor.is_meta:
-                setattr(submodule, name, tensor.to(device))
+    for tensor in _named_tensors(module).values():
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
 
 
 def check_initialized(model: nn.Module, device: torch.device) -> None:
@@ -151,7 +144,7 @@ def check_initialized(model: nn.Module, device: torch.device) -> None:
     names = vars(model).get(_UNINITIALIZED, [])
     if not names:
         return
-    tensors = {n: t for prefix, module in _children_first(model) for n, t in _own_tensors(module, prefix)}
+    tensors = _named_tensors(model)
     flags = torch.tensor([_has_no_values(tensors[name]) for name in names], dtype=torch.int32)
     if dist.group.WORLD is not None:
         # A rank whose shard is empty cannot tell; others can.
@@ -167,18 +160,10 @@ def check_initialized(model: nn.Module, device: torch.device) -> None:
     )
 
 
-def _children_first(
-    model: nn.Module, prefix: str = "", seen: set[int] | None = None
-) -> Iterator[tuple[str, nn.Module]]:
-    """Modules with the prefix of their tensors' names, each once, in the order in which constructors finish."""
-    if seen is None:
-        seen = set()
-    if id(model) in seen:
-        return
-    seen.add(id(model))
-    for name, child in model.named_children():
-        yield from _children_first(child, f"{prefix}{name}.", seen)
-    yield prefix, model
+def _children_first(model: nn.Module) -> list[nn.Module]:
+    """Modules, each once, in the order in which constructors finish."""
+    below = [module for child in model.children() for module in _children_first(child)]
+    return distinct([*below, model])
 
 
 def _up_to_units(module: nn.Module) -> Iterator[nn.Module]:
@@ -199,10 +184,15 @@ def _takes(module: nn.Module, name: str, num_arguments: int) -> bool:
     return True
 
 
-def _own_tensors(module: nn.Module, prefix: str = "") -> list[tuple[str, Tensor]]:
+def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and buffers that ``module`` itself holds, with their names."""
     named = (module.named_parameters, module.named_buffers)
-    return [(f"{prefix}{n}", t) for named in named for n, t in named(recurse=False, remove_duplicate=False)]
+    return [pair for own in named for pair in own(recurse=False, remove_duplicate=False)]
+
+
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, each once."""
+    return dict([*model.named_parameters(), *model.named_buffers()])
 
 
 def _as_parameter(original: Tensor, tensor: Tensor) -> Tensor:

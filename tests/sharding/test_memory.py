@@ -63,40 +63,44 @@ NEEDED = {"unsharded_parameters": 30, "deferred_gradients": 40, "sharded_state":
     ],
 )
 def test_choice(defer: Any, keep: Any, budget: int, expected: tuple[Any, bool]) -> None:
-    """Gradients first, then parameters beside them; half of the free memory is theirs."""
+    """Gradients first, then parameters beside them."""
     needed = {name: size * MIB for name, size in NEEDED.items()}
-    choice = memory.choose(defer, keep, needed, 2 * budget * MIB)
+    choice = memory.choose(defer, keep, needed, (budget - NEEDED["sharded_state"]) * MIB)
     assert (choice.defer, choice.keep) == expected
     assert choice.defer_reason.startswith("auto: ") == (defer == "auto")
     assert choice.keep_reason.startswith("auto: ") == (keep == "auto")
     if defer == "auto":
-        with_parameters = NEEDED["unsharded_parameters"] if keep is True else 0
         figure = "fits into" if choice.defer else "exceeds"
-        assert f"an estimated {40 + with_parameters} MiB {figure}" in choice.defer_reason
-        assert f"({budget - NEEDED['sharded_state']} MiB)" in choice.defer_reason
+        beside = NEEDED["sharded_state"] + (NEEDED["unsharded_parameters"] if keep is True else 0)
+        assert f"an estimated 40 MiB {figure}" in choice.defer_reason
+        assert f"({budget - beside} MiB)" in choice.defer_reason
 
 
-def _agree_in_a_grid() -> tuple[dict[str, int], int]:
-    """Over rows and columns of a mesh, as data-parallel and tensor-parallel ranks are."""
+FREE = (700, 801, 600, 900)  # bytes
+STATE = (30, 9, 50, 210)
+
+
+def _spare(groups: list[dist.ProcessGroup], scale: int = 1) -> int:
     rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "free_bytes", lambda *_: FREE[rank] * scale)
+        return memory.spare_bytes({"sharded_state": STATE[rank]}, torch.device("cpu"), 1, groups)
+
+
+def _spare_in_a_grid() -> int:
+    """Over rows and columns of a mesh, as data-parallel and tensor-parallel ranks are."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
-    groups = [mesh["row"].get_group(), mesh["column"].get_group()]
-    return memory.agree({"size": (3, 9, 5, 4)[rank]}, (7, 8, 6, 9)[rank], torch.device("cpu"), groups)
+    return _spare([mesh["row"].get_group(), mesh["column"].get_group()])
 
 
 def test_ranks_of_two_groups_agree(pool4: RankPool) -> None:
-    """The extremes of the world, which are in no group together."""
-    assert pool4.run(_agree_in_a_grid) == [({"size": 9}, 6)] * 4
+    """The least of the world, by rank, with its own state."""
+    assert pool4.run(_spare_in_a_grid) == [450 - 210] * 4
 
 
-def _agree(free_by_rank: list[int]) -> tuple[dict[str, int], int]:
-    rank = dist.get_rank()
-    needed = {"first": 2**40 + rank, "second": 7 - rank}  # more than float32 or int32 could hold
-    return memory.agree(needed, free_by_rank[rank], torch.device("cpu"), [dist.group.WORLD])
+def _spare_of_much() -> int:
+    return _spare([dist.group.WORLD], scale=2**40)  # more than float32 or int32 could hold
 
 
-def test_ranks_agree_on_figures(pool2: RankPool) -> None:
-    """The largest need and the smallest memory, to the byte."""
-    needed = {"first": 2**40 + 1, "second": 7}
-    assert pool2.run(_agree, [2**41 + 1, 2**41]) == [(needed, 2**41)] * 2
-    assert pool2.run(_agree, [0, 5]) == [(needed, 0)] * 2
+def test_ranks_agree_to_the_byte(pool2: RankPool) -> None:
+    assert pool2.run(_spare_of_much) == [350 * 2**40 - 30] * 2
