@@ -53,7 +53,7 @@ def has_backward_hooks(module: nn.Module) -> bool:
 
 def is_read_by_torch() -> bool:
     """Whether this thread runs a backward or its callbacks, or traces a graph: torch then reads tensors as they are."""
-    return torch._C._current_graph_task_id() != -1 or torch._guards.TracingContext.try_get() is not None
+    return torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling()
 
 
 def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:

@@ -68,16 +68,11 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
         starts = roots
     found = distinct(unit for start in starts for unit in _find_units(start, policy))
     in_roots = Counter(module for root in roots for module in root.modules())
-    users = Counter(parameter for unit in found for parameter in unit.parameters())
-    users.update(_parameters_around(model, found))
+    uses = _uses(model)
     # Tied parameters must be in one unit: FSDP2 gathers each unit by itself, and torch raises where two hold
     # one.
     units = [
-        unit
-        for unit in found
-        if in_roots[unit] == 1
-        and unit not in roots
-        and all(users[parameter] == 1 for parameter in unit.parameters())
+        unit for unit in found if in_roots[unit] == 1 and unit not in roots and _is_apart(unit, uses)
     ]
     replicated = _find_replicated(model, roots)
     if root_is_model and policy is None:
@@ -105,11 +100,8 @@ def find_head(model: nn.Module, units: list[nn.Module], replicated: Container[st
     if len(large) != 1:
         return None
     own = set(large[0].parameters())
-    users = Counter(
-        parameter for module in model.modules() for parameter in module.parameters(recurse=False)
-    )
     stays_whole = any(parameter in own for name, parameter in model.named_parameters() if name in replicated)
-    if stays_whole or any(users[parameter] > 1 for parameter in own):
+    if stays_whole or not _is_apart(large[0], _uses(model)):
         return None
     return large[0]
 
@@ -215,16 +207,17 @@ def distinct(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return list({id(module): module for module in modules}.values())
 
 
-def _parameters_around(model: nn.Module, units: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """Parameters that are reached without passing through any of ``units``."""
-    seen = set(units)
-    to_visit = [model]
-    while to_visit:
-        module = to_visit.pop()
-        if module not in seen:
-            seen.add(module)
-            yield from module.parameters(recurse=False)
-            to_visit.extend(module.children())
+def _uses(model: nn.Module) -> Counter[nn.Module | nn.Parameter]:
+    """By how many paths of names each module and each parameter is reached."""
+    modules = model.named_modules(remove_duplicate=False)
+    parameters = model.named_parameters(remove_duplicate=False)
+    return Counter(reached for _, reached in (*modules, *parameters))
+
+
+def _is_apart(module: nn.Module, uses: Counter[nn.Module | nn.Parameter]) -> bool:
+    """Whether the parameters of ``module`` are reached through it alone, if those of the model have these ``uses``."""
+    within = _uses(module)
+    return all(uses[p] == within[p] * uses[module] for p in module.parameters())
 
 
 def _find_replicated(model: nn.Module, roots: list[nn.Module]) -> dict[str, str]:
