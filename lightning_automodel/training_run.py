@@ -217,7 +217,8 @@ class TrainingRun:
         """Refuse optimizers that would not train the distributed module, and watch what user code does from now on."""
         for optimizer in optimizers:
             self.parameters.give_shards(optimizer)
-        checks.check_optimizers(self.module, optimizers, self._mesh.sizes.divisor)
+            self.parameters.check_optimizer(optimizer)
+        checks.check_optimizers(optimizers, self._mesh.sizes.divisor)
         checks.check_order(self.module, optimizers, self._placement.host_group)
         for optimizer in optimizers:
             self.steps.whole.take(optimizer)

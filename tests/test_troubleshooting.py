@@ -102,8 +102,6 @@ NOT_MESSAGES = {
     # Parts of messages whose rest says what to do.
     "some of its tensors are on the meta device": "of `the module in this process cannot hold the trained weights`",
     "The last batch of loaders of unequal lengths is not known with ….": "its value says what to do",
-    "with data_parallel='ddp' nothing replaces parameters": "of `… of … parameters of … are not parameters of`",
-    "sharding replaces parameters, so collect them in configure_optimizers, from self.parameters()": "of the same",
     "… parameters have post-accumulate-gradient hooks (…, ...)": "two texts may follow, which do",
     "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones": "of `Write it`",
     "groups of parameters of optimizer …": "of `it holds … …, and this run has …`",

@@ -49,12 +49,11 @@ class LossScaling:
         self._is_unset = in_float16
         self._mesh = mesh
         self._device = device
+        self._is_sharded = is_sharded
         self._is_checked: dict[Optimizer, bool] = {}
         if scaler is not None:
             scaler.scale(torch.zeros((), device=device))  # torch creates the scale with the first loss
-            torch_internals.patch_unscaling(
-                scaler, self._is_checked, self._agree if is_sharded else None, patches
-            )
+            torch_internals.patch_unscaling(scaler, device, self._is_checked, self._agree, patches)
 
     def restore_range(self, factor: Tensor | None) -> None:
         """Set the range factor of a saved run."""
@@ -98,7 +97,9 @@ class LossScaling:
         self._is_checked.pop(optimizer, None)
 
     def _agree(self, found_inf: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-        """``found_inf`` on all ranks, where any rank has found an overflow. A collective over all ranks."""
+        """``found_inf`` where any rank has found an overflow. A collective over all ranks if these have shards."""
+        if not self._is_sharded:
+            return found_inf
         found = [flag.to(self._device).reshape(()) for flag in found_inf.values()]
         everywhere = torch.stack([torch.zeros((), device=self._device), *found]).max()
         dist.all_reduce(everywhere, op=dist.ReduceOp.MAX)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -175,59 +175,48 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
 
 def patch_unscaling(
     scaler: GradScaler,
+    device: torch.device,
     is_checked: dict[Optimizer, bool],
-    agree: Callable[[dict[torch.device, Tensor]], dict[torch.device, Tensor]] | None,
+    agree: Callable[[dict[torch.device, Tensor]], dict[torch.device, Tensor]],
     patches: PatchStack,
 ) -> None:
     """Make ``scaler.unscale_`` work on shards, and only look for overflow if gradients are already unscaled.
 
-    DTensor's own check for overflow takes neither plain tensors beside DTensors nor a rank without
-    gradients. ``is_checked``, updated here, has the optimizers whose gradients are unscaled, with whether
-    overflow was looked for since. ``agree`` combines what ranks with sharded gradients have found, by
-    device: a collective.
+    ``is_checked``, updated here, has the optimizers whose gradients are unscaled, with whether overflow was
+    looked for since. ``agree`` combines what ranks have found, by device: a collective where gradients are sharded.
     """
 
-    def unscale_gradients(
-        optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        gradients = optimizer
-        if agree is not None:
-            parameters = [
-                p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-            ]
-            gradients = SimpleNamespace(
-                param_groups=[{"params": [_with_local_gradient(p) for p in parameters]}]
-            )  # type: ignore[assignment]
-        if optimizer in is_checked:
-            divide_by = torch.ones_like(inv_scale)
-        else:
-            divide_by = inv_scale
-        found = type(scaler)._unscale_grads_(scaler, gradients, divide_by, found_inf, allow_fp16)
-        if agree is None:
-            return found
-        return agree(found)
-
     def unscale(optimizer: Optimizer) -> None:
-        # The scaler drops its per-optimizer state whenever any optimizer steps.
-        if is_checked.get(optimizer) and scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]:
+        # Unlike torch's, it may be called again before the next update(), which an abandoned step never reaches.
+        state = scaler._per_optimizer_states[id(optimizer)]
+        # The scaler drops this state whenever any optimizer steps.
+        if is_checked.get(optimizer) and state["found_inf_per_device"]:
             return
-        # The scaler refuses a second call before its next update(), which an abandoned step never reaches.
-        scaler._per_optimizer_states.pop(id(optimizer), None)
-        type(scaler).unscale_(scaler, optimizer)
+        divide_by = torch.ones((), device=device, dtype=torch.float32)
+        if optimizer not in is_checked:
+            divide_by = scaler.scale(divide_by).double().reciprocal().float()
+        parts: Any = _own_gradients(optimizer)
+        found = scaler._unscale_grads_(parts, divide_by, torch.zeros_like(divide_by), False)
+        state["found_inf_per_device"] = agree(found)
+        state["stage"] = OptState.UNSCALED
         is_checked[optimizer] = True
 
     patches.set(scaler, "unscale_", unscale)
-    patches.set(scaler, "_unscale_grads_", unscale_gradients)
 
 
-def _with_local_gradient(parameter: Tensor) -> Tensor:
-    """A tensor with this rank's part of the parameter's gradient; the parameter itself if its gradient is whole."""
-    if not isinstance(parameter.grad, DTensor):
-        return parameter
-    local = local_tensor(parameter.grad)
-    stand_in = local.detach()
-    stand_in.grad = local
-    return stand_in
+def _own_gradients(optimizer: Optimizer) -> SimpleNamespace:
+    """What a scaler can take for ``optimizer``, with this rank's parts of its gradients, sharing memory.
+
+    DTensor's own check for overflow takes neither plain tensors beside DTensors nor a rank without gradients.
+    """
+    stand_ins = []
+    for gradient in (p.grad for group in optimizer.param_groups for p in group["params"]):
+        if gradient is not None:
+            part = local_tensor(gradient)
+            stand_in = part.detach()
+            stand_in.grad = part
+            stand_ins.append(stand_in)
+    return SimpleNamespace(param_groups=[{"params": stand_ins}])
 
 
 def saved(node: Any, name: str) -> Any:

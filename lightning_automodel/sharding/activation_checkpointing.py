@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import compile_in_place, is_compiled, uncompiled
-from lightning_automodel.sharding.units import WrapPolicy, class_name, instances_below, units_of
+from lightning_automodel.sharding.units import WrapPolicy, class_name, instances_below, told, units_of
 
 ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective", "offload"] | Callable[..., Any]
 
@@ -140,8 +140,7 @@ def checkpoint_blocks(
     elif callable(choice):
         contexts = partial(create_selective_checkpoint_contexts, choice)
     blocks = _chosen_blocks(model, choice, policy, root_is_model)
-    paths = {id(module): name for name, module in model.named_modules()}
-    names = [f"{paths[id(block)]} ({class_name(block)})" for block in blocks]
+    names = told(model, blocks)
     for block, name in zip(blocks, names, strict=True):
         _check(block, name, choice)
     # One for all blocks: while one block's backward runs, the input of the block before it comes back.
@@ -303,8 +302,7 @@ def compile_blocks(
             f"compile={asked!r} finds no repeated blocks in {class_name(module)}: pass auto_wrap_policy with"
             " the classes to compile, or compile parts of the model yourself."
         )
-    names = {submodule: name for name, submodule in module.named_modules()}
     chosen = [block for block in blocks if not is_compiled(block)]
     for block in chosen:
         compile_in_place(block, patches, **(asked if isinstance(asked, dict) else {}))
-    return [f"{names[block]} ({class_name(block)})" for block in chosen]
+    return told(module, chosen)

@@ -15,7 +15,7 @@ from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.sharding.units import class_name, has_fsdp_units
+from lightning_automodel.sharding.units import has_fsdp_units
 
 _FREED = (
     "A backward needed parameters that FSDP2 had freed. It gathers those of a unit again when a gradient"
@@ -150,35 +150,13 @@ def check_callbacks(callbacks: Iterable[pl.Callback], shards: bool = False) -> N
                 )
 
 
-def check_optimizers(module: nn.Module, optimizers: list[Optimizer], divisor: int) -> None:
-    """Raise ValueError for optimizers that would silently train something else than the distributed model."""
-    trained = list(module.parameters())
-    known = set(map(id, trained))
-    is_sharded = any(isinstance(parameter, DTensor) for parameter in trained)
+def check_optimizers(optimizers: list[Optimizer], divisor: int) -> None:
+    """Raise ValueError for optimizers that each of several ranks would step otherwise."""
     for optimizer in optimizers:
-        name = type(optimizer).__name__
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        # Without optimizers, Lightning uses a dummy that holds one tensor of its own, which is not
-        # trainable.
-        unknown = sum(parameter.requires_grad and id(parameter) not in known for parameter in parameters)
-        if unknown:
-            if is_sharded:
-                why = (
-                    "sharding replaces parameters, so collect them in configure_optimizers, from"
-                    " self.parameters()"
-                )
-            else:
-                why = "with data_parallel='ddp' nothing replaces parameters"
-            raise ValueError(
-                f"{unknown} of {len(parameters)} parameters of {name} are not parameters of"
-                f" {class_name(module)}, so that ranks would train them differently. Register in __init__"
-                " what the module does not know: self.x = nn.Parameter(...), an nn.ParameterDict or an"
-                f" nn.ParameterList; {why}."
-            )
         if isinstance(optimizer, LBFGS) and divisor > 1:
             raise ValueError(
-                f"{name} chooses its step from the loss of each rank alone, so {divisor} ranks would"
-                " diverge: choose a first-order optimizer or one rank."
+                f"{type(optimizer).__name__} chooses its step from the loss of each rank alone, so"
+                f" {divisor} ranks would diverge: choose a first-order optimizer or one rank."
             )
 
 

@@ -219,25 +219,26 @@ def describe_dtypes(
     plugin: Precision, model: nn.Module, policy: MixedPrecisionPolicy | None
 ) -> dict[str, str]:
     """The Trainer's precision, and the dtypes that result; ``policy`` is None if this strategy made no units."""
-    own = list(model.parameters())
-    parameters = {p.dtype for p in own if p.is_floating_point()}
-    if isinstance(plugin, MixedPrecision):
-        autocast = {FSDP2_PRECISIONS[plugin.precision]}
-    else:
-        autocast = set()
-    trainable = {p.dtype for p in own if p.requires_grad}
-    by_units = unit_dtypes(model)
+    parameters = list(model.parameters())
+    held = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
+    trained = {parameter.dtype for parameter in parameters if parameter.requires_grad}
+    computed_in = unit_dtypes(model)
+    way = "the units' policy"
+    if not computed_in and isinstance(plugin, MixedPrecision):
+        computed_in = {FSDP2_PRECISIONS[plugin.precision]}
+        way = "torch.autocast"
+    elif not computed_in:
+        computed_in = held
+        way = "the parameters' own"
+    output = None
     if policy is not None:
         output = policy.output_dtype
-    else:
-        output = None
-    way = "the units' policy" if by_units else "torch.autocast" if autocast else "the parameters' own"
     return {
         "trainer": str(plugin.precision),
-        "parameters": _names(parameters),
-        "computation": f"{_names(by_units or autocast or parameters)} ({way})",
-        "reduction": _names(fsdp2.reduction_dtypes(model) or trainable),
-        "output": str(output) if output is not None else "as computed",
+        "parameters": _names(held),
+        "computation": f"{_names(computed_in)} ({way})",
+        "reduction": _names(fsdp2.reduction_dtypes(model) or trained),
+        "output": str(output or "as computed"),
     }
 
 

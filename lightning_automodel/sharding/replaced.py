@@ -80,7 +80,7 @@ class ModuleParameters:
             group["params"] = [shards.get(id(parameter), parameter) for parameter in group["params"]]
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise RuntimeError before a step of ``optimizer`` if a parameter of it is none of the module's."""
+        """Raise RuntimeError, at set-up or before a step, if a parameter of ``optimizer`` is none of the module's."""
         with plain_access():
             trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         unknown = [parameter for parameter in trained if id(parameter) not in self._known]
@@ -119,7 +119,9 @@ class ModuleParameters:
             )
         return (
             f"{start} are not parameters of {class_name(self._module)}, so that ranks would train them"
-            " differently. Collect them from self.parameters(), after set-up."
+            " differently. Register in __init__ what the module does not know (self.x = nn.Parameter(...), an"
+            " nn.ParameterDict or an nn.ParameterList), and collect parameters in configure_optimizers, from"
+            " self.parameters(): sharding replaces them."
         )
 
 

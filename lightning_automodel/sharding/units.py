@@ -71,9 +71,7 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
     uses = _uses(model)
     # Tied parameters must be in one unit: FSDP2 gathers each unit by itself, and torch raises where two hold
     # one.
-    units = [
-        unit for unit in found if in_roots[unit] == 1 and unit not in roots and _is_apart(unit, uses)
-    ]
+    units = [unit for unit in found if in_roots[unit] == 1 and unit not in roots and _is_apart(unit, uses)]
     replicated = _find_replicated(model, roots)
     if root_is_model and policy is None:
         head = find_head(model, units, replicated)
@@ -251,3 +249,9 @@ def fsdp_roots(model: nn.Module) -> list[FSDPModule]:
 def class_name(module: nn.Module) -> str:
     """Name of the user's class, without the classes that FSDP2 and ``torch.compile`` add."""
     return next(cls.__name__ for cls in type(uncompiled(module)).__mro__ if not issubclass(cls, FSDPModule))
+
+
+def told(model: nn.Module, modules: Iterable[nn.Module]) -> list[str]:
+    """For messages: where ``modules`` are in ``model``, and their classes."""
+    names = {module: name for name, module in model.named_modules()}
+    return [f"{names[module]} ({class_name(module)})" for module in modules]
