@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from operator import attrgetter
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -16,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -186,37 +186,36 @@ def patch_unscaling(
     looked for since. ``agree`` combines what ranks have found, by device: a collective where gradients are sharded.
     """
 
+    @torch.no_grad()
     def unscale(optimizer: Optimizer) -> None:
         # Unlike torch's, it may be called again before the next update(), which an abandoned step never reaches.
         state = scaler._per_optimizer_states[id(optimizer)]
         # The scaler drops this state whenever any optimizer steps.
         if is_checked.get(optimizer) and state["found_inf_per_device"]:
             return
-        divide_by = torch.ones((), device=device, dtype=torch.float32)
+        parts = [
+            local_tensor(parameter.grad)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        if any(part.dtype == torch.float16 for part in parts):
+            raise ValueError(
+                "Attempting to unscale FP16 gradients: pass a model with float32 parameters, which"
+                " precision='16-mixed' computes with in float16."
+            )
         if optimizer not in is_checked:
-            divide_by = scaler.scale(divide_by).double().reciprocal().float()
-        parts: Any = _own_gradients(optimizer)
-        found = scaler._unscale_grads_(parts, divide_by, torch.zeros_like(divide_by), False)
-        state["found_inf_per_device"] = agree(found)
+            scale = scaler.scale(torch.ones((), device=device))
+            for part in parts:
+                part.div_(scale.to(part.device))
+        values = [part.coalesce().values() if part.is_sparse else part for part in parts]
+        largest = get_total_norm([value for value in values if value.numel() > 0], torch.inf)
+        found = (~largest.isfinite()).float()
+        state["found_inf_per_device"] = agree({found.device: found})
         state["stage"] = OptState.UNSCALED
         is_checked[optimizer] = True
 
     patches.set(scaler, "unscale_", unscale)
-
-
-def _own_gradients(optimizer: Optimizer) -> SimpleNamespace:
-    """What a scaler can take for ``optimizer``, with this rank's parts of its gradients, sharing memory.
-
-    DTensor's own check for overflow takes neither plain tensors beside DTensors nor a rank without gradients.
-    """
-    stand_ins = []
-    for gradient in (p.grad for group in optimizer.param_groups for p in group["params"]):
-        if gradient is not None:
-            part = local_tensor(gradient)
-            stand_in = part.detach()
-            stand_in.grad = part
-            stand_ins.append(stand_in)
-    return SimpleNamespace(param_groups=[{"params": stand_ins}])
 
 
 def saved(node: Any, name: str) -> Any:

@@ -13,7 +13,7 @@ import lightning_automodel
 from lightning_automodel.internals import releases
 from lightning_automodel.internals.releases import TESTED_RELEASES, UnsupportedReleaseError
 
-MAX_PRIVATE_NAMES = 75
+MAX_PRIVATE_NAMES = 73
 MAX_OUTSIDE = 0
 PACKAGE = Path(lightning_automodel.__file__).parent
 INTERNALS = tuple(
