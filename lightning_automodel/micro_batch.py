@@ -173,6 +173,8 @@ class MicroBatches:
         if self.inputs.is_filler:
             objective = objective * 0
             sums = None
+        if sync.reached:
+            sync.check_foreign()
         # The window's gradients alone stand in `.grad` during the backward: what stood there is set aside.
         with plain_access():
             windows.start(window, sums, ends=sync.is_last is not False)
@@ -182,9 +184,11 @@ class MicroBatches:
                 torch_internals.when_backward_ends(objective, self._finish)
             with self._recomputing():
                 self.plugin.backward(objective, self.module, optimizer, *args, **kwargs)
-            if not window.reached:
-                raise RuntimeError(NO_BACKWARD)
             self._finish()  # unless it has: the module's own `backward` may have run that of another loss
+            if sync.window is not None:
+                raise RuntimeError(NO_BACKWARD)
+            if sync.reached:
+                sync.check_foreign()
         except BaseException as error:
             windows.abandon(error)
             checks.raise_explanation(error, self.module)
@@ -208,11 +212,12 @@ class MicroBatches:
         windows = self.windows
         sync = self.engine.sync
         window = sync.window
-        if window is None or not window.reached:
+        if window is None or not sync.reached:
             return
+        reached = sync.reduce(window)
+        sync.reached.clear()
         if not window.is_padding:
-            window.used |= window.reached
-        sync.reduce(window)
+            window.used |= reached
         sync.keep(window)
         with plain_access():
             if window.ends:

@@ -3,14 +3,13 @@
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel.gradients.token_loss import WindowTotals
+from lightning_automodel.internals.torch import Reached
 
 PLAIN_BACKWARD = (
     "A plain loss.backward() in the middle of an accumulation window, whose gradients it would join. For the"
@@ -34,7 +33,7 @@ class Window:
     """One accumulation window, and what its backward that runs, or ran last, is.
 
     What is the same on all ranks is marked so. Each backward sets ``ends``, ``is_padding``, ``final`` and
-    ``frozen``, and empties ``reached``.
+    ``frozen``.
     """
 
     key: Optimizer | None  # the toggled optimizer; None without toggling
@@ -54,7 +53,6 @@ class Window:
     final: list[nn.Parameter] = field(default_factory=list)
     # That earlier backwards of the open windows have trained, and this one does not; on all ranks.
     frozen: set[nn.Parameter] = field(default_factory=set)
-    reached: set[nn.Parameter] = field(default_factory=set)  # by gradients of this backward
     # Which get a zero gradient if no rank has used them, where one process has none; on all ranks, in one
     # order.
     zero_filled: list[nn.Parameter] = field(default_factory=list)
@@ -71,6 +69,7 @@ class GradSync:
 
     Attributes:
         reuses_gradients: Whether a backward may overwrite a tensor in ``.grad``.
+        reached: Where gradients have come since a backward of the strategy began, or ended.
         unsynchronised: Parameters that may have gradients of a plain backward, which the engine does not average.
         window: Whose backward runs, from before :meth:`begin` until its gradients stand in ``.grad``; None
             outside of the strategy's backwards.
@@ -84,47 +83,42 @@ class GradSync:
     def __init__(self) -> None:
         self.window: Window | None = None
         self.refusal: str | None = None
+        self.reached = Reached()
         self.unsynchronised: set[nn.Parameter] = set()
         self.is_last: bool | None = None
         self._hooks: list[RemovableHandle] = []
-        # With the nodes that accumulate their gradients, which lose their hooks if nobody keeps them.
-        self._tracked: dict[nn.Parameter, Node] = {}
+        self._tracked: set[nn.Parameter] = set()
 
-    def track(self, parameter: nn.Parameter, leaf: nn.Parameter) -> None:
-        """Note which backwards reach ``parameter``, whose gradient autograd accumulates in ``leaf``."""
-        if parameter.requires_grad and parameter not in self._tracked:
-            # Not a hook of the parameter, among which users' are looked for.
-            accumulation = get_gradient_edge(leaf).node
-            self._tracked[parameter] = accumulation
-            self._hooks.append(accumulation.register_prehook(partial(self._note_gradient, parameter)))
+    def track(self, trained: set[nn.Parameter]) -> None:
+        """Note from now on which backwards reach these parameters."""
+        for parameter in trained - self._tracked:
+            self._tracked.add(parameter)
+            self._watch(parameter)
 
-    def _note_gradient(self, parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]) -> None:
-        """Hook of autograd: note a gradient that comes, or refuse a backward that would join a window."""
-        window = self.window
-        if gradients[0] is None:
+    def _watch(self, parameter: nn.Parameter) -> None:
+        self._hooks.append(self.reached.note(parameter))
+
+    def check_foreign(self) -> None:
+        """Raise RuntimeError if a backward that is not the strategy's has reached parameters, and joins a window."""
+        if self.window is not None or not self.reached:
             return
-        if window is None:
-            if self.refusal is not None or self.is_last is False:
-                raise RuntimeError(self.refusal or PLAIN_BACKWARD)
-            self._note_foreign(parameter)
-        elif parameter in window.reached:
-            self._reach_again(parameter)
-        else:
-            window.reached.add(parameter)
+        if self.refusal is not None or self.is_last is False:
+            raise RuntimeError(self.refusal or PLAIN_BACKWARD)
+        self._note_foreign()
+        self.reached.clear()
 
-    def _note_foreign(self, parameter: nn.Parameter) -> None:
-        """A gradient of a backward that is not the strategy's comes, outside of a window."""
-
-    def _reach_again(self, parameter: nn.Parameter) -> None:
-        """A second gradient comes within one backward: there are several, in hooks or checkpoints."""
+    def _note_foreign(self) -> None:
+        """A backward that is not the strategy's has run, outside of a window."""
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Generator[None, None, None]:
         """Context for the forward and backward of one micro-batch; ``is_last``: its window ends with it."""
+        self.check_foreign()
         before = self.is_last
         self.is_last = is_last
         try:
             yield
+            self.check_foreign()
         finally:
             self.is_last = before
 
@@ -133,13 +127,16 @@ class GradSync:
     def begin(self, window: Window, loss: Tensor) -> None:
         """The backward of ``loss`` comes next. May be a collective over the data-parallel group."""
 
-    def reduce(self, window: Window) -> None:
-        """Reduce what the backward has left. If it ends the window, its gradients are then complete.
+    def reduce(self, window: Window) -> set[nn.Parameter]:
+        """Reduce what the backward has left, and return the parameters that it has reached on this rank.
+
+        If it ends the window, its gradients are then complete.
 
         Those of ``window.final`` are sums of token losses over all ranks, divided by D, as long as nothing is
         divided by label tokens. Also sets ``window.zero_filled``. Runs within autograd's backward, when all
         else of it has ended. A collective over the data-parallel group if the window ends.
         """
+        return set(self.reached)
 
     def keep(self, window: Window) -> None:
         """After the reduction: free what the backward has gathered, or keep it for the next micro-batch."""

@@ -90,6 +90,7 @@ class GradientWindows:
     @property
     def unsynchronised(self) -> set[nn.Parameter]:
         """Parameters that may have gradients of a plain ``loss.backward()``, which the engine has not averaged."""
+        self._sync.check_foreign()
         return {parameter for parameter in self._sync.unsynchronised if GRAD.__get__(parameter) is not None}
 
     @property
@@ -113,6 +114,7 @@ class GradientWindows:
         """Drop the gradients that open windows hold for these parameters, which have been zeroed."""
         self.num_resets += 1
         dropped = set(parameters)
+        self._sync.check_foreign()
         self._sync.unsynchronised -= dropped
         if all(window.owned.isdisjoint(dropped) for window in self.unfinished.values()):
             return
@@ -140,6 +142,7 @@ class GradientWindows:
     def _forget(self) -> None:
         """Drop what is held for windows, of which none is open any more."""
         self._accumulated.clear()
+        self._sync.reached.clear()
         self._sync.refusal = None
         self._sync.discard()
 
@@ -232,7 +235,6 @@ class GradientWindows:
         if sums is not None:
             window.sums += sums.to(self.device)
             window.num_micro_batches += 1
-        window.reached = set()
         window.frozen = set()
         window.final = []
         trained = set()

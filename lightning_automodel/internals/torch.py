@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel.internals.patching import PatchStack, overwrite
 
@@ -56,9 +57,19 @@ def is_read_by_torch() -> bool:
     return torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling()
 
 
+class Reached(list[nn.Parameter]):
+    """Leaves in which backwards have accumulated gradients, each as often as that."""
+
+    def note(self, leaf: nn.Parameter) -> RemovableHandle:
+        """Append ``leaf`` whenever a backward has reached it. It must be trainable, at the moment."""
+        # The hook is a method in C, as it runs for each parameter in each backward.
+        return leaf.register_post_accumulate_grad_hook(self.append)
+
+
 def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
-    """Whether ``parameter`` has a hook that runs after its gradient is accumulated."""
-    return bool(parameter._post_accumulate_grad_hooks)
+    """Whether ``parameter`` has a hook of the user that runs after its gradient is accumulated."""
+    hooks: Any = parameter._post_accumulate_grad_hooks or {}
+    return not all(isinstance(getattr(hook, "__self__", None), Reached) for hook in hooks.values())
 
 
 def has_gradient_hook(parameter: nn.Parameter) -> bool:

@@ -1,6 +1,7 @@
 """DDP: the whole model on every rank."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -35,8 +36,7 @@ class DDPGradSync(GradSync):
         self.starts_window = True
         # DDP's messages number these parameters. It never reduces others, which were frozen at its set-up.
         self._reduced = {p: name for name, p in ddp.module.named_parameters() if p.requires_grad}
-        for parameter in self._reduced:
-            self.track(parameter, parameter)
+        self.track(set(self._reduced))
 
     @override
     @contextmanager
@@ -51,46 +51,48 @@ class DDPGradSync(GradSync):
 
     @override
     def begin(self, window: Window, loss: Tensor) -> None:
-        for parameter in window.trained - self._tracked.keys():
-            self.track(parameter, parameter)
+        if not window.trained <= self._tracked:
+            self.track(window.trained)
         if not self._ddp.module.automatic_optimization:
             prepare_for_backward(self._ddp, loss)
 
     @override
-    def _reach_again(self, parameter: nn.Parameter) -> None:
-        """See the base class. Raises in a synchronised backward, since DDP sends the first gradient alone."""
-        ddp = self._ddp
-        if ddp.require_backward_grad_sync and not ddp.static_graph and self._mesh.sizes.divisor > 1:
-            raise RuntimeError(
-                f"{self._reduced.get(parameter)} gets gradients of several backwards within one backward of"
-                " the strategy, as a hook computes them that runs a backward for each chunk of a batch"
-                " (GradCache), or reentrant checkpoints of one module. DistributedDataParallel averages the"
-                " first of them alone over ranks. Pass data_parallel='fsdp2', which averages all of them."
-            )
-
-    @override
-    def _note_foreign(self, parameter: nn.Parameter) -> None:
+    def _note_foreign(self) -> None:
         if self._mesh.sizes.divisor > 1:
-            self.unsynchronised.add(parameter)
+            self.unsynchronised.update(self.reached)
 
     @override
-    def reduce(self, window: Window) -> None:
-        """See the base class. Raises if a parameter took no part in a synchronised backward.
+    def reduce(self, window: Window) -> set[nn.Parameter]:
+        """See the base class. Raises if a parameter took no part in a synchronised backward, or in several.
 
-        All parameters of its bucket then have this rank's own gradients.
+        Those of its bucket, or what came later, are then this rank's own gradients.
         """
         ddp = self._ddp
+        reached = set(self.reached)
         self.starts_window = ddp.require_backward_grad_sync
         if ddp.require_backward_grad_sync and not ddp.static_graph:
+            if len(reached) < len(self.reached):
+                self._refuse_several_backwards()
             self._check_is_complete()
         if not window.ends:
-            return
+            return reached
         trained = [parameter for parameter in window.final if parameter in window.trained]
         unfrozen = [parameter for parameter in trained if parameter not in self._reduced]
         if unfrozen and self._mesh.sizes.divisor > 1:
             rescale_clip.average_gradients_(unfrozen, self._mesh.group)
         # DDP itself gives no gradient to what no rank has used, but a padding batch uses what it uses.
         window.zero_filled = trained if ddp.find_unused_parameters else unfrozen
+        return reached
+
+    def _refuse_several_backwards(self) -> None:
+        if self._mesh.sizes.divisor > 1:
+            ((parameter, _),) = Counter(self.reached).most_common(1)
+            raise RuntimeError(
+                f"{self._reduced.get(parameter)} gets gradients of several backwards within one backward of"
+                " the strategy, as a hook computes them that runs a backward for each chunk of a batch"
+                " (GradCache), or reentrant checkpoints of one module. DistributedDataParallel averages the"
+                " first of them alone over ranks. Pass data_parallel='fsdp2', which averages all of them."
+            )
 
     def _check_is_complete(self) -> None:
         try:

@@ -179,7 +179,8 @@ class FSDP2Engine(Engine):
             if not self._module.automatic_optimization or self.mesh.sizes.expert > 1:
                 # Before backwards in the step that are not the strategy's, which are refused within a
                 # window, and wherever they reach spread experts.
-                self.sync.watch()
+                self.sync.gather_once()
+                self.sync.track({p for p in self._module.parameters() if p.requires_grad})
             if self.mesh.tensor_group is not None:
                 tensor_parallel.check_same_batch(
                     batch, self.mesh.tensor_group, self.device, "tensor-parallel"

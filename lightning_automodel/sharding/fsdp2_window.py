@@ -111,7 +111,8 @@ class FSDP2Window(GradSync):
         self._has_two_dtypes = True  # until units are gathered
         params = [param for group in self._groups for param in group.fsdp_params]
         self._experts = {p.sharded_param for p in params if num_expert_ranks(p.sharded_param) > 1}
-        self._unwatched = {param.sharded_param for param in params}
+        self._params = {param.sharded_param: param for param in params}
+        self._shard_of: dict[nn.Parameter, nn.Parameter] = {}  # by where autograd accumulates its gradient
         self._bypassed: list[str] = []
         self._register_hooks()
         self._enter(Phase.HOOKS)
@@ -169,41 +170,35 @@ class FSDP2Window(GradSync):
             self._flags.restore(fsdp2.RESHARDING)
 
     def gather_once(self) -> None:
-        """Gather the units that have never been. A collective, if there are any; only the first call looks for them.
+        """Gather the units that have never been. A collective, if there are any.
 
         A unit that is first used in the last micro-batch of a window would lack the unsharded parameter that
         FSDP2 accumulates into.
         """
-        if not self._has_gathered:
-            self._has_two_dtypes = any(map(fsdp2.has_two_gradient_dtypes, self._groups))
-            for unit in self.units:
-                if not all(map(fsdp2.was_unsharded, fsdp2.param_groups(unit))):
-                    unit.unshard()
-                    unit.reshard()
-                self._gathered.adopt(unit)
-            self._has_gathered = True
+        self._has_gathered = True
+        self._has_two_dtypes = any(map(fsdp2.has_two_gradient_dtypes, self._groups))
+        for unit in self.units:
+            if not all(map(fsdp2.was_unsharded, fsdp2.param_groups(unit))):
+                unit.unshard()
+                unit.reshard()
+            self._gathered.adopt(unit)
 
-    def watch(self) -> None:
-        """Note from now on which parameters backwards use, and which shards autograd reaches, past FSDP2.
-
-        Called before each backward, since parameters may be unfrozen. The first call is a collective if some
-        units have not been gathered.
-        """
-        self.gather_once()
+    @override
+    def _watch(self, parameter: nn.Parameter) -> None:
+        """See the base class. Also notes whether autograd reaches the shard itself, past FSDP2."""
+        param = self._params.get(parameter)
+        if param is None:
+            super()._watch(parameter)
+            return
+        leaf = param.unsharded_param  # the same from the first all-gather on
+        leaf.requires_grad = True  # as the next all-gather sets it
+        self._shard_of[leaf] = parameter
+        super()._watch(leaf)
         with plain_access():
-            if not any(shard.requires_grad for shard in self._unwatched):
-                return
-            for param in (param for group in self._groups for param in group.fsdp_params):
-                shard = param.sharded_param
-                if shard in self._unwatched and shard.requires_grad:
-                    self._unwatched.remove(shard)
-                    leaf = param.unsharded_param  # the same from the first all-gather on
-                    leaf.requires_grad = True  # as the next all-gather sets it
-                    self.track(shard, leaf)
-                    if shard in self._experts:
-                        self._hooks.append(leaf.register_hook(self._check_gradient_of_experts))
-                    # FSDP2 writes gradients of shards itself, past their hooks.
-                    self._hooks.append(shard.register_hook(partial(self._note_bypass, shard)))
+            if parameter in self._experts:
+                self._hooks.append(leaf.register_hook(self._check_gradient_of_experts))
+            # FSDP2 writes gradients of shards itself, past their hooks.
+            self._hooks.append(parameter.register_hook(partial(self._note_bypass, parameter)))
 
     def _check_gradient_of_experts(self, _: Tensor) -> None:
         if self.window is None:
@@ -211,7 +206,7 @@ class FSDP2Window(GradSync):
 
     def _note_bypass(self, shard: Any, _: Tensor) -> None:
         if self.window is not None:
-            self.window.reached.add(shard)
+            self.reached.append(shard)
             self._bypassed.append(shard.parameter_name)
 
     @override
@@ -315,10 +310,10 @@ class FSDP2Window(GradSync):
                     unit.unshard()
         self._retained = []
         self._enter(Phase.FORWARD)
-        if self._unwatched or not self._has_gathered:
-            self.watch()
-        for parameter in window.trained - self._tracked.keys():  # plain ones
-            self.track(parameter, parameter)
+        if not self._has_gathered:
+            self.gather_once()
+        if not window.trained <= self._tracked:
+            self.track(window.trained)
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self._reduce(Reductions.ALL if window.ends else deferred[self._defer])
         ran = fsdp2.forward_order(self._groups)
@@ -337,8 +332,9 @@ class FSDP2Window(GradSync):
                 fsdp2.zero_missing_gradients(group, window.frozen)
 
     @override
-    def reduce(self, window: Window) -> None:
+    def reduce(self, window: Window) -> set[nn.Parameter]:
         """See the base class. Raises if the backward has bypassed FSDP2."""
+        reached = set(map(self._shard_of.get, self.reached, self.reached))  # plain parameters are their own
         if self._bypassed:
             raise RuntimeError(
                 f"{', '.join(self._bypassed[:3])}: {len(self._bypassed)} parameters that FSDP2 shards got a"
@@ -351,7 +347,7 @@ class FSDP2Window(GradSync):
                 " is gathered during all of training_step."
             )
         if not window.ends:
-            return
+            return reached
         for root, groups in self._roots.items():
             fsdp2.reduce_deferred_gradients(root, groups)
         trained = [parameter for parameter in window.final if parameter in window.trained]
@@ -361,6 +357,7 @@ class FSDP2Window(GradSync):
         if self._experts:
             rescale_clip.share_experts_gradients_([p for p in trained if p in self._experts])
         window.zero_filled = trained
+        return reached
 
     @override
     def keep(self, window: Window) -> None:

@@ -35,6 +35,7 @@ class Training:
         self.model = Holder(layout)
         initialise_fsdp2(self.model, dist.get_world_size())
         shard_parameters(self.model, accept_hooks=False)
+        self.shards = set(self.model.parameters())
         self.sync = FSDP2Window(self.model, defer, retain)
 
     def micro_batch(
@@ -51,12 +52,13 @@ class Training:
             loss = _loss(self.model.inner["net"], features, forward)
             if fail:
                 loss.register_hook(_raise)
-            window = Window(None, [], None, torch.zeros(3), ends=is_last)
+            window = Window(None, [], None, torch.zeros(3), trained=self.shards, ends=is_last)
             self.sync.window = window
             try:
                 self.sync.begin(window, loss)
                 loss.backward()
                 self.sync.reduce(window)
+                self.sync.reached.clear()
                 self.sync.keep(window)
             finally:
                 self.sync.window = None
@@ -107,6 +109,7 @@ def _abandon(layout: str, defer: Deferral, retain: bool, how: str) -> dict[str, 
     if how == "exception":
         with pytest.raises(KeyError):
             training.micro_batch(1, is_last=True, fail=True)
+        training.sync.reached.clear()
         training.sync.recover()
         training.model.zero_grad()
     else:
@@ -128,6 +131,7 @@ def _keep_what_stood_before() -> dict[str, Tensor]:
     training.window(0)
     with pytest.raises(KeyError):
         training.micro_batch(1, is_last=True, fail=True)
+    training.sync.reached.clear()
     training.sync.recover()
     return training.gradients()
 
