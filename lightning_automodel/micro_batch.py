@@ -13,7 +13,7 @@ from lightning_automodel.advice import Advice
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.grad_sync import PLAIN_BACKWARD
+from lightning_automodel.gradients.engine import PLAIN_BACKWARD, Engine
 from lightning_automodel.gradients.loss_weights import NUM_LOOKS
 from lightning_automodel.gradients.token_loss import Count, check_range, sums_of
 from lightning_automodel.gradients.windows import GradientWindows
@@ -21,7 +21,6 @@ from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.sharding import checks
-from lightning_automodel.sharding.engine import Engine
 
 NESTED_BACKWARD = (
     "manual_backward was called within a backward of the strategy, by a hook of autograd. Call"
@@ -109,9 +108,9 @@ class MicroBatches:
             checks.raise_explanation(error, self.module)
             raise
         if not self.module.automatic_optimization:
-            self.engine.sync.end_step()
+            self.engine.end_step()
         elif self._has_hooks_before_backward:
-            self.engine.sync.end_forward()
+            self.engine.end_forward()
         if self.module.automatic_optimization and output is not None:
             self._step.output = output
         else:
@@ -137,7 +136,7 @@ class MicroBatches:
                 " accumulate_grad_batches=1."
             )
         try:
-            with self.engine.sync.micro_batch(is_last):
+            with self.engine.micro_batch(is_last):
                 yield
         except RuntimeError as error:
             checks.raise_explanation(error, self.module)
@@ -150,8 +149,8 @@ class MicroBatches:
     ) -> Tensor:
         """See :meth:`AutomodelStrategy.backward`. When the last backward of a window returns, ``.grad`` is final."""
         windows = self.windows
-        sync = self.engine.sync
-        if sync.window is not None:
+        engine = self.engine
+        if engine.window is not None:
             raise RuntimeError(NESTED_BACKWARD)
         is_first_window = windows.last_step is None
         if optimizer is not None and not windows.unfinished:
@@ -173,27 +172,27 @@ class MicroBatches:
         if self.inputs.is_filler:
             objective = objective * 0
             sums = None
-        if sync.reached:
-            sync.check_foreign()
+        if engine.reached:
+            engine.check_foreign()
         # The window's gradients alone stand in `.grad` during the backward: what stood there is set aside.
         with plain_access():
-            windows.start(window, sums, ends=sync.is_last is not False)
+            windows.start(window, sums, ends=engine.is_last is not False)
         try:
-            sync.begin(window, loss)
+            engine.begin(window, loss)
             if objective.requires_grad:
                 torch_internals.when_backward_ends(objective, self._finish)
             with self._recomputing():
                 self.plugin.backward(objective, self.module, optimizer, *args, **kwargs)
             self._finish()  # unless it has: the module's own `backward` may have run that of another loss
-            if sync.window is not None:
+            if engine.window is not None:
                 raise RuntimeError(NO_BACKWARD)
-            if sync.reached:
-                sync.check_foreign()
+            if engine.reached:
+                engine.check_foreign()
         except BaseException as error:
             windows.abandon(error)
             checks.raise_explanation(error, self.module)
             raise
-        sync.refusal = None if window.ends else PLAIN_BACKWARD
+        engine.refusal = None if window.ends else PLAIN_BACKWARD
         if is_first_window and windows.last_step is not None:
             self.advice.about_first_window(windows.last_step)
         if window.is_padding and self.module.automatic_optimization:
@@ -202,7 +201,7 @@ class MicroBatches:
             return self.plugin.post_backward(loss, self.module)  # the hooks, which find shards
         finally:
             if not self.module.automatic_optimization:
-                sync.start_step()  # which goes on
+                engine.go_on()  # which goes on
 
     def _finish(self) -> None:
         """End the backward: if it ends its window, ``.grad`` is then final. Else it is what it was before.
@@ -210,15 +209,15 @@ class MicroBatches:
         A callback of autograd. What has run may be ``torch.autograd.grad``, which accumulates nothing.
         """
         windows = self.windows
-        sync = self.engine.sync
-        window = sync.window
-        if window is None or not sync.reached:
+        engine = self.engine
+        window = engine.window
+        if window is None or not engine.reached:
             return
-        reached = sync.reduce(window)
-        sync.reached.clear()
+        reached = engine.reduce(window)
+        engine.reached.clear()
         if not window.is_padding:
             window.used |= reached
-        sync.keep(window)
+        engine.keep(window)
         with plain_access():
             if window.ends:
                 # Now `.grad` of `window.final` holds the sum of S over ranks, divided by D.

@@ -24,6 +24,7 @@ from lightning_automodel.distributed.mesh import EXPERT, Placement
 from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
 from lightning_automodel.expert_parallel.spread import check_spread
 from lightning_automodel.failure import stop_iteration
+from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.learning_rates import check_learning_rates
 from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
@@ -38,7 +39,6 @@ from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import checks, meta_init, precision, tensor_parallel, units
 from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks, compile_blocks
 from lightning_automodel.sharding.ddp_engine import DDPEngine
-from lightning_automodel.sharding.engine import Engine
 from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
 from lightning_automodel.sharding.replaced import ModuleParameters
 from lightning_automodel.sharding.replicas import check_replicas
@@ -122,9 +122,9 @@ class TrainingRun:
         if self._mesh.sizes.expert > 1:
             spread_by_plan(module, self._mesh.mesh[EXPERT])
         check_spread(module, self._mesh.sizes.expert)
-        self.engine, self._policy = self._make_engine()
+        self.engine, self._policy = self._make_engine(fitting)
         self.patches.callback(self.engine.close)
-        self.model = self.engine.setup(module, fitting, self._give_values)
+        self.model = self.engine.model
         if fitting and self._may_accumulate():
             self.advice.about_deferral(self.engine.describe())
         self.parameters.note_distributed()
@@ -143,7 +143,7 @@ class TrainingRun:
         scaler = precision.enabled_scaler(self.plugin)
         scaling = LossScaling(scaler, in_float16, mesh, self.device, options.is_sharded, self.patches)
         parameters = list(module.parameters())
-        self.windows = GradientWindows(self.engine.sync, weighting, scaling, self._placement, parameters)
+        self.windows = GradientWindows(self.engine, weighting, scaling, self._placement, parameters)
         whole = WholeSteps(self.device, options.optimizer_step)
         self.steps = OptimizerSteps(
             self.windows, options, whole, self.advice.say_once, self.parameters.check_optimizer
@@ -173,13 +173,13 @@ class TrainingRun:
             count_label_tokens=count_samples if options.count == "samples" else options.count_label_tokens,
         )
 
-    def _make_engine(self) -> tuple[Engine, MixedPrecisionPolicy | None]:
-        """The engine, and the policy of units that this strategy makes."""
+    def _make_engine(self, fitting: bool) -> tuple[Engine, MixedPrecisionPolicy | None]:
+        """The engine, which distributes the module, and the policy of units that this strategy makes."""
         module = self.module
         options = self._options
         self.advice.about_master_weights(str(self.plugin.precision), module)
         if not self._options.is_sharded:
-            return DDPEngine(self._mesh, self.device, options), None
+            return DDPEngine(module, self._placement, options, fitting, self._give_values), None
         policy = precision.resolve_policy(self.plugin, options.mp_policy, module.parameters())
         has_foreign_policy = units.is_sharded(module) and not precision.is_applied(policy, module)
         computed_in = precision.unit_dtypes(module) - {policy.param_dtype}
@@ -191,7 +191,7 @@ class TrainingRun:
             self.advice.say_once(
                 f"{option} has no effect on a model that was sharded before, with another policy."
             )
-        engine = FSDP2Engine(self._mesh, self.device, options, self._placement.local_ranks, policy)
+        engine = FSDP2Engine(module, self._placement, options, policy, self._give_values)
         return engine, None if has_foreign_policy else policy
 
     def _give_values(self) -> None:
@@ -233,7 +233,7 @@ class TrainingRun:
 
     def watch_module(self) -> None:
         """Watch ``module.zero_grad`` and toggling; refuse early hooks."""
-        self.steps.watch_module(self.module, self.patches, self.engine.sync.toggled)
+        self.steps.watch_module(self.module, self.patches, self.engine.toggled)
         if not self.module.automatic_optimization:
             zero = self.module.on_validation_model_zero_grad
             self.patches.set(
@@ -303,7 +303,7 @@ class TrainingRun:
 
     def release_gathered(self) -> None:
         """Free gathered parameters, since weights may be written next. Not a collective."""
-        self.engine.sync.release()
+        self.engine.release()
 
     def evaluation_step(
         self, step: Callable[..., Any], begin: Callable[[], bool], *args: Any, **kwargs: Any
@@ -377,7 +377,7 @@ class TrainingRun:
         """Clean up after an exception: drop open windows and the data of the current step."""
         self.micro_batches.reset()
         self.steps.whole.abandon()
-        self.engine.sync.recover()
+        self.engine.recover()
 
     def close(self) -> None:
         """Drop open windows, restore all patches, and release the model. Calling it again does nothing."""

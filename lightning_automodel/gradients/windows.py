@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.gradients import rescale_clip
+from lightning_automodel.gradients.engine import SECOND_BACKWARD, Engine, Window
 from lightning_automodel.gradients.grad_scaling import LossScaling
-from lightning_automodel.gradients.grad_sync import SECOND_BACKWARD, GradSync, Window
 from lightning_automodel.gradients.token_loss import (
     Count,
     StepReport,
@@ -60,7 +60,7 @@ class GradientWindows:
 
     def __init__(
         self,
-        sync: GradSync,
+        engine: Engine,
         weighting: TokenWeighting,
         scaling: LossScaling,
         placement: Placement,
@@ -75,7 +75,7 @@ class GradientWindows:
         self.mesh = placement.mesh
         self.divisor = placement.mesh.sizes.divisor
         self.parameters = parameters
-        self._sync = sync
+        self._engine = engine
         self.device = placement.device
         self._group = placement.mesh.group
         self.unfinished: dict[Optimizer | None, Window] = {}  # the windows that have begun and not ended
@@ -90,13 +90,15 @@ class GradientWindows:
     @property
     def unsynchronised(self) -> set[nn.Parameter]:
         """Parameters that may have gradients of a plain ``loss.backward()``, which the engine has not averaged."""
-        self._sync.check_foreign()
-        return {parameter for parameter in self._sync.unsynchronised if GRAD.__get__(parameter) is not None}
+        self._engine.check_foreign()
+        return {
+            parameter for parameter in self._engine.unsynchronised if GRAD.__get__(parameter) is not None
+        }
 
     @property
     def in_backward(self) -> bool:
         """Whether a backward of the strategy runs, until its gradients stand in ``.grad``."""
-        return self._sync.window is not None
+        return self._engine.window is not None
 
     def use_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Let windows without toggling end with a step of all of these."""
@@ -114,8 +116,8 @@ class GradientWindows:
         """Drop the gradients that open windows hold for these parameters, which have been zeroed."""
         self.num_resets += 1
         dropped = set(parameters)
-        self._sync.check_foreign()
-        self._sync.unsynchronised -= dropped
+        self._engine.check_foreign()
+        self._engine.unsynchronised -= dropped
         if all(window.owned.isdisjoint(dropped) for window in self.unfinished.values()):
             return
         for window in self.unfinished.values():
@@ -129,7 +131,7 @@ class GradientWindows:
             return
         for parameter in dropped:
             self._accumulated.pop(parameter, None)
-        self._sync.discard(dropped)
+        self._engine.discard(dropped)
 
     def reset(self) -> None:
         """Drop all windows and their gradients: a run begins or ends, or something has failed."""
@@ -142,14 +144,14 @@ class GradientWindows:
     def _forget(self) -> None:
         """Drop what is held for windows, of which none is open any more."""
         self._accumulated.clear()
-        self._sync.reached.clear()
-        self._sync.refusal = None
-        self._sync.discard()
+        self._engine.reached.clear()
+        self._engine.refusal = None
+        self._engine.discard()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Start a new report: the optimizer has stepped, or a gradient scaler has skipped its step."""
         self.num_resets += 1
-        self._sync.stepped()
+        self._engine.stepped()
         self.since_step.pop(optimizer, None)
         self.measured.discard(optimizer)
         self.scaling.stepped(optimizer)
@@ -253,13 +255,13 @@ class GradientWindows:
                 window.frozen.add(parameter)
             gradient = GRAD.__get__(parameter)
             if gradient is not None:
-                reuses = self._sync.reuses_gradients
+                reuses = self._engine.reuses_gradients
                 self._set_aside[parameter] = gradient.clone() if reuses else gradient
                 GRAD.__set__(parameter, None)
         for parameter, part in self._accumulated.items():
             GRAD.__set__(parameter, part)
         self._accumulated = {}
-        self._sync.window = window
+        self._engine.window = window
 
     def sum_over_ranks(self, window: Window) -> Tensor:
         """[3] the window's sums over all ranks; drops the gradients of parameters that no rank has used in it.
@@ -330,20 +332,20 @@ class GradientWindows:
         self._set_aside = {}
         try:
             self.reset()
-            self._sync.recover()
+            self._engine.recover()
         except Exception as later:
             # A device that has failed raises in each later call: the first error is the cause.
             error.add_note(f"Dropping the window raised {type(later).__name__} too.")
         finally:
-            self._sync.window = None
+            self._engine.window = None
 
     def put_back(self, window: Window) -> None:
         """Add final gradients to older ones; keep the others for their windows, and put ``.grad`` back."""
         are_final = set(window.final)
         older = self._set_aside
         self._set_aside = {}
-        self._sync.window = None
-        self._sync.refusal = SECOND_BACKWARD
+        self._engine.window = None
+        self._engine.refusal = SECOND_BACKWARD
         for parameter in self.parameters:
             part = GRAD.__get__(parameter)
             before = older.get(parameter)

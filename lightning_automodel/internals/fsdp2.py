@@ -76,7 +76,8 @@ def detach_forward_hooks(root: FSDPModule) -> tuple[Callable[..., Any], Callable
 
 
 REDUCTIONS = ("reduce_grads", "all_reduce_grads", "reduce_scatter_unused_params")
-"""What a group does with the gradients of a backward."""
+"""Whether a group reduce-scatters the gradients of a backward, all-reduces them across replicas, and sends zeros for
+parameters that were not used."""
 
 
 RESHARDING = ("reshard_after_backward", "post_forward_mesh_info")
@@ -95,44 +96,32 @@ def flags_restored(units: Iterable[FSDPModule], names: tuple[str, ...]) -> Itera
             setattr(group, name, value)
 
 
-class UnitFlags:
-    """What FSDP2 does with gradients and with gathered parameters of ``units``, and what it did before."""
+class GroupFlags:
+    """What groups do with gradients and with gathered parameters, and what they did before."""
 
-    def __init__(self, units: Iterable[FSDPModule]) -> None:
-        self._units = list(units)
-        groups = [group for unit in self._units for group in param_groups(unit)]
+    def __init__(self, groups: Iterable[FSDPParamGroup]) -> None:
         names = (*REDUCTIONS, *RESHARDING)
-        self._before = [(group, name, getattr(group, name)) for group in groups for name in names]
+        self._before = {group: {name: getattr(group, name) for name in names} for group in groups}
 
-    def reduce(self, scatters: bool, reduces_all: bool, sends_unused: bool) -> None:
-        """Let backwards reduce-scatter, all-reduce across replicas, and send zeros for unused parameters."""
-        for unit in self._units:
-            unit.set_requires_gradient_sync(scatters, recurse=False)
-            unit.set_requires_all_reduce(reduces_all, recurse=False)
-            unit.set_reduce_scatter_unused_params(sends_unused, recurse=False)
+    def reduce(self, *flags: bool) -> None:
+        """Set ``REDUCTIONS``."""
+        for group in self._before:
+            for name, flag in zip(REDUCTIONS, flags, strict=True):
+                setattr(group, name, flag)
 
     def reshard(self, always: bool) -> None:
         """Let every forward and backward free what it has gathered, or none."""
-        for unit in self._units:
-            unit.set_reshard_after_forward(always, recurse=False)
-            unit.set_reshard_after_backward(always, recurse=False)
+        for group in self._before:
+            group.reshard_after_backward = always
+            group.post_forward_mesh_info = None
+            if always:
+                group.post_forward_mesh_info = group.mesh_info
 
     def restore(self, names: tuple[str, ...] = (*REDUCTIONS, *RESHARDING)) -> None:
         """Set flags as they were."""
-        for group, name, value in self._before:
-            if name in names:
-                setattr(group, name, value)
-
-
-def unsharded(units: Iterable[FSDPModule]) -> list[FSDPModule]:
-    """Those of ``units`` whose modules hold unsharded parameters at the moment."""
-    return [unit for unit in units if any(group.is_unsharded for group in param_groups(unit))]
-
-
-def show_trainable(unit: FSDPModule) -> None:
-    """Give the unsharded parameters of ``unit`` the ``requires_grad`` of the shards, as the next all-gather would."""
-    for param in (param for group in param_groups(unit) for param in group.fsdp_params):
-        param.unsharded_param.requires_grad_(param.sharded_param.requires_grad)
+        for group, flags in self._before.items():
+            for name in names:
+                setattr(group, name, flags[name])
 
 
 def gathering(units: Iterable[FSDPModule]) -> list[FSDPModule]:
@@ -142,10 +131,9 @@ def gathering(units: Iterable[FSDPModule]) -> list[FSDPModule]:
     ]
 
 
-def forward_order(groups: Iterable[FSDPParamGroup]) -> list[FSDPParamGroup]:
-    """Those of ``groups`` whose forwards have run since the last backward, each once, in their order."""
-    shared_by_a_root = dict.fromkeys(group.comm_ctx for group in groups)
-    return list(dict.fromkeys(group for context in shared_by_a_root for group in context.post_forward_order))
+def forward_order(of_roots: Iterable[FSDPParamGroup]) -> list[FSDPParamGroup]:
+    """The groups whose forwards have run since the last backward, in their order, given one group of each root."""
+    return [group for of_root in of_roots for group in of_root.comm_ctx.post_forward_order]
 
 
 def unsharded_numel(param: FSDPParam) -> int:

@@ -1,9 +1,9 @@
 """Private names of FSDP2's all-gathers: when parameters are gathered, and where they stay."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from operator import attrgetter
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,31 +11,20 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_automodel.internals.fsdp2 import FSDPParam, FSDPParamGroup, param_groups
+from lightning_automodel.internals.dtensor import plain_access
+from lightning_automodel.internals.fsdp2 import FSDPParam, FSDPParamGroup, gathering, param_groups
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import local_tensor, set_local_tensor
 
+Substitute: TypeAlias = tuple[nn.Module, str, Tensor]
 
-def forget_background_gather(unit: FSDPModule) -> None:
-    """Never wait for a running CPU all-gather of ``unit``: a rank that has failed may not join it."""
-    for group in param_groups(unit):
-        if group.device.type == "cpu":
-            group._all_gather_result = None
+_IS_SHARDED = attrgetter("is_sharded")
+_IS_UNSHARDED = attrgetter("is_unsharded")
 
 
 def set_background_gathers(root: FSDPModule, is_on: bool) -> None:
     """Set whether all-gathers at or below ``root`` are asynchronous: on a CPU, synchronous ones block the thread."""
     root._set_unshard_async_op(is_on)
-
-
-def unshard(units: Iterable[FSDPModule]) -> None:
-    """Gather ``units``, outside of inference mode.
-
-    The first gather makes tensors that later ones write to, which training could not if they were inference tensors.
-    """
-    with torch.inference_mode(False), torch.no_grad():
-        for unit in units:
-            unit.unshard()
 
 
 def note_all_gathers(unit: FSDPModule, note: Callable[[], None], patches: PatchStack) -> None:
@@ -50,69 +39,150 @@ def note_all_gathers(unit: FSDPModule, note: Callable[[], None], patches: PatchS
         patches.set(group, "unshard", partial(noting, group, group.unshard))
 
 
-class Place(NamedTuple):
-    """A module that holds a parameter, and its name there."""
+class Unit:
+    """One FSDP2 unit, whose parameters are gathered together.
 
-    module: nn.Module
-    name: str
-    param: FSDPParam
-
-
-def places_of(unit: FSDPModule, params: Iterable[FSDPParam]) -> list[Place]:
-    """Where the modules of ``unit`` hold these parameters; several places where they share one."""
-    param_of = {param.sharded_param: param for param in params}
-    return [
-        Place(module, name, param_of[shard])
-        for module in cast(nn.Module, unit).modules()
-        for name, shard in module.named_parameters(recurse=False)
-        if shard in param_of
-    ]
-
-
-def substitutes_in(places: list[Place]) -> list[tuple[Place, Tensor]]:
-    """The tensors that stand where modules would have parameters, for one forward (``torch.func.functional_call``)."""
-    substitutes: list[tuple[Place, Tensor]] = []
-    for place in places:
-        tensor = place.module._parameters[place.name]
-        param = place.param
-        if (
-            tensor is None
-            or tensor is param.sharded_param
-            or tensor is getattr(param, "unsharded_param", None)
-        ):
-            continue
-        if tensor is not getattr(param, "_sharded_post_forward_param", None):
-            substitutes.append((place, tensor))
-    return substitutes
-
-
-def show(places: list[Place], substitutes: list[tuple[Place, Tensor]]) -> None:
-    """Let the modules of a gathered unit have its gathered parameters, or what stands in their place.
-
-    After a forward that has gathered them, ``functional_call`` puts back the shards.
+    Attributes:
+        module: The unit; of several modules that share one, the first.
+        groups: What FSDP2 communicates at once: one group, unless parameters are sharded over several meshes.
+        params: What FSDP2 knows of each of its parameters.
+        is_hidden: Whether its modules show shards, while the memory of what was gathered is kept.
     """
-    for place in places:
-        if place.module._parameters[place.name] is place.param.sharded_param:
-            place.module._parameters[place.name] = place.param.unsharded_param
-    for place, tensor in substitutes:
-        place.module._parameters[place.name] = cast(nn.Parameter, tensor)  # or any tensor
+
+    def __init__(self, module: FSDPModule) -> None:
+        self.module: Any = module
+        self.groups = param_groups(module)
+        self.params = [param for group in self.groups for param in group.fsdp_params]
+        self.is_hidden = False
+        param_of = {param.sharded_param: param for param in self.params}
+        holders = dict.fromkeys(h for group in self.groups for root in group.modules for h in root.modules())
+        # Where modules hold them: in several places if they share one.
+        self._places = [
+            (holder, name, param_of[shard])
+            for holder in holders
+            for name, shard in holder._parameters.items()
+            if shard in param_of
+        ]
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether its modules show gathered parameters."""
+        return any(map(_IS_UNSHARDED, self.groups))
+
+    def gather(self) -> None:
+        """Gather its parameters, unless they are. A collective if not."""
+        gather(self.module)
+
+    def gather_again(self) -> None:
+        """Free what was gathered, and gather the shards as they are now, also within a forward. A collective."""
+        self._show("SHARDED", "sharded_param")
+        self.gather()
+
+    def hide(self) -> None:
+        """Let modules show shards, and keep the memory of what was gathered."""
+        self._show("SHARDED", "sharded_param")
+        self.is_hidden = True
+
+    def _show(self, state: str, shown: str) -> None:
+        for group in self.groups:
+            group._sharded_state = type(group._sharded_state)[state]
+        for param in self.params:
+            param.sharded_state = type(param.sharded_state)[state]
+        for holder, name, param in self._places:
+            if cast(Any, type(holder)).__setattr__ is nn.Module.__setattr__:
+                holder._parameters[name] = getattr(param, shown)
+            else:  # as recurrent layers have
+                setattr(holder, name, getattr(param, shown))
+
+    def show(self) -> bool:
+        """Undo :meth:`hide`. False if it was not called, or if a forward has freed what was kept."""
+        is_kept = (
+            self.is_hidden and all(map(_IS_SHARDED, self.groups)) and all(map(_has_memory, self.groups))
+        )
+        self.is_hidden = False
+        if is_kept:
+            self._show("UNSHARDED", "unsharded_param")
+            self.show_trainable()
+        return is_kept
+
+    def free(self) -> None:
+        """Free what was gathered, also what is kept, and by a prefetch whose forward did not come.
+
+        FSDP2 would use prefetched parameters at the unit's next forward, when the weights may have changed.
+        """
+        if self.is_hidden:
+            self.is_hidden = False
+            for param in self.params:
+                param.free_unsharded_param()
+        free(self.module)
+
+    def forget_background_gather(self) -> None:
+        """Never wait for a running all-gather on a CPU: a rank that has failed may not join it."""
+        for group in self.groups:
+            if group.device.type == "cpu":
+                group._all_gather_result = None
+
+    def show_trainable(self) -> None:
+        """Give gathered parameters the ``requires_grad`` of the shards, as the next gather would."""
+        with plain_access():
+            for param in self.params:
+                param.unsharded_param.requires_grad_(param.sharded_param.requires_grad)
+
+    def substitutes(self) -> list[Substitute]:
+        """The tensors that stand where modules have parameters, for one forward (``torch.func.functional_call``)."""
+        found: list[Substitute] = []
+        for holder, name, param in self._places:
+            tensor = holder._parameters[name]
+            if (
+                tensor is param.sharded_param
+                or tensor is None
+                or tensor is getattr(param, "unsharded_param", None)
+            ):
+                continue
+            if tensor is not getattr(param, "_sharded_post_forward_param", None):
+                found.append((holder, name, tensor))
+        return found
+
+    def place(self, substitutes: list[Substitute]) -> None:
+        """Let modules have the gathered parameters, or what stands in their place.
+
+        After a forward that has gathered them, ``functional_call`` puts back the shards.
+        """
+        for holder, name, param in self._places:
+            if holder._parameters[name] is param.sharded_param:
+                holder._parameters[name] = param.unsharded_param
+        for holder, name, tensor in substitutes:
+            holder._parameters[name] = cast(nn.Parameter, tensor)  # or any tensor
+
+    def after_state_dicts(self, hook: Callable[..., None]) -> list[RemovableHandle]:
+        """Call ``hook`` after a state dict of its modules was made or loaded, for which FSDP2 shows shards."""
+        handles: list[RemovableHandle] = []
+        for holder in {holder for holder, _, _ in self._places}:
+            handles.append(holder.register_state_dict_post_hook(hook))
+            handles.append(holder.register_load_state_dict_post_hook(hook))
+        return handles
 
 
-def gather_again(unit: FSDPModule) -> None:
-    """Free what a unit has gathered, and gather its shards again. ``unit.reshard()`` does not, within its forward."""
-    for group in param_groups(unit):
-        group._to_sharded()
-    unit.unshard()
+def _has_memory(group: FSDPParamGroup) -> bool:
+    """Whether what a group has gathered is kept. FSDP2 frees all of a group at once."""
+    gathered = (tensor for param in group.fsdp_params for tensor in param.all_gather_outputs)
+    return any(tensor.untyped_storage().size() > 0 for tensor in gathered)
 
 
-def after_state_dicts(unit: FSDPModule, hook: Callable[..., None]) -> list[RemovableHandle]:
-    """Call ``hook`` after a state dict of modules of ``unit`` was made or loaded, for which FSDP2 shows shards."""
-    handles: list[RemovableHandle] = []
-    params = [param for group in param_groups(unit) for param in group.fsdp_params]
-    for module in {place.module for place in places_of(unit, params)}:
-        handles.append(module.register_state_dict_post_hook(hook))
-        handles.append(module.register_load_state_dict_post_hook(hook))
-    return handles
+def gather(unit: FSDPModule) -> None:
+    """Gather the parameters of ``unit``, unless they are. A collective if not.
+
+    The first gather makes tensors that later ones write to, which training could not if they were inference tensors.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        unit.unshard()
+
+
+def free(unit: FSDPModule) -> None:
+    """Free what ``unit`` has gathered, also by a prefetch whose forward did not come."""
+    if gathering([unit]):
+        unit.unshard()
+    unit.reshard()
 
 
 def move_shard(shard: DTensor, param: FSDPParam, local: Tensor) -> bool:
@@ -136,35 +206,3 @@ def own_slice(param: FSDPParam) -> Tensor:
     else:
         length = 0
     return whole.narrow(dim, min(start, whole.size(dim)), length)
-
-
-@contextmanager
-def keeping_storage(unit: FSDPModule) -> Iterator[None]:
-    """Context in which resharding ``unit`` does not free the memory of its unsharded parameters."""
-    if hasattr(unit, "set_keep_unsharded_storage"):
-        unit.set_keep_unsharded_storage(True, recurse=False)
-        try:
-            yield
-        finally:
-            unit.set_keep_unsharded_storage(False, recurse=False)
-        return
-    params = [param for group in param_groups(unit) for param in group.fsdp_params]  # before torch 2.15
-    for param in params:
-        param.free_unsharded_param = lambda: None
-    try:
-        yield
-    finally:
-        for param in params:
-            del param.free_unsharded_param
-
-
-def show_kept_storage(unit: FSDPModule) -> bool:
-    """Unshard without an all-gather; False if a forward has freed what was kept."""
-    groups = param_groups(unit)
-    gathered = [t for group in groups for param in group.fsdp_params for t in param.all_gather_outputs]
-    is_kept = all(t.untyped_storage().size() > 0 or t.numel() == 0 for t in gathered)
-    if not is_kept or not all(group.is_sharded for group in groups):
-        return False
-    for group in groups:
-        group._to_unsharded()
-    return True

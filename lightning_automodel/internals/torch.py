@@ -174,6 +174,10 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 """Autograd's version counter of a tensor: every in-place write but through ``.data`` counts."""
 
 
+version_and_use: Callable[[Tensor], tuple[int, bool]] = attrgetter("_version", "requires_grad")
+"""That, and whether the tensor requires gradients."""
+
+
 def versions(tensors: Iterable[Tensor]) -> list[int]:
     """The version counters of these tensors; 0 for those of inference mode, which have none."""
     tensors = list(tensors)

@@ -23,7 +23,6 @@ from lightning_automodel.distributed.mesh import (
 from lightning_automodel.internals import fsdp2, fsdp2_gathers
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.sharding.gathers import reshard
 from lightning_automodel.sharding.precision import OutermostCall, cast_around, step_policy, unit_policy
 from lightning_automodel.sharding.quantized import has_parts
 from lightning_automodel.sharding.units import (
@@ -133,13 +132,14 @@ def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module], head: nn
 
     def run(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            fsdp2_gathers.unshard(whole_step)
+            for unit in whole_step:
+                fsdp2_gathers.gather(unit)
             args, kwargs = before(root, args, kwargs)
             with fsdp2.flags_restored([root], fsdp2.RESHARDING):
                 root.set_reshard_after_backward(False, recurse=False)
                 output = method(*args, **kwargs)
-            for unit in fsdp2.gathering(units):
-                reshard(unit)  # prefetched, and not used
+            for prefetched in fsdp2.gathering(units):
+                fsdp2_gathers.free(prefetched)  # and not used
             return after(root, args, output)
         finally:
             # No backward will free the gathered parameters, and they would be stale after the next optimizer

@@ -2,41 +2,99 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_automodel.distributed.mesh import RunMesh
+from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.grad_sync import GradSync, Window
+from lightning_automodel.gradients.engine import Engine, Window
 from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import apply, quantized, units
 from lightning_automodel.sharding.buffers import SharedBuffers
-from lightning_automodel.sharding.engine import Engine
 
 
-class DDPGradSync(GradSync):
-    """Lets DDP average gradients, and averages what it leaves out.
+class DDPEngine(Engine):
+    """The whole model on every rank. ``DistributedDataParallel`` averages gradients, and this what DDP leaves out.
 
-    ``starts_window`` says whether the newest backward has ended a window, so that the next forward begins
-    one.
+    Creating one is a collective over the world. ``fitting``: whether gradients will be needed. ``give_values``
+    initialises tensors without values.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, mesh: RunMesh) -> None:
+    _buffers: SharedBuffers | None = None  # unless its user wants none to be shared
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        placement: Placement,
+        options: StrategyOptions,
+        fitting: bool,
+        give_values: Callable[[], None],
+    ) -> None:
         super().__init__()
-        self._ddp = ddp
-        self._mesh = mesh
+        self._mesh = placement.mesh
+        # Whether the newest backward has ended a window, so that the next forward begins one.
+        self._starts_window = True
+        kwargs = options.ddp_kwargs or {}
+        self._check(module, kwargs)
+        give_values()
+        self.model = module
+        if not fitting:
+            apply.broadcast_states(module, self._mesh)
+            return
+        ddp = self._ddp = self._replicate(module, placement.device, kwargs)
+        self.model = ddp
+        hook = options.ddp_comm_hook
+        wrapper = options.ddp_comm_wrapper
+        if hook is not None:
+            ddp.register_comm_hook(options.ddp_comm_state, hook if wrapper is None else wrapper(hook))
         self.reuses_gradients = ddp.gradient_as_bucket_view
-        self.starts_window = True
         # DDP's messages number these parameters. It never reduces others, which were frozen at its set-up.
-        self._reduced = {p: name for name, p in ddp.module.named_parameters() if p.requires_grad}
+        self._reduced = {p: name for name, p in module.named_parameters() if p.requires_grad}
         self.track(set(self._reduced))
+        if ddp.forward_sync_buffers:
+            # Else DDP would broadcast them, without knowing where windows begin: not every forward is its own.
+            ddp.forward_sync_buffers = False
+            self._buffers = SharedBuffers(
+                module, self._mesh.group, placement.device, ddp.parameters_to_ignore
+            )
+
+    def _replicate(
+        self, module: pl.LightningModule, device: torch.device, kwargs: dict[str, Any]
+    ) -> DistributedDataParallel:
+        quantized.check_replicable(module)
+        if any(quantized.has_parts(parameter) for parameter in module.parameters()):
+            # To make parameters equal, DDP would flatten all of them into one plain tensor.
+            apply.broadcast_states(module, self._mesh)
+            kwargs = {**kwargs, "init_sync": False}
+        if device.type == "cpu":
+            device_ids = None
+        else:
+            device_ids = [device.index]
+        return DistributedDataParallel(
+            module, device_ids=device_ids, process_group=self._mesh.group, **kwargs
+        )
+
+    def _check(self, module: pl.LightningModule, kwargs: Mapping[str, Any]) -> None:
+        if units.is_sharded(module):
+            raise ValueError(
+                f"{units.class_name(module)} is already sharded by FSDP2, which data_parallel='ddp' cannot"
+                " replicate: pass data_parallel='fsdp2', or a module that was not sharded before."
+            )
+        if kwargs.get("static_graph") and not module.automatic_optimization:
+            raise ValueError(
+                "ddp_kwargs: static_graph=True works under automatic optimization alone: DDP learns the"
+                " graph from one backward for each training_step, and manual optimization may run any"
+                " number."
+            )
 
     @override
     @contextmanager
@@ -69,7 +127,7 @@ class DDPGradSync(GradSync):
         """
         ddp = self._ddp
         reached = set(self.reached)
-        self.starts_window = ddp.require_backward_grad_sync
+        self._starts_window = ddp.require_backward_grad_sync
         if ddp.require_backward_grad_sync and not ddp.static_graph:
             if len(reached) < len(self.reached):
                 self._refuse_several_backwards()
@@ -113,54 +171,14 @@ class DDPGradSync(GradSync):
 
     @override
     def recover(self) -> None:
-        self.starts_window = True
-
-
-class DDPEngine(Engine):
-    """The whole model on every rank, gradients averaged by ``DistributedDataParallel``."""
-
-    sync: DDPGradSync
-
-    @override
-    def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
-        if units.is_sharded(module):
-            raise ValueError(
-                f"{units.class_name(module)} is already sharded by FSDP2, which data_parallel='ddp' cannot"
-                " replicate: pass data_parallel='fsdp2', or a module that was not sharded before."
-            )
-        kwargs = self.options.ddp_kwargs or {}
-        if kwargs.get("static_graph") and not module.automatic_optimization:
-            raise ValueError(
-                "ddp_kwargs: static_graph=True works under automatic optimization alone: DDP learns the"
-                " graph from one backward for each training_step, and manual optimization may run any"
-                " number."
-            )
-        give_values()
-        if not fitting:
-            apply.broadcast_states(module, self.mesh)
-            return module
-        quantized.check_replicable(module)
-        if any(quantized.has_parts(parameter) for parameter in module.parameters()):
-            # To make parameters equal, DDP would flatten all of them into one plain tensor.
-            apply.broadcast_states(module, self.mesh)
-            kwargs = {**kwargs, "init_sync": False}
-        if self.device.type == "cpu":
-            device_ids = None
-        else:
-            device_ids = [self.device.index]
-        ddp = DistributedDataParallel(module, device_ids=device_ids, process_group=self.mesh.group, **kwargs)
-        hook = self.options.ddp_comm_hook
-        wrapper = self.options.ddp_comm_wrapper
-        if hook is not None:
-            ddp.register_comm_hook(self.options.ddp_comm_state, hook if wrapper is None else wrapper(hook))
-        self.sync = DDPGradSync(ddp, self.mesh)
-        if ddp.forward_sync_buffers:
-            # Else DDP would broadcast them, without knowing where windows begin: not every forward is its own.
-            ddp.forward_sync_buffers = False
-            self._buffers = SharedBuffers(module, self.mesh.group, self.device, ddp.parameters_to_ignore)
-        return ddp
+        self._starts_window = True
 
     @override
     def start_forward(self, batch: Any) -> None:
-        if self._buffers is not None and self.sync.starts_window:
+        if self._buffers is not None and self._starts_window:
             self._buffers.broadcast()
+
+    @override
+    def synchronize_buffers(self) -> None:
+        if self._buffers is not None:
+            self._buffers.synchronize()

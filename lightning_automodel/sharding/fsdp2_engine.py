@@ -6,13 +6,11 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_automodel.distributed.mesh import RunMesh, num_expert_ranks
+from lightning_automodel.distributed.mesh import Placement, num_expert_ranks
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import (
     apply,
@@ -24,37 +22,33 @@ from lightning_automodel.sharding import (
     units,
 )
 from lightning_automodel.sharding.buffers import SharedBuffers
-from lightning_automodel.sharding.engine import Engine
-from lightning_automodel.sharding.fsdp2_window import FSDP2Window
+from lightning_automodel.sharding.fsdp2_window import FSDP2Window, Phase
 from lightning_automodel.sharding.gathers import JoinedGathers, set_prefetch
 from lightning_automodel.sharding.shards import shard_parameters
 
 
-class FSDP2Engine(Engine):
+class FSDP2Engine(FSDP2Window):
     """Parameters, gradients and optimizer state sharded by FSDP2, over one group or over each replica (HSDP).
 
-    ``policy`` has the dtypes that units compute and reduce in; ``local_ranks`` share the memory of this
-    node.
+    Creating one is a collective over the world. ``policy`` has the dtypes that units compute and reduce in;
+    ``give_values`` initialises tensors without values, once they are sharded.
     """
-
-    sync: FSDP2Window
 
     def __init__(
         self,
-        mesh: RunMesh,
-        device: torch.device,
+        module: pl.LightningModule,
+        placement: Placement,
         options: StrategyOptions,
-        local_ranks: int,
         policy: MixedPrecisionPolicy,
+        give_values: Callable[[], None],
     ) -> None:
-        super().__init__(mesh, device, options)
+        self.mesh = placement.mesh
+        self.device = placement.device
+        self.options = options
         self._policy = policy
-        self._local_ranks = local_ranks
+        self._module: pl.LightningModule = module
         self._report: dict[str, Any] = {}
         self._is_first_batch = self._starts_window = True
-
-    @override
-    def setup(self, module: pl.LightningModule, fitting: bool, give_values: Callable[[], None]) -> nn.Module:
         with apply.attributes_kept(module):
             self._shard(module)
         give_values()
@@ -64,21 +58,18 @@ class FSDP2Engine(Engine):
         if self.mesh.sizes.expert > 1:
             self._report["experts"] = [n for n, p in module.named_parameters() if num_expert_ranks(p) > 1]
         apply.initialise_fsdp2(module, self.mesh.sizes.divisor)
-        shard_parameters(module, accept_hooks=self.options.count_window_ahead)
+        shard_parameters(module, accept_hooks=options.count_window_ahead)
         if self.mesh.sizes.divisor > 1:
             group = self.mesh.group
         else:
             group = None
-        choice = self._choose(module)
-        is_manual = not module.automatic_optimization
-        self.sync = FSDP2Window(module, choice.defer, choice.keep, group, is_manual)
-        self.sync.discard()
+        choice = self._choose(module, placement.local_ranks)
+        super().__init__(module, choice.defer, choice.keep, group, not module.automatic_optimization)
+        self.discard()
         self._start_gathers_ahead(module)
-        self._gathers = JoinedGathers(self.sync.units)
+        self._gathers = JoinedGathers([unit.module for unit in self.units])
         tensor_parallel.share_random_state(self.mesh, self.device)
-        self._module: pl.LightningModule = module
         self._buffers = SharedBuffers(module, self.mesh.group, self.device)
-        return module
 
     def _shard(self, module: pl.LightningModule) -> None:
         """Make weights equal on all ranks, and shard them unless they are sharded. A collective over the world."""
@@ -117,7 +108,7 @@ class FSDP2Engine(Engine):
             head = None
         return replace(plan, replicated=replicated, head=head)
 
-    def _choose(self, module: pl.LightningModule) -> memory.Choice:
+    def _choose(self, module: pl.LightningModule, local_ranks: int) -> memory.Choice:
         """Decide ``defer_fsdp_grad_sync`` and ``reshard_during_accumulation``. A collective over the world for "auto".
 
         One rank short of memory decides for all.
@@ -138,7 +129,7 @@ class FSDP2Engine(Engine):
         needed = memory.estimate(module, self.device)
         spare = 0
         if "auto" in (defer, keep):
-            spare = memory.spare_bytes(needed, self.device, self._local_ranks, self.mesh.groups)
+            spare = memory.spare_bytes(needed, self.device, local_ranks, self.mesh.groups)
         choice = memory.choose(defer, keep, needed, spare, defer_reason, keep_reason)
         if choice.keep or "roots" in self._report:
             self._report["reshard_after_forward"] = False if choice.keep else options.reshard_after_forward
@@ -179,17 +170,21 @@ class FSDP2Engine(Engine):
             if not self._module.automatic_optimization or self.mesh.sizes.expert > 1:
                 # Before backwards in the step that are not the strategy's, which are refused within a
                 # window, and wherever they reach spread experts.
-                self.sync.gather_once()
-                self.sync.track({p for p in self._module.parameters() if p.requires_grad})
+                self.gather_once()
+                self.track({p for p in self._module.parameters() if p.requires_grad})
             if self.mesh.tensor_group is not None:
                 tensor_parallel.check_same_batch(
                     batch, self.mesh.tensor_group, self.device, "tensor-parallel"
                 )
-        if self._starts_window and self._buffers is not None:
+        if self._starts_window:
             self._buffers.broadcast()
-        self._starts_window = self.sync.is_last is not False
-        self.sync.release(retains=True)
-        self.sync.start_step()
+        self._starts_window = self.is_last is not False
+        self.release(retains=True)
+        self.go_on()
+
+    @override
+    def synchronize_buffers(self) -> None:
+        self._buffers.synchronize()
 
     @override
     def start_evaluation_loop(self) -> None:
@@ -217,10 +212,11 @@ class FSDP2Engine(Engine):
     @contextmanager
     def _released_around(self) -> Iterator[None]:
         """Context of forwards without a backward, which leaves no parameters gathered."""
-        self.sync.evaluate()
+        self.release()
+        self.enter(Phase.EVALUATION)
         yield
-        self.sync.release()
-        self.sync.end_step()
+        self.release()
+        self.enter(Phase.HOOKS)
 
     @override
     def close(self) -> None:

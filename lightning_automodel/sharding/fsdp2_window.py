@@ -1,6 +1,6 @@
 """FSDP2's gradient synchronisation: which micro-batch communicates what, and which parameters stay gathered."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
@@ -15,12 +15,11 @@ from typing_extensions import override
 
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.grad_sync import GradSync, Window
+from lightning_automodel.gradients.engine import Engine, Window
 from lightning_automodel.internals import fsdp2, fsdp2_gathers
 from lightning_automodel.internals.dtensor import plain_access
-from lightning_automodel.sharding.gathered import GatheredParameters
-from lightning_automodel.sharding.gathers import reshard
-from lightning_automodel.sharding.sync_context import Deferral, accumulate_in_one_dtype
+from lightning_automodel.sharding.gathered import GatheredUnit
+from lightning_automodel.sharding.sync_context import Deferral
 from lightning_automodel.sharding.units import fsdp_roots, is_head
 
 _ORDERS = 2**20 - 3  # a prime; sums of squares over ranks stay exact in float64
@@ -55,14 +54,14 @@ class Reductions(Enum):
 
 
 class Phase(Enum):
-    """What user code may do at a time, which decides what FSDP2 frees."""
+    """What runs, which decides what FSDP2 frees."""
 
     HOOKS = auto()  # what a forward gathers is freed after it: the module shows shards
-    FORWARD = auto()  # of a training step: gathered parameters stay for its backward, or for the window
+    STEP = auto()  # of training, and its backward: gathered parameters stay for it, or for the window
     EVALUATION = auto()  # each unit frees what it has gathered, as it was set up
 
 
-class FSDP2Window(GradSync):
+class FSDP2Window(Engine):
     """Controls the communication of an FSDP2 model in each accumulation window.
 
     Reductions happen inside the strategy's own backwards. Any other backward, such as
@@ -84,90 +83,91 @@ class FSDP2Window(GradSync):
         is_manual: bool = False,
     ) -> None:
         super().__init__()
+        self.model = model
         self._defer = defer
         self._group = group
         self._retain_unsharded = retain_unsharded
         self._is_manual = is_manual
-        self.units = fsdp2.fsdp_units(model)
+        self.units = [
+            GatheredUnit(module, number, self)
+            for number, module in enumerate(fsdp2.fsdp_units(model), start=1)
+        ]
+        # Whose parameters are gathered for the whole step.
+        self._whole_step = [unit for unit in self.units if unit.module is model or is_head(unit.module)]
         # With the parameter groups at or below each.
         self._roots = {
             root: list(fsdp2.fsdp_param_groups(cast(nn.Module, root))) for root in fsdp_roots(model)
         }
-        self._heads = {unit for unit in self.units if is_head(unit)}
-        self._whole_step = [
-            unit for unit in self.units if cast(nn.Module, unit) is model or unit in self._heads
-        ]
-        self._unadopted = list(self._whole_step)
-        self._groups = [group for unit in self.units for group in fsdp2.param_groups(unit)]
-        self._model = model
-        self._unit_of = {group: unit for unit in self.units for group in fsdp2.param_groups(unit)}
-        self._number_of = {group: number for number, group in enumerate(self._groups, start=1)}
-        self._flags = fsdp2.UnitFlags(self.units)
+        self._unit_of = {group: unit for unit in self.units for group in unit.groups}
+        self._flags = fsdp2.GroupFlags(self._unit_of)
         self._reductions = Reductions.BY_FSDP2
         self._phase: Phase | None = None
-        self._gathered = GatheredParameters(self.units, self)
-        self._retained: list[FSDPModule] = []  # which the module does not show, and whose memory is kept
         self._has_gathered = False
         self._has_two_dtypes = True  # until units are gathered
-        params = [param for group in self._groups for param in group.fsdp_params]
-        self._experts = {p.sharded_param for p in params if num_expert_ranks(p.sharded_param) > 1}
-        self._params = {param.sharded_param: param for param in params}
+        self._params = {param.sharded_param: param for unit in self.units for param in unit.params}
         self._shard_of: dict[nn.Parameter, nn.Parameter] = {}  # by where autograd accumulates its gradient
+        self._experts = {shard for shard in self._params if num_expert_ranks(shard) > 1}
         self._bypassed: list[str] = []
         self._register_hooks()
-        self._enter(Phase.HOOKS)
+        self.enter(Phase.HOOKS)
 
     def _register_hooks(self) -> None:
-        self._hooks += self._gathered.hooks
+        for unit in self.units:
+            self._hooks += unit.hooks
         for unit in self._whole_step:
-            self._hooks += fsdp2_gathers.after_state_dicts(unit, partial(self._show_again, unit))
+            self._hooks += unit.after_state_dicts(partial(self._show_again, unit))
             self._tell_of_writes(unit, partial(self._gather_written, unit))
         for root in cast(list[nn.Module], self._roots):
-            if root is not self._model:
-                hook = partial(self._reshard_unless_training, fsdp2.fsdp_units(root))
-                self._hooks.append(root.register_forward_hook(hook))
+            if root is not self.model:
+                self._hooks.append(root.register_forward_hook(self._free_unless_training))
 
-    def _reshard_unless_training(self, units: Sequence[FSDPModule], root: nn.Module, *_: object) -> None:
+    def _free_unless_training(self, root: nn.Module, *_: object) -> None:
         """Forward hook of a root: frees parameters that no backward will free, and that would become stale.
 
         These are prefetched units that the forward did not use, and, if no gradients are computed, those of
         the root.
         """
-        for prefetched in fsdp2.gathering(units):
-            reshard(prefetched)
+        for prefetched in fsdp2.gathering(fsdp2.fsdp_units(root)):
+            fsdp2_gathers.free(prefetched)
         if not torch.is_grad_enabled() and not (self._is_manual and self._retain_unsharded):
             cast(FSDPModule, root).reshard()
 
-    def _show_again(self, unit: FSDPModule, *_: object) -> None:
+    def _show_again(self, unit: GatheredUnit, *_: object) -> None:
         """Gather what FSDP2 has freed for a state dict within a step that goes on with it. Then a collective."""
-        if self._phase is Phase.FORWARD:
-            unit.unshard()
+        if self._phase is Phase.STEP:
+            unit.gather()
 
-    def _tell_of_writes(self, unit: FSDPModule, listener: Callable[[], None] | None) -> None:
-        for param in (param for group in fsdp2.param_groups(unit) for param in group.fsdp_params):
+    def _tell_of_writes(self, unit: GatheredUnit, listener: Callable[[], None] | None) -> None:
+        for param in unit.params:
             param.sharded_param.on_write = listener
 
-    def _gather_written(self, unit: FSDPModule) -> None:
+    def _gather_written(self, unit: GatheredUnit) -> None:
         """Gather shards of a unit again that a step has written, and goes on to use. Then a collective.
 
         Other units are looked at when they are called.
         """
-        if self._phase is Phase.FORWARD and fsdp2.unsharded([unit]):
-            self._gathered.settle([unit])
-            self._gathered.gather_again(unit)
+        if self._phase is Phase.STEP and unit.is_gathered:
+            unit.settle()
+            unit.gather_again()
 
-    def _enter(self, phase: Phase) -> None:
-        """Let FSDP2 free gathered parameters as the phase says. One place for all its flags of that."""
+    def enter(self, phase: Phase) -> None:
+        """Let FSDP2 free gathered parameters as the phase says."""
         if phase is self._phase:
             return
         self._phase = phase
         if phase is Phase.HOOKS:
             self._flags.reshard(always=True)
-        elif phase is Phase.FORWARD and self._retain_unsharded:
+        elif phase is Phase.STEP and self._retain_unsharded:
             # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).
             self._flags.reshard(always=False)
         else:
             self._flags.restore(fsdp2.RESHARDING)
+
+    def _reduce(self, reductions: Reductions) -> None:
+        """Let backwards from now on reduce as ``reductions`` says."""
+        if reductions is not self._reductions:
+            self._flags.reduce(*reductions.value)
+            self._reductions = reductions
 
     def gather_once(self) -> None:
         """Gather the units that have never been. A collective, if there are any.
@@ -176,12 +176,13 @@ class FSDP2Window(GradSync):
         FSDP2 accumulates into.
         """
         self._has_gathered = True
-        self._has_two_dtypes = any(map(fsdp2.has_two_gradient_dtypes, self._groups))
+        self._has_two_dtypes = any(map(fsdp2.has_two_gradient_dtypes, self._unit_of))
         for unit in self.units:
-            if not all(map(fsdp2.was_unsharded, fsdp2.param_groups(unit))):
-                unit.unshard()
-                unit.reshard()
-            self._gathered.adopt(unit)
+            if not unit.is_adopted:
+                was_gathered = unit.is_gathered
+                unit.adopt()
+                if not was_gathered:
+                    unit.free()
 
     @override
     def _watch(self, parameter: nn.Parameter) -> None:
@@ -220,115 +221,104 @@ class FSDP2Window(GradSync):
             with super().micro_batch(is_last):
                 yield
         except BaseException:
-            self._enter(Phase.HOOKS)  # what is saved after an exception are shards
+            self.enter(Phase.HOOKS)  # what is saved after an exception are shards
             raise
         if not self._is_manual:  # else the step goes on
             self.end_step()
 
     @override
-    def start_step(self) -> None:
-        # They are gathered for the whole step, past the hooks that adopt other units.
-        for unit in self._unadopted:
-            unit.unshard()
-            self._gathered.adopt(unit)
-        self._unadopted.clear()
-        self._enter(Phase.FORWARD)
+    def go_on(self) -> None:
+        for unit in self._whole_step:
+            if not unit.is_adopted:
+                unit.adopt()  # they are gathered for the whole step, past the hooks that adopt other units
+        self.enter(Phase.STEP)
 
     @override
     def end_forward(self) -> None:
-        self._gathered.settle(self.units)
-        for unit in fsdp2.unsharded(self.units):
-            self._hide(unit)
-        self._enter(Phase.HOOKS)
-
-    def _hide(self, unit: FSDPModule) -> None:
-        """Let the module show shards, and keep what was gathered."""
-        with fsdp2_gathers.keeping_storage(unit):
-            unit.reshard()
-        self._retained.append(unit)
+        self._leave(lambda unit: True)
 
     @override
     def end_step(self) -> None:
-        self._gathered.settle(self.units)
-        for unit in fsdp2.unsharded(self.units):
-            reshard(unit)
-        self._enter(Phase.HOOKS)
+        self._leave(lambda unit: False)
 
-    def evaluate(self) -> None:
-        """A step of evaluation begins: nothing stays gathered after it."""
-        self.release()
-        self._gathered.begin_step()
-        self._enter(Phase.EVALUATION)
+    @override
+    def keep(self, window: Window) -> None:
+        """See the base class; after it, the module shows its sharded parameters, and hooks follow."""
+        self._reduce(Reductions.BY_FSDP2 if window.ends else Reductions.NONE)
+        if self._retain_unsharded:
+            self._leave(lambda unit: not window.ends)
+        else:
+            self._leave(self._stays_gathered)
+
+    def _leave(self, keeps: Callable[[GatheredUnit], bool]) -> None:
+        """Hooks follow: let the module show shards, and keep what was gathered of those units, or free it."""
+        for unit in self.units:
+            unit.settle()
+        for unit in [unit for unit in self.units if unit.is_gathered]:
+            if keeps(unit):
+                unit.hide()
+            else:
+                unit.module.reshard()
+        self.enter(Phase.HOOKS)
+
+    def _stays_gathered(self, unit: GatheredUnit) -> bool:
+        return not unit.groups[0].reshard_after_backward and not is_head(unit.module)
 
     @override
     def release(self, retains: bool = False) -> None:
-        """Reshard what is unsharded, so that nothing stale is used once weights are written.
+        """Free what is gathered, so that nothing stale is used once weights are written.
 
         ``retains``, as a micro-batch starts: use retained parameters again unless the sharded ones were
         written since.
         """
-        self._gathered.settle(self.units)
-        retained = self._retained
-        self._retained = []
-        taken_back = []
-        for unit in retained:
-            is_shown = fsdp2_gathers.show_kept_storage(unit)
-            if retains and is_shown and self._gathered.is_current(unit):
-                taken_back.append(unit)
-        self._reshard_others(taken_back)
-        if retains:
-            self._gathered.begin_step()
-
-    def _reshard_others(self, needed: list[FSDPModule]) -> None:
-        """Free what is gathered, except of these units."""
-        still_needed = set(needed)
         for unit in self.units:
-            if unit not in still_needed:
-                reshard(unit)
+            unit.settle()
+        for unit in self.units:
+            if not (retains and unit.is_hidden and unit.is_current and unit.show()):
+                unit.free()
+                unit.note_shards()
 
     @override
     def toggled(self) -> None:
-        unsharded = fsdp2.unsharded(self.units)
-        for unit in unsharded:
-            fsdp2.show_trainable(unit)
-        for unit in self._retained:
-            fsdp2_gathers.show_kept_storage(unit)
-        self._retained = []
-        self._reshard_others(unsharded)  # a backward that is to come needs them
+        for unit in self.units:
+            if unit.is_gathered:  # a backward that is to come needs it
+                unit.show_trainable()
+            else:
+                unit.free()
 
     @override
     def stepped(self) -> None:
         # A hook may step within a backward, which needs the old ones.
-        if self.window is None and fsdp2.unsharded(self.units):
+        if self.window is None and any(unit.is_gathered for unit in self.units):
             self.release()
 
     @override
     def begin(self, window: Window, loss: Tensor) -> None:
-        if self._phase is Phase.HOOKS:
-            for unit in self._retained:
-                if not fsdp2_gathers.show_kept_storage(unit):  # a hook's forward has freed it
-                    unit.unshard()
-        self._retained = []
-        self._enter(Phase.FORWARD)
+        for unit in self.units:
+            if unit.is_hidden and not unit.show():  # a hook's forward has freed it
+                unit.gather()
+        self.enter(Phase.STEP)
         if not self._has_gathered:
             self.gather_once()
         if not window.trained <= self._tracked:
             self.track(window.trained)
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self._reduce(Reductions.ALL if window.ends else deferred[self._defer])
-        ran = fsdp2.forward_order(self._groups)
-        gathered = set(fsdp2.unsharded(self.units))
-        freed = [self._unit_of[group] for group in ran if self._unit_of[group] not in gathered]
-        self._gathered.settle(self.units)
-        self._gathered.check_unassigned(freed)
+        for unit in self.units:
+            unit.settle()
         # Later forwards of a window use what the first has gathered.
-        if window.order == 0 or not self._retain_unsharded:
-            for group in ran:
-                window.order = (window.order * 31 + self._number_of[group]) % _ORDERS
+        gathers = window.order == 0 or not self._retain_unsharded
+        order = fsdp2.forward_order(groups[0] for groups in self._roots.values())
+        for unit in dict.fromkeys(self._unit_of[group] for group in order):
+            if not unit.is_gathered:
+                unit.check_unassigned()
+            if gathers:
+                window.order = (window.order * 31 + unit.number) % _ORDERS
         if window.ends and self._has_two_dtypes:
-            accumulate_in_one_dtype(self.units)
+            for group in self._unit_of:
+                fsdp2.accumulate_in_one_dtype(group)
         if window.frozen and self._reductions is not Reductions.NONE:
-            for group in self._groups:
+            for group in self._unit_of:
                 fsdp2.zero_missing_gradients(group, window.frozen)
 
     @override
@@ -360,29 +350,6 @@ class FSDP2Window(GradSync):
         return reached
 
     @override
-    def keep(self, window: Window) -> None:
-        """See the base class; after it, the module shows its sharded parameters, and hooks follow."""
-        self._reduce(Reductions.BY_FSDP2 if window.ends else Reductions.NONE)
-        self._gathered.settle(self.units)
-        for unit in fsdp2.unsharded(self.units):
-            as_set = fsdp2.param_groups(unit)[0].reshard_after_backward or unit in self._heads
-            if self._retain_unsharded:
-                frees = window.ends
-            else:
-                frees = as_set
-            if frees:
-                unit.reshard()
-            else:
-                self._hide(unit)
-        self._enter(Phase.HOOKS)
-
-    def _reduce(self, reductions: Reductions) -> None:
-        """Let backwards from now on reduce as ``reductions`` says."""
-        if reductions is not self._reductions:
-            self._flags.reduce(*reductions.value)
-            self._reductions = reductions
-
-    @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """See the base class. Raises if HSDP holds partial sums of these and of other parameters in one buffer."""
         if parameters is None:
@@ -390,7 +357,7 @@ class FSDP2Window(GradSync):
         else:
             wanted = set(parameters)
         super().discard(wanted)
-        for group in self._groups:
+        for group in self._unit_of:
             owned = [p for p in group.fsdp_params if wanted is None or p.sharded_param in wanted]
             if not owned:
                 continue
@@ -412,24 +379,23 @@ class FSDP2Window(GradSync):
         self._flags.restore()
         for unit in self._whole_step:
             self._tell_of_writes(unit, None)
-        self._gathered.close()
+        for unit in self.units:
+            unit.close()
         super().close()
 
     @override
     def recover(self) -> None:
         """After an exception in a forward or backward: make the model usable again, and drop deferred gradients."""
         self._bypassed = []
-        self._gathered.forget_writes()
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
-        gradients = [
-            (param.sharded_param, param.sharded_param.grad) for g in self._groups for param in g.fsdp_params
-        ]
+        gradients = [(shard, shard.grad) for shard in self._params]
         for unit in self.units:
-            fsdp2_gathers.forget_background_gather(unit)
+            unit.forget_writes()
+            unit.forget_background_gather()
         for root in self._roots:
             root.reset_iter_state()
         self.release()
-        self._enter(Phase.HOOKS)
+        self.enter(Phase.HOOKS)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         self.discard()

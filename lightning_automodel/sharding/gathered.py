@@ -6,22 +6,21 @@ freed them before, or where they have another dtype, a write would be lost, and 
 under DDP.
 """
 
-from collections.abc import Iterable
-from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
-from lightning_automodel.gradients.grad_sync import GradSync
-from lightning_automodel.internals import fsdp2, fsdp2_gathers
+from lightning_automodel.gradients.engine import Engine
+from lightning_automodel.internals import fsdp2_gathers
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import DATA, GRAD, plain_access
 from lightning_automodel.internals.fsdp2 import FSDPParam
-from lightning_automodel.internals.torch import local_tensor, version, versions
+from lightning_automodel.internals.fsdp2_gathers import Unit
+from lightning_automodel.internals.torch import local_tensor, version, version_and_use, versions
 from lightning_automodel.sharding.whole_copies import own_part
 
 IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones"
@@ -68,7 +67,7 @@ def _del_grad(gathered: Any) -> None:
 
 def _is_asked_by_torch(gathered: Any) -> bool:
     """Whether ``.grad`` is that of the gathered parameter, as torch needs it in a backward; else it is the shard's."""
-    return gathered.sync.window is not None or torch_internals.is_read_by_torch()
+    return gathered.engine.window is not None or torch_internals.is_read_by_torch()
 
 
 def _deepcopy(gathered: Any, memo: dict[int, Any]) -> Any:
@@ -86,11 +85,11 @@ class Gathered(nn.Parameter):
 
     Attributes:
         shard: The sharded parameter.
-        sync: Knows whether a backward of the strategy runs.
+        engine: Knows whether a backward of the strategy runs.
         memory: Where FSDP2 gathers it.
         aliases: What ``.data`` was read as since writes were last carried into the shard.
-        num_assignments: How often ``.data`` was assigned.
-        touched: Those of all that were reached through ``.data``.
+        num_assignments: How often ``.data`` was assigned since.
+        touched: Those of its unit that were reached through ``.data`` since.
     """
 
     data = property(_get_data, _set_data)
@@ -108,98 +107,68 @@ class GatheredPart(DTensor):
     __reduce_ex__ = _reduce_ex
 
 
-class GatheredParameters:
-    """Follows the gathered parameters of ``units`` from their first gather to :meth:`close`."""
+class GatheredUnit(Unit):
+    """Lets the shards of a unit follow what is done to its gathered parameters.
 
-    def __init__(self, units: Iterable[FSDPModule], sync: GradSync) -> None:
-        self._sync = sync
-        self._params = {
-            unit: [param for group in fsdp2.param_groups(unit) for param in group.fsdp_params]
-            for unit in units
-        }
-        self._copies: dict[FSDPModule, list[Any]] = {}  # once they are adopted
-        self._looks: dict[FSDPModule, tuple[list[int], list[bool]]] = {}
-        self._touched: set[Tensor] = set()
-        self._states: dict[FSDPParam, tuple[int, bool]] = {}  # writes to the copy, and whether it trains
-        # Of the shards of each unit when they were last gathered, or might have been.
-        self._shard_versions: dict[FSDPModule, list[int]] = {}
-        self._assignments: dict[FSDPParam, int] = {}  # `shard.data = values`, before the newest forward
-        self.hooks: list[RemovableHandle] = []
-        for unit, params in self._params.items():
-            places = fsdp2_gathers.places_of(unit, params)
-            substitutes: list[Any] = []
-            module = cast(nn.Module, unit)
-            before = partial(self._before_gather, unit, places, substitutes)
-            self.hooks.append(module.register_forward_pre_hook(before, prepend=True))
-            after = partial(self._after_gather, unit, places, substitutes)
-            self.hooks.append(module.register_forward_pre_hook(after))
-        self.begin_step()
+    Attributes:
+        number: Of the unit, from 1.
+        is_adopted: Whether the gathered parameters, which stay the same, have their class.
+        hooks: Of FSDP2's gathers.
+    """
+
+    def __init__(self, module: FSDPModule, number: int, engine: Engine) -> None:
+        super().__init__(module)
+        self.number = number
+        self.is_adopted = False
+        self._engine = engine
+        self._copies: list[Any] = []
+        self._looks: list[tuple[int, bool]] = []  # writes to each copy, and whether it trains
+        self._touched: set[Any] = set()
+        self._substitutes: list[Any] = []
+        self._assignments: list[int] = []  # `shard.data = values`, before the newest forward
+        self.note_shards()
+        root = cast(nn.Module, module)
+        self.hooks = [
+            root.register_forward_pre_hook(self._before_gather, prepend=True),
+            root.register_forward_pre_hook(self._after_gather),
+        ]
 
     # --- A forward ----------------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """Note the versions of the shards before the gathers of a step, also those that FSDP2 starts ahead."""
-        for unit in self._params:
-            self._shard_versions[unit] = self._versions(unit)
+    def note_shards(self) -> None:
+        """Note the versions of the shards, before a gather that FSDP2 may start ahead."""
+        self._gathered_versions = self._versions()
 
     @torch_internals.not_compiled
-    def _before_gather(self, unit: FSDPModule, places: Any, substitutes: list[Any], *_: Any) -> None:
+    def _before_gather(self, *_: Any) -> None:
         """Before FSDP2's own hook, which would replace what ``torch.func.functional_call`` has put in place."""
-        substitutes[:] = fsdp2_gathers.substitutes_in(places)
-        if unit in self._copies:
-            if not fsdp2.unsharded([unit]):
-                self.settle([unit])
-        elif torch.is_inference_mode_enabled():
-            fsdp2_gathers.unshard([unit])
+        self._substitutes = self.substitutes()
+        if not self.is_adopted:
+            if torch.is_inference_mode_enabled():
+                self.gather()
+        elif not self.is_gathered:
+            self.settle()
 
     @torch_internals.not_compiled
-    def _after_gather(self, unit: FSDPModule, places: Any, substitutes: list[Any], *_: Any) -> None:
-        if not fsdp2.unsharded([unit]):
-            unit.unshard()  # a root's own hooks run later, within its forward
-        self.adopt(unit)
-        if not self.is_current(unit):
+    def _after_gather(self, *_: Any) -> None:
+        self.adopt()
+        if not self.is_current:
             # A shard was written after the gather had started, or within a step.
-            self.gather_again(unit)
-        self._assignments.update((p, p.sharded_param.num_assignments) for p in self._params[unit])
-        fsdp2_gathers.show(places, substitutes)
+            self.gather_again()
+        self._assignments = [param.sharded_param.num_assignments for param in self.params]
+        self.place(self._substitutes)
 
-    def gather_again(self, unit: FSDPModule) -> None:
-        """Gather the shards of a unit that were written since. A collective.
-
-        Autograd is told which copies have changed: a backward may need them as they were.
-        """
-        versions_now = self._versions(unit)
-        changes = zip(self._params[unit], versions_now, self._shard_versions[unit], strict=True)
-        changed = [param.unsharded_param for param, now, then in changes if now != then]
-        fsdp2_gathers.gather_again(unit)
-        torch.autograd.graph.increment_version(changed)
-        self._shard_versions[unit] = versions_now
-        self._note(unit)
-
-    def check_unassigned(self, units: Iterable[FSDPModule]) -> None:
-        """Raise RuntimeError if ``p.data = values`` came between a forward and the backward that gathers it again.
-
-        One process would go on with the values of the forward. ``units`` have run, and are not gathered.
-        """
-        for unit in units:
-            for param in self._params[unit]:
-                shard = param.sharded_param
-                before = self._assignments.get(param, shard.num_assignments)
-                if shard.requires_grad and shard.num_assignments != before:
-                    raise RuntimeError(
-                        f"{shard.parameter_name} got other values (p.data = values) between a forward and its"
-                        f" backward, which would compute with the new ones. Write them {IN_HOOKS}."
-                    )
-
-    def adopt(self, unit: FSDPModule) -> None:
-        """Give the copies of a gathered unit their class, which they keep."""
-        if unit in self._copies:
+    def adopt(self) -> None:
+        """Gather the parameters, unless they are, and give the copies their class, which they keep."""
+        if not self.is_gathered:
+            self.gather()  # a root's own hooks run later, within its forward
+        if self.is_adopted:
             return
-        self._copies[unit] = [param.unsharded_param for param in self._params[unit]]
-        for param in self._params[unit]:
+        self.is_adopted = True
+        for param in self.params:
             gathered = param.unsharded_param
             gathered.shard = param.sharded_param
-            gathered.sync = self._sync
+            gathered.engine = self._engine
             gathered.aliases = []
             gathered.num_assignments = 0
             gathered.touched = self._touched
@@ -208,84 +177,87 @@ class GatheredParameters:
                 gathered.__class__ = GatheredPart
             else:
                 gathered.__class__ = Gathered
-        self._note(unit)
+            self._copies.append(gathered)
+        self._note()
 
-    def is_current(self, unit: FSDPModule) -> bool:
-        """Whether no shard of ``unit`` was written since it was gathered; the same on all ranks."""
-        return self._shard_versions[unit] == self._versions(unit)
+    @override
+    def gather_again(self) -> None:
+        """See the base class. Autograd is told which copies have changed: a backward may need them as they were."""
+        versions_now = self._versions()
+        changes = zip(self._copies, versions_now, self._gathered_versions, strict=True)
+        changed = [gathered for gathered, now, then in changes if now != then]
+        super().gather_again()
+        torch.autograd.graph.increment_version(changed)
+        self._gathered_versions = versions_now
+        self._note()
 
-    def _versions(self, unit: FSDPModule) -> list[int]:
+    @property
+    def is_current(self) -> bool:
+        """Whether no shard was written since it was gathered; the same on all ranks."""
+        return self._gathered_versions == self._versions()
+
+    def _versions(self) -> list[int]:
         with plain_access():
-            return versions(param.sharded_param for param in self._params[unit])
+            return versions(param.sharded_param for param in self.params)
 
-    def _note(self, unit: FSDPModule) -> None:
-        for param in self._params[unit]:
-            param.unsharded_param.aliases.clear()
-            self._states[param] = _state(param)
-        self._looks[unit] = self._look(unit)
-        self._touched.difference_update(self._copies[unit])
+    def check_unassigned(self) -> None:
+        """Raise RuntimeError if ``p.data = values`` came between a forward and the backward that gathers it again.
 
-    def _look(self, unit: FSDPModule) -> tuple[list[int], list[bool]]:
-        """What changes if copies are written or frozen, but through ``.data``: quicker than their states."""
-        copies = self._copies[unit]
-        return versions(copies), [gathered.requires_grad for gathered in copies]
+        One process would go on with the values of the forward.
+        """
+        for param, before in zip(self.params, self._assignments, strict=False):
+            shard = param.sharded_param
+            if shard.num_assignments != before and shard.requires_grad:
+                raise RuntimeError(
+                    f"{shard.parameter_name} got other values (p.data = values) between a forward and its"
+                    f" backward, which would compute with the new ones. Write them {IN_HOOKS}."
+                )
 
     # --- Before copies are freed --------------------------------------------------------------------------------------
 
-    def settle(self, units: Iterable[FSDPModule]) -> None:
-        """Let shards follow what was done to their copies, of which the strategy frees those that are gathered.
+    def _note(self) -> None:
+        for gathered in self._touched:
+            gathered.aliases.clear()
+            gathered.num_assignments = 0
+        self._touched.clear()
+        self._looks = list(map(version_and_use, self._copies))
 
-        Not a collective. Raises RuntimeError if FSDP2 has freed a copy that was written.
+    def settle(self) -> None:
+        """Let shards follow what was done to their copies. Not a collective.
+
+        Raises RuntimeError if FSDP2 has freed a copy that was written.
         """
-        for unit in units:
-            if unit not in self._copies:
-                continue
-            if self._look(unit) != self._looks[unit] or not self._touched.isdisjoint(self._copies[unit]):
-                changed = [param for param in self._params[unit] if _state(param) != self._states[param]]
-                if changed:
-                    self._follow(unit, changed)
-
-    def _follow(self, unit: FSDPModule, changed: list[FSDPParam]) -> None:
-        is_gathered = bool(fsdp2.unsharded([unit]))
-        at_gather = dict(zip(self._params[unit], self._shard_versions[unit], strict=True))
-        before = dict(zip(self._params[unit], self._versions(unit), strict=True))
-        was_current = self.is_current(unit)
-        for param in changed:
-            gathered = param.unsharded_param
-            shard = param.sharded_param
-            num_writes, trained = self._states[param]
+        looks = list(map(version_and_use, self._copies))
+        if looks == self._looks and not self._touched:
+            return
+        versions_now = self._versions()
+        for number, (num_writes, trained) in enumerate(self._looks):
+            gathered = self._copies[number]
+            shard = gathered.shard
             if gathered.requires_grad != trained and shard.requires_grad == trained:
                 shard.requires_grad_(gathered.requires_grad)
-            if _state(param)[0] != num_writes:
-                if not is_gathered and gathered.memory.untyped_storage().size() == 0:
-                    raise RuntimeError(_freed(shard, gathered))
-                _write_back(param, before[param] == at_gather[param])
-        self._note(unit)
-        if was_current:
-            self._shard_versions[unit] = self._versions(unit)
+            hidden = sum(map(version, gathered.aliases)) + gathered.num_assignments
+            if version(gathered) + hidden > num_writes:
+                is_current = self._gathered_versions[number] == versions_now[number]
+                _write_back(self.params[number], is_current)
+                if is_current:
+                    with plain_access():
+                        self._gathered_versions[number] = version(shard)
+        self._note()
 
     def forget_writes(self) -> None:
         """After an exception, give up what was written to copies, some of which may have been freed."""
-        for unit in self._copies:
-            for param in self._params[unit]:
-                _set_memory(param.unsharded_param, param.unsharded_param.memory)
-            self._note(unit)
+        for gathered in self._copies:
+            _set_memory(gathered, gathered.memory)
+        self._note()
 
     def close(self) -> None:
         """Stop following: FSDP2 alone has them again."""
-        for unit in self._copies:
-            for param in self._params[unit]:
-                gathered = param.unsharded_param
-                gathered.__class__ = DTensor if isinstance(gathered, DTensor) else nn.Parameter
-                for name in ("shard", "sync", "aliases", "num_assignments", "touched", "memory"):
-                    delattr(gathered, name)
+        for gathered in self._copies:
+            gathered.__class__ = DTensor if isinstance(gathered, DTensor) else nn.Parameter
+            for name in ("shard", "engine", "aliases", "num_assignments", "touched", "memory"):
+                delattr(gathered, name)
         self._copies.clear()
-
-
-def _state(param: FSDPParam) -> tuple[int, bool]:
-    gathered = param.unsharded_param
-    hidden = sum(map(version, gathered.aliases)) + gathered.num_assignments
-    return version(gathered) + hidden, gathered.requires_grad
 
 
 def _memory(gathered: Tensor) -> Tensor:
@@ -304,10 +276,12 @@ def _set_memory(gathered: Tensor, memory: Tensor) -> None:
 def _write_back(param: FSDPParam, shard_is_current: bool) -> None:
     """Copy this rank's slice of a written copy into the shard. Not a collective.
 
-    Raises RuntimeError if the copy has another dtype, in which small changes are rounded away, or if the shard was
-    written too.
+    Raises RuntimeError if the copy was freed, if it has another dtype, in which small changes are rounded away, or
+    if the shard was written too.
     """
     gathered = param.unsharded_param
+    if gathered.numel() > 0 and gathered.memory.untyped_storage().size() == 0:
+        raise RuntimeError(_freed(param.sharded_param, gathered))
     now = _memory(gathered)
     if now.data_ptr() != gathered.memory.data_ptr():  # `.data = values`
         gathered.memory.copy_(now)

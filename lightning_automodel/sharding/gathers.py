@@ -36,16 +36,6 @@ def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
         fsdp2_gathers.set_background_gathers(root, in_background)
 
 
-def reshard(unit: FSDPModule) -> None:
-    """Free what ``unit`` has gathered, also by a prefetch whose forward did not come.
-
-    FSDP2 would use prefetched parameters at the unit's next forward, when the weights may have changed.
-    """
-    if fsdp2.gathering([unit]):
-        unit.unshard()
-    unit.reshard()
-
-
 class JoinedGathers:
     """Records which units an evaluation step gathers, so that a rank without data can take part in these gathers.
 

@@ -1,11 +1,10 @@
 """The context of one micro-batch for loops without this strategy: whether its gradients are reduced."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Literal, cast
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_automodel.internals import fsdp2
@@ -58,16 +57,11 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
             has_replicas = any(map(fsdp2.has_replicas, fsdp2.param_groups(unit)))
             if defer == "all_reduce" and has_replicas:
                 unit.set_reduce_scatter_unused_params(True, recurse=False)
+        # Parameters that no earlier micro-batch has used would get gradients of another dtype.
         if is_optim_step:
-            accumulate_in_one_dtype(units)
+            for group in fsdp2.fsdp_param_groups(model):
+                fsdp2.accumulate_in_one_dtype(group)
         yield
         for root in fsdp_roots(model) if is_optim_step else ():
             groups = fsdp2.fsdp_param_groups(cast(nn.Module, root))
             fsdp2.reduce_deferred_gradients(root, groups)
-
-
-def accumulate_in_one_dtype(units: Iterable[FSDPModule]) -> None:
-    """Before a window's last backward: parameters that no earlier one has used would get gradients of another dtype."""
-    for unit in units:
-        for group in fsdp2.param_groups(unit):
-            fsdp2.accumulate_in_one_dtype(group)

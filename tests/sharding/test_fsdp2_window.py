@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from lightning_automodel.gradients.grad_sync import Window
+from lightning_automodel.gradients.engine import Window
 from lightning_automodel.sharding.apply import initialise_fsdp2
 from lightning_automodel.sharding.fsdp2_window import FSDP2Window
 from lightning_automodel.sharding.shards import shard_parameters
@@ -48,7 +48,7 @@ class Training:
         features, _ = micro_batch(0, dist.get_rank(), step, COUNT)
         with self.sync.micro_batch(is_last):
             self.sync.release(retains=True)
-            self.sync.start_step()
+            self.sync.go_on()
             loss = _loss(self.model.inner["net"], features, forward)
             if fail:
                 loss.register_hook(_raise)

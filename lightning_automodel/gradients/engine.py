@@ -1,8 +1,9 @@
-"""What a window is, and what the algebra asks of an engine: gradient synchronisation, here without any."""
+"""What a window is, and what the strategy and the algebra ask of an engine, here without any communication."""
 
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -64,8 +65,8 @@ class Window:
         return {parameter for group in groups for parameter in group["params"]}
 
 
-class GradSync:
-    """What each micro-batch communicates, and gradients outside of ``.grad``. As it is, it communicates nothing.
+class Engine:
+    """Distributes a model over ranks, and communicates what each micro-batch of a fit needs. As it is, nothing.
 
     Attributes:
         reuses_gradients: Whether a backward may overwrite a tensor in ``.grad``.
@@ -74,11 +75,13 @@ class GradSync:
         window: Whose backward runs, from before :meth:`begin` until its gradients stand in ``.grad``; None
             outside of the strategy's backwards.
         refusal: Why a backward that is not the strategy's would be refused now; None if it would not.
+        model: What to call the module's steps on.
         is_last: Whether the window ends with the running micro-batch; None outside of
             :meth:`micro_batch`, where every backward ends its window.
     """
 
     reuses_gradients = False
+    model: nn.Module
 
     def __init__(self) -> None:
         self.window: Window | None = None
@@ -146,8 +149,11 @@ class GradSync:
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Forget gradients that are held outside of ``.grad``, of these (or all) parameters."""
 
-    def start_step(self) -> None:
-        """A training step begins, or goes on: its forwards may leave parameters gathered."""
+    def start_forward(self, batch: Any) -> None:
+        """Called before each training step, with its batch: its forwards may leave parameters gathered."""
+
+    def go_on(self) -> None:
+        """A training step goes on after one of its backwards."""
 
     def end_forward(self) -> None:
         """A step's forward has ended, and hooks follow that must find shards, before its backward."""
@@ -167,6 +173,19 @@ class GradSync:
     def stepped(self) -> None:
         """An optimizer has written weights."""
 
+    def start_evaluation_loop(self) -> None:
+        """Called before an evaluation or prediction begins. May be a collective over the data-parallel group."""
+
+    def evaluation(self) -> AbstractContextManager[None]:
+        """Context of a step of evaluation or prediction; after it, a callback may swap weights."""
+        return nullcontext()
+
+    def join_evaluation(self) -> None:
+        """Take part in the collectives of other ranks' evaluation step, without data. A collective."""
+
+    def synchronize_buffers(self) -> None:
+        """Make buffers equal before an evaluation, and where a fit ends. A collective over the data-parallel group."""
+
     def recover(self) -> None:
         """Drop the state of an interrupted micro-batch."""
 
@@ -174,3 +193,7 @@ class GradSync:
         """Remove hooks from the model."""
         for hook in self._hooks:
             hook.remove()
+
+    def describe(self) -> dict[str, Any]:
+        """What the engine has decided, and why."""
+        return {}
