@@ -183,7 +183,8 @@ class MicroBatches:
                 torch_internals.when_backward_ends(objective, self._finish)
             with self._recomputing():
                 self.plugin.backward(objective, self.module, optimizer, *args, **kwargs)
-            self._finish()  # unless it has: the module's own `backward` may have run that of another loss
+            if engine.window is not None:
+                self._finish()  # the module's own `backward` may have run that of another loss
             if engine.window is not None:
                 raise RuntimeError(NO_BACKWARD)
             if engine.reached:

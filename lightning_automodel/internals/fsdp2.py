@@ -4,10 +4,12 @@ import math
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -18,6 +20,9 @@ FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes
 
 
 FSDPParam: TypeAlias = Any  # one parameter of such a group
+
+_CONTEXT = attrgetter("comm_ctx")
+_ORDER = attrgetter("post_forward_order")
 
 
 ACCUMULATES_IN_LEAF = hasattr(FSDPModule, "set_keep_unsharded_storage")
@@ -131,9 +136,10 @@ def gathering(units: Iterable[FSDPModule]) -> list[FSDPModule]:
     ]
 
 
-def forward_order(of_roots: Iterable[FSDPParamGroup]) -> list[FSDPParamGroup]:
-    """The groups whose forwards have run since the last backward, in their order, given one group of each root."""
-    return [group for of_root in of_roots for group in of_root.comm_ctx.post_forward_order]
+def forward_order(groups: Iterable[FSDPParamGroup]) -> Iterable[FSDPParamGroup]:
+    """Those of ``groups`` whose forwards have run since the last backward, in their order, some more than once."""
+    shared_by_a_root = dict.fromkeys(map(_CONTEXT, groups))
+    return chain.from_iterable(map(_ORDER, shared_by_a_root))
 
 
 def unsharded_numel(param: FSDPParam) -> int:
@@ -175,13 +181,11 @@ def holds_partial_reduction(group: FSDPParamGroup) -> bool:
     return group._partial_reduce_output is not None
 
 
-def _unreduced_gradient(param: FSDPParam) -> Tensor | None:
+def _is_unreduced(param: FSDPParam) -> bool:
+    if not ACCUMULATES_IN_LEAF and param.unsharded_accumulated_grad is not None:
+        return True
     leaf = getattr(param, "unsharded_param", None)
-    if ACCUMULATES_IN_LEAF or param.unsharded_accumulated_grad is None:
-        if leaf is None:
-            return None
-        return GRAD.__get__(leaf)
-    return param.unsharded_accumulated_grad
+    return leaf is not None and GRAD.__get__(leaf) is not None
 
 
 def reduce_deferred_gradients(root: FSDPModule, groups: Iterable[FSDPParamGroup]) -> None:
@@ -193,8 +197,7 @@ def reduce_deferred_gradients(root: FSDPModule, groups: Iterable[FSDPParamGroup]
     module: Any = root
     pending = []
     for group in groups:
-        is_unreduced = any(_unreduced_gradient(param) is not None for param in group.fsdp_params)
-        if is_unreduced or group._partial_reduce_output is not None:
+        if any(map(_is_unreduced, group.fsdp_params)) or group._partial_reduce_output is not None:
             pending.append(group)
     if not pending:
         return
@@ -258,7 +261,7 @@ def zero_missing_gradients(group: FSDPParamGroup, parameters: Container[nn.Param
     """Give zero gradients to those of these sharded parameters that are frozen by now, and other ranks may use."""
     for param in group.fsdp_params:
         shard = param.sharded_param
-        if shard in parameters and not shard.requires_grad and _unreduced_gradient(param) is None:
+        if shard in parameters and not shard.requires_grad and not _is_unreduced(param):
             _set_zero_gradient(param)
 
 

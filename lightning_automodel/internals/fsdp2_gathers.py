@@ -19,7 +19,6 @@ from lightning_automodel.internals.torch import local_tensor, set_local_tensor
 Substitute: TypeAlias = tuple[nn.Module, str, Tensor]
 
 _IS_SHARDED = attrgetter("is_sharded")
-_IS_UNSHARDED = attrgetter("is_unsharded")
 
 
 def set_background_gathers(root: FSDPModule, is_on: bool) -> None:
@@ -63,11 +62,6 @@ class Unit:
             for name, shard in holder._parameters.items()
             if shard in param_of
         ]
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether its modules show gathered parameters."""
-        return any(map(_IS_UNSHARDED, self.groups))
 
     def gather(self) -> None:
         """Gather its parameters, unless they are. A collective if not."""

@@ -126,7 +126,6 @@ def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module], head: nn
     run again for the ``forward`` inside a step: one more all-gather in each micro-batch.
     """
     root = cast(FSDPModule, model)
-    units = fsdp2.fsdp_units(model)
     before, after = fsdp2.detach_forward_hooks(root)
     whole_step = [root] if head is None else [root, cast(FSDPModule, head)]
 
@@ -135,12 +134,7 @@ def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module], head: nn
             for unit in whole_step:
                 fsdp2_gathers.gather(unit)
             args, kwargs = before(root, args, kwargs)
-            with fsdp2.flags_restored([root], fsdp2.RESHARDING):
-                root.set_reshard_after_backward(False, recurse=False)
-                output = method(*args, **kwargs)
-            for prefetched in fsdp2.gathering(units):
-                fsdp2_gathers.free(prefetched)  # and not used
-            return after(root, args, output)
+            return after(root, args, method(*args, **kwargs))
         finally:
             # No backward will free the gathered parameters, and they would be stale after the next optimizer
             # step.

@@ -74,6 +74,10 @@ class FSDP2Window(Engine):
     one rank.
     """
 
+    _phase = Phase.EVALUATION
+    _reductions = Reductions.BY_FSDP2
+    _has_gathered = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -99,11 +103,14 @@ class FSDP2Window(Engine):
             root: list(fsdp2.fsdp_param_groups(cast(nn.Module, root))) for root in fsdp_roots(model)
         }
         self._unit_of = {group: unit for unit in self.units for group in unit.groups}
+        # After a backward, as their user has set it.
+        self._stay_gathered = {
+            unit
+            for group, unit in self._unit_of.items()
+            if not group.reshard_after_backward and not is_head(unit.module)
+        }
         self._flags = fsdp2.GroupFlags(self._unit_of)
-        self._reductions = Reductions.BY_FSDP2
-        self._phase: Phase | None = None
-        self._has_gathered = False
-        self._has_two_dtypes = True  # until units are gathered
+        self._has_two_dtypes = any(map(fsdp2.has_two_gradient_dtypes, self._unit_of))
         self._params = {param.sharded_param: param for unit in self.units for param in unit.params}
         self._shard_of: dict[nn.Parameter, nn.Parameter] = {}  # by where autograd accumulates its gradient
         self._experts = {shard for shard in self._params if num_expert_ranks(shard) > 1}
@@ -150,8 +157,11 @@ class FSDP2Window(Engine):
             unit.settle()
             unit.gather_again()
 
-    def enter(self, phase: Phase) -> None:
-        """Let FSDP2 free gathered parameters as the phase says."""
+    def enter(self, phase: Phase, reductions: Reductions | None = None) -> None:
+        """Let FSDP2 free gathered parameters as the phase says, and reduce as before, or as ``reductions`` say."""
+        if reductions is not None and reductions is not self._reductions:
+            self._flags.reduce(*reductions.value)
+            self._reductions = reductions
         if phase is self._phase:
             return
         self._phase = phase
@@ -162,12 +172,9 @@ class FSDP2Window(Engine):
             self._flags.reshard(always=False)
         else:
             self._flags.restore(fsdp2.RESHARDING)
-
-    def _reduce(self, reductions: Reductions) -> None:
-        """Let backwards from now on reduce as ``reductions`` says."""
-        if reductions is not self._reductions:
-            self._flags.reduce(*reductions.value)
-            self._reductions = reductions
+            for unit in self._whole_step:
+                # A step may run backwards of its own, and go on with these.
+                unit.module.set_reshard_after_backward(False, recurse=False)
 
     def gather_once(self) -> None:
         """Gather the units that have never been. A collective, if there are any.
@@ -176,7 +183,6 @@ class FSDP2Window(Engine):
         FSDP2 accumulates into.
         """
         self._has_gathered = True
-        self._has_two_dtypes = any(map(fsdp2.has_two_gradient_dtypes, self._unit_of))
         for unit in self.units:
             if not unit.is_adopted:
                 was_gathered = unit.is_gathered
@@ -235,34 +241,34 @@ class FSDP2Window(Engine):
 
     @override
     def end_forward(self) -> None:
-        self._leave(lambda unit: True)
+        self._leave(set(self.units))
 
     @override
     def end_step(self) -> None:
-        self._leave(lambda unit: False)
+        self._leave(set())
 
     @override
     def keep(self, window: Window) -> None:
         """See the base class; after it, the module shows its sharded parameters, and hooks follow."""
-        self._reduce(Reductions.BY_FSDP2 if window.ends else Reductions.NONE)
-        if self._retain_unsharded:
-            self._leave(lambda unit: not window.ends)
-        else:
-            self._leave(self._stays_gathered)
+        reductions = Reductions.NONE
+        kept = set(self.units)
+        if window.ends:
+            reductions = Reductions.BY_FSDP2
+            kept = set()
+        if not self._retain_unsharded:
+            kept = self._stay_gathered
+        self._leave(kept, reductions)
 
-    def _leave(self, keeps: Callable[[GatheredUnit], bool]) -> None:
-        """Hooks follow: let the module show shards, and keep what was gathered of those units, or free it."""
+    def _leave(self, kept: set[GatheredUnit], reductions: Reductions | None = None) -> None:
+        """Hooks follow: let the module show shards, and keep what was gathered of these units, or free it."""
+        self.enter(Phase.HOOKS, reductions)
         for unit in self.units:
             unit.settle()
-        for unit in [unit for unit in self.units if unit.is_gathered]:
-            if keeps(unit):
+        for unit in self.units:
+            if unit.is_gathered and unit in kept:
                 unit.hide()
-            else:
+            elif unit.is_gathered:
                 unit.module.reshard()
-        self.enter(Phase.HOOKS)
-
-    def _stays_gathered(self, unit: GatheredUnit) -> bool:
-        return not unit.groups[0].reshard_after_backward and not is_head(unit.module)
 
     @override
     def release(self, retains: bool = False) -> None:
@@ -297,19 +303,18 @@ class FSDP2Window(Engine):
         for unit in self.units:
             if unit.is_hidden and not unit.show():  # a hook's forward has freed it
                 unit.gather()
-        self.enter(Phase.STEP)
+        deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
+        self.enter(Phase.STEP, Reductions.ALL if window.ends else deferred[self._defer])
         if not self._has_gathered:
             self.gather_once()
         if not window.trained <= self._tracked:
             self.track(window.trained)
-        deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
-        self._reduce(Reductions.ALL if window.ends else deferred[self._defer])
-        for unit in self.units:
-            unit.settle()
         # Later forwards of a window use what the first has gathered.
         gathers = window.order == 0 or not self._retain_unsharded
-        order = fsdp2.forward_order(groups[0] for groups in self._roots.values())
-        for unit in dict.fromkeys(self._unit_of[group] for group in order):
+        ran = dict.fromkeys(map(self._unit_of.__getitem__, fsdp2.forward_order(self._unit_of)))
+        for unit in self.units:
+            unit.settle()
+        for unit in ran:
             if not unit.is_gathered:
                 unit.check_unassigned()
             if gathers:
@@ -338,9 +343,9 @@ class FSDP2Window(Engine):
             )
         if not window.ends:
             return reached
+        trained = [parameter for parameter in window.final if parameter in window.trained]
         for root, groups in self._roots.items():
             fsdp2.reduce_deferred_gradients(root, groups)
-        trained = [parameter for parameter in window.final if parameter in window.trained]
         plain = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
         if plain and self._group is not None:
             rescale_clip.average_gradients_(plain, self._group)
@@ -370,7 +375,7 @@ class FSDP2Window(Engine):
                 )
             fsdp2.clear_unreduced_gradients(group, owned)
         if wanted is None:
-            self._reduce(Reductions.BY_FSDP2)
+            self.enter(self._phase, Reductions.BY_FSDP2)
 
     @override
     def close(self) -> None:

@@ -6,6 +6,7 @@ freed them before, or where they have another dtype, a write would be lost, and 
 under DDP.
 """
 
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,8 @@ from lightning_automodel.sharding.whole_copies import own_part
 
 IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones"
 """Where weights are written without being gathered."""
+
+_IS_UNSHARDED = attrgetter("is_unsharded")
 
 
 def _get_data(gathered: Any) -> Tensor:
@@ -132,6 +135,11 @@ class GatheredUnit(Unit):
             root.register_forward_pre_hook(self._before_gather, prepend=True),
             root.register_forward_pre_hook(self._after_gather),
         ]
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether its modules show gathered parameters."""
+        return any(map(_IS_UNSHARDED, self.groups))
 
     # --- A forward ----------------------------------------------------------------------------------------------------
 
