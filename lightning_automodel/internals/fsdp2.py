@@ -3,7 +3,6 @@
 import math
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -87,18 +86,6 @@ parameters that were not used."""
 
 RESHARDING = ("reshard_after_backward", "post_forward_mesh_info")
 """Whether a group frees its gathered parameters after a backward, and after a forward."""
-
-
-@contextmanager
-def flags_restored(units: Iterable[FSDPModule], names: tuple[str, ...]) -> Iterator[None]:
-    """Context that restores flags of ``units``, ``REDUCTIONS`` or ``RESHARDING``; FSDP2 has no getters."""
-    groups = [group for unit in units for group in param_groups(unit)]
-    before = [(group, name, getattr(group, name)) for group in groups for name in names]
-    try:
-        yield
-    finally:
-        for group, name, value in before:
-            setattr(group, name, value)
 
 
 class GroupFlags:

@@ -48,7 +48,7 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
             if isinstance(module, DistributedDataParallel) and not is_optim_step:
                 stack.enter_context(module.no_sync())
         units = fsdp2.fsdp_units(model)
-        stack.enter_context(fsdp2.flags_restored(units, fsdp2.REDUCTIONS))
+        stack.callback(fsdp2.GroupFlags(fsdp2.fsdp_param_groups(model)).restore, fsdp2.REDUCTIONS)
         for unit in units:
             unit.set_requires_gradient_sync(is_optim_step or defer is not True, recurse=False)
             unit.set_requires_all_reduce(is_optim_step or defer is False, recurse=False)
