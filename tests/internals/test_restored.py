@@ -172,7 +172,7 @@ def test_what_stays_is_listed(pool2: RankPool, name: str) -> None:
     """Every attribute of the classes, modules and objects that a run touches is the same object afterwards."""
     options, expected = RUNS[name]
     for found in pool2.run(_replaced, options):
-        assert found["num_patched"] > 30
+        assert found["num_patched"] > 20
         assert found["patched"] == set()
         assert found["others"] == expected, sorted(found["others"] ^ expected)
         assert found["filters"] == []
