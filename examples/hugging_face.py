@@ -65,7 +65,7 @@ def padded(batch: list[Row]) -> Row:
     return {key: pad_sequence([row[key] for row in batch], True, value) for key, value in values.items()}
 
 
-def load(model: Path | None) -> PreTrainedModel:
+def load(model: str | None) -> PreTrainedModel:
     """Loads a model in float32, or makes a small one with random weights."""
     if model is not None:
         return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -76,8 +76,9 @@ def load(model: Path | None) -> PreTrainedModel:
 class Writer(L.LightningModule):
     """A causal language model, or adapters on one."""
 
-    def __init__(self, model: Path | None, lora: int) -> None:
+    def __init__(self, model: str | None, lora: int) -> None:
         super().__init__()
+        self.save_hyperparameters()  # so that load_from_checkpoint, and the command `export`, need no arguments
         self.model = load(model).train()
         if lora:
             self.model = get_peft_model(self.model, LoraConfig(r=lora, target_modules="all-linear"))
@@ -106,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, help="folder of the model to start from")
+    parser.add_argument("--model", help="folder of the model to start from")
     parser.add_argument(
         "--lora", type=int, default=0, metavar="RANK", help="train only adapters, of this rank"
     )
@@ -145,7 +146,9 @@ def main() -> None:
     # 0.
     export_hugging_face(module, args.output, adapter_only=bool(args.lora))
     if trainer.is_global_zero:
-        alone = PeftModel.from_pretrained(load(args.model), args.output) if args.lora else load(args.output)
+        alone = (
+            PeftModel.from_pretrained(load(args.model), args.output) if args.lora else load(str(args.output))
+        )
         print(f"\nPerplexity of {len(held_back)} held-back docstrings, a byte")
         print(f"  {trainer.callback_metrics['val_perplexity']:.5f} by two ranks in training")
         print(f"  {perplexity_alone(alone, held_back):.5f} by one process from {args.output}")

@@ -32,7 +32,6 @@ from lightning_automodel.checkpoint import (
     CheckpointForm,
     CheckpointLoader,
     CheckpointSaver,
-    describe_models,
     differing_extra_states,
     file_saver,
     named_parameters,
@@ -781,7 +780,6 @@ class AutomodelStrategy(ParallelStrategy):
         if is_together and self.world_size > 1:
             ranks = collectives.host_group(self._options.parsed_timeout)
         # What the checkpoint holds besides what Lightning has put into it.
-        checkpoint.update(describe_models(module))
         if "optimizer_states" in checkpoint:
             if not self._form.names_parameters:
                 checkpoint.update(

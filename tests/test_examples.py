@@ -18,6 +18,7 @@ import matplotlib.image
 import pytest
 import torch.distributed as dist
 
+from lightning_automodel.checkpoint.__main__ import main
 from tests.processes import ROOT, run_anew
 from tests.rank_pool import RankPool
 
@@ -215,9 +216,15 @@ PERPLEXITIES = r"  ([\d.]+) by two ranks in training\n  ([\d.]+) by one process"
 
 @pytest.mark.sweep
 def test_hugging_face(folder: Folder) -> None:
-    """The export has the perplexity of the run."""
+    """The export has the perplexity of the run, and README's command writes the same from the checkpoint."""
     ranks, alone = numbers(PERPLEXITIES, folder.run("hugging_face.py", "--rows", "40", "--epochs", "1"))
     assert alone == pytest.approx(ranks, rel=1e-4)
+    outputs = folder.path / "outputs/hugging_face"
+    again = folder.path / "again"
+    command = ["export", str(outputs / "best.ckpt"), str(again), "--class", "examples.hugging_face.Writer"]
+    assert main(command) == 0
+    written = [(path / "model.safetensors").read_bytes() for path in (again, outputs / "model")]
+    assert written[0] == written[1]
 
 
 @pytest.mark.sweep

@@ -4,7 +4,6 @@ from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.export import check_export, export_hugging_face
 from lightning_automodel.checkpoint.extra_states import differing_extra_states
 from lightning_automodel.checkpoint.form import CheckpointForm
-from lightning_automodel.checkpoint.hugging_face import describe_models
 from lightning_automodel.checkpoint.loading import CheckpointLoader
 from lightning_automodel.checkpoint.optimizers import named_parameters
 from lightning_automodel.checkpoint.reading import load_directories
@@ -19,7 +18,6 @@ __all__ = [
     "CheckpointLoader",
     "CheckpointSaver",
     "check_export",
-    "describe_models",
     "differing_extra_states",
     "export_hugging_face",
     "file_saver",

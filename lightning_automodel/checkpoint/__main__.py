@@ -1,6 +1,7 @@
 """The command line: ``python -m lightning_automodel.checkpoint inspect|consolidate|export PATH ...``."""
 
 import argparse
+import importlib
 import json
 import sys
 from collections import Counter
@@ -13,14 +14,24 @@ from torch import Tensor
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.consolidate import consolidate
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.export import export_checkpoint
-from lightning_automodel.checkpoint.hugging_face import KEY
+from lightning_automodel.checkpoint.export import export_hugging_face
 from lightning_automodel.checkpoint.reading import open_checkpoint
 from lightning_automodel.checkpoint.safe_load import NotPlainDataError
 from lightning_automodel.checkpoint.state_dict import Saved
 from lightning_automodel.resume import CHECKPOINT_KEY
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+_INSPECT_EXAMPLES = """the usual cases:
+  inspect checkpoints/last.ckpt             what it holds, and whether files are missing or cut off
+  inspect --verify checkpoints/*.ckpt       the same, and whether any content has changed; reads all of it
+  inspect --json s3://bucket/last.ckpt      for a program
+"""
+_EXPORT_EXAMPLES = """the usual cases, for a LightningModule named Writer in train.py:
+  export last.ckpt my-model --class train.Writer --dtype bfloat16
+  export last.ckpt my-adapter --class train.Writer --adapter-only
+  export last.ckpt teacher --class train.Distillation --key teacher
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -48,7 +59,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="inspect | consolidate | export")
 
-    command = commands.add_parser("inspect", help="what a checkpoint is, and whether it is complete")
+    command = commands.add_parser(
+        "inspect",
+        help="what a checkpoint is, and whether it is complete",
+        epilog=_INSPECT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     _add_path(command, "checkpoints", nargs="+")
     command.add_argument(
         "--verify",
@@ -70,29 +86,38 @@ def _parser() -> argparse.ArgumentParser:
 def _add_export(commands: Any) -> None:
     command = commands.add_parser(
         "export",
-        help="write safetensors, as Hugging Face's from_pretrained reads them",
+        help="write a Hugging Face model, for from_pretrained",
+        epilog=_EXPORT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_path(command, "the checkpoint")
     command.add_argument("out", help="the directory to write; a local path that does not exist yet")
     command.add_argument(
-        "--max-shard-size",
-        default="5GB",
-        help="largest size of a file; the default is 5GB",
+        "--class",
+        dest="module_class",
+        metavar="MODULE.CLASS",
+        required=True,
+        help="the LightningModule, whose load_from_checkpoint makes the model; it is imported, which runs its code",
     )
     command.add_argument(
-        "--dtype",
-        choices=_DTYPES,
-        help="of floating-point tensors; the default is each tensor's own",
+        "--arguments",
+        metavar="JSON",
+        default="{}",
+        help="of its __init__ that the checkpoint does not hold (save_hyperparameters), such as '{\"rank\": 8}'",
     )
     command.add_argument(
-        "--adapter-only",
-        action="store_true",
-        help="export only the adapters of a PEFT model",
+        "--max-shard-size", default="5GB", help="largest size of a file; the default is 5GB"
+    )
+    command.add_argument(
+        "--dtype", choices=_DTYPES, help="of floating-point tensors; the default is each tensor's own"
+    )
+    command.add_argument(
+        "--adapter-only", action="store_true", help="export only the adapters of a PEFT model"
     )
     command.add_argument(
         "--key",
         metavar="PREFIX",
-        help="prefix of the model in the LightningModule, such as model.",
+        help="of the model's names in the LightningModule, if that has several models",
     )
     command.set_defaults(run=_export)
 
@@ -124,10 +149,17 @@ def _consolidate(parsed: argparse.Namespace) -> int:
 
 
 def _export(parsed: argparse.Namespace) -> int:
-    export_checkpoint(
-        paths.normalize(parsed.path),
+    path = paths.normalize(parsed.path)
+    weights_only = not parsed.trust
+    open_checkpoint(path, weights_only)  # which compares it with its checksums
+    place, _, name = parsed.module_class.rpartition(".")
+    module_class = getattr(importlib.import_module(place), name)
+    module = module_class.load_from_checkpoint(
+        path, map_location="cpu", weights_only=weights_only, **json.loads(parsed.arguments)
+    )
+    export_hugging_face(
+        module,
         parsed.out,
-        not parsed.trust,
         max_shard_size=parsed.max_shard_size,
         dtype=None if parsed.dtype is None else getattr(torch, parsed.dtype),
         adapter_only=parsed.adapter_only,
@@ -182,10 +214,6 @@ def _described(saved: Saved) -> dict[str, Any]:
         "num_elements": sum(dtypes.values()),
         "dtypes": dict(dtypes),
         "rest": sorted(key for key in rest if isinstance(key, str)),
-        "hugging_face": {
-            model["prefix"]: model["class"] + (", adapters" if "peft" in model else "")
-            for model in rest.get(KEY, [])
-        },
     }
 
 

@@ -1,54 +1,28 @@
-"""Exports for Hugging Face, tensor by tensor: by the ranks of a run, or by one process from a checkpoint.
+"""Exports for Hugging Face: the ranks gather a model on rank 0, where its own ``save_pretrained`` writes it.
 
-torch's ``HuggingFaceStorageWriter`` (2.13 to 2.15) is not used: when it merges shards, it turns
-zero-dimensional tensors into zeros and omits the format that ``from_pretrained`` looks for.
+torch's ``HuggingFaceStorageWriter`` (2.13 to 2.15) is not used: it writes zero-dimensional tensors as zeros,
+and fails on integers and on tied weights.
 """
 
-import contextlib
 import json
-import sys
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_automodel.checkpoint import paths
-from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
-from lightning_automodel.checkpoint.hugging_face import KEY, Description, describe_models
-from lightning_automodel.checkpoint.reading import open_checkpoint
-from lightning_automodel.checkpoint.safetensors_files import (
-    SafetensorsFile,
-    index_of,
-    num_bytes_of,
-    owners_of,
-    plan_files,
-)
-from lightning_automodel.checkpoint.state_dict import model_state
+from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
+from lightning_automodel.checkpoint.state_dict import without_wrappers_in
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
+from lightning_automodel.internals.torch import without_wrappers
 
 _PATIENCE = timedelta(minutes=30)  # the default of torch's process groups
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """The content of an export.
-
-    Attributes:
-        sources: Names in the module's state, by exported name.
-        files: The files of tensors.
-        texts: Content of the JSON files, by file name.
-    """
-
-    sources: Mapping[str, str]
-    files: list[SafetensorsFile]
-    texts: Mapping[str, Any]
 
 
 def export_hugging_face(
@@ -60,251 +34,180 @@ def export_hugging_face(
     adapter_only: bool = False,
     prefix: str | None = None,
 ) -> None:
-    """Write a run's model as it is now: safetensors, and the other files that ``from_pretrained`` needs.
+    """Write a run's model as it is now, by the ``save_pretrained`` of transformers or PEFT.
 
     A collective over the default group, if there is one: every rank must call it with the same arguments,
-    between two optimizer steps (in a callback's hook, or after ``fit``, ``validate`` or ``test``). It
-    gathers the tensors of a sharded model one by one, so a rank holds one whole tensor beside its part of
-    the model. Each rank that sees rank 0's folder writes a share of the files; rank 0 writes a replicated
-    model. If any rank fails to write, all ranks raise and no files remain. The callback ``ModelExport``
-    calls this when a fit ends.
+    between two optimizer steps (in a callback's hook, or after ``fit``, ``validate`` or ``test``). Tensors are
+    gathered one by one, so a rank holds one whole tensor beside its part of the model. Rank 0 keeps them in
+    temporary files beside ``path``, which need the model's size on that disk, and then writes the export. If
+    that fails, all ranks raise and no files remain. The callback ``ModelExport`` calls this when a fit ends.
 
     Args:
-        module: The LightningModule, or any module with Hugging Face models in it, sharded or not.
+        module: The LightningModule, or any module that is or has a Hugging Face model, sharded or not.
         path: A local directory that does not exist yet; it appears when all of it is on disk.
         max_shard_size: Largest size of a file, such as ``"5GB"``, or in bytes; a larger tensor gets its own
             file.
         dtype: Dtype of the exported floating-point tensors; None keeps each tensor's own.
-        adapter_only: Export the adapters of a PEFT model, for ``PeftModel.from_pretrained``.
+        adapter_only: Export the adapters of a model, for ``PeftModel.from_pretrained``.
         prefix: Prefix of the model's names in ``module``, such as ``"model."``; None if ``module`` has only
             one Hugging Face model.
 
     Raises:
-        CheckpointError: On every rank, if there is no such model, or one of the ranks cannot write.
+        CheckpointError: On every rank, if there is no such model, or rank 0 cannot write it.
         RuntimeError: If not every rank calls it; rank 0 names the missing ranks.
     """
     collectives.named_barrier("export_hugging_face", _PATIENCE)
     what = f"Cannot export to {path}"
-    is_first = group_rank() == 0
-    folder = Path()
-    try:
+    folder: Path | None = None
+    with ExitStack() as stack:
         with on_every_rank(what):
-            state = _tensors_of(module)
-            plan = _planned(state, _descriptions(module), max_shard_size, dtype, adapter_only, prefix)
-            if is_first:
+            model = _chosen(module, adapter_only, prefix, max_shard_size)
+            if group_rank() == 0:
                 target = paths.new_local_target(path)
-                folder = target.with_name(paths.temporary_name())
-                paths.mark(str(folder), plan.files[0].name)
-        folder_of_all = collectives.broadcast_object(folder, 0)
-        owners = _owners(plan, state, folder_of_all)
-        failure = _write_share(plan, owners, state, folder_of_all)
+                temporary = tempfile.TemporaryDirectory(prefix=paths.TEMPORARY, dir=target.parent)
+                folder = Path(stack.enter_context(temporary))
+        state = _gather(model, dtype, folder, what)
         with on_every_rank(what):
-            if failure is not None:
-                raise failure
-            for file, owner in zip(plan.files, owners, strict=True):
-                if owner == group_rank():
-                    file.sync(folder_of_all)
-        with on_every_rank(what):
-            if is_first:
-                _finish(plan, folder, target)
-    except BaseException:
-        if is_first and folder.name:
-            paths.discard(folder)
-        raise
+            if folder is not None:
+                _write(model, state, folder / "export", dtype, max_shard_size)
+                paths.new_local_target(target)
+                paths.replace(folder / "export", target)
 
 
 def check_export(module: nn.Module, path: str | Path, **options: Any) -> None:
     """Raise :class:`CheckpointError` if :func:`export_hugging_face` would refuse to begin. A collective."""
     with on_every_rank(f"Cannot export to {path}"):
-        _planned(_tensors_of(module), _descriptions(module), **options)
+        _chosen(module, options["adapter_only"], options["prefix"], options["max_shard_size"])
         if group_rank() == 0:
             paths.new_local_target(path)
 
 
-def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach() for name, value in model_state(module).items() if isinstance(value, Tensor)}
+def _chosen(module: nn.Module, adapter_only: bool, prefix: str | None, max_shard_size: str | int) -> Any:
+    """The model to export; CheckpointError if it cannot be exported, as far as that can be known before."""
+    models: dict[str | None, Any] = dict(_models(module))
+    if not models:
+        raise CheckpointError(
+            f"{type(module).__name__} holds no model of transformers or PEFT, and from_pretrained reads no other."
+            " For torch.load, save a checkpoint and run"
+            " `python -m lightning_automodel.checkpoint consolidate CHECKPOINT FILE`"
+        )
+    if prefix is None and len(models) == 1:
+        (prefix,) = models
+    if prefix:
+        prefix = prefix.rstrip(".")
+    if prefix not in models:
+        known = ", ".join(f"{name}. ({_class_name(model)})" for name, model in models.items())
+        raise CheckpointError(
+            f"choose a Hugging Face model by its prefix (--key on the command line, prefix= in Python): {known}"
+        )
+    model = models[prefix]
+    _check(model, adapter_only)
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)  # raises if that is no size
+    return model
 
 
-def _descriptions(module: nn.Module) -> list[Description]:
-    return describe_models(module).get(KEY, [])
+def _models(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The outermost models of transformers or PEFT at or below ``module``, by name. Imports neither."""
+    if _is_a(module, "PreTrainedModel", "PeftModel"):
+        yield without_wrappers(name), module
+        return
+    for child_name, child in module.named_children():
+        yield from _models(child, f"{name}.{child_name}".lstrip("."))
 
 
-def _owners(plan: _Plan, state: Mapping[str, Tensor], folder: Path) -> list[int]:
-    """The rank that writes each file, alike on all ranks. A collective."""
-    if not any(isinstance(state[source], DTensor) for source in plan.sources.values()):
-        return [0] * len(plan.files)  # rank 0 has all of it, and its buffers are those that are exported
-    # What a rank wrote on another node's disk would be lost.
-    sees_folder = group_rank() == 0
-    if not sees_folder:
-        with contextlib.suppress(OSError):
-            sees_folder = paths.is_seen(str(folder), plan.files[0].name)
-    ranks = [rank for rank, sees in enumerate(collectives.gather_objects(sees_folder)) if sees]
-    return owners_of(plan.files, ranks)
+def _is_a(model: nn.Module, *names: str) -> bool:
+    return any(cls.__name__ in names for cls in type(model).__mro__)
 
 
-def _write_share(
-    plan: _Plan,
-    owners: list[int],
-    state: Mapping[str, Tensor],
+def _class_name(model: nn.Module) -> str:
+    # FSDP2 gives each module that it shards a subclass of its class, with this prefix in its name.
+    return type(model).__name__.removeprefix("FSDP")
+
+
+def _check(model: Any, adapter_only: bool) -> None:
+    """Refuse what ``save_pretrained`` would not write as asked, or only refuse after a long training."""
+    name = _class_name(model)
+    adapters = getattr(model, "peft_config", None) or {}
+    if adapter_only and not adapters:
+        raise CheckpointError(
+            f"{name} has no PEFT adapters: export it without --adapter-only (adapter_only)"
+        )
+    if adapters and not adapter_only:
+        raise CheckpointError(
+            f"{name} has PEFT adapters, which from_pretrained would not read as one model: export the adapters"
+            " (--adapter-only on the command line, adapter_only=True in Python), and merge them with PEFT's"
+            " merge_and_unload if you want one model"
+        )
+    # The others would compute or gather with tensors of the model itself, so that rank 0 would wait for ever.
+    if any(config.is_prompt_learning for config in adapters.values()):
+        raise CheckpointError(
+            "PEFT computes the parameters of prompt tuning when it saves them, on one rank: use"
+            " data_parallel='ddp', and call the model's save_pretrained on rank 0"
+        )
+    if _is_a(model, "PeftModel"):
+        return
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "distributed_config", None):
+        raise CheckpointError(
+            f"{name} has a quantization_config or a distributed_config, with which transformers saves the tensors"
+            " of the model and not those that are gathered: load it without, or train adapters that"
+            " get_peft_model has added, and export those"
+        )
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.validate(strict=True)
+
+
+def _gather(
+    model: nn.Module, dtype: torch.dtype | None, folder: Path | None, what: str
+) -> dict[str, Tensor]:
+    """The model's whole tensors, mapped to files in ``folder``; none on ranks without a folder. A collective.
+
+    A tensor with several names is gathered once, on all ranks alike, and stays one: ``save_pretrained`` knows
+    ties by that.
+    """
+    state = without_wrappers_in(model.state_dict(keep_vars=True))
+    tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}
+    gathered: dict[int, Tensor] = {}
+    for identity, tensor in tensors.items():
+        whole = collectives.full(tensor).detach()
+        with on_every_rank(what):
+            if folder is not None:
+                if dtype is not None and whole.is_floating_point():
+                    whole = whole.to(dtype)
+                gathered[identity] = _in_file(whole, folder / f"{identity}.pt")
+    return {name: gathered[id(value)] for name, value in state.items() if id(value) in gathered}
+
+
+def _in_file(tensor: Tensor, path: Path) -> Tensor:
+    """A copy of ``tensor`` that is mapped to a file, so that the system may drop it from memory."""
+    with path.open("wb") as file:  # torch itself would not tell why it cannot write
+        torch.save(tensor.cpu().clone(memory_format=torch.contiguous_format), file)  # and not all of a view
+    mapped: Tensor = torch.load(path, mmap=True)
+    return mapped
+
+
+def _write(
+    model: Any,
+    state: dict[str, Tensor],
     folder: Path,
-) -> Exception | None:
-    """Write this rank's files, and gather all tensors with the others. A collective.
-
-    Returns:
-        The error of this rank's first failed write. The rank goes on gathering: the others wait for it
-        there.
-    """
-    failure: Exception | None = None
-    for file, owner in zip(plan.files, owners, strict=True):
-        for name, planned in file.tensors.items():
-            whole = _whole(state[plan.sources[name]], planned.dtype, owner)
-            if owner == group_rank() and failure is None:
-                try:
-                    file.append(folder, name, whole)
-                except Exception as error:
-                    failure = error
-            del whole  # before the next one is gathered
-    return failure
-
-
-def _whole(tensor: Tensor, dtype: torch.dtype, owner: int) -> Tensor:
-    """The whole of a sharded tensor, on ``owner``; rank 0's value of any other tensor. A collective."""
-    if isinstance(tensor, DTensor):
-        return collectives.gather_to(cast(DTensor, tensor.to(dtype)), owner)
-    if owner == 0:
-        return tensor
-    # Buffers may differ between the ranks.
-    return collectives.broadcast_value(tensor, 0, _PATIENCE)
-
-
-def export_checkpoint(path: str, out: str, weights_only: bool | None, **options: Any) -> None:
-    """Export a checkpoint of either form, in one process that holds one tensor at a time. Not a collective.
-
-    See :func:`export_hugging_face` for what is written, and for ``options``. A file is mapped, so the system
-    can evict the parts that were read. If ``weights_only`` is False, this runs code that the checkpoint may
-    hold.
-    """
-    saved = open_checkpoint(path, weights_only)
-    what = f"Cannot export to {out}"
-    with on_this_rank(what):
-        entries = {name: entry for name, entry in saved.model.items() if entry is not None}
-        plan = _planned(entries, saved.rest.get(KEY, []), **options)
-        target = paths.new_local_target(out)
-        folder = target.with_name(paths.temporary_name())
-        folder.mkdir()
-    try:
-        for file in plan.files:
-            for name in file.tensors:
-                tensor = saved.read_model_alone(plan.sources[name])
-                with on_this_rank(what):
-                    file.append(folder, name, tensor)
-                del tensor  # before the next one is read
-        with on_this_rank(what):
-            for file in plan.files:
-                file.sync(folder)
-            _finish(plan, folder, target)
-    except BaseException:
-        paths.discard(folder)
-        raise
-
-
-def _finish(plan: _Plan, folder: Path, target: Path) -> None:
-    """Write the JSON files, then move the ``folder``, whose tensors are on disk already, to ``target``."""
-    for name, content in plan.texts.items():
-        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
-        (folder / name).write_text(text)
-        paths.sync(folder / name)
-    paths.new_local_target(target)
-    paths.replace(folder, target)
-
-
-def _planned(
-    tensors: Mapping[str, Tensor],
-    models: list[Description],
-    max_shard_size: str | int,
     dtype: torch.dtype | None,
-    adapter_only: bool,
-    prefix: str | None,
-) -> _Plan:
-    """Decide what to write of a module's state ``tensors``."""
-    sources, texts = _contents(tensors, models, adapter_only, prefix)
-    planned = {name: _cast(tensors[source], dtype) for name, source in sources.items()}
-    stem = "model"
-    max_bytes = num_bytes_of(max_shard_size)
-    if adapter_only:
-        stem = "adapter_model"
-        max_bytes = sys.maxsize  # PEFT reads one file
-    files = plan_files(planned, stem, max_bytes)
-    dtypes = Counter(tensor.dtype for tensor in planned.values() if tensor.is_floating_point())
-    if "config.json" in texts and dtypes:
-        config = texts["config.json"]
-        if "torch_dtype" in config:
-            key = "torch_dtype"
-        else:
-            key = "dtype"
-        config[key] = str(dtypes.most_common(1)[0][0]).removeprefix("torch.")
-    if len(files) > 1:
-        texts = {**texts, f"{stem}.safetensors.index.json": index_of(files)}
-    return _Plan(sources, files, texts)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A meta tensor of the size and dtype that ``tensor`` is exported with."""
-    if dtype is None or not tensor.is_floating_point():
-        dtype = tensor.dtype
-    return torch.empty(tensor.size(), dtype=dtype, device="meta")
-
-
-def _contents(
-    tensors: Mapping[str, Tensor], models: list[Description], adapter_only: bool, prefix: str | None
-) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    """The names in ``tensors`` of what to write, by exported name, and the content of the JSON files."""
-    model, prefix = _chosen(tensors, models, prefix)
-    adapters: dict[str, Any] = (model or {}).get("peft", {})
-    if adapter_only:
-        if not adapters.get("names"):
-            raise CheckpointError(
-                f"{prefix} has no PEFT adapters: export it without --adapter-only (adapter_only)"
-            )
-        sources = {name: f"{prefix}{source}" for name, source in adapters["names"].items()}
-        return sources, {"adapter_config.json": adapters["config"]}
-    if model is not None and adapters:
-        raise CheckpointError(
-            f"{prefix} is a {model['class']} with PEFT adapters, which from_pretrained would not read as one"
-            " model: export the adapters (--adapter-only on the command line, adapter_only=True in Python),"
-            " and merge them with PEFT's merge_and_unload if you want one model"
-        )
-    sources = {name.removeprefix(prefix): name for name in tensors if name.startswith(prefix)}
-    if not sources:
-        raise CheckpointError(
-            f"no tensor's name begins with {prefix!r}; there are, for example,"
-            f" {', '.join(list(tensors)[:3])}"
-        )
-    if model is None:
-        return sources, {}
-    texts = {"config.json": dict(model["config"])}
-    if "generation_config" in model:
-        texts["generation_config.json"] = model["generation_config"]
-    return {name: source for name, source in sources.items() if name not in model["tied"]}, texts
-
-
-def _chosen(
-    tensors: Mapping[str, Tensor], models: list[Description], prefix: str | None
-) -> tuple[Description | None, str]:
-    """The prefix of the model to export, and the model's description if there is one."""
-    if prefix is not None:
-        if prefix and not prefix.endswith("."):
-            prefix = f"{prefix}."
-        return next((model for model in models if model["prefix"] == prefix), None), prefix
-    if len(models) == 1:
-        return models[0], models[0]["prefix"]
-    if models:
-        known = ", ".join(f"{model['prefix']} ({model['class']})" for model in models)
-        raise CheckpointError(
-            f"there are {len(models)} Hugging Face models: choose one by its prefix ({known})"
-        )
-    first = sorted({f"{name.partition('.')[0]}." for name in tensors if "." in name})
-    raise CheckpointError(
-        "it does not describe a Hugging Face model (AutomodelStrategy saves that with one). Give the prefix"
-        f" of what to export, such as {', '.join(first[:5]) or 'an empty one'}, and add config.json yourself"
-    )
+    max_shard_size: str | int,
+) -> None:
+    """Write the model to ``folder``; all of it is on disk when this returns. Not a collective."""
+    if _is_a(model, "PeftModel"):
+        model.save_pretrained(folder, state_dict=state)
+    else:
+        config = vars(model.config)
+        before = dict(config)
+        try:
+            model.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)
+        finally:
+            config.update(before)  # transformers writes a dtype and a class into it
+    if dtype is not None and (path := folder / "config.json").exists():
+        # from_pretrained goes by this dtype, which is that of the model in memory.
+        content = json.loads(path.read_text())
+        content["dtype"] = str(dtype).removeprefix("torch.")
+        path.write_text(json.dumps(content, indent=2) + "\n")
+    for written in folder.rglob("*"):
+        paths.sync(written)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed import process_group
 from lightning_automodel.distributed.process_group import group_rank, group_size
@@ -152,51 +152,6 @@ def full(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         return tensor.full_tensor().detach()
     return tensor
-
-
-def gather_to(tensor: DTensor, dst: int) -> Tensor:
-    """All of ``tensor``, detached and on its device, on rank ``dst``; other ranks get some part of it.
-
-    A collective over its mesh. On a CPU, ranks send their parts to ``dst`` alone, into their places there:
-    gloo's all-gather (torch 2.13) would hold the whole tensor twice. A tensor that is sharded more than once
-    is gathered on all ranks.
-    """
-    sharded = [index for index, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    if tensor.device.type != "cpu" or len(sharded) != 1:
-        return full(tensor)
-    placement = tensor.placements[sharded[0]]
-    if type(placement) is not Shard or placement.dim != 0:
-        return full(tensor)
-    group = tensor.device_mesh.get_group(sharded[0])
-    ranks = dist.get_process_group_ranks(group)
-    local = tensor.to_local().detach().contiguous()
-    if dst not in ranks:  # of another replica
-        return local
-    if dist.get_rank() != dst:
-        if local.numel():
-            dist.send(_as_bytes(local), dst, group)
-        return local
-    whole = torch.empty(tensor.size(), dtype=tensor.dtype)
-    num_rows = -(-len(whole) // len(ranks))
-    for rank, part in zip(ranks, whole.split(max(1, num_rows)), strict=False):
-        if rank == dst:
-            part.copy_(local)
-        elif part.numel():
-            dist.recv(_as_bytes(part), rank, group)
-    return whole
-
-
-def broadcast_value(tensor: Tensor, src: int, timeout: timedelta) -> Tensor:
-    """Rank ``src``'s plain tensor, which has the same size on all ranks, in host memory. A collective."""
-    value = tensor.detach().to("cpu", copy=True).contiguous()
-    if value.numel() and dist.is_initialized():
-        dist.broadcast(_as_bytes(value), src, host_group(timeout))
-    return value
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous ``tensor``: gloo does not know all dtypes."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def log_full(log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any) -> None:

@@ -9,10 +9,10 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
 
 from lightning_automodel.checkpoint.__main__ import main
 from lightning_automodel.checkpoint.shard_writer import prepare_shards
@@ -21,6 +21,15 @@ from lightning_automodel.checkpoint.single_file import save_file
 
 MODEL = {"model.weight": torch.arange(12.0).view(3, 4), "model.bias": torch.ones(3, dtype=torch.bfloat16)}
 AVERAGES = {name: value + 1 for name, value in MODEL.items()}
+CLASS = ("--class", "tests.checkpoint.test_cli.Holds")
+
+
+class Holds(pl.LightningModule):
+    """Loads `MODEL`, and is no model for Hugging Face."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Linear(4, 3)
 
 
 class Runs:
@@ -225,18 +234,6 @@ def _assert_same(value: Any, expected: Any) -> None:
         assert torch.equal(value, expected) if isinstance(expected, torch.Tensor) else value == expected
 
 
-@pytest.mark.parametrize("save", [save_shards, save_whole])
-def test_export_of_part_of_a_model(tmp_path: Path, save: Any) -> None:
-    """By a prefix, as another dtype; without a description there is no configuration."""
-    path = save(tmp_path / "a.ckpt")
-    out = tmp_path / "out"
-    assert main(["export", str(path), str(out), "--key", "model", "--dtype", "bfloat16"]) == 0
-    assert [each.name for each in out.iterdir()] == ["model.safetensors"]
-    written = load_file(out / "model.safetensors")
-    assert written.keys() == {"weight", "bias"}
-    assert torch.equal(written["weight"], MODEL["model.weight"].bfloat16())
-
-
 def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One line on stderr that says what to do, status 1, no traceback, nothing written."""
     shards = save_shards(tmp_path / "a.ckpt")
@@ -250,20 +247,9 @@ def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("consolidate", str(shards), str(whole)): "exists: remove it, or choose another path",
         ("consolidate", str(shards), "memory://out"): "is not local: write to a local path, and upload that",
         ("consolidate", str(empty), out): ".metadata is missing: this is no directory of shards",
-        (
-            "export",
-            str(shards),
-            out,
-        ): "Give the prefix of what to export, such as model., and add config.json",
-        ("export", str(shards), str(whole), "--key", "model"): "exists: remove it, or choose another path",
-        (
-            "export",
-            str(shards),
-            out,
-            "--key",
-            "net",
-        ): "no tensor's name begins with 'net.'; there are, for example, model.weight, model.bias",
-        ("export", f"{tmp_path}/none", out): "there is no such file or directory",
+        ("export", str(whole), out, *CLASS): "holds no model of transformers or PEFT, and from_pretrained",
+        ("export", str(whole), out, "--class", "tests.none.Module"): "No module named 'tests.none'",
+        ("export", f"{tmp_path}/none", out, *CLASS): "there is no such file or directory",
     }
     for arguments, message in cases.items():
         assert main(list(arguments)) == 1
@@ -278,23 +264,13 @@ def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_code_is_run_only_with_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By consolidation and export, which must load the rest."""
     path = save_shards(tmp_path / "a.ckpt", custom=Custom())
-    for command in (["consolidate"], ["export", "--key", "model"]):
-        name, *options = command
-        out = str(tmp_path / name)
-        assert main([name, str(path), out, *options]) == 1
+    for name, *options in (["export", *CLASS], ["consolidate"]):
+        command = [name, str(path), str(tmp_path / name), *options]
+        assert main(command) == 1
         assert "holds more than plain data" in capsys.readouterr().err
-        assert main([name, str(path), out, *options, "--trust"]) == 0
+        assert main([*command, "--trust"]) == (name == "export")
+        assert ("holds no model of transformers or PEFT" in capsys.readouterr().err) == (name == "export")
     assert torch.load(tmp_path / "consolidate", weights_only=False)["custom"].inner == {"value": 3}
-
-
-@pytest.mark.parametrize(("size", "files"), [("50", 2), ("1KB", 1), ("5XB", 0), ("B", 0)])
-def test_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str, files: int) -> None:
-    """Of files, with or without a unit; what is none is refused."""
-    path = save_whole(tmp_path / "a.ckpt")
-    out = tmp_path / "out"
-    assert main(["export", str(path), str(out), "--key", "model", "--max-shard-size", size]) == (files == 0)
-    assert len(list(out.glob("*.safetensors"))) == files
-    assert ("ValueError" in capsys.readouterr().err) == (files == 0)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -313,7 +289,7 @@ def test_any_damage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         metadata.write_bytes(damaged)
         assert main(["inspect", "--json", str(shards)]) in (0, 1)
         capsys.readouterr()
-        assert main(["export", str(shards), str(tmp_path / "out"), "--key", "model"]) == 1
+        assert main(["export", str(shards), str(tmp_path / "out"), *CLASS]) == 1
         assert capsys.readouterr().err.splitlines()[-1].startswith("error: Cannot load ")
     metadata.write_bytes(b"")
     (report,) = inspected(capsys, str(shards), status=1)["checkpoints"]
@@ -324,7 +300,6 @@ def test_any_damage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     "content",
     [
         {"state_dict": [1]},
-        {"state_dict": MODEL, "hugging_face": [3]},
         {"state_dict": MODEL, "lightning_automodel": {"sizes": 3}},
     ],
 )
@@ -353,5 +328,5 @@ def test_unsupported_paths(path: str, capsys: pytest.CaptureFixture[str]) -> Non
 def test_shards_without_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """torch.distributed.checkpoint alone writes no `meta.pt`."""
     dcp.save({"state_dict": MODEL}, checkpoint_id=str(tmp_path / "a.ckpt"))
-    assert main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out")]) == 1
+    assert main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out"), *CLASS]) == 1
     assert "meta.pt is missing: this is no directory of shards that Lightning or" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Exports are read by `from_pretrained`, hold what was trained, and are never in memory as a whole."""
+"""Exports are read by `from_pretrained`, hold what was trained, and come about together or not at all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import resource
 import time
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,16 +16,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, WeightAveraging
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, ModelExport
-from lightning_automodel.checkpoint import CheckpointError, export, export_hugging_face, hugging_face, paths
+from lightning_automodel.checkpoint import CheckpointError, export, export_hugging_face
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.checkpoint.safetensors_files import SafetensorsFile
 from tests.rank_pool import RankError, RankPool
 from tests.sharding.test_hf_tensor_parallel import CASE as TENSOR_PARALLEL
 from tests.sharding.test_hf_tensor_parallel import make_model as make_logits_model
@@ -43,18 +40,39 @@ from tests.trainer.hugging_face import (
     vera_llama,
 )
 from tests.trainer.plain import ModelModule
-from tests.trainer.runs import CASE, LabelledModule, loader, make_trainer
+from tests.trainer.runs import loader, make_trainer
 
 ENGINES: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
 SMALL = "2KB"
-TINY = 700
+
+
+class TiedLlama(OwnLoss):
+    """What the command line makes a model of."""
+
+    def __init__(self) -> None:
+        super().__init__(tied_llama())
+
+
+class Adapted(OwnLoss):
+    """The same with adapters; `beside` it, modules are trained whole."""
+
+    def __init__(self, kind: str, beside: list[str] | None = None) -> None:
+        super().__init__(vera_llama() if kind == "vera" else lora_llama(modules_to_save=beside))
+
+
+def export_from(folder: Path, module_class: type, *options: str, arguments: str = "{}") -> int:
+    """Status of the command that exports `run.ckpt` to `out`."""
+    name = f"{module_class.__module__}.{module_class.__qualname__}"
+    paths = [str(folder / "run.ckpt"), str(folder / "out")]
+    return main(["export", *paths, "--class", name, "--arguments", arguments, *options])
 
 
 def _train(
-    options: dict[str, Any], make_model: Any, folder: str, **export_options: Any
+    options: dict[str, Any], module_class: Any, args: tuple[Any, ...], folder: str, **export_options: Any
 ) -> dict[str, Tensor]:
     """Train a step, export `live` as the fit ends, and save `run.ckpt`; whole weights."""
-    module = OwnLoss(make_model())
+    module = module_class(*args)
+    config = dict(vars(module.model.config))
     trainer = make_trainer(
         AutomodelStrategy(label_shift=1, **options),
         max_steps=1,
@@ -62,11 +80,21 @@ def _train(
     )
     trainer.fit(module, loader(CAUSAL))
     trainer.save_checkpoint(f"{folder}/run.ckpt")
+    assert vars(module.model.config) == config
     return full_weights(module.model)
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def _of_adapter(folder: Path) -> dict[str, Any]:
+    """The contents; PEFT writes a set of names in the order of the process."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    return {
+        **_contents(folder),
+        "adapter_config.json": {**config, "target_modules": sorted(config["target_modules"])},
+    }
 
 
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
@@ -76,10 +104,8 @@ def test_from_pretrained_reads_what_was_trained(
     """Several files with an index, the tie restored; from memory and from a checkpoint byte for byte the same."""
     from transformers import AutoModelForCausalLM
 
-    weights, same = pool2.run(_train, options, tied_llama, str(tmp_path), max_shard_size=SMALL)
-    assert (
-        main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "out"), "--max-shard-size", SMALL]) == 0
-    )
+    weights, same = pool2.run(_train, options, TiedLlama, (), str(tmp_path), max_shard_size=SMALL)
+    assert export_from(tmp_path, TiedLlama, "--max-shard-size", SMALL) == 0
     assert _contents(tmp_path / "live") == _contents(tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
@@ -131,10 +157,12 @@ def test_layouts_of_four_ranks(pool4: RankPool, tmp_path: Path, options: dict[st
 
 @pytest.mark.parametrize("make_model", [tied_llama, untied_gpt2, t5, mixtral])
 def test_every_kind_of_model_comes_back(tmp_path: Path, make_model: Any) -> None:
-    """Ties of several names, none at all, and experts, which are kept in another form on the hub."""
+    """Ties of several names, none at all, and experts, which get the names that they have on the hub."""
     model = make_model()
     export_hugging_face(OwnLoss(model), tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"config.json", "model.safetensors"}
+    names = " ".join(load_file(tmp_path / "out" / "model.safetensors"))
+    assert ("experts.3.w2" in names) == (make_model is mixtral)
     loaded, problems = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(problems.values())
     expected = model.state_dict()
@@ -145,60 +173,57 @@ def test_every_kind_of_model_comes_back(tmp_path: Path, make_model: Any) -> None
 def test_dtype(tmp_path: Path) -> None:
     """Of floating-point tensors, and of the configuration, which from_pretrained goes by."""
     model = tied_llama()
-    export_hugging_face(OwnLoss(model), tmp_path / "out", dtype=torch.bfloat16)
+    model.register_buffer("counted", torch.tensor(2**40 + 1))
+    export_hugging_face(model, tmp_path / "out", dtype=torch.bfloat16)
+    assert model.dtype == torch.float64
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(written["counted"], model.counted)
     loaded = type(model).from_pretrained(tmp_path / "out")
     assert loaded.dtype == torch.bfloat16
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
 
 
-class Twice(nn.Module):
-    """One matrix under two names, which nothing but the object itself tells of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = self.second = nn.Linear(3, 3)
-
-
-def test_ties_that_no_configuration_tells_of_are_written_twice(tmp_path: Path) -> None:
-    """Else whoever reads them would have random weights under one of the names."""
-    export_hugging_face(ModelModule(Twice()), tmp_path / "out", prefix="model")
-    written = load_file(tmp_path / "out" / "model.safetensors")
-    assert written.keys() == {"first.weight", "first.bias", "second.weight", "second.bias"}
-    assert torch.equal(written["first.weight"], written["second.weight"])
-
-
 @pytest.mark.parametrize(
-    ("options", "adapted"),
+    ("options", "args"),
     [
-        (ENGINES["fsdp2"], lora_llama),
-        (ENGINES["ddp"], lora_llama),
-        (ENGINES["fsdp2"], partial(lora_llama, modules_to_save=["norm"])),
-        (ENGINES["fsdp2"], vera_llama),
+        (ENGINES["fsdp2"], ("lora",)),
+        (ENGINES["ddp"], ("lora",)),
+        (ENGINES["fsdp2"], ("lora", ["norm"])),
+        (ENGINES["fsdp2"], ("vera",)),
     ],
     ids=["fsdp2", "ddp", "beside a module trained whole", "vera"],
 )
-def test_adapters_alone(pool2: RankPool, tmp_path: Path, options: dict[str, Any], adapted: Any) -> None:
+def test_adapters_alone(
+    pool2: RankPool, tmp_path: Path, options: dict[str, Any], args: tuple[Any, ...]
+) -> None:
     """As PEFT itself writes them; the trained model answers as the base with them does."""
     from peft import PeftModel
 
-    weights, _ = pool2.run(_train, options, adapted, str(tmp_path), adapter_only=True)
-    assert main(["export", str(tmp_path / "run.ckpt"), str(tmp_path / "out"), "--adapter-only"]) == 0
-    assert _contents(tmp_path / "live") == _contents(tmp_path / "out")
-    trained = adapted()
+    weights, _ = pool2.run(_train, options, Adapted, args, str(tmp_path), adapter_only=True)
+    arguments = json.dumps(dict(zip(("kind", "beside"), args, strict=False)))
+    assert export_from(tmp_path, Adapted, "--adapter-only", arguments=arguments) == 0
+    assert _of_adapter(tmp_path / "live") == _of_adapter(tmp_path / "out")
+    trained = Adapted(*args).model
     trained.load_state_dict(weights, strict=False)  # which lack the second name of what is tied
     trained.save_pretrained(tmp_path / "peft")
-    names = "adapter_config.json", "adapter_model.safetensors"
-    config, theirs = (json.loads((tmp_path / folder / names[0]).read_text()) for folder in ("out", "peft"))
-    assert config == {**theirs, "target_modules": sorted(theirs["target_modules"])}
-    ours = load_file(tmp_path / "out" / names[1])
-    theirs = load_file(tmp_path / "peft" / names[1])
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert _of_adapter(tmp_path / "out") == _of_adapter(tmp_path / "peft")
 
     loaded = PeftModel.from_pretrained(tied_llama(), tmp_path / "out").double()
     ids = torch.tensor([[1, 3, 5, 7]])
     assert torch.equal(loaded(input_ids=ids).logits, trained(input_ids=ids).logits)
     assert not torch.equal(loaded(input_ids=ids).logits, tied_llama()(input_ids=ids).logits)
+
+
+def test_adapters_that_transformers_has_added(tmp_path: Path) -> None:
+    """Its own `save_pretrained` writes them alone, too."""
+    from peft import LoraConfig, PeftModel
+
+    model = tied_llama()
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False), "mine")
+    export_hugging_face(OwnLoss(model), tmp_path / "out", adapter_only=True)
+    loaded = PeftModel.from_pretrained(tied_llama(), tmp_path / "out").double()
+    ids = torch.tensor([[1, 3, 5, 7]])
+    assert torch.equal(loaded(input_ids=ids).logits, model.double()(input_ids=ids).logits)
 
 
 class SavesPretrained(Callback):
@@ -250,136 +275,132 @@ def test_save_pretrained_would_write_parts(
 
 def test_refusals(tmp_path: Path) -> None:
     """Each says what to do instead, and leaves nothing behind."""
-    decoder = ModelModule(TinyDecoder(seed=1))
-    with pytest.raises(CheckpointError, match=r"Give the prefix of what to export, such as model\.,"):
-        export_hugging_face(decoder, tmp_path / "out")
+    from peft import PromptTuningConfig, get_peft_model
+
+    llama = OwnLoss(tied_llama())
     with pytest.raises(
-        CheckpointError, match=r"no tensor's name begins with 'other\.'; there are, for example, model"
+        CheckpointError, match=r"ModelModule holds no model of transformers or PEFT.*consolidate"
     ):
-        export_hugging_face(decoder, tmp_path / "out", prefix="other")
-    with pytest.raises(
-        CheckpointError, match=r"LlamaForCausalLM with PEFT adapters.*adapter_only.*merge_and_unload"
-    ):
+        export_hugging_face(ModelModule(TinyDecoder(seed=1)), tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"PeftModelForCausalLM has.*adapter_only.*merge_and_unload"):
         export_hugging_face(OwnLoss(lora_llama()), tmp_path / "out")
-    with pytest.raises(CheckpointError, match=r"model\. has no PEFT adapters"):
-        export_hugging_face(OwnLoss(tied_llama()), tmp_path / "out", adapter_only=True)
+    with pytest.raises(CheckpointError, match="LlamaForCausalLM has no PEFT adapters"):
+        export_hugging_face(llama, tmp_path / "out", adapter_only=True)
+    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(CheckpointError, match="computes the parameters of prompt tuning"):
+        export_hugging_face(get_peft_model(tied_llama(), prompts), tmp_path / "out", adapter_only=True)
+    with pytest.raises(CheckpointError, match="Unit 'XB' not supported"):
+        export_hugging_face(llama, tmp_path / "out", max_shard_size="5XB")
     teacher = OwnLoss(tied_llama())
     teacher.teacher = untied_gpt2()
-    with pytest.raises(
-        CheckpointError, match=r"model\. \(LlamaForCausalLM\), teacher\. \(GPT2LMHeadModel\)"
-    ):
-        export_hugging_face(teacher, tmp_path / "out")
+    for prefix in (None, "other", "model.model"):
+        with pytest.raises(
+            CheckpointError, match=r"--key .*: model\. \(LlamaForCausalLM\), teacher\. \(GPT2LMHeadModel\)"
+        ):
+            export_hugging_face(teacher, tmp_path / "out", prefix=prefix)
     with pytest.raises(CheckpointError, match="is not local"):
-        export_hugging_face(decoder, "memory://out", prefix="model")
+        export_hugging_face(llama, "memory://out")
     assert not list(tmp_path.iterdir())
     (tmp_path / "out").mkdir()
     with pytest.raises(CheckpointError, match="exists: remove it, or choose another path"):
-        export_hugging_face(decoder, tmp_path / "out", prefix="model")
+        export_hugging_face(llama, tmp_path / "out")
     export_hugging_face(teacher, tmp_path / "teacher", prefix="teacher.")
     assert json.loads((tmp_path / "teacher" / "config.json").read_text())["architectures"] == [
         "GPT2LMHeadModel"
     ]
 
 
-class Watched(LabelledModule):
-    """Has running statistics and a number, which differ by rank, as DDP lets them."""
+@pytest.mark.parametrize("what", ["hf_quantizer", "distributed_config"])
+def test_what_transformers_would_gather_by_itself(tmp_path: Path, what: str) -> None:
+    """On rank 0 alone, which would wait for the others; PEFT leaves a quantised base as it is."""
+    model = tied_llama()
+    setattr(model if what == "hf_quantizer" else model.config, what, mock.Mock())
+    with pytest.raises(CheckpointError, match=r"has a quantization_config or a distributed_config"):
+        export_hugging_face(OwnLoss(model), tmp_path / "out")
+    adapted = OwnLoss(lora_llama())
+    adapted.model.get_base_model().hf_quantizer = mock.Mock()
+    export_hugging_face(adapted, tmp_path / "adapter", adapter_only=True)
+    assert len(load_file(tmp_path / "adapter" / "adapter_model.safetensors")) == 8
+
+
+class Watched(TiedLlama):
+    """Has a number that differs by rank, as DDP lets it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(4).double().requires_grad_(False)
-        self.register_buffer("scale", torch.tensor(0.0))
+        self.model.register_buffer("scale", torch.tensor(0.0))
 
     def on_train_start(self) -> None:
-        self.norm.running_mean.fill_(dist.get_rank() + 1.0)
-        self.scale.fill_(dist.get_rank() + 0.5)
+        self.model.scale.fill_(dist.get_rank() + 0.5)
 
 
-def _share_out(options: dict[str, Any], folder: str, sees_folder: bool = True) -> dict[str, Any]:
-    """Train with averaged weights, export, and tell what this rank wrote."""
-    written: list[str] = []
-    append = SafetensorsFile.append
-
-    def noting(file: SafetensorsFile, *args: Any) -> None:
-        written.append(file.name)
-        append(file, *args)
-
+def _export_averages(options: dict[str, Any], folder: str) -> dict[str, Tensor]:
     module = Watched()
     averages = WeightAveraging(
         use_buffers=False, avg_fn=lambda averaged, current, _: averaged * 0.5 + current * 0.5
     )
     # The callback stands first, and the weights' averages come into their place after its other hooks.
-    callbacks = [ModelExport(f"{folder}/out", prefix="", max_shard_size=TINY), averages]
-    trainer = make_trainer(AutomodelStrategy(**options), max_steps=2, callbacks=callbacks)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SafetensorsFile, "append", noting)
-        patch.setattr(paths, "is_seen", lambda *_: sees_folder)
-        trainer.fit(module, loader(CASE))
-    state = {
-        name: value.full_tensor() if isinstance(value, DTensor) else value
-        for name, value in module.state_dict().items()
-    }
-    return {"written": sorted(set(written)), "state": state}
+    callbacks = [ModelExport(f"{folder}/out"), averages]
+    strategy = AutomodelStrategy(label_shift=1, **options)
+    make_trainer(strategy, max_steps=2, callbacks=callbacks).fit(module, loader(CAUSAL))
+    return full_weights(module.model)
 
 
-@pytest.mark.parametrize("how", ["sharded", "one disk", "ddp"])
-def test_ranks_share_the_files(pool2: RankPool, tmp_path: Path, how: str) -> None:
-    """Each writes about half; buffers are rank 0's, and weights the averages that `fit` leaves.
-
-    On another node's disk nothing would be found again: rank 0 then writes all, as under DDP.
-    """
-    options = ENGINES["ddp" if how == "ddp" else "fsdp2"]
-    first, second = pool2.run(_share_out, options, str(tmp_path), sees_folder=how == "sharded")
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    files = sorted(set(index["weight_map"].values()))
-    assert sorted(first["written"] + second["written"]) == files
-    sizes = {name: (tmp_path / "out" / name).stat().st_size for name in files}
-    of_second = sum(sizes[name] for name in second["written"])
-    assert of_second == 0 or how == "sharded"
-    if how == "sharded":
-        assert abs(of_second / sum(sizes.values()) - 0.5) < 0.1
-    found: dict[str, Tensor] = {}
-    for name in files:
-        found.update(load_file(tmp_path / "out" / name))
-    assert found.keys() == first["state"].keys()
-    assert all(torch.equal(found[name], value) for name, value in first["state"].items())
-    assert float(found["scale"]) == 0.5
-    assert found["scale"].dim() == 0
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_averages_and_buffers(pool2: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Weights are the averages that `fit` leaves, and buffers rank 0's, numbers without a dimension too."""
+    (weights, _) = pool2.run(_export_averages, options, str(tmp_path))
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in weights.items() if name in found)
+    assert found.keys() == weights.keys() | {"scale"}
+    assert torch.equal(found["scale"], torch.tensor(0.5))
 
 
-def _fail_to_write(folder: str, failing: int) -> str:
+def _fail_to_write(folder: str, num_bytes: int) -> str:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == failing:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (900, limits[1]))
+    if dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
     try:
-        decoder = ModelModule(TinyDecoder(seed=1))
-        fully_shard(decoder, mesh=init_device_mesh("cpu", (2,)))
+        module = TiedLlama()
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
         with pytest.raises(CheckpointError) as raised:
-            export_hugging_face(decoder, f"{folder}/out", max_shard_size=TINY, prefix="model")
+            export_hugging_face(module, f"{folder}/out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return str(raised.value)
 
 
-@pytest.mark.parametrize("failing", [1, 0])
-def test_a_rank_that_cannot_write(pool2: RankPool, tmp_path: Path, failing: int) -> None:
-    """All ranks raise, naming it and the file, and nothing is left."""
-    for message in pool2.run(_fail_to_write, str(tmp_path), failing):
-        start = f"Cannot export to {tmp_path}/out: rank {failing}: model-"
-        assert message.startswith(start)
-        assert message.endswith(".safetensors: OSError: [Errno 27] File too large")
+@pytest.mark.parametrize("num_bytes", [900, 4000], ids=["a gathered tensor", "the file of all"])
+def test_rank_zero_cannot_write(pool2: RankPool, tmp_path: Path, num_bytes: int) -> None:
+    """All ranks raise, naming it, and nothing is left."""
+    for message in pool2.run(_fail_to_write, str(tmp_path), num_bytes):
+        assert message.startswith(f"Cannot export to {tmp_path}/out: rank 0: ")
+        assert "File too large" in message
     assert not list(tmp_path.iterdir())
 
 
-def _begin_with_a_folder_in_the_way(path: str) -> int:
-    module = LabelledModule()
-    trainer = make_trainer(AutomodelStrategy(), max_steps=1, callbacks=[ModelExport(path, prefix="model")])
-    with pytest.raises(CheckpointError, match=r"rank 0: .*exists: remove it, or choose another path"):
-        trainer.fit(module, loader(CASE))
-    return trainer.global_step
+def _begin(path: str, samples: bool) -> tuple[int, str]:
+    module = TiedLlama()
+    if samples:
+        module.model.generation_config.temperature = 0.5  # without do_sample
+    trainer = make_trainer(
+        AutomodelStrategy(label_shift=1), max_steps=1, callbacks=[ModelExport(path, prefix="model")]
+    )
+    with pytest.raises(CheckpointError) as raised:
+        trainer.fit(module, loader(CAUSAL))
+    return trainer.global_step, str(raised.value)
 
 
 def test_a_fit_that_could_not_export_does_not_begin(pool2: RankPool, tmp_path: Path) -> None:
-    assert pool2.run(_begin_with_a_folder_in_the_way, str(tmp_path)) == [0, 0]
+    """A folder is in the way; transformers would refuse the configuration for generation."""
+    for step, message in pool2.run(_begin, str(tmp_path), False):
+        assert step == 0
+        assert "rank 0: " in message
+        assert "exists: remove it, or choose another path" in message
+    for step, message in pool2.run(_begin, str(tmp_path / "new"), True):
+        assert step == 0
+        assert "ranks 0, 1: " in message
+        assert "temperature" in message
 
 
 def test_dtypes_by_name() -> None:
@@ -393,7 +414,7 @@ def _export_on_rank_zero(path: str) -> None:
         time.sleep(1)
         return
     with mock.patch.object(export, "_PATIENCE", timedelta(seconds=0.5)):
-        export_hugging_face(OwnLoss(tied_llama()), path)
+        export_hugging_face(TiedLlama(), path)
 
 
 def test_every_rank_must_export(pool2: RankPool, tmp_path: Path) -> None:
@@ -404,32 +425,3 @@ def test_every_rank_must_export(pool2: RankPool, tmp_path: Path) -> None:
     assert "barrier 'export_hugging_face', which every rank must reach" in message
     assert "Ranks 1 failed to pass" in message
     assert not list(tmp_path.iterdir())
-
-
-def test_description_is_plain_data(pool2: RankPool, tmp_path: Path) -> None:
-    """What the strategy adds to a checkpoint loads without running code, and tells classes that FSDP2 has changed."""
-    pool2.run(_train, {}, lora_llama, str(tmp_path), adapter_only=True)
-    rest = torch.load(tmp_path / "run.ckpt" / "meta.pt", weights_only=True)
-    (described,) = rest["hugging_face"]
-    assert (described["prefix"], described["class"], described["tied"]) == (
-        "model.",
-        "LlamaForCausalLM",
-        ["lm_head.weight"],
-    )
-    assert len(described["peft"]["names"]) == 8
-
-
-class CannotBeDescribed(nn.Module):
-    """Looks like a Hugging Face model."""
-
-    config = mock.Mock()
-    config.to_diff_dict.side_effect = KeyError("no such name")
-    save_pretrained = None
-
-
-def test_what_cannot_be_described_is_saved() -> None:
-    """Without a description, which a warning tells."""
-    module = nn.ModuleDict({"odd": CannotBeDescribed(), "known": tied_llama()})
-    with pytest.warns(UserWarning, match=r"do not describe the Hugging Face model odd\. \(.*no such name"):
-        (described,) = hugging_face.describe_models(module)["hugging_face"]
-    assert described["prefix"] == "known."
