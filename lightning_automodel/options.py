@@ -99,7 +99,7 @@ class StrategyOptions:
     init_method: str | None = None
     timeout: timedelta | float = 30
     heartbeat_timeout: timedelta | float = 2
-    start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
+    start_method: Literal["popen", "fork"] = "popen"
     first_rank_setup: bool = False
     save_distributed_checkpoint: bool | None = None
     uneven_inputs: Literal["error", "pad"] = "error"
@@ -128,6 +128,12 @@ class StrategyOptions:
             raise TypeError(
                 "activation_checkpointing must be True, False, 'selective', 'offload', a set of nn.Module"
                 f" classes or a policy of torch.utils.checkpoint, got {choice!r}."
+            )
+        method: str = self.start_method
+        if method in ("spawn", "forkserver"):
+            raise ValueError(
+                f"start_method={method!r} would pickle the Trainer, the module and its data into each rank:"
+                " pass 'popen' in a script, which the ranks run again, or 'fork' in a notebook."
             )
         _check_policy(self.mp_policy)
         _ = self.parsed_timeout, self.parsed_heartbeat_timeout  # each raises if it is not valid

@@ -133,9 +133,8 @@ class AutomodelStrategy(ParallelStrategy):
         init_method: Where the ranks meet: ``"tcp://host:port"`` or ``"file:///path"``. None: as the
             environment says.
         start_method: How the ranks of a node are started, if no launcher has started them. ``"popen"``: this
-            process is rank 0 and runs the script again for each other rank. ``"fork"`` (also in notebooks;
-            one CPU thread a rank), ``"spawn"`` and ``"forkserver"``: as workers, from which weights and
-            metrics come back.
+            process is rank 0 and runs the script again for each other rank. ``"fork"``, also in notebooks:
+            as workers with one CPU thread each, from which weights and metrics come back.
         timeout: How long a collective may wait: ``timedelta`` or minutes.
         heartbeat_timeout: How long a rank may miss its heartbeats, if that is less than ``timeout``:
             ``timedelta`` or minutes. A thread sends them, which a debugger that stops all threads, or an

@@ -97,13 +97,13 @@ def _add_export(commands: Any) -> None:
         dest="module_class",
         metavar="MODULE.CLASS",
         required=True,
-        help="the LightningModule, whose load_from_checkpoint makes the model; it is imported, which runs its code",
+        help="the LightningModule, whose load_from_checkpoint makes the model; importing it runs its code",
     )
     command.add_argument(
         "--arguments",
         metavar="JSON",
         default="{}",
-        help="of its __init__ that the checkpoint does not hold (save_hyperparameters), such as '{\"rank\": 8}'",
+        help="for its __init__, beside those of save_hyperparameters(), such as '{\"rank\": 8}'",
     )
     command.add_argument(
         "--max-shard-size", default="5GB", help="largest size of a file; the default is 5GB"

@@ -87,8 +87,8 @@ def _chosen(module: nn.Module, adapter_only: bool, prefix: str | None, max_shard
     models: dict[str | None, Any] = dict(_models(module))
     if not models:
         raise CheckpointError(
-            f"{type(module).__name__} holds no model of transformers or PEFT, and from_pretrained reads no other."
-            " For torch.load, save a checkpoint and run"
+            f"{type(module).__name__} holds no model of transformers or PEFT, and from_pretrained reads no"
+            " other. For torch.load, save a checkpoint and run"
             " `python -m lightning_automodel.checkpoint consolidate CHECKPOINT FILE`"
         )
     if prefix is None and len(models) == 1:
@@ -98,7 +98,8 @@ def _chosen(module: nn.Module, adapter_only: bool, prefix: str | None, max_shard
     if prefix not in models:
         known = ", ".join(f"{name}. ({_class_name(model)})" for name, model in models.items())
         raise CheckpointError(
-            f"choose a Hugging Face model by its prefix (--key on the command line, prefix= in Python): {known}"
+            "choose a Hugging Face model by its prefix (--key on the command line, prefix= in Python):"
+            f" {known}"
         )
     model = models[prefix]
     _check(model, adapter_only)
@@ -136,11 +137,11 @@ def _check(model: Any, adapter_only: bool) -> None:
         )
     if adapters and not adapter_only:
         raise CheckpointError(
-            f"{name} has PEFT adapters, which from_pretrained would not read as one model: export the adapters"
-            " (--adapter-only on the command line, adapter_only=True in Python), and merge them with PEFT's"
+            f"{name} has PEFT adapters, which from_pretrained would not read as one model: export the"
+            " adapters (--adapter-only on the command line, adapter_only=True in Python), and merge them with PEFT's"
             " merge_and_unload if you want one model"
         )
-    # The others would compute or gather with tensors of the model itself, so that rank 0 would wait for ever.
+    # The next two would compute with tensors of the model itself, so that rank 0 would wait for ever.
     if any(config.is_prompt_learning for config in adapters.values()):
         raise CheckpointError(
             "PEFT computes the parameters of prompt tuning when it saves them, on one rank: use"
@@ -150,8 +151,8 @@ def _check(model: Any, adapter_only: bool) -> None:
         return
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "distributed_config", None):
         raise CheckpointError(
-            f"{name} has a quantization_config or a distributed_config, with which transformers saves the tensors"
-            " of the model and not those that are gathered: load it without, or train adapters that"
+            f"{name} has a quantization_config or a distributed_config, with which transformers saves the"
+            " tensors of the model and not those that are gathered: load it without, or train adapters that"
             " get_peft_model has added, and export those"
         )
     if getattr(model, "generation_config", None) is not None:
@@ -161,7 +162,7 @@ def _check(model: Any, adapter_only: bool) -> None:
 def _gather(
     model: nn.Module, dtype: torch.dtype | None, folder: Path | None, what: str
 ) -> dict[str, Tensor]:
-    """The model's whole tensors, mapped to files in ``folder``; none on ranks without a folder. A collective.
+    """The model's whole tensors, mapped to files in ``folder``; none on ranks without one. A collective.
 
     A tensor with several names is gathered once, on all ranks alike, and stays one: ``save_pretrained`` knows
     ties by that.

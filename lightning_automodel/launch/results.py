@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from lightning_automodel import checkpoint as checkpoints
 
 _OF_CHECKPOINT_CALLBACKS = ("best_model_path", "best_model_score", "last_model_path")
-RESULTS = "results.pt"
+_RESULTS = "results.pt"
 _WEIGHTS = "weights.pt"
 
 
@@ -34,7 +34,7 @@ def collect(trainer: "pl.Trainer", returned: Any, folder: Path) -> None:
             for callback in trainer.checkpoint_callbacks
         ],
     }
-    torch.save(results, folder / RESULTS)
+    torch.save(results, folder / _RESULTS)
 
 
 def restore(trainer: "pl.Trainer", folder: Path) -> Any:
@@ -43,7 +43,7 @@ def restore(trainer: "pl.Trainer", folder: Path) -> Any:
     Returns:
         What the Trainer's function returned.
     """
-    results = torch.load(folder / RESULTS, map_location="cpu", weights_only=False)
+    results = torch.load(folder / _RESULTS, map_location="cpu", weights_only=False)
     trainer.state = results["state"]
     trainer.callback_metrics.clear()
     trainer.callback_metrics.update(results["metrics"])

@@ -23,6 +23,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
+from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
 
@@ -96,6 +97,8 @@ def happen(fault: str, folder: Path) -> None:
         time.sleep(1e6)
     if fault == "exception":
         raise ValueError("no labels here")
+    if fault == "finish":
+        sys.exit(0)
     if fault == "exit":
         sys.exit(3)
     if fault == "leave":
@@ -201,7 +204,7 @@ def tune(folder: Path) -> None:
     module.lr = 0.1
     try:
         Tuner(trainer).lr_find(module, num_training=4)
-    except RuntimeError as error:
+    except ProcessRaisedException as error:
         (folder / "error").write_text(str(error))
 
 

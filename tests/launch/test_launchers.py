@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.launch.launchers import WorkerLauncher
+from lightning_automodel.launch.forks import ForkLauncher
 from tests.launch.launched import (
     PATIENCE_S,
     Terminal,
@@ -33,11 +33,6 @@ from tests.launch.launched import (
 from tests.trainer.exactness import relative_error
 from tests.trainer.runs import CASE, SILENT, TOLERANCE
 
-TRAINED = [("fork", "fsdp2"), ("fork", "ddp")]
-# What these start imports everything anew; what can be sent there, test_pickling shows.
-TRAINED_IN_THE_SWEEP = [
-    (method, engine) for method in ("spawn", "forkserver") for engine in ("fsdp2", "ddp")
-]
 # What happens to rank 1 of a script; the status of rank 0; what is printed.
 SCRIPT_FAILS = {
     "SIGKILL": (1, "its process was ended by SIGKILL"),
@@ -53,10 +48,10 @@ def runs(
 ) -> Iterator[dict[str, Future]]:
     """Every selected program, three at a time, as what they start imports for long: its status, and its folder."""
 
-    def train_by(method: str, engines: list[str]) -> tuple[int | None, Path]:
+    def train_in_forks(engines: list[str]) -> tuple[int | None, Path]:
         folder = tmp_path_factory.mktemp("program")
         # Testing starts ranks just as training does.
-        return run(train, folder, engines=engines, tests=method == "fork", start_method=method), folder
+        return run(train, folder, engines=engines, tests=True, start_method="fork"), folder
 
     def fail_in_script(fault: str) -> tuple[int | None, Path]:
         folder = tmp_path_factory.mktemp("program")
@@ -69,10 +64,6 @@ def runs(
         for item in request.session.items
         if item.path == request.path and hasattr(item, "callspec") and "runs" in item.fixturenames
     ]
-    engines: dict[str, list[str]] = {}
-    for case in cases:
-        if "engine" in case:
-            engines.setdefault(case["method"], []).append(case["engine"])
     with ThreadPoolExecutor(max_workers=3) as executor:
         programs = {
             f"{fault} in script": executor.submit(fail_in_script, fault) for fault in _all(cases, "fault")
@@ -82,7 +73,8 @@ def runs(
             f"ctrl-c {method}": executor.submit(_interrupt, method, folder("program"))
             for method in _all(cases, "interrupted")
         }
-        programs |= {method: executor.submit(train_by, method, chosen) for method, chosen in engines.items()}
+        if engines := _all(cases, "engine"):
+            programs["fork"] = executor.submit(train_in_forks, engines)
         yield programs
 
 
@@ -90,18 +82,15 @@ def _all(cases: list[dict[str, Any]], name: str) -> list[str]:
     return [case[name] for case in cases if name in case]
 
 
-@pytest.mark.parametrize(
-    ("method", "engine"),
-    [*TRAINED, *(pytest.param(*case, marks=pytest.mark.sweep) for case in TRAINED_IN_THE_SWEEP)],
-)
-def test_results_of_workers(runs: dict[str, Future], method: str, engine: str) -> None:
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_results_of_workers(runs: dict[str, Future], engine: str) -> None:
     """Weights, metrics and checkpoint paths are in the launching process; test takes the trained weights."""
-    status, folder = runs[method].result()
+    status, folder = runs["fork"].result()
     assert status == 0, (folder / "log").read_text()
     found = assert_exact(folder, engine)
     _, test_loss = reference()
     assert all(relative_error(loss, test_loss) < TOLERANCE for loss in found.get("tested", []))
-    assert found.get("metrics") == (["test_loss"] if (method, engine) == ("fork", "fsdp2") else None)
+    assert found.get("metrics") == (["test_loss"] if engine == "fsdp2" else None)
 
 
 def assert_exact(folder: Path, engine: str = "fsdp2") -> dict[str, Any]:
@@ -201,9 +190,9 @@ def make_trainer(start_method: Any, devices: int = 2) -> pl.Trainer:
 
 def test_launchers_in_notebooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only forked ranks know what the cells defined; no script could run again, but one device needs no other rank."""
-    launchers = {name: make_trainer(name).strategy.launcher for name in ("fork", "forkserver", "spawn")}
-    assert all(isinstance(launcher, WorkerLauncher) for launcher in launchers.values())
-    assert {name for name, launcher in launchers.items() if launcher.is_interactive_compatible} == {"fork"}
+    launcher = make_trainer("fork").strategy.launcher
+    assert isinstance(launcher, ForkLauncher)
+    assert launcher.is_interactive_compatible
     assert not make_trainer("popen").strategy.launcher.is_interactive_compatible
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with pytest.raises(Exception, match=r"AutomodelStrategy\(start_method='fork'\)"):
@@ -211,26 +200,29 @@ def test_launchers_in_notebooks(monkeypatch: pytest.MonkeyPatch) -> None:
     make_trainer("popen", devices=1)
 
 
-def test_unknown_start_method() -> None:
+def test_refused_start_methods() -> None:
     """With the valid ones."""
-    with pytest.raises(
-        ValueError, match=r"start_method must be one of 'popen', .*'spawn'.*, got 'thread'\."
-    ):
+    with pytest.raises(ValueError, match=r"start_method must be one of 'popen', 'fork', got 'thread'\."):
         AutomodelStrategy(start_method="thread")
+    for method in ("spawn", "forkserver"):
+        with pytest.raises(
+            ValueError, match=rf"'{method}' .* pass 'popen' in a script, .* 'fork' in a notebook"
+        ):
+            AutomodelStrategy(start_method=method)
 
 
 def test_no_effect_where_processes_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """Something else has started them."""
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.warns(
-        UserWarning, match="start_method='spawn' has no effect: LightningEnvironment says that"
+        UserWarning, match="start_method='fork' has no effect: LightningEnvironment says that"
     ):
-        make_trainer("spawn")
+        make_trainer("fork")
 
 
 def test_second_fit_is_refused() -> None:
     """Optimizer states and loops were in processes that have ended."""
     trainer = make_trainer("fork")
-    trainer.strategy.launcher._already_fit = True
+    trainer.strategy.launcher._has_fitted = True
     with pytest.raises(NotImplementedError, match=r"make a new Trainer and call fit\(ckpt_path=\.\.\.\)"):
         trainer.fit(pl.LightningModule(), [])

@@ -1,0 +1,131 @@
+"""Ranks as forks of a process that is no rank, as notebooks need them: Lightning's launcher, under the supervisor."""
+
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.multiprocessing import ProcessExitedException
+from typing_extensions import override
+
+from lightning_automodel.distributed.failures import PROCESS_ENDED, RankFailedError, RankFailure
+from lightning_automodel.distributed.process_group import patched_signal
+from lightning_automodel.failure.supervisor import SIGTERM_STATUS, Supervisor
+from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.launch.exits import backend_of, describe_exit
+from lightning_automodel.launch.results import collect, restore
+
+TIME_TO_END_S = 10.0  # after Ctrl-C; the user wants the prompt back
+
+
+class ForkLauncher(lightning_internals.MultiProcessingLauncher):
+    """Starts every rank of the node as a fork of this process, and gets the results.
+
+    Lightning's launcher gathers no shards, calls no ``on_exception`` hooks in the workers, and does not say why a
+    process has ended. In a worker, :meth:`launch` is called again, and runs the function.
+    """
+
+    def __init__(self, strategy: ParallelStrategy, supervisor: Supervisor) -> None:
+        super().__init__(strategy, "fork")
+        self._ranks: Any = strategy
+        self._supervisor = supervisor
+        self._is_worker = False
+        self._has_fitted = False
+        self._is_asked_to_stop = False
+
+    @override
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any
+    ) -> Any:
+        """Run ``function`` in every rank, and wait until all have ended: no limit, unless one has failed.
+
+        ProcessRaisedException with the traceback of the rank that failed first; RankFailedError if its process
+        ended otherwise; SIGTERMException if SIGTERM stopped all.
+        """
+        if self._is_worker:
+            return [self._supervisor.run(function, *args, **kwargs)]
+        assert trainer is not None
+        if self._has_fitted and trainer.state.fn == TrainerFn.FITTING:
+            raise NotImplementedError(
+                "trainer.fit() ran already, in workers of start_method='fork' that have ended, with their"
+                " optimizer states and loops. To go on, make a new Trainer and call fit(ckpt_path=...)."
+            )
+        if dist.is_initialized():
+            raise RuntimeError(
+                "start_method='fork' copies this process, which is in a process group, from a run on one"
+                " device or one of your own: save what you need of the model there, call"
+                " lightning_automodel.destroy_global_state() (for your own,"
+                " torch.distributed.destroy_process_group()), and start again."
+            )
+        folder = Path(tempfile.mkdtemp(prefix="lightning_automodel-"))
+        self._is_asked_to_stop = False
+        try:
+            with patched_signal(signal.SIGTERM, self._pass_sigterm_on):
+                super().launch(self._work, folder, trainer, function, args, kwargs)
+        except BaseException as error:
+            self._end_workers()
+            shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, ProcessExitedException):
+                raise self._explained(error) from error
+            raise
+        # Raises if the module lacks trained weights, and their file is kept.
+        returned = restore(trainer, folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        self._has_fitted |= trainer.state.fn == TrainerFn.FITTING
+        return returned
+
+    def _work(
+        self, folder: Path, trainer: "pl.Trainer", function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> None:
+        """Run ``function`` as a rank. On Linux, torch interrupts it if the launching process ends."""
+        self._is_worker = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler is that of the launching process
+        # OpenMP's threads do not survive a fork: this process would wait forever for those that its parent used.
+        torch.set_num_threads(1)
+        try:
+            # Calls this launcher, and `on_exception` hooks.
+            returned = lightning_internals.call_and_handle_interrupt(trainer, function, *args, **kwargs)
+            if returned is None:
+                raise RuntimeError(
+                    "What a Tuner finds stays in the ranks' processes, which end: use the callbacks"
+                    " LearningRateFinder or BatchSizeFinder, which work within fit()."
+                )
+            collect(trainer, returned[0], folder)
+        except BaseException as error:
+            if isinstance(error, SystemExit) and not error.code:
+                raise RuntimeError("sys.exit(0) has ended the run, without results.") from error
+            error.add_note(f"Raised by rank {trainer.global_rank} on {socket.gethostname()}.")
+            raise
+
+    def _pass_sigterm_on(self, *_: object) -> None:
+        """At the first SIGTERM, let the ranks agree on a last step. At the second one, leave."""
+        if self._is_asked_to_stop:
+            raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
+        self._is_asked_to_stop = True
+        self.kill(signal.SIGTERM)
+
+    def _end_workers(self) -> None:
+        """End those that still run, as this process leaves: after some seconds, at a second Ctrl-C at once."""
+        self.kill(signal.SIGTERM)
+        try:
+            for process in self.procs:
+                process.join(TIME_TO_END_S)
+        finally:
+            self.kill(signal.SIGKILL)
+
+    def _explained(self, error: ProcessExitedException) -> BaseException:
+        """Why a worker has ended that has left no traceback."""
+        if error.exit_code == SIGTERM_STATUS:
+            return lightning_internals.SIGTERMException(SIGTERM_STATUS)
+        rank = self._ranks.node_rank * self._ranks.num_processes + error.error_index
+        how = describe_exit(error.exit_code, backend_of(self._ranks))
+        failure = RankFailure(rank, socket.gethostname(), "", PROCESS_ENDED, f"its process {how}")
+        return RankFailedError(failure)

@@ -1,0 +1,177 @@
+"""Ends of workers and of the launching process: faults are named, every wait ends, and nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_automodel.launch.exits import describe_exit
+from tests.launch.launched import (
+    assert_gone,
+    fail,
+    is_running,
+    program,
+    ranks,
+    run,
+    tune,
+    wait_until,
+)
+
+# What happens to rank 1; the status of the launching process; what its error says.
+# The rank that has failed ends first, or the one that knows of it.
+FAULTS = {
+    "exception": (1, "ProcessRaisedException: ", r"ValueError: no labels here(?s:.*)(Raised by rank 1|$)"),
+    "finish": (
+        1,
+        "ProcessRaisedException: ",
+        r"rank 1 on .* exit status 0|sys\.exit\(0\) has ended the run",
+    ),
+    "exit": (1, "", r"rank 1 on .* exit status 3"),
+    "leave": (
+        1,
+        "ProcessRaisedException: ",
+        "RankFailedError: rank 1 on .* missed heartbeats, last seen in ",
+    ),
+    "SIGKILL": (1, "RankFailedError: rank 1 on ", "its process was ended by SIGKILL, usually by the kernel"),
+    "SIGTERM": (128 + signal.SIGTERM, "SIGTERMException: ", ""),
+}
+KILLED = (
+    'ended by SIGKILL, usually by the kernel as memory ran out: look for "out of memory" in dmesg, and for limits'
+    " of the job"
+)
+FAILED = ["exception", "SIGTERM"]
+FAILED_IN_THE_SWEEP = ["SIGKILL", "exit", "finish", "leave"]
+
+
+@pytest.fixture(scope="module")
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Any, Future]]:
+    """What happens in each selected case, three at a time; it is looked at in the case's folder."""
+    items = [
+        item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")
+    ]
+    cases = [
+        (item.originalname, *item.callspec.params.values()) for item in items if "runs" in item.fixturenames
+    ]
+    what: dict[str, Callable[..., Any]] = {
+        "test_rank_fails": lambda folder, fault: run(fail, folder, start_method="fork", fault=fault),
+        "test_launching_process_is_ended": end_launching_process,
+        "test_second_sigterm": send_sigterm_twice,
+    }
+
+    def start(name: str, *args: str) -> tuple[Any, Path]:
+        folder = tmp_path_factory.mktemp("program")
+        return what[name](folder, *args), folder
+
+    with ThreadPoolExecutor(max_workers=3) as executor:
+        yield {case: executor.submit(start, *case) for case in cases}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [*FAILED, *(pytest.param(fault, marks=pytest.mark.sweep) for fault in FAILED_IN_THE_SWEEP)],
+)
+def test_rank_fails(runs: dict[Any, Future], fault: str) -> None:
+    """All leave, and the launching process raises what names the rank and tells why."""
+    status, folder = runs["test_rank_fails", fault].result()
+    expected, beginning, cause = FAULTS[fault]
+    error = (folder / "error").read_text()
+    assert status == expected, (folder / "log").read_text()
+    assert error.startswith(beginning)
+    assert re.search(cause, error)
+    assert_gone(folder)
+
+
+def end_launching_process(folder: Path, name: str) -> int | None:
+    """Send it a signal while both ranks train; returns its status."""
+    with program(fail, folder, start_method="fork") as launching:
+        wait_until(lambda: all((folder / f"rank{rank}.on").exists() for rank in range(2)))
+        os.kill(launching.pid, signal.Signals[name])
+        launching.join(60)
+        wait_until(lambda: not any(is_running(pid) for pid in ranks(folder)))
+        return launching.exitcode
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_launching_process_is_ended(runs: dict[Any, Future], name: str) -> None:
+    """It is no rank, but no rank outlives it; SIGTERM stops them all after the same step."""
+    status, folder = runs["test_launching_process_is_ended", name].result()
+    log = (folder / "log").read_text()
+    if name == "SIGTERM":
+        assert status == 128 + signal.SIGTERM, log
+        assert "received SIGTERM: all ranks stop after this step." in log
+    else:
+        # To a rank, torch has Linux send SIGINT as soon as its parent is gone; the other may hear of it
+        # first.
+        assert any(text in log for text in ("KeyboardInterrupt", "was interrupted in"))
+        assert status == -signal.SIGKILL
+
+
+def send_sigterm_twice(folder: Path, fault: str) -> tuple[bool, int | None]:
+    """While a rank hangs: whether the launching process waits after the first, and its status after the second."""
+    with program(fail, folder, start_method="fork", fault=fault) as launching:
+        wait_until((folder / "hanging").exists)
+        os.kill(launching.pid, signal.SIGTERM)
+        launching.join(1)
+        waits = launching.is_alive()
+        os.kill(launching.pid, signal.SIGTERM)
+        launching.join(60)
+        return waits, launching.exitcode
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("fault", ["hang"])
+def test_second_sigterm(runs: dict[Any, Future], fault: str) -> None:
+    """After the first, the ranks wait for one that takes no further step."""
+    outcome, folder = runs["test_second_sigterm", fault].result()
+    assert outcome == (True, 128 + signal.SIGTERM), (folder / "log").read_text()
+    assert_gone(folder)
+
+
+def test_tuner_is_refused(tmp_path: Path) -> None:
+    """What it finds would be lost, and `lr_find` return None."""
+    assert run(tune, tmp_path) == 0
+    assert "use the callbacks LearningRateFinder or BatchSizeFinder" in (tmp_path / "error").read_text()
+
+
+# --- Words ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "backend", "text"),
+    [
+        (3, "gloo", "ended with exit status 3"),
+        (-9, "gloo", f"was {KILLED}"),
+        (
+            -11,
+            "gloo",
+            "was ended by SIGSEGV, a fault in compiled code, often of an extension: look for"
+            ' "Fatal Python error" above, where its line is',
+        ),
+        (
+            -signal.SIGBUS,
+            "gloo",
+            "was ended by SIGBUS, often as /dev/shm is full: give the container more of it (docker run"
+            " --shm-size), or take fewer num_workers",
+        ),
+        (-2, "gloo", "was ended by SIGINT"),
+        (-6, "gloo", "was ended by SIGABRT, as gloo does"),
+        (-6, "nccl", "was ended by SIGABRT, as the watchdog of NCCL does after an error in a kernel"),
+        (
+            -6,
+            "cpu:gloo,cuda:nccl",
+            "was ended by SIGABRT, as the watchdog of NCCL does after an error in a kernel",
+        ),
+    ],
+)
+def test_exit_statuses(status: int, backend: str, text: str) -> None:
+    """As a person would say them. What aborts a process depends on what its groups communicate with."""
+    assert describe_exit(status, backend).startswith(text)
