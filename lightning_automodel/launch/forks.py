@@ -4,6 +4,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,6 @@ class ForkLauncher(lightning_internals.MultiProcessingLauncher):
 
     def __init__(self, strategy: ParallelStrategy, supervisor: Supervisor) -> None:
         super().__init__(strategy, "fork")
-        self._ranks: Any = strategy
         self._supervisor = supervisor
         self._is_worker = False
         self._has_fitted = False
@@ -115,9 +115,10 @@ class ForkLauncher(lightning_internals.MultiProcessingLauncher):
     def _end_workers(self) -> None:
         """End those that still run, as this process leaves: after some seconds, at a second Ctrl-C at once."""
         self.kill(signal.SIGTERM)
+        wait_until = time.monotonic() + TIME_TO_END_S
         try:
             for process in self.procs:
-                process.join(TIME_TO_END_S)
+                process.join(max(0.0, wait_until - time.monotonic()))
         finally:
             self.kill(signal.SIGKILL)
 
@@ -125,7 +126,8 @@ class ForkLauncher(lightning_internals.MultiProcessingLauncher):
         """Why a worker has ended that has left no traceback."""
         if error.exit_code == SIGTERM_STATUS:
             return lightning_internals.SIGTERMException(SIGTERM_STATUS)
-        rank = self._ranks.node_rank * self._ranks.num_processes + error.error_index
-        how = describe_exit(error.exit_code, backend_of(self._ranks))
+        strategy: Any = self._strategy
+        rank = strategy.node_rank * strategy.num_processes + error.error_index
+        how = describe_exit(error.exit_code, backend_of(strategy))
         failure = RankFailure(rank, socket.gethostname(), "", PROCESS_ENDED, f"its process {how}")
         return RankFailedError(failure)
