@@ -723,8 +723,8 @@ class AutomodelStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Stack a tensor of one shape from every rank. A collective over the group.
 
-        Over all ranks, it raises on each if shapes differ, and in an evaluation step if a rank has no data
-        left.
+        Over all ranks, it raises on each if shapes differ (in training steps at the last batch of an epoch, which
+        may be shorter on some), and in an evaluation step if a rank has no data left.
         """
         if self._run is not None and group in (None, dist.group.WORLD):
             self._run.inputs.check_gathering(tensor)
