@@ -34,7 +34,6 @@ from lightning_automodel.checkpoint import (
     CheckpointSaver,
     differing_extra_states,
     file_saver,
-    named_parameters,
     note_on_hyper_parameters,
 )
 from lightning_automodel.data.batches import PendingGather
@@ -169,7 +168,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._options = options
         self._form = CheckpointForm(options.is_sharded, options.save_distributed_checkpoint)
         self._saver = CheckpointSaver(self._form, options.async_checkpoint, options.parsed_timeout)
-        self._loader = CheckpointLoader(self._form)
+        self._loader = CheckpointLoader()
         self.num_nodes = 1
         self._supervisor = Supervisor(self._join, self._saver.wait_for_pending_save)
         self._patches = PatchStack()
@@ -449,7 +448,8 @@ class AutomodelStrategy(ParallelStrategy):
         self._loader.forget_failed()
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        if self.is_global_zero and not self._form.names_parameters and save_on_exception(trainer):
+        needs_all_ranks = self._form.is_sharded or self._form.as_directory
+        if self.is_global_zero and not needs_all_ranks and save_on_exception(trainer):
             self._supervisor.save_on_exception()
 
     def _start_run(self, trainer: "pl.Trainer") -> None:
@@ -744,14 +744,10 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if not self._form.names_parameters:
-            return super().lightning_module_state_dict()
         return self._saver.model_state(self._module, is_together=not self._supervisor.has_failed)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if not self._form.names_parameters:
-            return super().optimizer_state(optimizer)
         optimizer = unwrap(optimizer)
         is_together = not self._supervisor.has_failed
         return self._saver.optimizer_state(self._module, optimizer, self._owned(optimizer), is_together)
@@ -779,14 +775,9 @@ class AutomodelStrategy(ParallelStrategy):
         if is_together and self.world_size > 1:
             ranks = collectives.host_group(self._options.parsed_timeout)
         # What the checkpoint holds besides what Lightning has put into it.
-        if "optimizer_states" in checkpoint:
-            if not self._form.names_parameters:
-                checkpoint.update(
-                    named_parameters(module, [unwrap(optimizer) for optimizer in self.optimizers])
-                )
-            if self._resume is not None:
-                extra_states = differing_extra_states(module, filepath, ranks)
-                self._resume.add_to(checkpoint, self._joined_mesh.sizes_by_name(), ranks, extra_states)
+        if "optimizer_states" in checkpoint and self._resume is not None:
+            extra_states = differing_extra_states(module, filepath, ranks)
+            self._resume.add_to(checkpoint, self._joined_mesh.sizes_by_name(), ranks, extra_states)
         if not is_together:
             self._saver.save_alone(checkpoint, filepath, self.checkpoint_io)
             return
@@ -842,23 +833,21 @@ class AutomodelStrategy(ParallelStrategy):
         trainer = self._module.trainer
         if self._resume is not None and trainer.state.fn == TrainerFn.FITTING:
             self._resume.load(state, checkpoint, self._joined_mesh.sizes_by_name(), self.global_rank)
+        self._loader.watch_loops()
         return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        optimizers = None
         if self._module.trainer.state.fn == TrainerFn.FITTING:
             optimizers = self.optimizers
-        else:
-            optimizers = []
-        self._loader.fill_model(cast(dict[str, Any], checkpoint), self._module, optimizers, strict)
+        edited = cast(dict[str, Any], checkpoint)
+        self._loader.fill_model(edited, self._module, optimizers, self._owned, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._loader.fills_optimizers:
-            edited = cast(dict[str, Any], checkpoint)
-            self._loader.fill_optimizers(edited, self._module, self.optimizers, self._owned)
-        else:
-            super().load_optimizer_state_dict(checkpoint)
+        edited = cast(dict[str, Any], checkpoint)
+        self._loader.fill_optimizers(edited, self._module, self.optimizers, self._owned)
 
     @property
     @override

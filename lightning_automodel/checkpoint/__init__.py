@@ -4,12 +4,11 @@ from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.export import check_export, export_hugging_face
 from lightning_automodel.checkpoint.extra_states import differing_extra_states
 from lightning_automodel.checkpoint.form import CheckpointForm
+from lightning_automodel.checkpoint.hyper_parameters import note_on_hyper_parameters
 from lightning_automodel.checkpoint.loading import CheckpointLoader
-from lightning_automodel.checkpoint.optimizers import named_parameters
 from lightning_automodel.checkpoint.reading import load_directories
 from lightning_automodel.checkpoint.saving import DIRECTORY_NOTE, CheckpointSaver, file_saver
 from lightning_automodel.checkpoint.state_dict import model_state, whole
-from lightning_automodel.checkpoint.whole_modules import note_on_hyper_parameters
 
 __all__ = [
     "DIRECTORY_NOTE",
@@ -22,7 +21,6 @@ __all__ = [
     "export_hugging_face",
     "file_saver",
     "model_state",
-    "named_parameters",
     "note_on_hyper_parameters",
     "whole",
 ]

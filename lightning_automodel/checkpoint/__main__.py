@@ -13,11 +13,11 @@ from torch import Tensor
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.consolidate import consolidate
-from lightning_automodel.checkpoint.errors import CheckpointError
+from lightning_automodel.checkpoint.errors import CheckpointError, on_this_rank
 from lightning_automodel.checkpoint.export import export_hugging_face
-from lightning_automodel.checkpoint.reading import open_checkpoint
+from lightning_automodel.checkpoint.reading import open_directory, open_tree
 from lightning_automodel.checkpoint.safe_load import NotPlainDataError
-from lightning_automodel.checkpoint.state_dict import Saved
+from lightning_automodel.checkpoint.state_dict import MODEL, STATES
 from lightning_automodel.resume import CHECKPOINT_KEY
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -151,7 +151,7 @@ def _consolidate(parsed: argparse.Namespace) -> int:
 def _export(parsed: argparse.Namespace) -> int:
     path = paths.normalize(parsed.path)
     weights_only = not parsed.trust
-    open_checkpoint(path, weights_only)  # which compares it with its checksums
+    open_tree(path, weights_only)  # which compares a file with its checksums; entries are, as they are read
     place, _, name = parsed.module_class.rpartition(".")
     module_class = getattr(importlib.import_module(place), name)
     module = module_class.load_from_checkpoint(
@@ -182,7 +182,10 @@ def _report(path: str, verify: bool, weights_only: bool) -> dict[str, Any]:
         "not_plain": [],
     }
     try:
-        report.update(_described(open_checkpoint(path, weights_only, reads_content=verify)))
+        report.update(_described(open_tree(path, weights_only, reads_content=verify)))
+        if verify and paths.is_directory(path):
+            with on_this_rank(f"Cannot load {path}"):
+                open_directory(path, weights_only).check()
     except Exception as error:  # a file that another program wrote can raise anything
         if isinstance(error.__cause__, NotPlainDataError):
             report["not_plain"] = error.__cause__.names
@@ -194,26 +197,27 @@ def _report(path: str, verify: bool, weights_only: bool) -> dict[str, Any]:
     return {**report, "num_bytes": filesystem.du(place)}
 
 
-def _described(saved: Saved) -> dict[str, Any]:
-    rest = saved.rest
+def _described(tree: dict[str, Any]) -> dict[str, Any]:
     written_by = "lightning_automodel"
+    world_size = None
     mesh = None
-    if (of_run := rest.get(CHECKPOINT_KEY)) is None:
-        written_by = f"Lightning {rest.get('pytorch-lightning_version')}"
+    if (of_run := tree.get(CHECKPOINT_KEY)) is None:
+        written_by = f"Lightning {tree.get('pytorch-lightning_version')}"
     else:
+        world_size = len(of_run["ranks"])
         mesh = {str(name): int(size) for name, size in of_run["sizes"].items()}
     dtypes: Counter[str] = Counter()
-    for tensor in saved.model.values():
+    for tensor in tree[MODEL].values():
         if isinstance(tensor, Tensor):
             dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
     return {
         "written_by": written_by,
-        "world_size": saved.world_size,
+        "world_size": world_size,
         "mesh": mesh,
-        **{key: rest[key] if isinstance(rest.get(key), int) else None for key in ("epoch", "global_step")},
+        **{key: tree[key] if isinstance(tree.get(key), int) else None for key in ("epoch", "global_step")},
         "num_elements": sum(dtypes.values()),
         "dtypes": dict(dtypes),
-        "rest": sorted(key for key in rest if isinstance(key, str)),
+        "rest": sorted(key for key in tree if isinstance(key, str) and key not in STATES),
     }
 
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.state_dict import without_wrappers_in
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals.torch import without_wrappers
@@ -167,7 +166,7 @@ def _gather(
     A tensor with several names is gathered once, on all ranks alike, and stays one: ``save_pretrained`` knows
     ties by that.
     """
-    state = without_wrappers_in(model.state_dict(keep_vars=True))
+    state = {without_wrappers(name): value for name, value in model.state_dict(keep_vars=True).items()}
     tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}
     gathered: dict[int, Tensor] = {}
     for identity, tensor in tensors.items():

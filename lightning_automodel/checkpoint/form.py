@@ -21,11 +21,6 @@ class CheckpointForm:
         else:
             self.as_directory = as_directory
 
-    @property
-    def names_parameters(self) -> bool:
-        """Whether states are saved by parameter name; a replicated model's file holds plain state dicts."""
-        return self.is_sharded or self.as_directory
-
     def choose(self, io: CheckpointIO, world_size: int) -> str | None:
         """Decide, for a run of ``world_size`` ranks, whether checkpoints are directories.
 

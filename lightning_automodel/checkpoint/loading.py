@@ -1,23 +1,49 @@
-"""Loads a checkpoint into one run: opened and checked first, then filled in as the user's hooks have edited it."""
+"""Loads a checkpoint, as hooks have edited it: read into new tensors, which their owners load."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_automodel.checkpoint import filling, paths, state_dict
-from lightning_automodel.checkpoint.edited import EditedDirectory, lazy_model, lazy_optimizers
+from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.form import CheckpointForm
-from lightning_automodel.checkpoint.optimizers import parameter_names
+from lightning_automodel.checkpoint.layouts import Layouts, Target
+from lightning_automodel.checkpoint.optimizer_loading import OptimizerLoading
+from lightning_automodel.checkpoint.optimizers import (
+    Owners,
+    check_number,
+    named_parameters,
+    names_of_owned,
+    no_optimizer_state,
+    parameter_names,
+)
 from lightning_automodel.checkpoint.shard_directory import ShardDirectory, is_shard_directory
-from lightning_automodel.checkpoint.single_file import WholeCheckpoint, load_file
+from lightning_automodel.checkpoint.single_file import load_file
+from lightning_automodel.checkpoint.state_dict import (
+    MODEL,
+    OPTIMIZERS,
+    SHARDS,
+    STATES,
+    model_state,
+    under_own_names,
+)
+from lightning_automodel.checkpoint.tree import Entry, key_of, leaves, mapped
+from lightning_automodel.checkpoint.tree import Path as TreePath
 from lightning_automodel.distributed import collectives
+from lightning_automodel.internals.torch import module_versions, without_wrappers
 from lightning_automodel.sharding import weight_averaging
+from lightning_automodel.sharding.apply import shard_like
+
+OwnedParameters = Callable[[Optimizer], Mapping[nn.Parameter, bool]]
+"""The parameters that an optimizer steps whole, and whether this rank owns them."""
 
 
 class CheckpointLoader:
@@ -25,131 +51,253 @@ class CheckpointLoader:
 
     Lightning calls :meth:`open`, the user's hooks, :meth:`fill_model`, the callbacks' hooks and
     :meth:`fill_optimizers`, in this order.
-
-    Args:
-        form: The form of the strategy's checkpoints.
     """
 
-    def __init__(self, form: CheckpointForm) -> None:
-        self._form = form
-        self._opened: ShardDirectory | None = None
+    def __init__(self) -> None:
+        self._shards: ShardDirectory | None = None
         self._loaded: dict[str, Any] = {}
+        self._loops: str | None = None
         self._holds_optimizers = False
+        self._versions: dict[str, dict[str, Any]] = {}
+        self._sharded: frozenset[str] = frozenset()
+        self._read: dict[str, Tensor] = {}
+        self._used: set[str] = set()
         self._path = ""
+
+    @property
+    def _what(self) -> str:
+        return f"Cannot load {self._path}"
 
     def open(
         self, path: str | Path, weights_only: bool | None, io: CheckpointIO, is_first_on_node: bool
     ) -> dict[str, Any]:
-        """Check the checkpoint at rank 0's ``path``, and load the parts that Lightning restores.
+        """Open the checkpoint at rank 0's ``path``: Lightning's dict, with an entry for what lies in shards.
 
-        Tensors of a directory are read when a hook asks for them. Nothing in the run changes yet. If any
-        rank cannot read the checkpoint, every rank raises :class:`CheckpointError`. If it is one file, the
-        first rank of each node compares the content with its checksums.
+        Nothing in the run changes yet. If any rank cannot open the checkpoint, every rank raises
+        :class:`CheckpointError`. If it is one file, the first rank of each node compares the content with
+        its checksums; a directory's shards are compared where they are read.
         """
         self._path = paths.normalize(collectives.broadcast_object(path, 0))
-        self._opened = None
-        what = f"Cannot load {self._path}"
-        is_directory = False
-        with on_every_rank(what):
-            is_directory = paths.is_directory(self._path)
-            if is_directory and type(io) is not TorchCheckpointIO:
-                is_directory = is_shard_directory(self._path)  # the plugin may write directories too
-        # If ranks disagree on that, opening fails on all of them: both branches begin with one exchange.
-        if is_directory:
-            self._opened = ShardDirectory(self._path, weights_only)
-            loaded = {**self._opened.rest, state_dict.MODEL: lazy_model(self._opened)}
-            if "lr_schedulers" in loaded:  # absent if only weights were saved
-                loaded[state_dict.OPTIMIZERS] = lazy_optimizers(self._opened)
-        else:
-            with on_every_rank(what):
-                if type(io) is TorchCheckpointIO:
-                    loaded = load_file(self._path, weights_only, reads_content=is_first_on_node)
-                else:
-                    # A copy, since the plugin may keep the dict that it returned.
-                    loaded = dict(io.load_checkpoint(self._path, weights_only=weights_only))
-        _check_same_moment(loaded, what)
+        self.close()
+        loaded: dict[str, Any] = {}
+        with on_every_rank(self._what):
+            is_ours = type(io) is TorchCheckpointIO
+            if paths.is_directory(self._path) and (is_ours or is_shard_directory(self._path)):
+                self._shards = ShardDirectory(self._path, weights_only)
+                loaded = self._shards.tree
+            elif is_ours:
+                loaded = load_file(self._path, weights_only, reads_content=is_first_on_node)
+            else:
+                # A copy, since the plugin may keep the dict that it returned.
+                loaded = dict(io.load_checkpoint(self._path, weights_only=weights_only))
+            self._versions = module_versions(loaded.get(MODEL, {}))
+            self._sharded = frozenset(loaded.pop(SHARDS, ()))
+        _check_same_moment(loaded, self._what)
+        self._holds_optimizers = bool(loaded.get(OPTIMIZERS))
         self._loaded = loaded
-        self._holds_optimizers = bool(loaded.get(state_dict.OPTIMIZERS))
         return loaded
+
+    def watch_loops(self) -> None:
+        """Refuse later changes of the loops' counters by hooks. Not a collective."""
+        self._loops = repr(self._loaded.get("loops"))
 
     def loading_ended(self) -> None:
         """Drop the checkpoint that :meth:`open` returned, once Lightning has restored it. Not a collective."""
         self._loaded = {}
+        self.close()
 
     def close(self) -> None:
-        """Forget the open checkpoint, at the end of a run. Not a collective."""
-        self._opened = None
+        """Forget what was read, and the open directory. Not a collective."""
+        self._shards = None
+        self._loops = None
+        self._read = {}
+        self._used = set()
 
     def forget_failed(self) -> None:
         """Empty a checkpoint that an earlier run failed to restore: Lightning would restore it in the next."""
         self._loaded.clear()
 
-    @property
-    def fills_optimizers(self) -> bool:
-        """Whether :meth:`fill_optimizers` fills them; otherwise Lightning does."""
-        return self._form.is_sharded or self._opened is not None
-
     def fill_model(
         self,
         checkpoint: dict[str, Any],
         module: "pl.LightningModule",
-        optimizers: list[Optimizer],
+        optimizers: list[Optimizer] | None,
+        owned: OwnedParameters,
         strict: bool,
     ) -> None:
         """Fill the model from :meth:`open`'s ``checkpoint``, after the module's ``on_load_checkpoint``.
 
-        If the model or the ``optimizers`` do not match it, every rank raises :class:`CheckpointError` before
-        anything changes.
+        Everything is read before anything changes: in a fit also what callbacks keep, and the states of its
+        ``optimizers``, which are None elsewhere. If that fails on any rank, or the model or the optimizers
+        do not match, every rank raises :class:`CheckpointError`.
         """
-        optimizers = self._to_fill(checkpoint, optimizers)
-        if not self.fills_optimizers:
-            with on_every_rank(f"Cannot load {self._path}"):
-                filling.fill_plain_module(module, checkpoint, optimizers, strict)
-            return
-        saved = self._edited(checkpoint, module, optimizers)
-        filling.load_model(saved, module, optimizers, strict)
-        own = state_dict.model_state(module)
-        rest = {key: value for key, value in checkpoint.items() if key not in state_dict.STATES}
-        filling.restore_shards(saved, rest, own)
+        module.zero_grad()  # ends open windows, in case a hook loads weights within a fit
+        jobs: list[tuple[Any, Target]] = []
+        own: dict[str, Any] = {}
+        with on_every_rank(self._what):
+            if not isinstance(checkpoint.get(MODEL), dict):
+                raise CheckpointError("on_load_checkpoint has left no dict in checkpoint['state_dict']")
+            own = model_state(module)
+            layouts = Layouts(own)
+            jobs.append((checkpoint[MODEL], layouts.of_model))
+            if optimizers is not None:
+                rest = {key: value for key, value in checkpoint.items() if key not in STATES}
+                jobs.append((rest, partial(self._target_of_rest, layouts)))
+                for loading in self._loadings(checkpoint, module, optimizers, owned):
+                    jobs.append((loading.state, partial(loading.target, layouts)))
+        self._fetch(jobs)
+        state = self._filled(*jobs[0])
+        with on_every_rank(self._what):
+            self._load_model(module, own, state, module_versions(checkpoint[MODEL]), strict)
+        if optimizers is not None:
+            checkpoint.update(self._filled(*jobs[1]))
         # Lightning's WeightAveraging reads the weights from this entry, and loads the average by itself.
         if weight_averaging.averaged_models(module):
-            checkpoint[state_dict.MODEL] = own
+            checkpoint[MODEL] = state
+        self._read = {key: value for key, value in self._read.items() if key.startswith(f"{OPTIMIZERS}.")}
+
+    def _load_model(
+        self,
+        module: nn.Module,
+        own: Mapping[str, Any],
+        state: dict[str, Any],
+        versions: Mapping[str, dict[str, Any]],
+        strict: bool,
+    ) -> None:
+        """Pass ``state`` to the module's ``load_state_dict``. Not a collective."""
+        names = set(map(without_wrappers, state))
+        # Even without ``strict``: training would silently start from scratch.
+        if own and names.isdisjoint(own) and type(module).load_state_dict is nn.Module.load_state_dict:
+            raise CheckpointError(
+                f"it does not match the model, of which it holds nothing: {', '.join(list(own)[:3])}"
+            )
+        try:
+            # A hook may have made another dict, which has none.
+            module.load_state_dict(under_own_names(module, state, versions or self._versions), strict=strict)
+        except CheckpointError:  # of an entry that a module has read
+            raise
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"it does not match the model: {error} (with LightningModule.strict_loading = False, names"
+                " that only one of the two has are skipped)"
+            ) from error
 
     def fill_optimizers(
         self,
         checkpoint: dict[str, Any],
         module: "pl.LightningModule",
         optimizers: list[Optimizer],
-        owned: filling.OwnedParameters,
+        owned: OwnedParameters,
     ) -> None:
-        """Fill the optimizers, after the callbacks' hooks, which may edit the ``checkpoint`` too."""
-        optimizers = self._to_fill(checkpoint, optimizers)
-        if optimizers:
-            saved = self._edited(checkpoint, module, optimizers)
-            filling.load_optimizers(saved, module, optimizers, owned)
+        """Fill the optimizers, after the callbacks' hooks, which may edit the ``checkpoint`` too.
 
-    def _to_fill(self, checkpoint: Mapping[str, Any], optimizers: list[Optimizer]) -> list[Optimizer]:
-        """The ``optimizers`` to fill; none, so that they start afresh, if a hook has emptied the saved list."""
-        if self._holds_optimizers and checkpoint.get(state_dict.OPTIMIZERS) == []:
+        An optimizer that had not stepped when it was saved, or a parameter that had no gradients yet, starts
+        without state. Saved options override this run's; options that were not saved stay this run's.
+
+        Raises :class:`CheckpointError`, and changes no optimizer, if they differ from the saved ones.
+        """
+        loadings: list[OptimizerLoading] = []
+        jobs: list[tuple[Any, Target]] = []
+        saved_dtypes: dict[str, torch.dtype] = {}
+        with on_every_rank(self._what):
+            loadings = self._loadings(checkpoint, module, optimizers, owned)
+            layouts = Layouts(model_state(module))
+            jobs = [(loading.state, partial(loading.target, layouts)) for loading in loadings]
+            for name, value in checkpoint.get(MODEL, {}).items():
+                if isinstance(value, Tensor):
+                    saved_dtypes[without_wrappers(name)] = value.dtype
+        self._fetch(jobs)
+        states = [self._filled(*job) for job in jobs]
+        with on_every_rank(self._what):
+            for loading, state in zip(loadings, states, strict=True):
+                loading.load(state, saved_dtypes)
+
+    def _loadings(
+        self,
+        checkpoint: dict[str, Any],
+        module: "pl.LightningModule",
+        optimizers: list[Optimizer],
+        owned: OwnedParameters,
+    ) -> list[OptimizerLoading]:
+        """What loads each optimizer; empty if a hook has emptied the saved list: they start afresh."""
+        if self._loops not in (None, repr(checkpoint.get("loops"))):
+            raise CheckpointError(
+                "on_load_checkpoint has changed checkpoint['loops'], which says where the run goes"
+                " on, together with the states of loaders and random numbers: to begin a new run"
+                " from the weights, load them in the module (load_from_checkpoint) and call fit"
+                " without ckpt_path"
+            )
+        states = checkpoint.get(OPTIMIZERS)
+        if self._holds_optimizers and states == []:
             return []
         # Lightning's mock optimizer, for modules without one, has no state.
-        return [optimizer for optimizer in optimizers if optimizer.state_dict()]
+        optimizers = [optimizer for optimizer in optimizers if optimizer.state_dict()]
+        if not optimizers:
+            return []
+        if not self._holds_optimizers:
+            raise no_optimizer_state()
+        if not isinstance(states, list):
+            raise CheckpointError("on_load_checkpoint has left no list in checkpoint['optimizer_states']")
+        states = [state for state in states if state]
+        check_number("optimizers", len(states), len(optimizers))
+        parameters = named_parameters(module)
+        values = {name: parameter.detach() for name, parameter in parameters.items()}
+        return [
+            OptimizerLoading(
+                state,
+                optimizer,
+                Owners(values, parameter_names(module, optimizer)),
+                index,
+                names_of_owned(parameters, owned(optimizer)),
+            )
+            for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=True))
+        ]
 
-    def _edited(
-        self, checkpoint: dict[str, Any], module: "pl.LightningModule", optimizers: list[Optimizer]
-    ) -> state_dict.Saved:
-        """The open checkpoint with the hooks' edits. A collective."""
-        saved: state_dict.Saved | None = None
-        with on_every_rank(f"Cannot load {self._path}"):
-            if not isinstance(checkpoint.get(state_dict.MODEL), Mapping):
-                raise CheckpointError("on_load_checkpoint has left no dict in checkpoint['state_dict']")
-            names = [parameter_names(module, optimizer) for optimizer in optimizers]
-            if self._opened is not None:
-                saved = EditedDirectory(self._opened, checkpoint, names)
-            else:
-                saved = WholeCheckpoint(self._path, checkpoint, names)
-        assert saved is not None
-        return saved
+    def _target_of_rest(self, layouts: Layouts, path: TreePath, leaf: Tensor) -> Tensor | None:
+        """The target of a tensor beside model and optimizers, such as an average of a parameter."""
+        # Files that were written before version 3 of directories list the dicts that hold them.
+        is_listed = not self._sharded.isdisjoint((key_of(path), "/".join(map(str, path[:-1]))))
+        if not is_listed and not isinstance(leaf, Entry):
+            return None
+        return layouts.like(without_wrappers(str(path[-1])), leaf)
+
+    def _fetch(self, jobs: list[tuple[Any, Target]]) -> None:
+        """Read what lies in shards into the targets of trees, for each rank its part of it. A collective."""
+        wanted: dict[str, Tensor] = {}
+        with on_every_rank(self._what):
+            for tree, target in jobs:
+                for path, leaf in leaves(tree):
+                    if not isinstance(leaf, Entry) or leaf.value is not None or leaf.key in self._read:
+                        continue
+                    if leaf.key not in wanted and (into := target(path, leaf)) is not None:
+                        wanted[leaf.key] = into
+        if self._shards is not None:
+            self._shards.read(wanted)
+        self._read.update(wanted)
+
+    def _filled(self, tree: Any, target: Target) -> Any:
+        """``tree`` with what was read, and each rank's part of other tensors that are to be sharded."""
+
+        def value(path: TreePath, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if isinstance(leaf, Entry) and leaf.value is None:
+                if leaf.key not in self._read:
+                    return leaf  # read when somebody computes with it
+                found = self._read[leaf.key]
+                if leaf.key in self._used:  # under two names
+                    return found.clone()
+                self._used.add(leaf.key)
+                return found
+            known = leaf.read() if isinstance(leaf, Entry) else leaf
+            into = target(path, leaf)
+            if into is None or isinstance(known, DTensor):
+                return known
+            with torch.no_grad():
+                into.copy_(shard_like(into, known))
+            return into
+
+        return mapped(tree, value)
 
 
 def _check_same_moment(loaded: Mapping[str, Any], what: str) -> None:

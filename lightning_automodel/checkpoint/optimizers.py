@@ -1,66 +1,52 @@
-"""States of optimizers, nested in any way, under the names of parameters, and independent of sharding.
+"""States of optimizers, nested in any way, under the names of parameters, in every form and under both engines.
 
-A tensor of its parameter's shape is saved and loaded like the parameter, so a state that was saved under one
+A tensor of its parameter's shape is loaded like the parameter, so a state that was saved under one
 engine loads under the other. Where this rule would not restore a tensor as it was, the state holds a note
 under its key:
 
 - ``sharded``: a DTensor whose shape is not its parameter's, or that belongs to no parameter;
-- ``local``: a plain tensor for the rank's part of its parameter, saved as a DTensor;
-- ``whole``: a plain tensor of the whole shape of its sharded parameter;
-- ``owned``: a tensor that only the parameter's owner has, since the owner steps the whole parameter.
+- ``whole``: a plain tensor of the whole shape of its sharded parameter.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.trees import Path
+from lightning_automodel.checkpoint.tree import Path
 from lightning_automodel.internals.torch import without_wrappers
 
 NOTES = "lightning_automodel"
 """Key of the notes in an optimizer's saved state, if it needs any."""
 
-OPTIMIZER_STATES = "lightning_automodel_optimizers"
-"""Key in ``meta.pt`` of the states of optimizers by their keys, with a place for each tensor."""
-
-PARAMETER_NAMES = "lightning_automodel_parameter_names"
-"""Key in a replicated model's file of parameter names by optimizer and group; its states have numbers."""
-
-SIMPLE = (str, bytes, int, float, bool, complex, type(None), torch.dtype)
 _AS_SAVED = "configure the optimizers that the run was saved with"
 
-Names = list[list[str]]
+Names = list[list[Any]]
 """Names of an optimizer's parameters by group."""
 
 
-def optimizer_key(index: int) -> str:
-    """Key of the state of the ``index``-th optimizer."""
-    return f"optimizer_{index}"
-
-
-def is_optimizer_key(key: str) -> bool:
-    """Whether ``key`` is the key of an optimizer's state."""
-    start, _, index = key.rpartition("_")
-    return start == "optimizer" and index.isdecimal()
-
-
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> Names:
-    """Names of an optimizer's parameters in its order, by group."""
+    """Names of an optimizer's parameters by group; the number of one that is not the model's."""
     # Within a step modules have gathered parameters, and optimizers the shards.
     names = {
         id(getattr(parameter, "shard", parameter)): without_wrappers(name)
         for name, parameter in model.named_parameters()
     }
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    found: Names = []
+    number = 0
+    for group in optimizer.param_groups:
+        found.append([])
+        for parameter in group["params"]:
+            found[-1].append(names.get(id(parameter), number))
+            number += 1
+    return found
 
 
-def flat(names: Names) -> list[str]:
+def flat(names: Names) -> list[Any]:
     """All names, group after group."""
     return [name for group in names for name in group]
 
@@ -80,77 +66,28 @@ def ids_of(state: Mapping[str, Any]) -> list[Any]:
     return [parameter for group in state["param_groups"] for parameter in group["params"]]
 
 
-def by_name(state: Any, names: list[str]) -> Any:
-    """An optimizer's state with parameters by name, even if they are numbered, as in plain optimizers' states.
+def renamed(state: Any, new: Mapping[Any, Any]) -> Any:
+    """``state`` with other ids of parameters in each state of torch's form, with as many ids, within it.
 
-    Wrappers save the state of another optimizer within theirs: it is renamed too if it has as many
-    parameters. Raises CheckpointError if the outermost state has more or fewer parameters.
+    Wrappers save the state of another optimizer within theirs.
     """
-
-    def names_of(ids: list[Any]) -> Mapping[Any, str]:
-        if len(ids) == len(names):
-            return dict(zip(ids, names, strict=True))
-        return {}
-
-    if has_groups(state):
-        ids = ids_of(state)
-        if all(isinstance(number, int) for number in ids) and len(ids) != len(names):
-            raise CheckpointError(
-                f"the saved optimizer has {len(ids)} parameters, and this run's has {len(names)}"
-            )
-    return rename(state, names_of, int)
-
-
-def by_number(state: Any, numbers: Mapping[str, int]) -> Any:
-    """The reverse of :func:`by_name`."""
-    return rename(state, lambda names: {name: numbers[name] for name in names if name in numbers}, str)
-
-
-def rename(state: Any, new_names: Callable[[list[Any]], Mapping[Any, Any]], kind: type) -> Any:
-    """``state`` with other ids of parameters in each state of torch's form whose ids are of this ``kind``."""
     if isinstance(state, list):
-        return [rename(item, new_names, kind) for item in state]
+        return [renamed(item, new) for item in state]
     if type(state) is not dict:
         return state
-    renamed = {key: rename(value, new_names, kind) for key, value in state.items()}
-    if not has_groups(state):
-        return renamed
-    ids = ids_of(state)
-    if not all(isinstance(old, kind) for old in ids):
-        return renamed
-    new = new_names(ids)
-    renamed["state"] = {new.get(old, old): value for old, value in state["state"].items()}
-    renamed["param_groups"] = [
-        {**group, "params": [new.get(old, old) for old in group["params"]]}
-        for group in state["param_groups"]
-    ]
-    return renamed
+    changed = {key: renamed(value, new) for key, value in state.items()}
+    if has_groups(state) and len(ids_of(state)) == len(new):
+        changed["state"] = {new.get(old, old): value for old, value in changed["state"].items()}
+        changed["param_groups"] = [
+            {**group, "params": [new.get(old, old) for old in group["params"]]}
+            for group in changed["param_groups"]
+        ]
+    return changed
 
 
-def named_parameters(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, list[Names]]:
-    """The entry to add to a file whose optimizers number parameters; empty if names are not unique."""
-    known = {id(parameter) for parameter in model.parameters()}
-    names = {without_wrappers(name) for name, _ in model.named_parameters()}
-    trained = {
-        id(parameter)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    if not trained <= known or len(names) < len(known):
-        return {}
-    return {PARAMETER_NAMES: [parameter_names(model, optimizer) for optimizer in optimizers]}
-
-
-# --- Saving -----------------------------------------------------------------------------------------------
-
-
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Optimizer state by parameter name, with the optimizer's tensors; empty for Lightning's mock optimizer."""
-    state = optimizer.state_dict()
-    if not state:
-        return {}
-    return by_name(state, flat(parameter_names(model, optimizer)))
+def by_name(state: Any, names: Iterable[Any]) -> Any:
+    """An optimizer's state with parameters by name, even if they are numbered, as in plain optimizers' states."""
+    return renamed(state, dict(enumerate(names)))
 
 
 class Owners:
@@ -161,10 +98,9 @@ class Owners:
         names: Names of the optimizer's parameters by group.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], names: Names) -> None:
+    def __init__(self, parameters: Mapping[Any, Tensor], names: Names) -> None:
         self.parameters = parameters
         self.names = names
-        self._own = [parameters[name] for name in flat(names)]
 
     def of(self, path: Path) -> Tensor | None:
         """The parameter for a path within the state.
@@ -174,18 +110,41 @@ class Owners:
         """
         for part, within in itertools.pairwise(path):
             if part == "state" and within in self.parameters:
-                return self.parameters[str(within)]
-        if path[0] != "param_groups" or not isinstance(path[1], int) or path[1] >= len(self.names):
+                return self.parameters[within]
+        if path[0] != "param_groups" or path[1] >= len(self.names):
             return None
         group = self.names[path[1]]
         number = path[-1]
         if not isinstance(number, int) or number >= len(group):
             return None
-        return self.parameters[group[number]]
+        return self.parameters.get(group[number])
 
-    def sharded(self) -> list[DTensor]:
-        """The optimizer's sharded parameters."""
-        return [parameter for parameter in self._own if isinstance(parameter, DTensor)]
+    def like(self, path: Path, tensor: Tensor) -> Tensor | None:
+        """The parameter that a tensor without a note is loaded like; None if it is loaded whole."""
+        owner = self.of(path)
+        if owner is None or owner.shape != tensor.shape or tensor.dim() == 0:
+            return None
+        return owner
+
+
+def names_of_owned(parameters: Mapping[str, Tensor], owned: Mapping[nn.Parameter, bool]) -> dict[str, bool]:
+    """The names of the parameters that are stepped whole, and whether this rank owns them."""
+    by_id = {id(parameter): is_own for parameter, is_own in owned.items()}
+    return {name: by_id[id(parameter)] for name, parameter in parameters.items() if id(parameter) in by_id}
+
+
+def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
+    """The parameters of ``model`` under names without wrappers."""
+    named = model.named_parameters(remove_duplicate=remove_duplicate)
+    return {without_wrappers(name): parameter for name, parameter in named}
+
+
+def note_on(owners: Owners, path: Path, tensor: Tensor) -> str | None:
+    """The note that a tensor of an optimizer's state needs."""
+    owner = owners.like(path, tensor)
+    if isinstance(tensor, DTensor):
+        return None if isinstance(owner, DTensor) else "sharded"
+    return "whole" if isinstance(owner, DTensor) else None
 
 
 # --- Checking ---------------------------------------------------------------------------------------------
@@ -195,7 +154,10 @@ def no_optimizer_state() -> CheckpointError:
     """The error for a checkpoint without states of optimizers."""
     return CheckpointError(
         "it holds no state of optimizer 0: it was saved with save_weights_only=True, or with fewer"
-        " optimizers; validate, test and predict can load it"
+        " optimizers, or it is a directory of another program, of which weights alone are read (to"
+        " go on from a run of ModelParallelStrategy, let it write one file:"
+        " save_distributed_checkpoint=False; Lightning's consolidate_checkpoint reads FSDPStrategy's"
+        " directories alone); validate, test and predict can load it"
     )
 
 
@@ -221,7 +183,7 @@ def check_groups(optimizer: Optimizer, saved: list[dict[str, Any]], index: int) 
             )
 
 
-def new_names(saved: Names, own: Names, known: Mapping[str, Any], index: int) -> dict[str, str]:
+def new_names(saved: Names, own: Names, known: Mapping[str, Any], index: int) -> dict[Any, Any]:
     """This run's names of the ``saved`` parameters of an optimizer.
 
     Saved names that the model does not have are taken for renamed parameters, matched by position, if the
@@ -234,14 +196,14 @@ def new_names(saved: Names, own: Names, known: Mapping[str, Any], index: int) ->
         known: Names of all parameters of this run's model.
         index: Number of the optimizer.
     """
-    renamed: dict[str, str] = {}
+    found: dict[Any, Any] = {}
     for number, (there, here) in enumerate(zip(saved, own, strict=True)):
         if set(there) == set(here):
-            renamed.update(zip(there, there, strict=True))
+            found.update(zip(there, there, strict=True))
             continue
         pairs = list(zip(there, here, strict=False))
         if len(there) == len(here) and all(old == new or old not in known for old, new in pairs):
-            renamed.update(pairs)
+            found.update(pairs)
             continue
         differing: list[str] = []
         if only_saved := [name for name in there if name not in here]:
@@ -252,21 +214,12 @@ def new_names(saved: Names, own: Names, known: Mapping[str, Any], index: int) ->
             f"optimizer {index} trains other parameters in group {number} than when it was saved"
             f" ({'; '.join(differing)}): {_AS_SAVED}"
         )
-    return renamed
+    return found
 
 
-def in_order(state: dict[str, Any], saved: Names, renamed: Mapping[str, str], own: Names) -> dict[str, Any]:
-    """A saved state with its groups in this run's order of parameters; torch's optimizers match by order."""
-    groups: list[dict[str, Any]] = []
-    for group, there, here in zip(state["param_groups"], saved, own, strict=True):
-        id_of = {renamed[name]: number for name, number in zip(there, group["params"], strict=True)}
-        groups.append({**group, "params": [id_of[name] for name in here]})
-    return {**state, "param_groups": groups}
-
-
-def some(names: list[str]) -> str:
+def some(names: list[Any]) -> str:
     """The first of ``names``, and how many others there are."""
-    listed = ", ".join(names[:5])
+    listed = ", ".join(map(str, names[:5]))
     if len(names) > 5:
         listed += f" and {len(names) - 5} more"
     return listed

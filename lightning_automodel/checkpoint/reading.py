@@ -10,25 +10,29 @@ from torch import Tensor
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import on_this_rank
 from lightning_automodel.checkpoint.shard_directory import ShardDirectory
-from lightning_automodel.checkpoint.single_file import WholeCheckpoint, load_file
-from lightning_automodel.checkpoint.state_dict import MODEL
+from lightning_automodel.checkpoint.single_file import load_file
+from lightning_automodel.checkpoint.state_dict import OPTIMIZERS
+from lightning_automodel.checkpoint.tree import mapped
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.patching import overwrite
-from lightning_automodel.internals.torch import with_module_versions
 
 
-def open_checkpoint(
-    path: str, weights_only: bool | None, reads_content: bool = True
-) -> ShardDirectory | WholeCheckpoint:
-    """Check a checkpoint of either form, and open it. Not a collective.
+def open_directory(path: str, weights_only: bool | None) -> ShardDirectory:
+    """Open a directory of shards. Not a collective. CheckpointError if that fails."""
+    with on_this_rank(f"Cannot load {path}"):
+        return ShardDirectory(path, weights_only)
 
-    A file's optimizer states are left out unless it names their parameters. Raises CheckpointError if the
-    checkpoint is damaged or missing, or if it holds code and ``weights_only`` is not False.
+
+def open_tree(path: str, weights_only: bool | None, reads_content: bool = True) -> dict[str, Any]:
+    """A checkpoint of either form; what lies in shards is read when it is used (:class:`.Entry`). Not a collective.
+
+    Raises CheckpointError if the checkpoint is damaged or missing, or if it holds code and ``weights_only``
+    is not False. A file is compared with its checksums now, if it ``reads_content``.
     """
     if paths.is_directory(path):
-        return ShardDirectory(path, weights_only, alone=True, reads_content=reads_content)
+        return open_directory(path, weights_only).tree
     with on_this_rank(f"Cannot load {path}"):
-        return WholeCheckpoint(path, load_file(path, weights_only, reads_content))
+        return load_file(path, weights_only, reads_content)
 
 
 @cache
@@ -53,11 +57,11 @@ def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> d
     place = paths.normalize(path)
     if not paths.is_directory(place):
         return None
-    saved = open_checkpoint(place, weights_only)
-    state = saved.read_model(saved.model)
+    shards = open_directory(place, weights_only)
+    checkpoint = shards.read_all({key: value for key, value in shards.tree.items() if key != OPTIMIZERS})
     # The other kinds of map_location, functions and dicts, need not move tensors that are in host memory.
     if isinstance(map_location, str | torch.device):
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                state[name] = value.to(map_location)
-    return {**saved.rest, MODEL: with_module_versions(state, saved.module_versions)}
+        checkpoint = mapped(
+            checkpoint, lambda _, leaf: leaf.to(map_location) if isinstance(leaf, Tensor) else leaf
+        )
+    return checkpoint

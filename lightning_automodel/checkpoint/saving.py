@@ -15,20 +15,22 @@ import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint import paths, single_file, state_dict
+from lightning_automodel.checkpoint.errors import on_every_rank
 from lightning_automodel.checkpoint.form import CheckpointForm
-from lightning_automodel.checkpoint.optimizers import optimizer_state
-from lightning_automodel.checkpoint.restorable import on_first_rank, restorable_state
+from lightning_automodel.checkpoint.hyper_parameters import without_shards
+from lightning_automodel.checkpoint.optimizers import named_parameters
+from lightning_automodel.checkpoint.restorable import on_first_rank, optimizer_state, restorable_state
 from lightning_automodel.checkpoint.shard_writer import prepare_shards
 from lightning_automodel.checkpoint.single_file import prepare_file
-from lightning_automodel.checkpoint.whole_modules import with_whole_modules
+from lightning_automodel.checkpoint.tree import check_pickled, key_of, leaves
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.patching import PatchStack
-from lightning_automodel.internals.torch import without_wrappers
 
 log = logging.getLogger(__name__)
 
@@ -113,14 +115,14 @@ class CheckpointSaver:
         if dist.is_initialized():
             gather = partial(gather, group=collectives.host_group(self._timeout))
         state = restorable_state(module, optimizer, gather, owned)
-        if not self._form.as_directory:
+        if owned and not self._form.as_directory:
             # Not the module's device, which is the host for parameters that are offloaded.
             device = module.trainer.strategy.root_device
             state = on_first_rank(state, partial(collectives.sent_to_first, device=device), gather)
         return self._in_form(state, is_together)
 
     def _in_form(self, state: dict[str, Any], is_together: bool) -> dict[str, Any]:
-        if self._form.as_directory or not is_together:
+        if self._form.as_directory or not self._form.is_sharded or not is_together:
             return state
         collectives.named_barrier("state_dict", self._timeout)
         return state_dict.whole(state, keep=group_rank() == 0)
@@ -173,17 +175,20 @@ class CheckpointSaver:
         """
         copies = self._writes_in_background(goes_on)
         if self._form.is_sharded:
-            rest = {key: value for key, value in checkpoint.items() if key not in state_dict.STATES}
-            checkpoint.update(with_whole_modules(rest, module, f"Cannot save {target}"))
+            with on_every_rank(f"Cannot save {target}"):
+                without_shards(checkpoint, module)
+                if group_rank() == 0:
+                    check_pickled(checkpoint)
         if self._form.as_directory:
-            parameters = module.named_parameters(remove_duplicate=False)
-            names = {without_wrappers(name) for name, _ in parameters}
+            names = set(named_parameters(module, remove_duplicate=False))
             return prepare_shards(checkpoint, target, names, copies)
         if self._form.is_sharded:
             # One file holds whole tensors, and lists which were sharded so that loading can shard them
             # again.
-            rest = {key: value for key, value in checkpoint.items() if key != state_dict.MODEL}
-            checkpoint[state_dict.SHARDED_STATES] = state_dict.sharded_states(rest)
+            rest = {key: value for key, value in checkpoint.items() if key not in state_dict.STATES}
+            checkpoint[state_dict.SHARDS] = [
+                key_of(path) for path, leaf in leaves(rest) if isinstance(leaf, DTensor)
+            ]
             checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
         return prepare_file(checkpoint, target, save_file, copies)
 
@@ -227,7 +232,7 @@ class CheckpointSaver:
 
         For a sharded model it logs an error. It does not raise one, which would hide the failure.
         """
-        if self._form.names_parameters:
+        if self._form.is_sharded or self._form.as_directory:
             log.error(
                 "No checkpoint was written at %s: all ranks save shards together, which they cannot after a"
                 " failure. Save regularly, with ModelCheckpoint.",

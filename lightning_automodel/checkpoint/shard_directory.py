@@ -1,17 +1,17 @@
-"""A directory of shards, read by torch.distributed.checkpoint and checked before it loads.
+"""A directory of shards, read by torch.distributed.checkpoint, with checksums compared where an entry is read.
 
 A directory holds the files of ``torch.distributed.checkpoint`` (``.metadata`` and one ``.distcp`` file per
-rank), the rest of the checkpoint (``meta.pt``) and a manifest, which is written last and makes it complete.
-Torch and Lightning can read it too. Each entry of a ``.distcp`` file is written by ``torch.save``, with
-torch's checksums.
+rank), the checkpoint with a tensor without values for each that lies in those (``meta.pt``), and a
+manifest, which is written last and makes it complete. Each entry of a ``.distcp`` file is written by
+``torch.save``, with torch's checksums.
 """
 
 import io
-import itertools
 import json
 import warnings
 import zlib
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,36 +19,28 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 from typing_extensions import override
 
 from lightning_automodel.checkpoint import paths
-from lightning_automodel.checkpoint.entries import DirectoryReader, PlainDataPlanner, part
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
-from lightning_automodel.checkpoint.optimizers import (
-    OPTIMIZER_STATES,
-    is_optimizer_key,
-    optimizer_key,
-)
 from lightning_automodel.checkpoint.safe_load import MetadataUnpickler, load_plain_data
 from lightning_automodel.checkpoint.single_file import check_content
-from lightning_automodel.checkpoint.state_dict import (
-    EXTRA_STATES,
-    MODEL,
-    MODULE_VERSIONS,
-    Saved,
-    empty_on_host,
-)
-from lightning_automodel.checkpoint.trees import PLACE, joined, nested
+from lightning_automodel.checkpoint.state_dict import MODEL, STATES
+from lightning_automodel.checkpoint.tree import Entry, keys_of, leaves, mapped
+from lightning_automodel.internals.dtensor import plain_dtensor
 
 REST = "meta.pt"
-"""File of everything but the shards (loops, callbacks, hyperparameters), under Lightning's name for it."""
+"""File of the checkpoint without the values that lie in shards, under Lightning's name for it."""
 
 MANIFEST = "manifest.json"
 """File that names the folder of the other files within the directory, and the checksum of ``.metadata``."""
 
 METADATA = ".metadata"
-FORMAT = "lightning_automodel checkpoint, version 2"
+FORMAT = "lightning_automodel checkpoint, version 3"
 
 
 def is_shard_directory(path: str) -> bool:
@@ -72,14 +64,16 @@ def open_table(path: str, manifest: bytes | None) -> tuple[str, Metadata]:
     if manifest is not None:
         try:
             content = json.loads(manifest)
-            is_known = content["format"] == FORMAT
+            written = content["format"]
             within = content["folder"]
             crc32 = content["crc32"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{MANIFEST} is damaged ({len(manifest)} bytes)") from error
-        if not is_known:
+        if written != FORMAT:
             raise CheckpointError(
-                f"{MANIFEST} does not say {FORMAT!r}: load it with the release that wrote it"
+                f"{MANIFEST} says {str(written)[:80]!r}, and this version of lightning_automodel"
+                f" reads {FORMAT!r}: let the version that wrote it make one file, which this one"
+                " reads (python -m lightning_automodel.checkpoint consolidate)"
             )
         if within:
             folder = paths.member(path, within)
@@ -116,117 +110,103 @@ def checksum(content: bytes) -> str:
     return f"{zlib.crc32(content):08x}"
 
 
-class ShardDirectory(Saved):
-    """A directory of shards, open for loading.
+def empty_on_host(size: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A new tensor in host memory."""
+    return torch.empty(size, dtype=dtype)
 
-    Opening is a collective over the default group, if there is one, unless ``alone``. The ranks share the
-    work of reading all files once, unless ``reads_content`` is False: then only sizes are compared. If a
-    file is missing or damaged, or holds code while ``weights_only`` is not False, every rank raises
-    :class:`CheckpointError` before anything was loaded.
+
+class ShardDirectory:
+    """A directory of shards, open for loading. Opening is not a collective.
+
+    Raises CheckpointError if a file is missing or cut off, if ``meta.pt`` is damaged, or if that holds code
+    and ``weights_only`` is not False. Shards are compared with their checksums where they are read.
+
+    Attributes:
+        path: Its path.
+        tree: The checkpoint, with an :class:`.Entry` for each tensor that lies in shards. Of a directory
+            that another program has written, the model's state and what its ``meta.pt`` holds.
     """
 
-    def __init__(
-        self,
-        path: str,
-        weights_only: bool | None,
-        alone: bool = False,
-        reads_content: bool = True,
-    ) -> None:
+    def __init__(self, path: str, weights_only: bool | None) -> None:
         self.path = path
-        self._weights_only = weights_only is not False
-        self._is_alone = alone or not (dist.is_available() and dist.is_initialized())
-        with self._raising():
-            self._manifest = read_manifest(path)
-            self._folder, self._metadata = open_table(path, self._manifest)
-            files = self._check_sizes()
-            content = paths.read_file(f"{self._folder}/{REST}")
-            if reads_content:
-                check_content(io.BytesIO(content), REST)
-                self._check_content()
-            rest = load_plain_data(io.BytesIO(content), f"{REST} of {path}", self._weights_only)
-            if not isinstance(rest, dict):
-                raise CheckpointError(
-                    f"{REST} holds a {type(rest).__name__}, which is not a checkpoint's rest"
-                )
-            self._extra_state: dict[str, Any] = rest.pop(EXTRA_STATES, {})
-            self._optimizers: dict[str, Any] | None = rest.pop(OPTIMIZER_STATES, None)
-            self.module_versions: dict[str, dict[str, Any]] = rest.pop(MODULE_VERSIONS, {})
-            self.rest = rest
-            saved = self._metadata.state_dict_metadata
-            self.entries: dict[str, Tensor | None] = dict.fromkeys(saved)
-            for name, entry in saved.items():
-                if isinstance(entry, TensorStorageMetadata):
-                    self.entries[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-            self.entries.update({f"{MODEL}.{name}": None for name in self._extra_state})
-            self.places: dict[str, tuple[Any, ...]] = self._metadata.planner_data
-            # torch calls the files __<rank>_<number>.distcp.
-            self.world_size = len({name.lstrip("_").partition("_")[0] for name in files})
-            self._check_unreplaced()
+        self._manifest = read_manifest(path)
+        self._folder, self._metadata = open_table(path, self._manifest)
+        self._check_sizes()
+        content = io.BytesIO(paths.read_file(f"{self._folder}/{REST}"))
+        check_content(content, REST)
+        tree = load_plain_data(content, f"{REST} of {path}", weights_only is not False)
+        if not isinstance(tree, dict):
+            raise CheckpointError(f"{REST} holds a {type(tree).__name__}, which is not a checkpoint's rest")
+        if self._manifest is None:
+            tree[MODEL] = self._foreign_model()
+        elif not isinstance(tree.get(MODEL), dict):
+            raise CheckpointError(f"{REST} has no {MODEL!r}: this is not a checkpoint of a LightningModule")
+        self._keys = keys_of(tree)
+        self.tree: dict[str, Any] = mapped(tree, self._with_entry)
+        self._check_unreplaced()
 
-    @override
-    def optimizer_states(self) -> list[dict[str, Any]]:
-        """See :class:`.Saved`. Not a collective. Reads objects from other programs' directories."""
-        states = self._optimizers
-        if states is None:
-            states = self._read_optimizers()
-        return [{"state": {}, **states[optimizer_key(index)]} for index in range(len(states))]
+    def _foreign_model(self) -> dict[str, Tensor]:
+        """The model's state in a directory of another program, without values."""
+        prefix = f"{MODEL}."
+        saved = self._metadata.state_dict_metadata.items()
+        return {
+            key.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            for key, entry in saved
+            if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+        }
 
-    def _read_optimizers(self) -> dict[str, Any]:
-        """States from other programs or earlier releases of this package, which torch has taken apart."""
-        places = {path: joined(path) for path in self.places.values() if is_optimizer_key(path[0])}
-        objects: dict[str, Any] = {key: None for key in places.values() if self.entries[key] is None}
-        self._read(objects, is_alone=True)
-        return nested({path: objects.get(key, {PLACE: key}) for path, key in places.items()})
+    def _with_entry(self, path: tuple[Any, ...], leaf: Any) -> Any:
+        if path not in self._keys:
+            return leaf
+        key = self._keys[path]
+        entry: Any = self._metadata.state_dict_metadata.get(key)
+        if entry is None and path[0] not in STATES:
+            return leaf  # a tensor without values of somebody's own
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        if not is_tensor or (entry.size, entry.properties.dtype) != (leaf.shape, leaf.dtype):
+            raise CheckpointError(f"{METADATA} and {REST} do not agree on {key}")
+        return Entry.of(leaf, key, partial(self._read_alone, key, leaf.shape, leaf.dtype))
 
-    @override
-    def read_into(self, targets: dict[str, Any]) -> None:
-        """Overwrite the tensors in ``targets``, and replace its other values. A collective, like opening.
+    def read(self, targets: dict[str, Tensor], is_alone: bool = False) -> None:
+        """Overwrite the ``targets``, by key, each rank its part of them. A collective, unless ``is_alone``.
 
-        ``targets`` is nested like the saved state, or flat. Each rank reads only what its own shards need.
+        Raises CheckpointError, then on every rank, if what is read does not have its checksum.
         """
-        of_model = targets.get(MODEL, {})
-        tensors = {name: value for name, value in of_model.items() if name not in self._extra_state}
-        if of_model:
-            targets = {**targets, MODEL: tensors}
-        self._read(targets, self._is_alone)
-        of_model.update(tensors)
-        of_model.update({name: self._extra_state[name] for name in of_model.keys() - tensors.keys()})
-        with self._raising():
-            self._check_unreplaced()
-
-    def read_model_alone(self, name: str) -> Any:
-        """One entry of the model's state; a tensor is whole and in host memory. Not a collective."""
-        if name in self._extra_state:
-            return self._extra_state[name]
-        return self.read_alone(f"{MODEL}.{name}")
-
-    def read_alone(self, key: str) -> Any:
-        """The entry with this key; a tensor is whole and in host memory. Not a collective."""
-        targets = {key: empty_on_host(self.entries[key])}
-        self._read(targets, is_alone=True)
-        with on_this_rank(f"Cannot load {self.path}"):
-            self._check_unreplaced()
-        return targets[key]
-
-    def _read(self, targets: dict[str, Any], is_alone: bool) -> None:
-        reader = DirectoryReader(self._folder, self._metadata)
-        with on_this_rank(f"Cannot load {self.path}"), warnings.catch_warnings():
+        what = f"Cannot load {self.path}"
+        is_alone = is_alone or not (dist.is_available() and dist.is_initialized())
+        with on_this_rank(what), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(
-                targets,
-                storage_reader=reader,
-                planner=PlainDataPlanner(self._weights_only),
+                {key: plain_dtensor(target) for key, target in targets.items()},
+                storage_reader=_CheckingReader(self._folder, self._metadata),
                 no_dist=is_alone,
             )
+        with on_this_rank(what) if is_alone else on_every_rank(what):
+            self._check_unreplaced()
 
-    def _raising(self) -> AbstractContextManager[None]:
-        what = f"Cannot load {self.path}"
-        if self._is_alone:
-            return on_this_rank(what)
-        return on_every_rank(what)
+    def _read_alone(self, key: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        target = empty_on_host(size, dtype)
+        self.read({key: target}, is_alone=True)
+        return target
 
-    def _check_sizes(self) -> dict[str, int]:
-        """Least size of each file; CheckpointError if one is missing, cut off, or not a regular file."""
+    def read_all(self, tree: Any, make: Callable[[torch.Size, torch.dtype], Tensor] = empty_on_host) -> Any:
+        """``tree``, a part of this directory's, with whole tensors of this process's alone. Not a collective.
+
+        ``make`` makes the tensors that are filled.
+        """
+        found = [leaf for _, leaf in leaves(tree) if isinstance(leaf, Entry)]
+        targets = {entry.key: make(entry.shape, entry.dtype) for entry in found}
+        self.read(targets, is_alone=True)
+        return mapped(tree, lambda _, leaf: targets[leaf.key] if isinstance(leaf, Entry) else leaf)
+
+    def check(self) -> None:
+        """Read all entries, and raise CheckpointError if one does not have its checksum. Not a collective."""
+        reader = _CheckingReader(self._folder, self._metadata)
+        for place in self._metadata.storage_data.values():
+            reader.content(place)
+
+    def _check_sizes(self) -> None:
+        """Raise CheckpointError if a file is missing, cut off, or not a regular file."""
         needed: dict[str, int] = {}
         for place in self._metadata.storage_data.values():
             end = place.offset + place.length
@@ -237,31 +217,51 @@ class ShardDirectory(Saved):
                 raise CheckpointError(
                     f"{name} is cut off: it has {size} bytes, and {num_bytes} were written"
                 )
-        return needed
-
-    def _check_content(self) -> None:
-        """Read this rank's share of the files' entries, and compare them with their checksums."""
-        rank = 0
-        num_ranks = 1
-        if not self._is_alone:
-            rank = dist.get_rank()
-            num_ranks = dist.get_world_size()
-        stored = self._metadata.storage_data.values()
-        places = {(place.relative_path, place.offset, place.length) for place in stored}
-        # Every n-th entry in the order of their sizes: about the same number of bytes for each rank.
-        mine = sorted(sorted(places, key=lambda place: place[::-1])[rank::num_ranks])
-        filesystem, folder = url_to_fs(self._folder)
-        is_local = paths.is_local(self._folder)
-        for name, of_file in itertools.groupby(mine, key=lambda place: place[0]):
-            with filesystem.open(f"{folder}/{name}", "rb") as file:
-                for _, offset, length in of_file:
-                    if is_local:
-                        check_content(part(file, offset, length), name)
-                    else:  # in one request
-                        file.seek(offset)
-                        check_content(io.BytesIO(file.read(length)), name)
 
     def _check_unreplaced(self) -> None:
         """Raise CheckpointError if a newer save, with the same names and sizes, has replaced this one."""
         if read_manifest(self.path) != self._manifest:
             raise CheckpointError("another checkpoint took its place while it was read: load it again")
+
+
+class _CheckingReader(FileSystemReader):
+    """Reads with the given ``metadata``, and compares entries with their checksums first."""
+
+    def __init__(self, folder: str, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+        self._filesystem, self._folder = url_to_fs(folder)
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+    def content(self, place: Any) -> io.BytesIO:
+        """What lies at a place of the table, from ``torch.save``."""
+        file = f"{self._folder}/{place.relative_path}"
+        end = place.offset + place.length
+        content = io.BytesIO(self._filesystem.cat_file(file, start=place.offset, end=end))
+        check_content(content, place.relative_path)
+        return content
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            place = self._metadata.storage_data[item.storage_index]
+            name = f"{item.storage_index.fqn} in {place.relative_path}"
+            stored = load_plain_data(self.content(place), name, weights_only=True)
+            target = planner.resolve_tensor(item).detach()
+            if not isinstance(stored, Tensor):
+                raise CheckpointError(f"{name} is a {type(stored).__name__}, not a tensor")
+            ranges = zip(item.storage_offsets, item.lengths, strict=True)
+            stored = stored[tuple(slice(start, start + length) for start, length in ranges)]
+            if stored.shape != target.shape or stored.dtype != target.dtype:
+                raise CheckpointError(
+                    f"{name} is {stored.dtype} of shape {list(stored.shape)}, and {METADATA} has"
+                    f" {target.dtype} of shape {list(target.shape)}"
+                )
+            target.copy_(stored)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done

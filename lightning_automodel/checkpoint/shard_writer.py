@@ -3,9 +3,8 @@
 import io
 import json
 import socket
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,42 +22,32 @@ from typing_extensions import override
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
-from lightning_automodel.checkpoint.optimizers import (
-    NOTES,
-    OPTIMIZER_STATES,
-    optimizer_key,
-)
+from lightning_automodel.checkpoint.optimizers import some
 from lightning_automodel.checkpoint.shard_directory import FORMAT, MANIFEST, METADATA, REST, checksum
-from lightning_automodel.checkpoint.state_dict import (
-    EXTRA_STATES,
-    MODEL,
-    MODULE_VERSIONS,
-    copied,
-    is_extra_state,
-    plain_dtensors,
-    shards_that_cannot_be_loaded,
-    split_shards,
-)
-from lightning_automodel.checkpoint.trees import Path as TreePath
-from lightning_automodel.checkpoint.trees import hides_shards, joined, nested, take_apart
+from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, copied, is_extra_state
+from lightning_automodel.checkpoint.tree import Path as TreePath
+from lightning_automodel.checkpoint.tree import keys_of, mapped
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.dtensor import plain_dtensor
 
 
 class ShardWriter(torch_internals.FsspecWriter):
     """Writes the directory ``target``, which appears when it is complete; for ``dcp.save``.
 
     Every rank makes one for each save, with the same ``folder`` for the files
-    (:func:`.paths.prepare_place`). A local folder is renamed at the end. Other file systems cannot rename in
-    one step: there the manifest, one object, says which folder within the directory is valid.
+    (:func:`.paths.prepare_place`). A local folder is renamed at the end. Other file systems cannot rename
+    in one step: there the manifest, one object, says which folder within the directory is valid. The
+    ``rest`` names the ``keys`` that some rank must have written.
     """
 
-    def __init__(self, target: str, folder: str, rest: bytes) -> None:
+    def __init__(self, target: str, folder: str, rest: bytes, keys: Iterable[str]) -> None:
         super().__init__(folder, sync_files=False)  # torch (2.13) would sync before it flushes
         self._target = target
         self._folder = folder
         self._rest = rest
+        self._keys = set(keys)
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -72,6 +61,8 @@ class ShardWriter(torch_internals.FsspecWriter):
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Complete the directory and move it to its target. Called on one rank, once all have written."""
+        if unwritten := sorted(self._keys - metadata.state_dict_metadata.keys()):
+            raise CheckpointError(f"no rank has the values of {some(unwritten)}")
         super().finish(metadata, results)
         is_local = paths.is_local(self._folder)
         top = self._target
@@ -95,29 +86,61 @@ class ShardWriter(torch_internals.FsspecWriter):
                 filesystem.rm(path, recursive=True)
 
 
+def taken_apart(
+    checkpoint: dict[str, Any], parameters: Set[str]
+) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
+    """``checkpoint`` without the values that lie in shards, and what this rank writes of them.
+
+    That is each sharded tensor, the parameters and states that all ranks have, of which torch gives each
+    rank a share, and on rank 0 the other tensors of the model's state: buffers may differ between ranks,
+    and rank 0's are saved, as in one file. None for what other ranks write.
+    """
+    own: dict[TreePath, Tensor | None] = {}
+
+    def placed(path: TreePath, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or leaf.is_quantized:
+            return leaf
+        is_everywhere = isinstance(leaf, DTensor) or (path[0] == OPTIMIZERS and leaf.dim() > 0)
+        if not is_everywhere:
+            # Extra states may have another size on each rank.
+            if path[0] != MODEL or is_extra_state(path[1]):
+                return leaf
+            is_everywhere = path[1] in parameters
+        is_own = not leaf.is_meta and (is_everywhere or group_rank() == 0)
+        own[path] = leaf if is_own else None
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+
+    tree = mapped(checkpoint, placed)
+    keys = keys_of(tree)
+    return tree, {keys[path]: leaf for path, leaf in own.items()}
+
+
 def prepare_shards(
     checkpoint: dict[str, Any], path: str, parameters: Set[str] = frozenset(), copy: bool = False
 ) -> Callable[[dist.ProcessGroup | None], None]:
-    """Prepare a directory: every rank writes shards of model and optimizers, rank 0 the rest. A collective.
+    """Prepare a directory: every rank writes its shards, rank 0 the rest. A collective.
 
     Returns a function that writes the directory, at once or in the background. It is a collective over the
     group that it is given (None for the default group). If any rank fails, all ranks raise
     :class:`CheckpointError`, and the older checkpoint is unchanged.
 
     Args:
-        checkpoint: Lightning's checkpoint, with shards instead of whole tensors; states are popped from it.
+        checkpoint: Lightning's checkpoint, with shards instead of whole tensors.
         path: Path of the checkpoint, the same on every rank.
         parameters: Names of the model's parameters.
         copy: Whether to copy the state to host memory, so that it may change before it is written.
     """
     what = f"Cannot save {path}"
-    shards, rest = _take_shards(checkpoint, parameters)
     folder = ""
     content = io.BytesIO()
+    shards: dict[str, Tensor | None] = {}
     try:
         with on_every_rank(what):
+            if not isinstance(checkpoint.get(MODEL), dict):
+                raise CheckpointError("on_save_checkpoint has left no dict in checkpoint['state_dict']")
+            tree, shards = taken_apart(checkpoint, parameters)
             if group_rank() == 0:
-                torch.save(rest, content)
+                torch.save(tree, content)
                 folder = paths.prepare_place(path)
                 paths.mark(folder, REST)
         # All ranks write into the folder, whose name is random.
@@ -128,8 +151,9 @@ def prepare_shards(
         if folder and group_rank() == 0:
             paths.remove_unfinished(folder)
         raise
-    writer = ShardWriter(path, folder, content.getvalue())
-    staged = copied(shards) if copy else shards
+    writer = ShardWriter(path, folder, content.getvalue(), shards.keys())
+    own = {key: plain_dtensor(leaf) for key, leaf in shards.items() if leaf is not None}
+    staged = copied(own) if copy else own
 
     def write(group: dist.ProcessGroup | None) -> None:
         try:
@@ -156,66 +180,3 @@ def _check_shared(folder: str, path: str, node: str) -> None:
             " (ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)), or pass"
             " save_distributed_checkpoint=False, with which rank 0 writes one file"
         )
-
-
-def _take_shards(checkpoint: dict[str, Any], parameters: Set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Shards by place, and the rest of ``checkpoint``. Pops the states of model and optimizers from it.
-
-    Tensors that may differ between ranks, such as buffers of a replicated model, are saved from rank 0, as
-    in one file. Torch distributes the writing of parameters and their states over the ranks.
-    """
-    if not isinstance(checkpoint.get(MODEL), dict):
-        raise CheckpointError("on_save_checkpoint has left no dict in checkpoint['state_dict']")
-    of_model: dict[str, Any] = checkpoint.pop(MODEL)
-    objects = _pop_objects(of_model)
-    checkpoint[MODULE_VERSIONS] = torch_internals.module_versions(of_model)
-    shards = {MODEL: of_model}
-    trees: dict[str, Any] = {}
-    for index, state in enumerate(filter(None, checkpoint.pop("optimizer_states", []))):
-        key = optimizer_key(index)
-        trees[key], leaves = take_apart(state, (key,))
-        notes = state.get(NOTES, {})
-        offered = {path: leaf for path, leaf in leaves.items() if _is_written(path, leaf, parameters, notes)}
-        shards.update(nested(offered))
-    checkpoint[OPTIMIZER_STATES] = trees
-    rest, others = split_shards(checkpoint, of_model.keys())
-    for place, tensors in [(MODEL, of_model), *others.items()]:
-        shards[place] = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if _is_written((place, name), tensor, parameters)
-        }
-    if objects:
-        rest = {**rest, EXTRA_STATES: objects}
-    return plain_dtensors(shards), rest
-
-
-def _pop_objects(of_model: dict[str, Any]) -> dict[str, Any]:
-    """Pop the entries of a model's state that are not written as tensors."""
-    # Extra states that are tensors too: other ranks' may have other sizes. The resume state holds those.
-    objects = {
-        name: of_model.pop(name)
-        for name, value in list(of_model.items())
-        if not isinstance(value, Tensor) or (is_extra_state(name) and not isinstance(value, DTensor))
-    }
-    for name, value in objects.items():
-        if not isinstance(value, Tensor) and hides_shards(value):
-            raise shards_that_cannot_be_loaded(name)
-    return objects
-
-
-def _is_written(
-    path: TreePath, leaf: Any, parameters: Set[str], notes: Mapping[str, str] = MappingProxyType({})
-) -> bool:
-    """Whether this rank passes a leaf to torch for writing; ``notes`` are those of the leaf's optimizer."""
-    if path[1] == NOTES:
-        return False
-    if notes.get(joined(path[1:])) == "owned":
-        return not leaf.is_meta
-    if isinstance(leaf, DTensor) or group_rank() == 0:
-        return True
-    if path[0] == MODEL:
-        name = path[1:2]
-    else:
-        name = path[2:3]
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and not parameters.isdisjoint(map(str, name))

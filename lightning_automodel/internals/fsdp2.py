@@ -148,11 +148,6 @@ def mixed_precision_policies(model: nn.Module) -> list[MixedPrecisionPolicy]:
     return [param.mp_policy for group in fsdp_param_groups(model) for param in group.fsdp_params]
 
 
-def is_set_by_fsdp(attribute: str) -> bool:
-    """Whether FSDP2 sets this attribute on its units, or on the modules that these manage."""
-    return attribute.startswith("__composable_api") or (attribute.startswith("_") and "fsdp" in attribute)
-
-
 def clear_unreduced_gradients(group: FSDPParamGroup, params: list[FSDPParam]) -> None:
     """Drop what ``zero_grad`` leaves: the group's partial sums, and unsharded gradients of these of its parameters."""
     group._partial_reduce_output = None

@@ -23,13 +23,12 @@ from torch.utils.hooks import RemovableHandle
 from lightning_automodel.internals.patching import PatchStack, overwrite
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint import FileSystemReader as FsspecReader
     from torch.distributed.checkpoint import FileSystemWriter as FsspecWriter
 else:
     try:
-        from torch.distributed.checkpoint.fsspec_filesystem import FsspecReader, FsspecWriter
+        from torch.distributed.checkpoint.fsspec_filesystem import FsspecWriter
     except ModuleNotFoundError:  # private before torch 2.15
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter  # noqa: F401
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter  # noqa: F401
 
 RESET_PARAMETERS = "_reset_parameters"
 """How torch's attention and transformer modules initialise themselves."""
@@ -75,24 +74,6 @@ def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:
 def has_gradient_hook(parameter: nn.Parameter) -> bool:
     """Whether ``parameter`` has a hook that may change its gradient before it is accumulated."""
     return bool(parameter._backward_hooks)
-
-
-def load_state_dict_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """The functions that ``module`` calls before it loads its part of a state dict."""
-    return [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
-
-
-_LOAD = "_load_from_state_dict"
-
-
-def loads_by_itself(module: nn.Module) -> bool:
-    """Whether a class or hook that is not torch's decides what ``module`` loads: it may resize buffers, rename keys."""
-    loader = next(cls for cls in type(module).__mro__ if _LOAD in vars(cls))
-    hooks = load_state_dict_hooks(module)
-    known = ("torch", __name__.partition(".")[0])
-    return loader.__module__.partition(".")[0] != "torch" or not all(
-        defined_in(hook, *known) for hook in hooks
-    )
 
 
 def defined_in(hook: Any, *packages: str) -> bool:

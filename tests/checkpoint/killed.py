@@ -93,10 +93,9 @@ def whole_names(folder: Path) -> list[Path]:
 def weights_in(path: Path) -> tuple[int, dict[str, Tensor]]:
     """Global step and weights of a checkpoint, after all of its files were checked. In this process alone."""
     if path.is_dir():
-        saved = ShardDirectory(str(path), weights_only=None)
-        targets = {"state_dict": dict(AdamModule().state_dict())}
-        saved.read_into(targets)
-        return saved.rest["global_step"], targets["state_dict"]
+        shards = ShardDirectory(str(path), weights_only=None)
+        checkpoint = shards.read_all(shards.tree)
+        return checkpoint["global_step"], checkpoint["state_dict"]
     checkpoint = load_file(str(path), None)
     return checkpoint["global_step"], checkpoint["state_dict"]
 

@@ -235,7 +235,6 @@ KINDS: dict[str, type[torch.optim.Optimizer]] = {
         Lists,
         InGroups,
         WholeMomentum,
-        LocalMomentum,
         Lookahead,
     )
 }
@@ -252,7 +251,6 @@ class Everything(OwnEntries):
         InGroups,
         KeysWithoutTensors,
         WholeMomentum,
-        LocalMomentum,
         OwnEntries,
     )
 
@@ -262,10 +260,7 @@ class Everything(OwnEntries):
 
     def update(self, group: dict[str, Any], index: int, parameter: Tensor) -> None:
         part = self.PARTS[index % len(self.PARTS)]
-        if part is LocalMomentum:
-            LocalMomentum.update(self, group, index, parameter)
-        else:
-            parameter.sub_(group["lr"] * part.direction(self, group, index, parameter))
+        parameter.sub_(group["lr"] * part.direction(self, group, index, parameter))
 
 
 class Module(AdamModule):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from lightning_automodel.checkpoint.__main__ import main
 from tests.checkpoint.checkpoints import FORMS, AdamModule, fit, forms
 from tests.checkpoint.optimizers import HidesTensors
 from tests.rank_pool import RankError, RankPool
-from tests.trainer.exactness import full_weights
 
 EXTRA: dict[str, Any] = {
     "text": "abc",
@@ -270,34 +270,85 @@ def test_optimizers_that_count_in_their_groups(pool2: RankPool, tmp_path: Path, 
 class KeepsObjects(Callback):
     """Its state is an object that holds shards."""
 
-    def __init__(self, makes_copies: bool) -> None:
-        self.makes_copies = makes_copies
-        self.held: Any = None
+    held: Any = None
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        weight = pl_module.model.head.weight
-        self.held = HidesTensors(weight.detach().clone() if self.makes_copies else weight)
+        self.held = HidesTensors(pl_module.model.head.weight.detach().clone())
 
     def state_dict(self) -> dict[str, Any]:
         return {"held": self.held}
 
 
-def _keep_objects(options: dict[str, Any], makes_copies: bool, path: str) -> tuple[str, Tensor]:
-    trainer, module = fit(options, callbacks=[KeepsObjects(makes_copies)])
-    try:
+def _keep_objects(options: dict[str, Any], path: str) -> str:
+    trainer, _ = fit(options, callbacks=[KeepsObjects()])
+    with pytest.raises(CheckpointError) as raised:
         trainer.save_checkpoint(path)
-    except CheckpointError as error:
-        return str(error), torch.empty(0)
-    return "", full_weights(module.model)["head.weight"]
+    return str(raised.value)
 
 
-@pytest.mark.parametrize("form", forms("shards"))
+@pytest.mark.parametrize("form", ["shards", "one_file_of_shards"])
 def test_shards_in_objects(pool2: RankPool, tmp_path: Path, form: str) -> None:
-    """Parameters are saved whole; of other shards nobody could say where they belong."""
-    path = tmp_path / "last.ckpt"
-    weight = pool2.run(_keep_objects, FORMS[form], False, str(path))[0][1]
-    checkpoint = torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=False)
-    assert torch.equal(checkpoint["callbacks"]["KeepsObjects"]["held"].momentum, weight)
-    if "replicated" not in form:
-        for message, _ in pool2.run(_keep_objects, FORMS[form], True, str(path)):
-            assert "checkpoint['callbacks']['KeepsObjects']['held'] holds a sharded tensor" in message
+    """Would be pickled as the part of a rank: the first save names them, and leaves nothing."""
+    for message in pool2.run(_keep_objects, FORMS[form], str(tmp_path / "last.ckpt")):
+        assert "checkpoint['callbacks']['KeepsObjects']['held'] " in message
+        assert "full_tensor()" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+class Collects(Callback):
+    """Shards in lists, under other names and in other shapes, and collections of other classes."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        weight = pl_module.model.head.weight.detach()
+        self.state = {
+            "listed": [weight + 1, (weight.float(),)],
+            "other": {"name": weight * 2, 3: weight[0] * 1},
+            "counts": Counter(batches=2),
+            "factory": defaultdict(int, seen=3),
+            "pair": Pair(weight + 3, 4),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    first: Any
+    second: Any
+
+
+def _as_plain_data(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _described(value)
+    if isinstance(value, dict):
+        return type(value).__name__, {key: _as_plain_data(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [_as_plain_data(item) for item in value]
+    return value
+
+
+def _collect(options: dict[str, Any], path: str) -> tuple[Any, Any]:
+    saved = Collects()
+    loaded = Collects()
+    trainer, _ = fit(options, callbacks=[saved])
+    trainer.save_checkpoint(path)
+    loaded.on_train_end = lambda *_: None
+    fit(options, callbacks=[loaded], ckpt_path=path, max_epochs=1, weights_only=False)
+    return _as_plain_data(saved.state), _as_plain_data(loaded.state)
+
+
+@pytest.mark.parametrize("form", forms("shards", "one_file_of_shards", "replicated"))
+def test_collections_of_callbacks(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """Come back as they were: a Counter has counted no twice, a list of shards holds shards."""
+    for saved, loaded in pool2.run(_collect, FORMS[form], str(tmp_path / "last.ckpt")):
+        assert saved == loaded
+        assert loaded[1]["counts"] == ("Counter", {"batches": 2})
+        assert loaded[1]["listed"][1][0][0] == ("Tensor" if "replicated" in form else "Shard")

@@ -84,7 +84,7 @@ def _export(folder: str, num_layers: int, rows: int) -> dict[str, int]:
     prepare_shards({"epoch": 1, "global_step": 2, "state_dict": model_state(model)}, path)(None)
     if dist.get_rank() == 0:
         consolidate = partial(main, ["consolidate", path, f"{folder}/consolidate"])
-        grown["consolidate"] = _grown_by(consolidate, "VmRSS")
+        grown["consolidate"] = _grown_by(consolidate, "RssAnon")
         grown["all of it"] = _grown_by(partial(read_directory, path, None, None), "VmRSS")
     return grown
 
@@ -98,11 +98,11 @@ def _export_twice(folder: str) -> dict[str, int]:
 def test_memory(pool2: RankPool, tmp_path: Path) -> None:
     """A model of 214 MB in tensors of 36 MB, by both ranks, and by one process from the shards."""
     first, second = pool2.run(_export_twice, str(tmp_path))
-    print(first, second)
     of_everything = first.pop("all of it")
     # To gather a tensor, gloo holds it two or three times.
     assert max(first["live"], second["live"]) <= 3 * TENSOR_BYTES + FIXED_BYTES, (first, second)
-    assert first["consolidate"] <= TENSOR_BYTES + FIXED_BYTES, first
+    # The tensor, and while it is read its parts, twice.
+    assert first["consolidate"] <= 3 * TENSOR_BYTES + FIXED_BYTES, first
     assert of_everything >= NUM_LAYERS * TENSOR_BYTES / 2  # this measures something
     exported = load_file(tmp_path / "live" / "model.safetensors")
     assert len(exported) == 3 + 9 * NUM_LAYERS // 3

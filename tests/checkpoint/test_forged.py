@@ -52,7 +52,11 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "list": (put("meta.pt", [1]), "meta.pt holds a list"),
     "string": (put("meta.pt", "text"), "meta.pt holds a str"),
-    "extra state": (put("meta.pt", {"lightning_automodel_extra_state": 3}), "TypeError"),
+    "no model": (put("meta.pt", {"state_dict": 3}), "meta.pt has no 'state_dict'"),
+    "other entries": (
+        put("meta.pt", {"state_dict": {"model.weight": torch.empty(2, device="meta")}}),
+        ".metadata and meta.pt do not agree on state_dict.model.weight",
+    ),
 }
 FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "list": (lambda path: torch.save([1], path), "it has no 'state_dict'"),

@@ -20,7 +20,15 @@ from torch.optim import Optimizer
 from lightning_automodel.checkpoint import CheckpointError
 from lightning_automodel.checkpoint.__main__ import main
 from lightning_automodel.checkpoint.shard_directory import ShardDirectory
-from tests.checkpoint.checkpoints import ACCUMULATE, AdamModule, batches, resume, save, uninterrupted
+from tests.checkpoint.checkpoints import (
+    ACCUMULATE,
+    AdamModule,
+    batches,
+    load_only,
+    resume,
+    save,
+    uninterrupted,
+)
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, full_weights, weight_error
 from tests.trainer.runs import CASE, TOLERANCE, make_trainer
@@ -78,7 +86,7 @@ FOREIGN: dict[str, Any] = {
         ShardingModule(),
     ),
 }
-EXACT = [kind for kind in FOREIGN if not kind.startswith("fsdp")]
+EXACT = ["ddp", "model parallel, one file"]
 ENGINES: dict[str, dict[str, Any]] = {
     "fsdp2": {"per_token_loss": False},
     "ddp": {"data_parallel": "ddp", "per_token_loss": False},
@@ -106,6 +114,29 @@ def test_goes_on_from_what_lightning_saved(pool2: RankPool, tmp_path: Path, kind
             assert _deviation(weights, expected) <= TOLERANCE
 
 
+def _read_weights(path: str) -> tuple[dict[str, Tensor], str]:
+    """Whole weights that ``validate`` loads, and what a fit says."""
+    with pytest.raises(CheckpointError) as raised:
+        resume({}, path)
+    return load_only({}, path), str(raised.value)
+
+
+def test_weights_of_shards_of_model_parallel(pool2: RankPool, tmp_path: Path) -> None:
+    """Load; a fit says how to go on with the optimizers, which Lightning's own tool does not bring either."""
+    paths = {
+        kind: tmp_path / f"{kind}.ckpt" for kind in ("model parallel, shards", "model parallel, one file")
+    }
+    for kind, path in paths.items():
+        pool2.run(_save_with, kind, str(path))
+    shards, file = paths.values()
+    expected = torch.load(file, weights_only=True)["state_dict"]
+    for weights, message in pool2.run(_read_weights, str(shards)):
+        assert all(torch.equal(expected[f"model.{name}"], value) for name, value in weights.items())
+        assert "let it write one file: save_distributed_checkpoint=False" in message
+    with pytest.raises(KeyError, match="model"):
+        _format_checkpoint(_load_distributed_checkpoint(shards))
+
+
 @pytest.mark.sweep
 def test_goes_on_from_fsdp1(pool2: RankPool, tmp_path: Path) -> None:
     """From its one file, as from the one that Lightning's own tool makes of its shards, which are refused.
@@ -119,7 +150,7 @@ def test_goes_on_from_fsdp1(pool2: RankPool, tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"python -m lightning\.pytorch\.utilities\.consolidate_checkpoint"
     ):
-        ShardDirectory(str(paths["shards"]), None, alone=True)
+        ShardDirectory(str(paths["shards"]), None)
     consolidated = tmp_path / "consolidated.ckpt"
     torch.save(_format_checkpoint(_load_distributed_checkpoint(paths["shards"])), consolidated)
     for options in ENGINES.values():
@@ -157,16 +188,16 @@ def test_files_that_are_missing_or_cut_off_are_told(pool2: RankPool, tmp_path: P
     """Without checksums, by what the shards' own table says of the files."""
     path = tmp_path / "foreign.ckpt"
     pool2.run(_save_with, "model parallel, shards", str(path))
-    ShardDirectory(str(path), None, alone=True)
+    ShardDirectory(str(path), None)
     file = path / "__1_0.distcp"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(
         CheckpointError, match=r"__1_0\.distcp is cut off: it has 100 bytes, and [0-9]+ were written"
     ):
-        ShardDirectory(str(path), None, alone=True)
+        ShardDirectory(str(path), None)
     file.unlink()
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp is missing"):
-        ShardDirectory(str(path), None, alone=True)
+        ShardDirectory(str(path), None)
 
 
 def _deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

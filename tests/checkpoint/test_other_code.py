@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -239,8 +240,9 @@ def _load_wrong(options: dict[str, Any], path: str, how: str) -> tuple[str, bool
     module = Wrong(how)
     before = full_weights(module.model)
     trainer = make_trainer(AutomodelStrategy(**options))
+    load = trainer.fit if how == "no list" else partial(trainer.validate, verbose=False)
     with pytest.raises(CheckpointError) as raised:
-        trainer.validate(module, batches(), ckpt_path=path, verbose=False)
+        load(module, batches(), ckpt_path=path)
     after = full_weights(module.model)
     try:
         trainer.validate(module, batches(), verbose=False)
@@ -253,21 +255,87 @@ def _load_wrong(options: dict[str, Any], path: str, how: str) -> tuple[str, bool
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("shape", "rank 1: model.norm.weight has shape [2] in the checkpoint and [7] in this model"),
-        ("missing", "rank 1: it does not match the model: missing model.norm.weight"),
+        ("shape", "rank 1: it does not match the model: Error(s) in loading state_dict for Wrong"),
+        ("missing", "rank 1: it does not match the model: Error(s) in loading state_dict for Wrong"),
         ("none", "rank 1: on_load_checkpoint has left no dict in checkpoint['state_dict']"),
         ("no list", "rank 1: on_load_checkpoint has left no list in checkpoint['optimizer_states']"),
     ],
 )
 @pytest.mark.every_case
 def test_edits_that_do_not_fit(pool2: RankPool, tmp_path: Path, how: str, message: str) -> None:
-    """An error on every rank before anything is loaded, and the next run of the Trainer knows nothing of it."""
+    """An error on every rank, and the next run of the Trainer knows nothing of it.
+
+    What torch's ``load_state_dict`` refuses it has loaded but for that; all else comes before.
+    """
     path = tmp_path / "last.ckpt"
     pool2.run(save, FORMS["shards"], str(path))
     for raised, is_unchanged, then in pool2.run(_load_wrong, FORMS["shards"], str(path), how):
         assert raised.startswith(f"Cannot load {path}: {message}")
-        assert is_unchanged
+        assert ("model.norm.weight" in raised) == (how in ("shape", "missing"))
+        assert is_unchanged == (how in ("none", "no list"))
         assert then == ""
+
+
+class LoadsItself(AdamModule):
+    """Loads the entries in its hook, the whole module and a part of it, and copies one."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        self.load_state_dict(state)
+        prefix = "model.head."
+        self.model.head.load_state_dict(
+            {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        )
+        with torch.no_grad():
+            self.model.norm.weight.copy_(state["model.norm.weight"])
+        self.loaded = full_weights(self.model)
+
+
+def _load_in_hook(options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    module = LoadsItself(CASE.seed + 2)
+    make_trainer(AutomodelStrategy(**options)).validate(module, batches(), ckpt_path=path, verbose=False)
+    return module.loaded, full_weights(module.model)
+
+
+@pytest.mark.parametrize("form", forms("shards", "one_file_of_shards"))
+def test_entries_are_loaded_in_a_hook(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """Into shards, each rank its part."""
+    path = str(tmp_path / "last.ckpt")
+    saved = pool2.run(save, FORMS[form], path)[0]
+    for in_hook, later in pool2.run(_load_in_hook, FORMS[form], path):
+        assert all(torch.equal(in_hook[name], value) for name, value in saved.items())
+        assert all(torch.equal(later[name], value) for name, value in saved.items())
+
+
+def _start_over(checkpoint: dict[str, Any]) -> None:
+    checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["completed"] = 0
+
+
+def _without_loops(checkpoint: dict[str, Any]) -> None:
+    del checkpoint["loops"]
+
+
+def _resume_elsewhere(options: dict[str, Any], path: str) -> list[str]:
+    found = []
+    for module, callbacks in (
+        (EditsOptimizers(_start_over), []),
+        (EditsOptimizers(), [EditsLater(_without_loops)]),
+    ):
+        with pytest.raises(CheckpointError) as raised:
+            fit(options, module, ckpt_path=path, max_epochs=2, callbacks=callbacks)
+        found.append(str(raised.value))
+    return found
+
+
+@pytest.mark.parametrize("form", forms("shards", "replicated"))
+def test_edits_of_loops_are_refused(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """Counters that stand elsewhere than loaders and random numbers."""
+    path = str(tmp_path / "last.ckpt")
+    pool2.run(save, FORMS[form], path)
+    for messages in pool2.run(_resume_elsewhere, FORMS[form], path):
+        for message in messages:
+            assert "on_load_checkpoint has changed checkpoint['loops']" in message
+            assert "call fit without ckpt_path" in message
 
 
 # --- Modules that load by themselves ----------------------------------------------------------------------------------

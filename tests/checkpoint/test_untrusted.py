@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from lightning_automodel.checkpoint import CheckpointError
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.checkpoint.reading import open_checkpoint
+from lightning_automodel.checkpoint.reading import open_tree, read_directory
 from lightning_automodel.checkpoint.shard_directory import MANIFEST, ShardDirectory
 from tests.checkpoint.test_cli import CLASS, MODEL, Custom, inspected, save_shards
 
@@ -64,7 +64,7 @@ def test_one_file_that_is_no_regular_one(tmp_path: Path, capsys: pytest.CaptureF
         (report,) = inspected(capsys, str(tmp_path / "a.ckpt"), *options, status=1)["checkpoints"]
         assert "it is not a regular file" in report["damage"]
     with pytest.raises(CheckpointError, match="it is not a regular file"):
-        open_checkpoint(str(tmp_path / "a.ckpt"), None)
+        open_tree(str(tmp_path / "a.ckpt"), None)
 
 
 def test_shards_of_other_programs_that_lead_elsewhere(
@@ -93,9 +93,13 @@ def test_other_json(tmp_path: Path, capsys: pytest.CaptureFixture[str], content:
 def test_another_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save_shards(tmp_path / "a.ckpt")
     content = (path / MANIFEST).read_text()
-    assert "version 2" in content
-    (path / MANIFEST).write_text(content.replace("version 2", "version 3"))
-    assert_refused(path, capsys, "load it with the release that wrote it")
+    assert "version 3" in content
+    for other in ("version 2", "version 4"):
+        (path / MANIFEST).write_text(content.replace("version 3", other))
+        assert_refused(path, capsys, f"manifest.json says 'lightning_automodel checkpoint, {other}'")
+        assert_refused(
+            path, capsys, "let the version that wrote it make one file, which this one reads (python"
+        )
 
 
 def test_deep_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,14 +134,13 @@ def test_a_shard_that_holds_an_object(
     assert [each.name for each in tmp_path.iterdir()] == ["a.ckpt"]
 
 
-def test_objects_need_trust(tmp_path: Path) -> None:
-    """Entries beside tensors too: they load with the user's consent alone."""
+@pytest.mark.parametrize("value", [torch.zeros(1, 4), torch.zeros(3, 4, dtype=torch.float64)])
+def test_a_shard_of_another_shape(tmp_path: Path, value: torch.Tensor) -> None:
+    """Would be broadcast, or cast, into the whole."""
     path = save_shards(tmp_path / "a.ckpt")
-    _replace_entry(path, "optimizer_0.param_groups.0.lr", Custom())
-    with pytest.raises(CheckpointError, match="holds more than plain data"):
-        ShardDirectory(str(path), None).read_into({"optimizer_0.param_groups.0.lr": None})
-    ShardDirectory(str(path), False).read_into(loaded := {"optimizer_0.param_groups.0.lr": None})
-    assert isinstance(loaded["optimizer_0.param_groups.0.lr"], Custom)
+    _replace_entry(path, "state_dict.model.weight", value)
+    with pytest.raises(CheckpointError, match=r"state_dict\.model\.weight in __0_0\.distcp"):
+        read_directory(path, None, None)
 
 
 def test_replaced_while_it_is_checked(tmp_path: Path, mocker: Any) -> None:
@@ -145,18 +148,17 @@ def test_replaced_while_it_is_checked(tmp_path: Path, mocker: Any) -> None:
     path = save_shards(tmp_path / "last.ckpt", epoch=0)
     check = ShardDirectory._check_sizes
 
-    def check_then_replace(shards: ShardDirectory) -> dict[str, int]:
-        sizes = check(shards)
+    def check_then_replace(shards: ShardDirectory) -> None:
+        check(shards)
         save_shards(path, epoch=1)
-        return sizes
 
     mocker.patch.object(ShardDirectory, "_check_sizes", check_then_replace)
     with pytest.raises(
         CheckpointError, match="another checkpoint took its place while it was read: load it again"
     ):
-        open_checkpoint(str(path), None)
+        open_tree(str(path), None)
     mocker.stopall()
-    assert open_checkpoint(str(path), None).rest["epoch"] == 1
+    assert open_tree(str(path), None)["epoch"] == 1
 
 
 def test_replaced_after_it_was_opened(tmp_path: Path) -> None:
@@ -167,4 +169,4 @@ def test_replaced_after_it_was_opened(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match="another checkpoint took its place while it was read: load it again"
     ):
-        shards.read_model(["model.weight"])
+        shards.read_all(shards.tree)

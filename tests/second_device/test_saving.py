@@ -42,7 +42,8 @@ def _written(path: str, in_background: bool) -> tuple[int, bool, str, bool]:
     def noted(state: Any, *args: Any, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> Any:
         index = torch.accelerator.current_device_index()
         is_default = torch.accelerator.current_stream().stream_id == 0
-        is_pinned = all(each.to_local().is_pinned() for each in state["state_dict"].values())
+        of_model = [each for key, each in state.items() if key.startswith("state_dict.")]
+        is_pinned = bool(of_model) and all(each.to_local().is_pinned() for each in of_model)
         found.append((index, is_default, dist.get_backend(process_group), is_pinned))
         return save(state, *args, process_group=process_group, **kwargs)
 

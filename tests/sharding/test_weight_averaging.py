@@ -403,21 +403,3 @@ def _copy_beside_an_average() -> tuple[bool, list[str]]:
 def test_other_copies_of_the_module_are_whole(pool2: RankPool) -> None:
     """Only what averages gets a copy without a forward; nothing is left on the callback."""
     assert pool2.run(_copy_beside_an_average) == [(True, [])] * 2
-
-
-class KeepsShards(Callback):
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        checkpoint["mine"] = {"deep": {"favourite": next(pl_module.model.decoder.parameters())}}
-
-
-def _save_strange_shards(folder: str) -> str:
-    _, trainer = _fit({}, KeepsShards(), max_steps=1)
-    with pytest.raises(ValueError, match="mine") as raised:
-        trainer.save_checkpoint(f"{folder}/strange.ckpt")
-    return str(raised.value)
-
-
-def test_shards_that_could_not_be_loaded_are_not_saved(pool2: RankPool, tmp_path: Path) -> None:
-    for message in pool2.run(_save_strange_shards, str(tmp_path)):
-        assert "checkpoint's mine/deep holds shards in a list or an object, or beside names" in message
-        assert "full_tensor()" in message

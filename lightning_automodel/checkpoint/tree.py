@@ -1,0 +1,190 @@
+"""A checkpoint as one tree: Lightning's dict, with an :class:`Entry` for what lies in shards."""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from lightning_automodel.checkpoint.errors import CheckpointError
+from lightning_automodel.internals.dtensor import plain_access
+
+Path = tuple[Any, ...]
+PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype)
+
+_KNOWN = {
+    "__get__",
+    "size",
+    "dim",
+    "numel",
+    "stride",
+    "is_floating_point",
+    "is_complex",
+    "element_size",
+    "__len__",
+}
+"""Functions of torch that need no values."""
+
+
+class Entry(Tensor):
+    """A tensor of a directory of which shape and dtype are known. What computes with it reads the values.
+
+    Reading is done by this rank alone. Hooks may rename, copy, change and pickle entries like any tensors;
+    those that they leave alone are read as shards.
+
+    Attributes:
+        key: Its key among the shards.
+        value: The whole tensor, once somebody has asked for it, and what was made of it in place.
+    """
+
+    device = torch.device("cpu")  # of what it reads
+    is_meta = False
+    refuses_use = False  # a shard that it is used with leaves the call to this class
+    key: str
+    value: Tensor | None
+    _read: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, meta: Tensor, key: str, read: Callable[[], Tensor]) -> "Entry":
+        """The entry with this ``key``, like a tensor without values; ``read`` returns its values."""
+        entry = meta.as_subclass(cls)
+        entry.key = key
+        entry.value = None
+        entry._read = read
+        return entry
+
+    def read(self) -> Tensor:
+        """Its values, whole and in host memory, without keeping them."""
+        if self.value is not None:
+            return self.value
+        return self._read()
+
+    def _kept(self) -> Tensor:
+        self.value = self.read()
+        return self.value
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.__name__ in _KNOWN:
+            with plain_access():
+                result = function(*args, **(kwargs or {}))
+            if not isinstance(result, Tensor):  # .data and .T are of the values
+                return result
+        args, kwargs = mapped((args, kwargs or {}), _with_values)
+        return function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if self.value is None:
+            return self
+        return copy.deepcopy(self.value, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._kept().__reduce_ex__(protocol)
+
+
+def _with_values(_: Path, leaf: Any) -> Any:
+    if isinstance(leaf, Entry):
+        return leaf._kept()
+    return leaf
+
+
+def _is_list(tree: Any) -> bool:
+    return type(tree) in (list, tuple) or (isinstance(tree, tuple) and hasattr(tree, "_fields"))
+
+
+def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Each leaf of nested dicts, lists, tuples and named tuples, with its path."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from leaves(value, (*path, key))
+    elif _is_list(tree):
+        for index, value in enumerate(tree):
+            yield from leaves(value, (*path, index))
+    else:
+        yield path, tree
+
+
+def mapped(tree: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """A copy of ``tree`` with ``change(path, leaf)`` for each leaf, in collections of the same classes."""
+    if isinstance(tree, dict):
+        items = {key: mapped(value, change, (*path, key)) for key, value in tree.items()}
+        if type(tree) is dict:
+            return items
+        new = copy.copy(tree)  # keeps a default factory, and the modules' versions of a state dict
+        dict.update(new, items)  # a Counter's own would add
+        return new
+    if _is_list(tree):
+        values = [mapped(value, change, (*path, index)) for index, value in enumerate(tree)]
+        if hasattr(tree, "_fields"):
+            return type(tree)(*values)
+        return type(tree)(values)
+    return change(path, tree)
+
+
+def key_of(path: Path) -> str:
+    """The key of the leaf at ``path``."""
+    return ".".join(map(str, path))
+
+
+def keys_of(tree: Any) -> dict[Path, str]:
+    """A key for each tensor without values in ``tree``, by path; no two are the same."""
+    keys: dict[Path, str] = {}
+    used: set[str] = set()
+    for path, leaf in leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.is_meta:
+            key = key_of(path)
+            while key in used:  # {"a.b": ..., "a": {"b": ...}}
+                key += "'"
+            used.add(key)
+            keys[path] = key
+    return keys
+
+
+def check_pickled(tree: Any) -> None:
+    """Raise CheckpointError if a leaf cannot be pickled, or hides shards, of which a part would be saved."""
+    for path, leaf in leaves(tree):
+        if isinstance(leaf, (*PLAIN, Tensor)):
+            continue
+        place = "".join(f"[{part!r}]" for part in path)
+        survey = _Survey()
+        try:
+            survey.dump(leaf)
+        except Exception as error:  # objects can raise anything
+            remedy = ""
+            if isinstance(leaf, nn.Module):
+                remedy = "; keep the state_dict() of a part of the model in its place, or leave it out"
+            raise CheckpointError(f"checkpoint{place} cannot be pickled: {error}{remedy}") from error
+        if survey.has_shards:
+            raise CheckpointError(
+                f"checkpoint{place} holds sharded tensors in an object, of which each rank has a"
+                " part: keep them in dicts, lists or tuples, save tensor.full_tensor(), called on"
+                " every rank, or pass data_parallel='ddp', under which they are whole"
+            )
+
+
+class _Nowhere:
+    """A file that discards what is written."""
+
+    def write(self, content: Any) -> int:
+        """Discard ``content``."""
+        return len(content)
+
+
+class _Survey(pickle.Pickler):
+    """Looks for sharded tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL)
+        self.has_shards = False
+
+    @override
+    def persistent_id(self, value: Any) -> int | None:
+        if isinstance(value, DTensor):
+            self.has_shards = True
+        if isinstance(value, Tensor):
+            return 0
+        return None

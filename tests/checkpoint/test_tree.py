@@ -1,0 +1,141 @@
+"""An entry of a directory is a tensor whatever a hook does with it, and reads itself when its values are used."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_automodel.checkpoint.reading import open_tree
+from lightning_automodel.checkpoint.shard_writer import prepare_shards
+from lightning_automodel.checkpoint.tree import Entry, keys_of, mapped
+
+VALUES = torch.arange(12.0).view(3, 4)
+
+
+@pytest.fixture
+def entry(tmp_path: Path) -> Entry:
+    prepare_shards({"state_dict": {"weight": VALUES.clone()}}, str(tmp_path / "a.ckpt"))(None)
+    found = open_tree(str(tmp_path / "a.ckpt"), None)["state_dict"]["weight"]
+    assert isinstance(found, Entry)
+    return found
+
+
+def test_what_is_known_is_not_read(entry: Entry) -> None:
+    assert (entry.shape, entry.dtype, entry.device, entry.dim()) == ((3, 4), torch.float32, VALUES.device, 2)
+    assert (entry.numel(), len(entry), entry.is_meta, entry.is_floating_point()) == (12, 3, False, True)
+    assert copy.deepcopy({"a": entry})["a"] is entry
+    assert entry.value is None
+
+
+def _loaded(entry: Tensor) -> Tensor:
+    layer = nn.Linear(4, 3, bias=False)
+    layer.load_state_dict({"weight": entry})
+    return layer.weight.detach()
+
+
+def _pickled(entry: Tensor) -> Tensor:
+    stream = io.BytesIO()
+    torch.save({"a": entry}, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)["a"]
+
+
+def _set(entry: Tensor) -> Tensor:
+    entry[0] = 1
+    return entry
+
+
+USES: dict[str, Callable[[Tensor], Any]] = {
+    "add": lambda value: value + 1,
+    "in place": lambda value: value.mul_(2),
+    "zero": lambda value: value.zero_(),
+    "set": _set,
+    "copy into": lambda value: value.copy_(torch.ones(3, 4)),
+    "copied": lambda value: torch.zeros(3, 4).copy_(value),
+    "slice": lambda value: value[1:, :2],
+    "view": lambda value: value.view(-1),
+    "transposed": lambda value: value.T,
+    "data": lambda value: value.data,
+    "detached": lambda value: value.detach(),
+    "cat": lambda value: torch.cat([value, value]),
+    "other dtype": lambda value: value.to(torch.float64),
+    "item": lambda value: value[0, 1].item(),
+    "list": lambda value: value.tolist(),
+    "numpy": lambda value: torch.from_numpy(value.numpy().copy()),
+    "interpolated": lambda value: functional.interpolate(value[None, None], (6, 8)),
+    "equal": lambda value: torch.equal(value, VALUES),
+    "loaded": _loaded,
+    "pickled": _pickled,
+    "printed": lambda value: repr(value.clone()),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_uses(entry: Entry, use: str) -> None:
+    """As of a plain tensor, in the result and in what is left."""
+    plain = VALUES.clone()
+    expected = USES[use](plain)
+    found = USES[use](entry)
+    if isinstance(expected, Tensor):
+        assert torch.equal(found, expected)
+    else:
+        assert found == expected
+    assert torch.equal(entry.read(), plain)
+
+
+def test_values_are_kept_once_they_are_used(entry: Entry) -> None:
+    """A copy has those of then."""
+    entry.mul_(2)
+    copied = copy.deepcopy(entry)
+    entry.add_(1)
+    assert torch.equal(copied, 2 * VALUES)
+    assert torch.equal(entry.read(), 2 * VALUES + 1)
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    first: Any
+    second: Any
+
+
+def test_collections_keep_their_classes() -> None:
+    state = OrderedDict(a=1)
+    state._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
+    tree = {
+        "counter": Counter(a=2),
+        "factory": defaultdict(list, a=[1]),
+        "pair": Pair(1, (2, [3])),
+        "state": state,
+    }
+    found = mapped(tree, lambda _, leaf: leaf)
+    assert found == tree
+    assert [type(value) for value in found.values()] == [type(value) for value in tree.values()]
+    assert found["state"]._metadata == state._metadata
+    assert found["factory"]["new"] == []
+
+
+def test_keys_differ() -> None:
+    """Also where joined paths are the same."""
+    meta = torch.empty(1, device="meta")
+    tree = {"a.b": meta, "a": {"b": meta, 1: meta, "1": meta}, "plain": torch.ones(1)}
+    keys = keys_of(tree)
+    assert list(keys) == [("a.b",), ("a", "b"), ("a", 1), ("a", "1")]
+    assert len(set(keys.values())) == 4
+
+
+def test_a_cycle_is_named(tmp_path: Path) -> None:
+    tree: dict[str, Any] = {"state_dict": {}}
+    tree["itself"] = tree
+    with pytest.raises(RuntimeError, match="RecursionError"):
+        prepare_shards(tree, str(tmp_path / "a.ckpt"))
+    assert list(tmp_path.iterdir()) == []
