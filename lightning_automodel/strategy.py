@@ -54,7 +54,7 @@ from lightning_automodel.options import StrategyOptions, from_keywords
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
 from lightning_automodel.resume.checkpoint_callbacks import save_on_exception
 from lightning_automodel.sharding import checks, meta_init
-from lightning_automodel.sharding.weight_averaging import LateAverages, save_unswapped
+from lightning_automodel.sharding.weight_averaging import LateAverages
 from lightning_automodel.training_run import TrainingRun
 
 _TIME_TO_MEET_AFTER_FAILURE = timedelta(seconds=15)
@@ -180,6 +180,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._run: TrainingRun | None = None
         self._advice = Advice()
         self._resume: Resume | None = None
+        self._stops = False  # all ranks, where this window ends
 
     @classmethod
     @override
@@ -472,12 +473,14 @@ class AutomodelStrategy(ParallelStrategy):
         """Record during a fit what its checkpoints need, so that a resumed one goes on bit for bit."""
         module = self._module
         run = self._required_run
-        save_unswapped(module, self._patches)
         if trainer.checkpoint_callbacks and (note := note_on_hyper_parameters(module)) is not None:
             self._advice.say_once(note)
         self._resume = Resume(
             trainer, run.state, run.load_state, run.holds_gradients, self._advice.say_once, self._patches
         )
+        run.windows.on_step = self._end_window
+        zero_grad = module.on_validation_model_zero_grad
+        self._patches.set(module, "on_validation_model_zero_grad", lambda: self._stop_or(zero_grad))
 
     def _move_optimizer_states(self) -> None:
         """Move them to this rank's device: they may come from an earlier fit, whose end moved them to the host."""
@@ -531,10 +534,9 @@ class AutomodelStrategy(ParallelStrategy):
         ranks = self.distributed_sampler_kwargs
         check_counted_ranks(dataloader, ranks["rank"], ranks["num_replicas"])
         dataloader = self._required_run.inputs.without_repeats(dataloader)
-        processed = self._required_run.inputs.process(dataloader)
         if self._resume is not None:
-            self._resume.process_dataloader(dataloader)
-        return processed
+            dataloader = self._resume.process_dataloader(dataloader)
+        return self._required_run.inputs.process(dataloader)
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 
@@ -561,8 +563,9 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._begin_step(
-            self._module.trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True
+        trainer = self._module.trainer
+        self._stops = self._begin_step(
+            trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True
         )
         run = self._required_run
         run.check_parameters()
@@ -571,10 +574,7 @@ class AutomodelStrategy(ParallelStrategy):
     def _begin_step(self, step: int, is_training: bool) -> bool:
         """Whether all ranks stop after this step."""
         self._saver.check()
-        stops = self._supervisor.begin_step(step, is_training)
-        if stops:
-            lightning_internals.tell_sigterm(self._module.trainer)
-        return stops
+        return self._supervisor.begin_step(step, is_training)
 
     @contextmanager
     @override
@@ -613,9 +613,24 @@ class AutomodelStrategy(ParallelStrategy):
         run_closure = partial(run.run_closure, closure, optimizer)
         output = super().optimizer_step(optimizer, run_closure, model, **kwargs)
         run.windows.stepped(optimizer)  # a gradient scaler may have skipped the step
+        return output
+
+    def _end_window(self) -> None:
+        """Within a fit the ranks stop where an optimizer has stepped: a resumed run goes on from there exactly."""
         if self._resume is not None:
             self._resume.stepped()
-        return output
+        if self._stops:
+            lightning_internals.tell_sigterm(self._module.trainer)
+
+    def _stop_or(self, validate: Callable[[], None]) -> None:
+        """Called before a validation: Lightning would stop within it, and a resumed run repeats it."""
+        trainer = self._module.trainer
+        if trainer.received_sigterm:
+            trainer.training = True
+            # So that the validation counts as due.
+            trainer.fit_loop.epoch_loop.batch_progress.current.completed -= 1
+            raise lightning_internals.SIGTERMException
+        validate()
 
     def clip_gradients(
         self,
@@ -680,7 +695,10 @@ class AutomodelStrategy(ParallelStrategy):
         if self._module.trainer.state.fn == TrainerFn.FITTING:
             return False
         self._evaluation_steps += 1
-        return self._begin_step(self._evaluation_steps, is_training=False)
+        stops = self._begin_step(self._evaluation_steps, is_training=False)
+        if stops:
+            lightning_internals.tell_sigterm(self._module.trainer)
+        return stops
 
     def evaluated(self, batch: Any, output: Any, step: str) -> Tensor:
         """[2] sum of losses and its denominator, of a batch and what ``step`` returned for it; for ``EvaluationLoss``.

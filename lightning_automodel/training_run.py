@@ -156,9 +156,25 @@ class TrainingRun:
         self.inputs = UnevenInputs(
             module.trainer, host_group, options.uneven_inputs, ahead, self.advice.say_once
         )
+        if fitting and host_group.size() > 1:
+            self._reduce_logs_at_epoch_ends(module.trainer.fit_loop)
         self.micro_batches = MicroBatches(
             module, self.engine, self.windows, self._context, self.inputs, self.advice
         )
+
+    def _reduce_logs_at_epoch_ends(self, fit_loop: Any) -> None:
+        """Reduce what was logged over an epoch on all ranks, before any hook of its end.
+
+        Otherwise the progress bar, on rank 0 alone, would do it while another rank gathers parameters in a hook
+        of the module: both would wait.
+        """
+        end = fit_loop.on_advance_end
+
+        def reduce_then_end() -> None:
+            _ = self.module.trainer.callback_metrics
+            end()
+
+        self.patches.set(fit_loop, "on_advance_end", reduce_then_end)
 
     def _make_weighting(self) -> TokenWeighting:
         options = self._options

@@ -183,7 +183,7 @@ class UnevenInputs:
             return "training_step(dataloader_iter) draws its batches itself: let it take the batch"
         if is_stateful(loader):
             return (
-                f"{type(loader).__name__} starts again when it is resumed after its end: use torch's"
+                f"{type(unwrap_loader(loader)).__name__} starts again when it is resumed after its end: use torch's"
                 " DataLoader"
             )
         if any(isinstance(submodule, nn.SyncBatchNorm) for submodule in module.modules()):

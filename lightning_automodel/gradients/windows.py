@@ -1,6 +1,6 @@
 """Accumulation windows: gradients are kept aside until they are final, and then written to ``.grad``."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -86,6 +86,7 @@ class GradientWindows:
         self._host_group = placement.host_group
         self._agrees_on_host = placement.device.type != "cpu" and self.divisor > 1
         self.num_resets = 0  # how often an optimizer stepped, or gradients were zeroed
+        self.on_step: Callable[[], None] | None = None  # called after each step
 
     @property
     def unsynchronised(self) -> set[nn.Parameter]:
@@ -155,6 +156,8 @@ class GradientWindows:
         self.since_step.pop(optimizer, None)
         self.measured.discard(optimizer)
         self.scaling.stepped(optimizer)
+        if self.on_step is not None:
+            self.on_step()
 
     # --- The steps of one backward, in the order of `MicroBatches.backward` -------------------------------------------
 

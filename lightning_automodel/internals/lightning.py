@@ -205,9 +205,14 @@ def patch_validation_clock(trainer: Trainer, agree: Callable[[bool], bool], patc
         patches.set(epoch_loop, "_should_check_val_fx", lambda *args: agree(is_due(*args)))
 
 
-def skip_validation(validation_loop: Any) -> None:
-    """Mark the validation as run: for an unfinished one, a restarted training loop would draw another batch."""
-    overwrite(validation_loop, "_has_run", True)
+def end_of_data(trainer: Trainer) -> None:
+    """Let a restarted loop of batches find that none is left, and end the epoch as it always does.
+
+    Without a validation in this process it asks for a batch. With one, it would leave at once, and take the
+    next epoch for the restarted one.
+    """
+    training_data_fetcher(trainer).done = True
+    overwrite(trainer.fit_loop.epoch_loop.val_loop, "_has_run", False)
 
 
 def epoch_metrics(trainer: Trainer) -> dict[str, Any]:
@@ -254,8 +259,8 @@ def metric_state(metric: Metric) -> dict[str, Any]:
 
 def set_metric_state(metric: Metric, saved: dict[str, Any]) -> None:
     """Restore what :func:`metric_state` returned."""
+    metric.reset()
     for name, state in saved["states"].items():
         if name in metric.metric_state:
             setattr(metric, name, move_data_to_device(state, metric.device))
     overwrite(metric, "_update_count", saved["count"])
-    overwrite(metric, "_computed", None)

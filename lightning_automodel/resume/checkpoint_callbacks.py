@@ -1,5 +1,6 @@
-"""Callbacks that save at the end of a batch, or that must have their state before the fit starts."""
+"""Callbacks that save or stop at the end of a batch, or that must have their state before the fit starts."""
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,26 +15,30 @@ from lightning.pytorch.callbacks import (
 from lightning_automodel.internals.patching import PatchStack
 
 
-def save_last(trainer: "pl.Trainer", patches: PatchStack) -> None:
-    """Make checkpoint callbacks save after the module's own ``on_train_batch_end``.
+def save_last(trainer: "pl.Trainer", is_within_window: Callable[[], bool], patches: PatchStack) -> None:
+    """Make checkpoint callbacks save, and timers stop, after the module's own ``on_train_batch_end``, and after steps.
 
     Lightning calls all callbacks first, so what the module does there (the momentum update of a teacher,
     say) would be missing from the checkpoint and the resumed run. At the end of an epoch Lightning itself
-    calls them last.
+    calls them last. Within a window, which a resumed run would begin again, they are not called.
     """
     module = trainer.lightning_module
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    saving = [callback for callback in callbacks if isinstance(callback, Checkpoint)]
+    called_last: list[Any] = [
+        callback for callback in callbacks if isinstance(callback, (Checkpoint, Timer))
+    ]
     hook = module.on_train_batch_end
 
     def hook_then_saves(*args: Any) -> None:
         hook(*args)
-        for callback in saving:
+        if is_within_window():
+            return
+        for callback in called_last:
             type(callback).on_train_batch_end(callback, trainer, module, *args)
 
-    if saving:
+    if called_last:
         patches.set(module, "on_train_batch_end", hook_then_saves)
-    for callback in saving:
+    for callback in called_last:
         patches.set(callback, "on_train_batch_end", lambda *_: None)
 
 

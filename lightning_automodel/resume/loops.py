@@ -121,11 +121,11 @@ def finish_restart(trainer: "pl.Trainer", stage: str, logged: int) -> None:
     """In ``on_train_start``, make the loops forget that they were restarted where that would mislead them."""
     fit_loop: Any = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
-    lightning_internals.forget_restart(fit_loop)
     if stage == EPOCH:
-        fit_loop.reset_restart_stage()
+        fit_loop.on_iteration_done()
         epoch_loop.restarting = False
         return
+    lightning_internals.forget_restart(fit_loop)
     validated = epoch_loop.val_loop.batch_progress.total
     validated.ready = validated.started = validated.completed
     if lightning_internals.is_validation_due(trainer):
@@ -134,19 +134,8 @@ def finish_restart(trainer: "pl.Trainer", stage: str, logged: int) -> None:
     if stage != BATCH:
         # The restarted loop would draw the next batch at once, so the batch is finished here.
         epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
-        lightning_internals.skip_validation(epoch_loop.val_loop)
-
-
-def run_rest(fit_loop: Any, is_within_batch: bool) -> None:
-    """Run the hooks that end a fit without a step left, after the validation of its last batch, if that is due."""
-    fit_loop.reset()
-    fit_loop.on_run_start()
-    if is_within_batch:
-        fit_loop.on_advance_start()
-        fit_loop.advance()
-        fit_loop.on_advance_end()
-        fit_loop.on_iteration_done()
-    fit_loop.on_run_end()
+        if is_last_batch(trainer):
+            lightning_internals.end_of_data(trainer)
 
 
 def step_plateau_schedulers(trainer: "pl.Trainer") -> None:

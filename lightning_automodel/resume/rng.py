@@ -1,11 +1,13 @@
-"""States of random-number generators as plain data, which ``weights_only`` loads: global ones, and a loader's."""
+"""States of random-number generators as plain data, which ``weights_only`` loads: global ones, loaders', modules'."""
 
 import copy
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 _FOLLOWED_ATTRIBUTES = ("sampler", "batch_sampler", "dataset", "_inner")
@@ -52,6 +54,25 @@ def set_own_states(loader: Any, generators: list[Any], samplers: list[Any]) -> N
         generator.set_state(state)
     for sampler, state in zip(own_samplers, samplers, strict=False):
         sampler.load_state_dict(copy.deepcopy(state))
+
+
+def generators_of(module: nn.Module) -> dict[str, Tensor]:
+    """States of the generators of torch that are attributes of ``module`` and the modules in it."""
+    return {name: generator.get_state() for name, generator in _named_generators(module)}
+
+
+def set_generators(module: nn.Module, states: dict[str, Tensor]) -> None:
+    """Set what :func:`generators_of` returned."""
+    for name, generator in _named_generators(module):
+        if name in states:
+            generator.set_state(states[name])
+
+
+def _named_generators(module: nn.Module) -> Iterator[tuple[str, torch.Generator]]:
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, torch.Generator):
+                yield f"{path}.{name}", value
 
 
 def _sources(loader: Any) -> tuple[list[torch.Generator], list[Any]]:

@@ -1,23 +1,19 @@
-"""What a module and its Trainer's callbacks hold besides the module's state dict, at one moment on one rank.
+"""What a module holds besides its state dict, on one rank: its buffers, metrics and switches.
 
-Nothing here synchronises or communicates. Values that change in place are copied.
+Nothing here synchronises or communicates.
 """
 
-import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_automodel.internals import lightning as lightning_internals
-from lightning_automodel.resume import loops
 from lightning_automodel.sharding import weight_averaging
 
 
@@ -51,42 +47,34 @@ def _modules(module: "pl.LightningModule") -> dict[str, nn.Module]:
 
 
 def unsaved_buffers(
-    module: "pl.LightningModule", copies: dict[str, Tensor], first: dict[str, Tensor]
+    module: "pl.LightningModule", first: dict[str, Tensor], holds_averages: bool
 ) -> dict[str, Tensor | None]:
-    """The ``copies`` that a state dict may lack for this rank: they differ from the ``first`` ones, or now.
+    """The buffers that a state dict may lack for this rank: those that differ from the ``first`` ones.
 
-    None for those that have no value any more.
+    None for those that have no value any more. If the module ``holds_averages``, as within a validation, the
+    first average has the module's own buffers.
     """
     now = _plain_buffers(module)
+    if holds_averages:
+        for name in [name for name in now if f"average0.module.{name}" in now]:
+            average = now[f"average0.module.{name}"]
+            now[f"average0.module.{name}"] = now[name]
+            now[name] = average
     modules = _modules(module)
     changed: dict[str, Tensor | None] = {}
-    for name in first.keys() - copies.keys():
+    for name in first.keys() - now.keys():
         path, _, attribute = name.rpartition(".")
         if path in modules and getattr(modules[path], attribute, now) is None:
             changed[name] = None
-    for name, value in copies.items():
-        # Within a validation, an average and the module have each other's values.
-        swapped = [now[other] for other in _swapped_names(name) if other in now]
-        held = [first.get(name), now.get(name), *swapped]
-        if not all(_are_equal(value, buffer) for buffer in held):
-            changed[name] = value
-    return changed
+    return changed | {name: value for name, value in now.items() if not _are_equal(value, first.get(name))}
 
 
-def _swapped_names(name: str) -> list[str]:
-    """Names under which the first average holds a buffer of the module, or the module one of an average."""
-    average, _, own = name.partition(".module.")
-    if own and average.removeprefix("average").isdigit():
-        return [own]
-    return [f"average0.module.{name}"]
-
-
-def metrics(module: "pl.LightningModule") -> dict[str, dict[str, Any]]:
-    """Copies of the states of all TorchMetrics objects, and how often they were updated."""
+def metrics(module: "pl.LightningModule", left_out: set[int]) -> dict[str, dict[str, Any]]:
+    """Copies of the states of TorchMetrics objects, and how often they were updated, but for some ids."""
     return {
         name: lightning_internals.metric_state(metric)
         for name, metric in module.named_modules()
-        if isinstance(metric, Metric)
+        if isinstance(metric, Metric) and id(metric) not in left_out
     }
 
 
@@ -111,74 +99,8 @@ def restore_flags(module: "pl.LightningModule", switched: dict[str, Any]) -> Non
     module.trainer.accumulate_grad_batches = length
 
 
-def callbacks(trainer: "pl.Trainer") -> dict[str, Any]:
-    """Copies of the states of all callbacks that have one, by key."""
-    held: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    states = {callback.state_key: callback.state_dict() for callback in held}
-    return {key: _copied(state) for key, state in states.items() if state}
-
-
-@dataclass(frozen=True)
-class BesideCallbacks:
-    """Further states of a checkpoint that user code may change within a window: as of one moment."""
-
-    schedulers: list[Any]
-    options: list[list[dict[str, Any]]]  # of each optimizer's parameter groups: learning rates, momentum
-    data_module: Any  # None without a state
-
-    def put_into(self, checkpoint: dict[str, Any], trainer: "pl.Trainer") -> None:
-        """Set them in a checkpoint that was written later, except what ``on_save_checkpoint`` has removed."""
-        if "lr_schedulers" in checkpoint:
-            checkpoint["lr_schedulers"] = self.schedulers
-        for state, options in zip(checkpoint["optimizer_states"], self.options, strict=False):
-            # Empty on ranks that do not write.
-            for group, present in zip(state.get("param_groups", []), options, strict=False):
-                group.update((name, value) for name, value in present.items() if name in group)
-        name = type(_data_module(trainer)).__qualname__
-        if self.data_module and name in checkpoint:
-            checkpoint[name] = self.data_module
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """State of a fit at one moment on this rank."""
-
-    at: loops.Position
-    logged: int  # batches that stepped, as loggers count them
-    state: dict[str, Any]  # as a checkpoint holds it
-    callbacks: dict[str, Any]
-    beside: BesideCallbacks
-    versions: list[int]  # of all parameters: a write changes them
-
-
-def beside_callbacks(trainer: "pl.Trainer") -> BesideCallbacks:
-    """Copies of the states of schedulers and the data module, and of the options of parameter groups."""
-    data_module = _data_module(trainer)
-    has_state = data_module is not None and is_overridden("state_dict", data_module, pl.LightningDataModule)
-    return BesideCallbacks(
-        [_copied(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
-        [[_options(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
-        _copied(data_module.state_dict()) if has_state else None,
-    )
-
-
-def _data_module(trainer: "pl.Trainer") -> Any:
-    return trainer.datamodule  # type: ignore[attr-defined]
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Options that schedulers change; tensors, as rates of captured steps are, change in place."""
-    kept: dict[str, Any] = {}
-    for name, value in group.items():
-        if isinstance(value, (int, float, tuple)):
-            kept[name] = value
-        elif isinstance(value, Tensor) and value.dim() == 0:
-            kept[name] = value.clone()
-    return kept
-
-
 def restore(module: "pl.LightningModule", loaded: dict[str, Any], device: torch.device) -> list[str]:
-    """Restore all of it from ``loaded``, except callbacks, which Lightning loads.
+    """Restore all of it from ``loaded``.
 
     Returns:
         Names of saved buffers whose module this run does not have.
@@ -240,13 +162,6 @@ def _fits(buffer: Tensor, value: Tensor) -> bool:
     if buffer.shape != value.shape or buffer.layout != value.layout:
         return False
     return buffer.dtype == value.dtype or (buffer.is_floating_point() and value.is_floating_point())
-
-
-def _copied(state: Any) -> Any:
-    try:
-        return copy.deepcopy(state)
-    except Exception:  # of a sharded module, say: a save names what cannot be saved, and a run need not save
-        return state
 
 
 def _are_equal(one: Tensor, other: Tensor | None) -> bool:

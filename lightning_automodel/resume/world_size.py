@@ -58,7 +58,7 @@ def carried_over(saved: dict[str, Any], data_parallel: int) -> dict[str, Any]:
 
 def _carry_loader(loader: dict[str, Any], before: int, now: int) -> dict[str, Any]:
     """The position of a loader that ``before`` ranks have drawn from, for ``now`` ranks."""
-    kept = ("kind", "seed", "keeps_iterator", "epoch_counters")
+    kept = ("kind", "seed", "batch_size")
     carried = {name: loader[name] for name in kept if name in loader}
     carried |= {"generators": [], "samplers": []}
     if "iteration" in loader:

@@ -57,14 +57,20 @@ class LateAverages:
                 set_up()
 
 
-def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> None:
-    """Make averaging callbacks save averages as averages while a validation has them in the module's place."""
-    for callback in _callbacks(module):
-        if isinstance(callback, WeightAveraging):
-            _save_unswapped(callback, patches)
+def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> Callable[[], bool]:
+    """Make averaging callbacks save averages as averages while a validation has them in the module's place.
+
+    Returns what tells whether that is so.
+    """
+    are_swapped = [
+        _save_unswapped(callback, patches)
+        for callback in _callbacks(module)
+        if isinstance(callback, WeightAveraging)
+    ]
+    return lambda: any(is_swapped() for is_swapped in are_swapped)
 
 
-def _save_unswapped(callback: WeightAveraging, patches: PatchStack) -> None:
+def _save_unswapped(callback: WeightAveraging, patches: PatchStack) -> Callable[[], bool]:
     save = callback.on_save_checkpoint
     is_swapped = False
 
@@ -85,6 +91,7 @@ def _save_unswapped(callback: WeightAveraging, patches: PatchStack) -> None:
     for name, swaps in {"on_validation_epoch_start": True, "on_validation_epoch_end": False}.items():
         patches.set(callback, name, partial(noting, getattr(callback, name), swaps))
     patches.set(callback, "on_save_checkpoint", save_then_swap)
+    return lambda: is_swapped
 
 
 def _copy_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -35,6 +35,9 @@ except ImportError:
     StatefulDataLoader = None
 
 NUM_SAMPLES = 29
+QUIET = "quiet "
+"""Before a kind of loader: its rows are loaded without random numbers."""
+BUFFERS = ("seen", "counts", "teacher")
 EPOCH_MEANS = ("loss", "loss_epoch", "largest")
 """Logged values that begin anew where a fit goes on within an epoch."""
 DISTRIBUTED = ("distributed", "single rows", "workers", "persistent workers")
@@ -152,6 +155,15 @@ class Learner(LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": self.schedule}]
 
 
+class Calm(Learner):
+    """Draws no random numbers and has no batch statistics: of a repeated batch it learns the same."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.dropout = nn.Identity()
+        self.statistics = nn.Identity()
+
+
 class Counts(Callback):
     """Counts batches and validations, and keeps the counts."""
 
@@ -178,8 +190,22 @@ def counting() -> list[Callback]:
     return [Counts(), EarlyStopping("val_loss", patience=9)]
 
 
+def repeats(trainer: Trainer, hook: str) -> bool:
+    """Whether a run that resumes from what a hook saves now trains on batches again, or validates again."""
+    if hook in ("on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end"):
+        return False
+    if hook not in ("on_train_batch_end", "on_validation_end"):
+        return True
+    number = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    return number % trainer.accumulate_grad_batches > 0 and not is_last
+
+
 class Saver(Callback):
-    """Saves within a hook, when it is called for the `when`-th time, and notes how much was logged before."""
+    """Saves within a hook, when it is called for the `when`-th time.
+
+    Notes how much was logged before, and whether what was saved repeats something.
+    """
 
     def __init__(self, hook: str, when: int, path: Path) -> None:
         self.hook = hook
@@ -187,6 +213,8 @@ class Saver(Callback):
         self.path = path
         self.calls = 0
         self.logged = -1
+        self.repeats = False
+        self.is_over = False
         setattr(self, hook, self._called)
 
     def _called(self, trainer: Trainer, *args: Any) -> None:
@@ -196,6 +224,8 @@ class Saver(Callback):
         if self.calls == self.when:
             # The log line of a batch or an epoch follows its hooks, and is lost.
             self.logged = len(trainer.logger.lines) + 1
+            self.repeats = repeats(trainer, self.hook)
+            self.is_over = trainer.fit_loop.epoch_progress.current.processed >= trainer.max_epochs
             trainer.save_checkpoint(self.path)
 
 
@@ -262,7 +292,11 @@ class Stream(IterableDataset):
 def training_loader(kind: str, rank: int, ranks: int) -> Any:
     """A loader that brings each rank other rows, tensor-parallel peers the same."""
     options: dict[str, Any] = {"batch_size": 2, "collate_fn": collate}
-    rows = Subset(Ragged(), range(rank, NUM_SAMPLES - NUM_SAMPLES % ranks, ranks))
+    data: Dataset = Ragged()
+    if kind.startswith(QUIET):
+        kind = kind.removeprefix(QUIET)
+        data = Still()
+    rows = Subset(data, range(rank, NUM_SAMPLES - NUM_SAMPLES % ranks, ranks))
     generator = torch.Generator().manual_seed(11 + rank)
     if (name := kind.partition(" ")[0]) in own_loaders.KINDS:
         workers = (
@@ -284,7 +318,7 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
     if kind == "global generator":
         return DataLoader(rows, shuffle=True, **options)
     if kind == "distributed":
-        return DataLoader(Ragged(), shuffle=True, **options)
+        return DataLoader(data, shuffle=True, **options)
     if kind == "single rows":
         return DataLoader(Single(), shuffle=True, batch_size=None)
     if kind == "workers":
@@ -407,7 +441,7 @@ def make_trainer(setting: Setting, callbacks: list[Callback]) -> Trainer:
             "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
             "enable_progress_bar": False,
             "enable_model_summary": False,
-            "use_distributed_sampler": setting.loader
+            "use_distributed_sampler": setting.loader.removeprefix(QUIET)
             in ("distributed", "single rows", "workers", "persistent workers"),
             "num_sanity_val_steps": 1,
             "callbacks": [*setting.callbacks(), *callbacks],
@@ -482,8 +516,20 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     ]
 
 
+def differences_of_weights(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Names of weights, optimizer states and counts of steps that are not the same bit for bit."""
+    kept = [
+        {**{key: outcome_[key] for key in ("lr", "step", "epoch")}, "tensors": tensors}
+        for outcome_ in (expected, found)
+        for tensors in [{n: t for n, t in outcome_["tensors"].items() if n not in BUFFERS}]
+    ]
+    return differences(*kept)
+
+
 def compare(setting: Setting, folder: Path, *stops: tuple[str, int]) -> list[str]:
     """Runs on every rank: what differs between a fit and ones that were resumed from where a hook had saved them.
+
+    Where batches are repeated, weights must be the same, of a module that is calm.
 
     Args:
         setting: Of all the fits.
@@ -500,9 +546,13 @@ def compare(setting: Setting, folder: Path, *stops: tuple[str, int]) -> list[str
         name = saver.path.stem
         if saver.logged < 0:
             found.append(f"{name}: {saver.calls} calls")
+            continue
+        if saver.repeats:
+            assert issubclass(setting.module, Calm), "weights of repeated batches depend on random numbers"
+            resumed = differences_of_weights(undisturbed, run(setting, seed=2, ckpt_path=saver.path)[1])
         else:
             resumed = resume(setting, saver.path, undisturbed, lines, len(lines) - saver.logged)
-            found += [f"resumed from {name}: {difference}" for difference in resumed]
+        found += [f"resumed from {name}: {difference}" for difference in resumed]
     return found
 
 
@@ -510,13 +560,19 @@ def compare_chain(setting: Setting, folder: Path, *stops: tuple[str, int]) -> li
     """Runs on every rank: what differs between a fit and one that was resumed, and what that saved, resumed again."""
     trainer, undisturbed = run(setting)
     path = None
+    has_repeated = False
     for index, (hook, when) in enumerate(stops):
         saver = Saver(hook, when, folder / f"{index}.ckpt")
         run(setting, saver, seed=index + 3, ckpt_path=path) if path else run(setting, saver)
         if saver.logged < 0:
             break
         path = saver.path
-    return [] if path is None else resume(setting, path, undisturbed, trainer.logger.lines, 0)
+        has_repeated |= saver.repeats
+    if path is None:
+        return []
+    if has_repeated:
+        return differences_of_weights(undisturbed, run(setting, seed=2, ckpt_path=path)[1])
+    return resume(setting, path, undisturbed, trainer.logger.lines, 0)
 
 
 def compare_stop(setting: Setting, stopped: Setting, path: Path, *callbacks: Callback) -> list[str]:

@@ -9,28 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.rank_pool import RankPool
+from tests.resume import own_loaders
 from tests.resume.resuming import (
+    Calm,
     Learner,
     Saver,
     Setting,
     StatefulDataLoader,
     compare,
-    make_trainer,
     run,
-    training_loader,
 )
 
 WINDOWS = {"precision": "64-true", "accumulate_grad_batches": 2}
 STOPS = (
-    ("on_train_batch_end", 3),
     ("on_train_batch_end", 4),
     ("on_train_epoch_end", 1),
-    ("on_train_batch_end", 9),
 )
-FEW_STOPS = (("on_train_batch_end", 3), ("on_train_epoch_end", 1), ("on_train_batch_start", 8))
+FEW_STOPS = (("on_train_batch_end", 2), ("on_train_epoch_end", 1), ("on_train_batch_end", 9))
+REPEATED = (("on_train_batch_end", 3), ("on_train_batch_start", 8), ("on_after_backward", 11))
+SECOND_EPOCH = dict.fromkeys(
+    ("single rows", "workers", "persistent workers"), ("on_train_batch_end", 10)
+)  # of 8 or 15 batches, others have 7
 BY_DEFAULT = ("max_size_cycle", "stateful stream")
 
 
@@ -41,7 +42,7 @@ BY_DEFAULT = ("max_size_cycle", "stateful stream")
         *(
             pytest.param(
                 loader,
-                STOPS[:3] if loader == "min_size" else (*STOPS, FEW_STOPS[-1]),
+                STOPS if loader == "min_size" else (*STOPS, SECOND_EPOCH.get(loader, FEW_STOPS[-1])),
                 marks=pytest.mark.sweep,
             )
             for loader in (
@@ -62,6 +63,27 @@ def test_loader(pool2: RankPool, loader: str, stops: Any, tmp_path: Path) -> Non
         pytest.skip("torchdata is not installed")
     setting = Setting({"data_parallel": "ddp"}, WINDOWS, loader=loader)
     for differing in pool2.run(compare, setting, tmp_path, *stops, timeout_s=600):
+        assert differing == []
+
+
+@pytest.mark.parametrize(
+    ("loader", "window"),
+    [
+        ("quiet stateful stream", 4),  # of which the loop draws one batch ahead
+        ("quiet stateful stream", 3),
+        pytest.param("quiet workers", 4, marks=pytest.mark.sweep),
+        pytest.param("quiet stateful", 4, marks=pytest.mark.sweep),
+    ],
+)
+@pytest.mark.every_case
+@pytest.mark.timeout(700)
+def test_window_begins_again(pool2: RankPool, loader: str, window: int, tmp_path: Path) -> None:
+    """No batch is missed in the weights, and none is used twice."""
+    if "stateful" in loader and StatefulDataLoader is None:
+        pytest.skip("torchdata is not installed")
+    trainer = {"precision": "64-true", "accumulate_grad_batches": window}
+    setting = Setting({"data_parallel": "ddp"}, trainer, module=Calm, loader=loader)
+    for differing in pool2.run(compare, setting, tmp_path, *REPEATED, timeout_s=600):
         assert differing == []
 
 
@@ -98,16 +120,15 @@ def resumed_with(kind: str, other: str, folder: Path) -> str:
 
 def test_fewer_batches(pool2: RankPool, tmp_path: Path) -> None:
     for told in pool2.run(resumed_with, "own generator", "short own generator", tmp_path, timeout_s=120):
-        assert told.startswith(
-            "The checkpoint was written after batch 5 of 7, and a training loader has 2 now"
+        assert (
+            "by (what, number of batches, batch size) [('indices', 2, 2)], and the checkpoint holds"
+            " [('indices', 7, 2)]: pass loaders like those that were used" in told
         )
 
 
 def test_loader_of_another_kind(pool2: RankPool, tmp_path: Path) -> None:
     for told in pool2.run(resumed_with, "own generator", "stream", tmp_path, timeout_s=120):
-        assert told.startswith(
-            "Training loaders go on within an epoch by ['no position'], and the checkpoint holds ['indices']"
-        )
+        assert "[('no position', None, 2)], and the checkpoint holds [('indices', 7, 2)]" in told
 
 
 class Recorded(Learner):
@@ -117,27 +138,32 @@ class Recorded(Learner):
         self.started = [*getattr(self, "started", []), batch["input_ids"].sum().item()]
 
 
-def started_over(folder: Path) -> tuple[list[float], list[float], list[str]]:
-    """Runs on one rank: what a stream brings to a fit, and to one that is resumed within the epoch; and warnings."""
-    setting = Setting({"data_parallel": "ddp"}, {"max_epochs": 1, "limit_val_batches": 0})
-    path = folder / "stopped.ckpt"
-    batches = []
+def refused(kind: str, folder: Path) -> tuple[list[str], list[str]]:
+    """Runs on every rank: what is said of saves, and how fits end that go on within epochs, and after the first."""
+    setting = Setting({"data_parallel": "ddp"}, {"limit_train_batches": 4}, loader=kind)
+    stops = (("on_train_epoch_end", 1), ("on_train_batch_end", 6), ("on_train_batch_start", 8))
+    savers = [Saver(hook, when, folder / hook) for hook, when in stops]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for ckpt_path in (None, path):
-            learner = Recorded()
-            callbacks = [ModelCheckpoint(folder, "last"), Saver("on_train_batch_end", 2, path)]
-            trainer = make_trainer(setting, callbacks[: 1 if ckpt_path else 2])
-            trainer.fit(learner, training_loader("stream", 0, 1), ckpt_path=ckpt_path)
-            batches.append(learner.started)
-    return *batches, [str(warning.message) for warning in caught]
+        run(setting, *savers)
+    ends = []
+    for saver in savers:
+        try:
+            run(setting, seed=2, ckpt_path=saver.path)
+            ends.append("resumed")
+        except ValueError as error:
+            ends.append(str(error))
+    return [str(warning.message) for warning in caught], ends
 
 
-def test_stream_starts_over(pool1: RankPool, tmp_path: Path) -> None:
-    """The run says so at its set-up, where anything saves."""
-    ((undisturbed, resumed, told),) = pool1.run(started_over, tmp_path, timeout_s=120)
-    assert resumed[:2] == undisturbed[:2]
-    assert any(
-        "starts over with its DataLoader, which is neither a map-style DataLoader nor" in text
-        for text in told
-    )
+@pytest.mark.parametrize("kind", ["stream", "iterable", *own_loaders.KINDS])
+@pytest.mark.every_case
+def test_loaders_without_a_position(pool1: RankPool, kind: str, tmp_path: Path) -> None:
+    """The first save within an epoch says so, and resuming there is refused; from the end of an epoch it goes on."""
+    ((told, ends),) = pool1.run(refused, kind, tmp_path, timeout_s=120)
+    about = "A checkpoint was saved within an epoch, from where no run can be resumed: a training loader is"
+    assert len([text for text in told if text.startswith(about)]) == 1
+    assert ends[0] == "resumed"
+    for end in ends[1:]:
+        assert "('no position'," in end
+        assert "for others use torchdata's StatefulDataLoader" in end

@@ -70,7 +70,7 @@ def test_buffers_that_grew(pool2: RankPool, engine: str, tmp_path: Path) -> None
     """Registered with another shape, without a value, or not at all when the module is built; not persistent."""
     learner = {"with_sparse": engine == "fsdp2"}  # which DDP does not broadcast
     setting = Setting(ENGINES[engine], {**TRAINER, "limit_val_batches": 0}, learner, module=WithCache)
-    for differing in pool2.run(compare, setting, tmp_path, ("on_train_batch_end", 5), timeout_s=120):
+    for differing in pool2.run(compare, setting, tmp_path, ("on_train_batch_end", 3), timeout_s=120):
         assert differing == []
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from lightning_automodel.resume import fit, loops, rng, world_size
@@ -110,8 +111,21 @@ def test_counters_are_consistent() -> None:
 
 
 def test_another_format_is_refused() -> None:
-    resume: Any = SimpleNamespace(_state=fit.FitState.WAITING, _trainer=SimpleNamespace(callbacks=[]))
+    resume: Any = SimpleNamespace(_has_started=False, _trainer=SimpleNamespace(callbacks=[]))
     with pytest.raises(
         ValueError, match="has format 1, and this version of lightning_automodel knows format 4"
     ):
         fit.Resume.load(resume, {"format": 1}, {}, {}, 0)
+
+
+def test_generators_of_modules_come_back() -> None:
+    """Those of a module and of the modules in it."""
+    module = nn.Sequential(nn.Linear(1, 1))
+    module.noise = torch.Generator()
+    module[0].noise = torch.Generator()
+    noted = rng.generators_of(module)
+    assert sorted(noted) == [".noise", "0.noise"]
+    drawn = [torch.rand((), generator=each.noise).item() for each in (module, module[0])]
+    assert [torch.rand((), generator=each.noise).item() for each in (module, module[0])] != drawn
+    rng.set_generators(module, through_a_file(noted))
+    assert [torch.rand((), generator=each.noise).item() for each in (module, module[0])] == drawn

@@ -15,8 +15,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, destroy_global_state
-from lightning_automodel.internals.releases import UnsupportedReleaseError
-from lightning_automodel.resume import fit
 
 HELD = "A checkpoint was saved while an optimizer held gradients that it has not stepped with"
 
@@ -88,16 +86,6 @@ def _said(
     return [str(warning.message) for warning in caught if about in str(warning.message)]
 
 
-def test_silent_profiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """If Lightning tells it of drawing in other words, no fit goes on without snapshots."""
-    monkeypatch.setattr(fit, "_FETCH", "renamed")
-    with pytest.raises(
-        UnsupportedReleaseError, match="needs the profiler's action 'renamed', to resume exactly"
-    ):
-        _said(Saves(tmp_path, set()))
-    destroy_global_state()
-
-
 class Teaches(Saves):
     """A teacher averages the student with each batch."""
 
@@ -124,8 +112,10 @@ class Clamps(Saves):
 def test_parameters_written_within_a_window(
     writes: Callable[[Path, set[int]], Saves], after: set[int], times: int, tmp_path: Path
 ) -> None:
-    """A resumed run would write them twice. Windows are of three batches: between them all is exact."""
-    about = "A checkpoint was saved within a window in which parameters were written"
+    """A resumed run writes them twice. Windows are of three batches: between them all is exact."""
+    about = (
+        "A checkpoint was saved within an accumulation window or a validation, which a resumed run begins"
+    )
     assert len(_said(writes(tmp_path, after), about=about)) == times
 
 
@@ -170,3 +160,23 @@ def test_gradients_of_another_optimizer(zeroes: bool, tmp_path: Path) -> None:
     """Said once, and not where no gradient is left."""
     said = _said(Adversaries(tmp_path, {1, 2}, zeroes))
     assert len(said) == (not zeroes)
+
+
+class BetweenSteps(Adversaries):
+    """Saves between the steps of two optimizers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.num_steps = 0
+        super().training_step(batch, batch_idx)
+
+    def manual_backward(self, *args: Any, **kwargs: Any) -> None:
+        if self.num_steps == 1:
+            self.trainer.save_checkpoint(self.folder / "between.ckpt")
+        self.num_steps += 1
+        super().manual_backward(*args, **kwargs)
+
+
+def test_saved_between_two_optimizers(tmp_path: Path) -> None:
+    """A resumed run would not step the second one."""
+    about = "A checkpoint was saved within a training_step after an optimizer had stepped"
+    assert len(_said(BetweenSteps(tmp_path, set(), zeroes=False), about=about)) == 1

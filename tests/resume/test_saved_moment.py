@@ -6,21 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 
+from lightning_automodel.sharding.weight_averaging import averaged_models
 from tests.rank_pool import RankPool
 from tests.resume.resuming import (
+    Calm,
     Learner,
     Saver,
     Setting,
     compare,
     differences,
-    disturb,
     make_trainer,
-    outcome,
     run,
     training_loader,
 )
@@ -41,26 +40,49 @@ ONE_FILE_OF_SHARDS = FSDP2 | {"save_distributed_checkpoint": False}
 def test_averages_within_a_validation(pool2: RankPool, strategy: dict[str, Any], tmp_path: Path) -> None:
     """The module then holds the averages, and the callback the weights that are trained."""
     trainer = {"precision": "64-true", "max_epochs": 1, "limit_train_batches": 4, "val_check_interval": 2}
-    setting = Setting(strategy, trainer, callbacks=averaging)
+    setting = Setting(strategy, trainer, {}, Calm, "quiet own generator", averaging)
     for differing in pool2.run(compare, setting, tmp_path, ("on_validation_batch_end", 1)):
         assert differing == []
 
 
-def test_buffers_within_a_validation_and_a_window(pool2: RankPool, tmp_path: Path) -> None:
-    """Statistics are as before the window, where the average that the module holds instead has these values too."""
-    trainer = {"precision": "64-true", "max_epochs": 1, "limit_train_batches": 4, "val_check_interval": 1}
-    setting = Setting(FSDP2, {**trainer, "accumulate_grad_batches": 3}, callbacks=averaging)
-    for differing in pool2.run(compare, setting, tmp_path, ("on_validation_batch_end", 1)):
-        assert differing == []
+def buffers_within_a_validation(path: Path) -> list[tuple[float, ...]]:
+    """Runs on every rank: a buffer and its average after a validation, and in a fit that resumes from within it."""
+    trainer = {"precision": "64-true", "max_epochs": 1, "limit_train_batches": 4, "val_check_interval": 2}
+    setting = Setting(DDP, trainer, callbacks=averaging)
+    noted = Notes()
+    run(setting, noted, Saver("on_validation_batch_end", 1, path))
+    again = Notes()
+    run(setting, again, ckpt_path=path)
+    return [noted.values[2], again.values[0]]
+
+
+class Notes(Callback):
+    """Notes this rank's running statistics, and their averages, before each batch."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[float, ...]] = []
+
+    def on_train_batch_start(self, trainer: Trainer, module: Learner, *args: Any) -> None:
+        averaged = next(iter(averaged_models(module))).module
+        self.values.append(tuple(float(each.statistics.running_mean.sum()) for each in (module, averaged)))
+
+
+def test_buffers_within_a_validation(pool2: RankPool, tmp_path: Path) -> None:
+    """The module holds those of the average then, and the average those that are trained."""
+    for calm, resumed in pool2.run(buffers_within_a_validation, tmp_path / "a.ckpt"):
+        assert resumed == calm
+        assert len(set(calm)) == 2
 
 
 def batch_statistics(strategy: dict[str, Any], folder: Path) -> list[str]:
-    """Runs on every rank: what differs where a save comes between a forward and its backward, and within a window."""
+    """Runs on every rank: what a save between a forward and its backward, or within a window, changes in the fit."""
     trainer = {"precision": "64-true", "max_epochs": 1, "limit_train_batches": 4, "val_check_interval": 1}
     setting = Setting(strategy, {**trainer, "accumulate_grad_batches": 2}, callbacks=averaging)
-    return compare(
-        setting, folder, ("on_before_zero_grad", 2), ("on_after_backward", 3), ("on_train_batch_end", 2)
-    )
+    stops = (("on_before_zero_grad", 2), ("on_after_backward", 3), ("on_train_batch_end", 2))
+    expected = run(setting)[1]
+    savers = [Saver(hook, when, folder / hook) for hook, when in stops]
+    saving = differences(expected, run(setting, *savers)[1])
+    return saving + differences(expected, run(setting, seed=2, ckpt_path=savers[-1].path)[1])
 
 
 @pytest.mark.parametrize("strategy", [FSDP2, DDP])
@@ -75,95 +97,20 @@ def test_each_rank_keeps_its_buffers(pool2: RankPool, strategy: dict[str, Any], 
         assert differing == []
 
 
-def ended_by(limit: dict[str, Any], hooks: tuple[str, ...], folder: Path) -> list[str]:
-    """Runs on every rank: what differs where a fit was saved after its last step, and resumed with the same limit."""
-    trainer = {"precision": "64-true", "limit_train_batches": 4, "val_check_interval": 2, **limit}
-    setting = Setting(DDP, trainer, {"schedule": "plateau"}, callbacks=averaging)
-    found = compare(setting, folder, *((hook, 2 if hook == "on_train_batch_end" else 1) for hook in hooks))
-    # A metric of the epoch is not logged again where no batch is left.
-    return [differing for differing in found if not differing.partition(": ")[2].startswith("metrics:")]
+def ended(hook: str, folder: Path) -> tuple[int, int]:
+    """Runs on every rank: steps of a fit, and of one that goes on from what a hook saved after its last step."""
+    setting = Setting(DDP, {"precision": "64-true", "limit_train_batches": 4, "max_steps": 3})
+    path = folder / "ended.ckpt"
+    saved = run(setting, Saver(hook, 3 if hook == "on_train_batch_end" else 1, path))[0]
+    return saved.global_step, run(setting, ckpt_path=path)[0].global_step
 
 
-@pytest.mark.parametrize(
-    ("limit", "hooks"),
-    [
-        (
-            {"max_steps": 2},
-            ("on_train_batch_end", "on_validation_batch_end", "on_train_epoch_end", "on_train_end"),
-        ),
-        ({"max_epochs": 1}, ("on_train_epoch_end", "on_train_end")),
-    ],
-    ids=["steps", "epochs"],
-)
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end", "on_train_end"])
 @pytest.mark.every_case
-def test_saved_after_the_last_step(
-    pool2: RankPool, limit: dict[str, Any], hooks: tuple[str, ...], tmp_path: Path
-) -> None:
-    """What followed that hook comes, as the callback does that puts averages into the module; and no further step."""
-    for differing in pool2.run(ended_by, limit, hooks, tmp_path):
-        assert differing == []
-
-
-class StepsByHand(Learner):
-    """Steps its schedule with every batch, as warm-ups of batches do."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=40)
-        return [optimizer], [{"scheduler": schedule, "interval": "epoch", "frequency": 1000}]
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.lr_schedulers().step()
-
-
-class CountingData(LightningDataModule):
-    """Counts its batches, and keeps the count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def train_dataloader(self) -> Any:
-        return training_loader("own generator", dist.get_rank(), dist.get_world_size())
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        self.count += 1
-        return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
-
-
-def with_data_module(strategy: dict[str, Any], path: Path) -> tuple[list[str], list[int]]:
-    """Runs on every rank: what differs where a fit goes on that was saved within a window, and counts of batches."""
-    trainer = {"precision": "64-true", "accumulate_grad_batches": 3, "limit_val_batches": 0, "max_epochs": 1}
-    setting = Setting(strategy, trainer)
-    outcomes = []
-    counts = []
-    for seed, ckpt_path in ((1, None), (2, path)):
-        disturb(seed)
-        fitting = make_trainer(
-            setting, [Saver("on_train_batch_end", 5, path)][: 1 if ckpt_path is None else 0]
-        )
-        data = CountingData()
-        fitting.fit(StepsByHand(), datamodule=data, ckpt_path=ckpt_path)
-        outcomes.append(outcome(fitting))
-        counts.append(data.count)
-    return differences(*outcomes), counts
-
-
-@pytest.mark.parametrize("strategy", [FSDP2, DDP])
-@pytest.mark.every_case
-def test_schedule_and_data_module_within_a_window(
-    pool2: RankPool, strategy: dict[str, Any], tmp_path: Path
-) -> None:
-    """A resumed run repeats the window, so that what counts batches is as of its beginning."""
-    for differing, counts in pool2.run(with_data_module, strategy, tmp_path / "stopped.ckpt"):
-        assert differing == []
-        assert counts == [7, 7]
+def test_saved_after_the_last_step(pool2: RankPool, hook: str, tmp_path: Path) -> None:
+    """As under Lightning, a fit without a step left does nothing."""
+    for steps in pool2.run(ended, hook, tmp_path):
+        assert steps == (3, 3)
 
 
 class WithoutLoops(Learner):

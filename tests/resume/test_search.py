@@ -26,10 +26,6 @@ FOUND: dict[str, dict[str, Any]] = {
         "validate_every": 3,
         "stops": (("on_train_batch_start", 4),),
     },
-    "ranks whose loaders leave out other numbers of batches": {
-        "loader": "filtering",
-        "stops": (("on_train_batch_end", 3),),
-    },
 }
 """What once was wrong, beside what a case has."""
 PLAIN = {
@@ -38,6 +34,7 @@ PLAIN = {
     "schedule": "step",
     "callbacks": (),
     "accumulate": 2,
+    "calm": False,
     "validate_every": 2,
 }
 

@@ -110,7 +110,7 @@ class Keeping(Learner):
             marks=pytest.mark.sweep,
         ),
         pytest.param(
-            Setting(DDP, DOUBLE, module=Keeping), (("on_train_batch_start", 5),), marks=pytest.mark.sweep
+            Setting(DDP, DOUBLE, module=Keeping), (("on_train_batch_end", 4),), marks=pytest.mark.sweep
         ),
         pytest.param(
             Setting(FSDP2, DOUBLE, module=WithBackbone, callbacks=finetuning),
