@@ -225,8 +225,8 @@ class Supervisor:
         if self._watchdog is None:
             return False
         is_last = self._watchdog.begin_step(step, is_training)
-        if is_last:
-            stop = self._watchdog.stop
+        stop = self._watchdog.stop
+        if is_last and step == stop.last_step:  # in training, the window's other micro-batches follow
             what = "received SIGTERM"
             if stop.requeues:
                 what = "was told to save and requeue"
