@@ -353,6 +353,10 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
         return DataLoader(Subset(rows, range(4)), shuffle=True, generator=generator, **options)
     if kind == "short stream":
         return Batches([collate([row]) for row in Stream(rank, ranks)][:2])
+    if kind == "ordered cycle":
+        ordered = DataLoader(Subset(rows, range(4)), **options)
+        shuffled = DataLoader(rows, shuffle=True, generator=generator, **options)
+        return CombinedLoader({"few": ordered, "many": shuffled}, "max_size_cycle")
     few = DataLoader(Subset(rows, range(4)), shuffle=True, generator=generator, **options)
     many = DataLoader(rows, shuffle=True, **options)
     return CombinedLoader({"few": few, "many": many}, kind)

@@ -71,6 +71,7 @@ def test_loader(pool2: RankPool, loader: str, stops: Any, tmp_path: Path) -> Non
     [
         ("quiet stateful stream", 4),  # of which the loop draws one batch ahead
         ("quiet stateful stream", 3),
+        ("quiet ordered cycle", 4),  # of which the shorter loader starts over within a window
         pytest.param("quiet workers", 4, marks=pytest.mark.sweep),
         pytest.param("quiet stateful", 4, marks=pytest.mark.sweep),
     ],
