@@ -534,9 +534,10 @@ class AutomodelStrategy(ParallelStrategy):
         ranks = self.distributed_sampler_kwargs
         check_counted_ranks(dataloader, ranks["rank"], ranks["num_replicas"])
         dataloader = self._required_run.inputs.without_repeats(dataloader)
-        if self._resume is not None:
-            dataloader = self._resume.process_dataloader(dataloader)
-        return self._required_run.inputs.process(dataloader)
+        process = self._required_run.inputs.process
+        if self._resume is None:
+            return process(dataloader)
+        return self._resume.process_dataloader(dataloader, process)
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 

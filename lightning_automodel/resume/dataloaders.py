@@ -89,17 +89,20 @@ class TrainingLoaders:
         self._first = first
         self._recorders: list[RecordingSampler] = []
 
-    def process(self, loader: Any) -> Any:
-        """What to iterate instead of a training loader."""
-        # Functions, not bound methods: a copy of the loader would follow these to the trainer and its model.
-        first = self._first
-        if is_stateful(loader):
-            return KeptStates(loader, lambda: max(self._fetcher.fetched, self._used()), lambda: first())
+    def keep_states(self, loader: Any) -> Any:
+        """What to iterate instead of a training loader, if it has states."""
+        if not is_stateful(loader):
+            return loader
+        return KeptStates(loader, lambda: max(self._fetcher.fetched, self._used()), self._first)
+
+    def record(self, loader: Any) -> None:
+        """Record the indices of a training loader that is about to be iterated, if torch itself iterates them."""
         is_of_torch = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-        if is_of_torch and not isinstance(loader.dataset, IterableDataset) and _recorder(loader) is None:
-            recorder = RecordingSampler(loader, self._device, lambda: self._used(), lambda: first())
-            self._recorders.append(recorder)
-        return loader
+        if not is_of_torch or isinstance(loader.dataset, IterableDataset) or _recorder(loader) is not None:
+            return
+        # Functions, not bound methods: a copy of the loader would follow these to the trainer and its model.
+        recorder = RecordingSampler(loader, self._device, lambda: self._used(), lambda: self._first())
+        self._recorders.append(recorder)
 
     def _used(self) -> int:
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
@@ -114,15 +117,6 @@ class TrainingLoaders:
             return []
         return list(self._fetcher.combined_loader.flattened)
 
-    def _kind(self, loader: Any) -> ResumesBy:
-        recorder = _recorder(loader)
-        if is_stateful(loader):
-            return ResumesBy.STATE
-        # Where the loop draws ahead, it is not known with which batch a loader has started over.
-        if recorder is None or (recorder.has_started_over and loops.prefetches(self._trainer)):
-            return ResumesBy.NOTHING
-        return ResumesBy.INDICES
-
     def positions(self, at: loops.Position) -> list[dict[str, Any]]:
         """Position of each loader when the fit is ``at`` a position."""
         return [self._position(tracked, at) for tracked in self._all()]
@@ -130,14 +124,17 @@ class TrainingLoaders:
     def _position(self, tracked: Any, at: loops.Position) -> dict[str, Any]:
         loader = unwrap_loader(tracked)
         generators, samplers = rng.own_states(loader)
-        kind = self._kind(loader)
+        kind = _kind(loader)
+        recorder = _recorder(loader)
+        if recorder is not None and recorder.has_started_over and loops.prefetches(self._trainer):
+            # The loop draws ahead: it is not known with which batch the loader has started over.
+            kind = ResumesBy.NOTHING
         found: dict[str, Any] = {"kind": kind.value, "generators": generators, "samplers": samplers}
         if isinstance(sampler := _innermost_sampler(loader), DistributedSampler):
             found["seed"] = sampler.seed
         # Between epochs a loader is at the end of one, and starts over.
         if isinstance(tracked, KeptStates) and at.stage != loops.EPOCH:
             found["state"] = tracked.state_before(at.batches)
-        recorder = _recorder(loader)
         if recorder is not None and at.is_iterated:
             for iteration in recorder.begun(at.batches)[-1:]:
                 found["iteration"] = iteration
@@ -165,9 +162,10 @@ class TrainingLoaders:
             samplers = [] if at.is_iterated and has_drawn else position["samplers"]
             rng.set_own_states(loader, position["generators"], samplers)
 
-    def _check_same(self, loaders: list[Any], positions: list[dict[str, Any]]) -> None:
+    @staticmethod
+    def _check_same(loaders: list[Any], positions: list[dict[str, Any]]) -> None:
         """Raise ValueError if these loaders do not go on within an epoch, or with other samples."""
-        now = [(self._kind(loader).value, sized_len(loader), _batch_size(loader)) for loader in loaders]
+        now = [(_kind(loader).value, sized_len(loader), _batch_size(loader)) for loader in loaders]
         then = [
             (position["kind"], position.get("length"), position.get("batch_size")) for position in positions
         ]
@@ -189,6 +187,14 @@ class TrainingLoaders:
         for recorder in self._recorders:
             recorder.close()
         self._recorders = []
+
+
+def _kind(loader: Any) -> ResumesBy:
+    if is_stateful(loader):
+        return ResumesBy.STATE
+    if _recorder(loader) is None:
+        return ResumesBy.NOTHING
+    return ResumesBy.INDICES
 
 
 def _restore_position(at: loops.Position, loader: Any, position: dict[str, Any]) -> None:

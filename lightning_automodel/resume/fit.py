@@ -89,11 +89,13 @@ class Resume:
         self._has_started = False
         self._final: dict[str, Any] | None = None  # where the fit ended
 
-    def process_dataloader(self, loader: Any) -> Any:
-        """What to iterate instead of a loader, before it is iterated. Only positions of training loaders are kept."""
-        if self._trainer.state.fn == TrainerFn.FITTING and self._trainer.training:
-            return self._loaders.process(loader)
-        return loader
+    def process_dataloader(self, loader: Any, process: Callable[[Any], Any]) -> Any:
+        """What to iterate instead of a loader, which ``process`` tracks. Positions of training loaders are kept."""
+        if self._trainer.state.fn != TrainerFn.FITTING or not self._trainer.training:
+            return process(loader)
+        processed = process(self._loaders.keep_states(loader))
+        self._loaders.record(loader)
+        return processed
 
     def on_train_start(self) -> None:
         """Called in ``on_train_start``, after everything is loaded and all other hooks. Every rank calls it."""
