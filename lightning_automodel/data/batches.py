@@ -244,6 +244,6 @@ def is_stateful(loader: Any) -> bool:
 
 def unwrap_loader(loader: Any) -> Any:
     """The user's loader in a :class:`TrackedLoader`; any other loader unchanged."""
-    if isinstance(loader, TrackedLoader):
-        return loader.loader
+    while isinstance(loader, TrackedLoader):
+        loader = loader.loader
     return loader

@@ -7,7 +7,6 @@ epoch.
 """
 
 import copy
-from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, cast
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_automodel.data.batches import BatchHandle, TrackedLoader, is_stateful, unwrap_loader
+from lightning_automodel.data.batches import Draws, TrackedLoader, is_stateful, unwrap_loader
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.resume import loops, rng
 from lightning_automodel.resume.recording import RecordingSampler
@@ -35,27 +34,27 @@ class ResumesBy(Enum):
 class KeptStates(TrackedLoader):
     """Keeps the states of a stateful ``loader``: one before each batch from the first one of an open window on.
 
-    ``drawn`` returns how many batches of the epoch the loop has drawn, ``first`` how many it had used when
-    the window began.
+    ``count_drawn`` returns how many batches of the epoch the Trainer's ``loop`` has drawn, ``first`` how many it
+    had used when the window began.
     """
 
-    def __init__(self, loader: Any, drawn: Callable[[], int], first: Callable[[], int]) -> None:
-        super().__init__(loader, cast(dist.ProcessGroup, dist.group.WORLD))
+    def __init__(
+        self, loader: Any, loop: Any, count_drawn: Callable[[], int], first: Callable[[], int]
+    ) -> None:
+        super().__init__(loader, cast(dist.ProcessGroup, dist.group.WORLD), loop)
         self._states: dict[int, Any]
-        # Past __setattr__, which sets attributes of the loader. In a CombinedLoader nobody asks for handles.
-        vars(self).update(num_drawn=0, _drawn=drawn, _first=first, _states={}, handed_out=deque(maxlen=2))
+        # Past __setattr__, which sets attributes of the loader.
+        vars(self).update(num_drawn=0, _count_drawn=count_drawn, _first=first, _states={})
 
-    def __iter__(self) -> "KeptStates":
-        super().__iter__()
-        vars(self)["_source"] = self._noting(self._source)
-        return self
+    def __iter__(self) -> Draws:
+        return Draws(self, self._noting(iter(self.loader)))
 
-    def _noting(self, source: Iterator[tuple[BatchHandle, Any]]) -> Iterator[tuple[BatchHandle, Any]]:
-        self.num_drawn = self._drawn()
+    def _noting(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self.num_drawn = self._count_drawn()
         self._note()
-        for drawn in source:
+        for batch in batches:
             self.num_drawn += 1
-            yield drawn
+            yield batch
             self._note()
 
     def _note(self) -> None:
@@ -93,7 +92,8 @@ class TrainingLoaders:
         """What to iterate instead of a training loader, if it has states."""
         if not is_stateful(loader):
             return loader
-        return KeptStates(loader, lambda: max(self._fetcher.fetched, self._used()), self._first)
+        fit_loop = self._trainer.fit_loop
+        return KeptStates(loader, fit_loop, lambda: max(self._fetcher.fetched, self._used()), self._first)
 
     def record(self, loader: Any) -> None:
         """Record the indices of a training loader that is about to be iterated, if torch itself iterates them."""
@@ -133,8 +133,8 @@ class TrainingLoaders:
         if isinstance(sampler := _innermost_sampler(loader), DistributedSampler):
             found["seed"] = sampler.seed
         # Between epochs a loader is at the end of one, and starts over.
-        if isinstance(tracked, KeptStates) and at.stage != loops.EPOCH:
-            found["state"] = tracked.state_before(at.batches)
+        if (kept := _kept_states(tracked)) is not None and at.stage != loops.EPOCH:
+            found["state"] = kept.state_before(at.batches)
         if recorder is not None and at.is_iterated:
             for iteration in recorder.begun(at.batches)[-1:]:
                 found["iteration"] = iteration
@@ -187,6 +187,15 @@ class TrainingLoaders:
         for recorder in self._recorders:
             recorder.close()
         self._recorders = []
+
+
+def _kept_states(loader: Any) -> KeptStates | None:
+    """Those of a training loader that has states, which may be tracked on top of it."""
+    while isinstance(loader, TrackedLoader):
+        if isinstance(loader, KeptStates):
+            return loader
+        loader = loader.loader
+    return None
 
 
 def _kind(loader: Any) -> ResumesBy:
