@@ -44,13 +44,13 @@ class KeptStates(TrackedLoader):
         super().__init__(loader, cast(dist.ProcessGroup, dist.group.WORLD), loop)
         self._states: dict[int, Any]
         # Past __setattr__, which sets attributes of the loader.
-        vars(self).update(num_drawn=0, _count_drawn=count_drawn, _first=first, _states={})
+        vars(self).update(num_drawn=0, count_drawn=count_drawn, _first=first, _states={})
 
     def __iter__(self) -> Draws:
         return Draws(self, self._noting(iter(self.loader)))
 
     def _noting(self, batches: Iterator[Any]) -> Iterator[Any]:
-        self.num_drawn = self._count_drawn()
+        self.num_drawn = self.count_drawn()
         self._note()
         for batch in batches:
             self.num_drawn += 1
