@@ -121,10 +121,11 @@ class AutomodelStrategy(ParallelStrategy):
             the memory of one more gathered unit. 0: what FSDP2 does by itself. ``"auto"``: 1 on a CPU,
             elsewhere 0.
         optimizer_step: Where sharded parameters are stepped. ``"shards"``: on every rank's shards, where every
-            optimizer is right. ``"whole"``: each parameter on one rank, its owner, which gets its gradient and
-            weights and sends the new weights back; for optimizers that step each parameter by itself. ``"auto"``:
-            whole for optimizers that are known to work on whole matrices (Muon, Shampoo, SOAP), else on shards.
-            A group of parameters may have a key ``"optimizer_step"`` of its own.
+            optimizer is right. ``"whole"``: each parameter on one rank, its owner, which gets its
+            gradient and weights and sends the new weights back; for optimizers that step each parameter
+            by itself. ``"auto"``: whole for optimizers that are known to work on whole matrices (Muon,
+            Shampoo, SOAP), else on shards. A group of parameters may have a key ``"optimizer_step"`` of
+            its own.
         track_grad_norm: Compute ``last_step.grad_norm`` even if nothing else needs it.
         error_if_nonfinite: Raise on every rank, before any parameter changes, when the gradient norm is not
             finite. Reads one number on the host each step.
@@ -742,8 +743,8 @@ class AutomodelStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Stack a tensor of one shape from every rank. A collective over the group.
 
-        Over all ranks, it raises on each if shapes differ (in training steps at the last batch of an epoch, which
-        may be shorter on some), and in an evaluation step if a rank has no data left.
+        Over all ranks, it raises on each if shapes differ (in training steps at the last batch of an
+        epoch, which may be shorter on some), and in an evaluation step if a rank has no data left.
         """
         if self._run is not None and group in (None, dist.group.WORLD):
             self._run.inputs.check_gathering(tensor)

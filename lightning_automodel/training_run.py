@@ -165,8 +165,8 @@ class TrainingRun:
     def _reduce_logs_at_epoch_ends(self, fit_loop: Any) -> None:
         """Reduce what was logged over an epoch on all ranks, before any hook of its end.
 
-        Otherwise the progress bar, on rank 0 alone, would do it while another rank gathers parameters in a hook
-        of the module: both would wait.
+        Otherwise the progress bar, on rank 0 alone, would do it while another rank gathers parameters in
+        a hook of the module: both would wait.
         """
         end = fit_loop.on_advance_end
 

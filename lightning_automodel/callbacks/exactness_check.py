@@ -1,11 +1,11 @@
 """The callback that replays a training's first optimizer steps in one process and reports the difference.
 
-A check goes through the files of ``exactness/`` in this order. ``module_copy`` copies the module before it is
-sharded, or says why it cannot. ``recording`` keeps what each rank computes in a step, and gathers it on rank 0.
-There ``comparison`` drives the checks of the step: ``replay`` computes it again, ``isolation`` keeps the other
-ranks and the run's own module out of reach, ``gradient_check`` judges gradients and written weights,
-``count_check`` the count, and ``optimizer_check`` clipping and the step. ``results`` turns the numbers into the
-verdict and its words.
+A check goes through the files of ``exactness/`` in this order. ``module_copy`` copies the module before
+it is sharded, or says why it cannot. ``recording`` keeps what each rank computes in a step, and gathers
+it on rank 0. There ``comparison`` drives the checks of the step: ``replay`` computes it again,
+``isolation`` keeps the other ranks and the run's own module out of reach, ``gradient_check`` judges
+gradients and written weights, ``count_check`` the count, and ``optimizer_check`` clipping and the step.
+``results`` turns the numbers into the verdict and its words.
 """
 
 import time

@@ -35,11 +35,12 @@ def export_hugging_face(
 ) -> None:
     """Write a run's model as it is now, by the ``save_pretrained`` of transformers or PEFT.
 
-    A collective over the default group, if there is one: every rank must call it with the same arguments,
-    between two optimizer steps (in a callback's hook, or after ``fit``, ``validate`` or ``test``). Tensors are
-    gathered one by one, so a rank holds one whole tensor beside its part of the model. Rank 0 keeps them in
-    temporary files beside ``path``, which need the model's size on that disk, and then writes the export. If
-    that fails, all ranks raise and no files remain. The callback ``ModelExport`` calls this when a fit ends.
+    A collective over the default group, if there is one: every rank must call it with the same
+    arguments, between two optimizer steps (in a callback's hook, or after ``fit``, ``validate`` or
+    ``test``). Tensors are gathered one by one, so a rank holds one whole tensor beside its part of the
+    model. Rank 0 keeps them in temporary files beside ``path``, which need the model's size on that
+    disk, and then writes the export. If that fails, all ranks raise and no files remain. The callback
+    ``ModelExport`` calls this when a fit ends.
 
     Args:
         module: The LightningModule, or any module that is or has a Hugging Face model, sharded or not.
@@ -163,8 +164,8 @@ def _gather(
 ) -> dict[str, Tensor]:
     """The model's whole tensors, mapped to files in ``folder``; none on ranks without one. A collective.
 
-    A tensor with several names is gathered once, on all ranks alike, and stays one: ``save_pretrained`` knows
-    ties by that.
+    A tensor with several names is gathered once, on all ranks alike, and stays one: ``save_pretrained``
+    knows ties by that.
     """
     state = {without_wrappers(name): value for name, value in model.state_dict(keep_vars=True).items()}
     tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}

@@ -76,9 +76,9 @@ class UnevenInputs:
     ==============================================  =====================================================
 
     A loader or sampler with an ``__iter__`` of its own may end before its length. Only a rank whose data
-    ends waits for the other ranks' answers. If it raises, the others get its error when they next wait for
-    it. ``group`` is the host group of all ranks. ``uneven`` is ``ERROR`` or ``PAD``. With ``ahead``, training
-    loaders are counted ahead. ``say`` tells the user something, once.
+    ends waits for the other ranks' answers. If it raises, the others get its error when they next wait
+    for it. ``group`` is the host group of all ranks. ``uneven`` is ``ERROR`` or ``PAD``. With ``ahead``,
+    training loaders are counted ahead. ``say`` tells the user something, once.
     """
 
     def __init__(
@@ -365,8 +365,8 @@ class UnevenInputs:
     def check_gathering(self, tensor: Tensor) -> None:
         """Raise unless all ranks gather tensors of one shape. A collective over the host group of all ranks.
 
-        Within training steps it looks at the last batch of an epoch alone, which may be shorter on some ranks:
-        no other waits on the host.
+        Within training steps it looks at the last batch of an epoch alone, which may be shorter on some
+        ranks: no other waits on the host.
         """
         self.check_reduction()
         progress = self._trainer.fit_loop.epoch_loop.batch_progress

@@ -126,8 +126,8 @@ def differences(
 ) -> dict[int, tuple[Any, str, str]]:
     """By rank of ``group``, the first entry that differs from the first rank's: its key, and both values.
 
-    Empty on all ranks if they agree. A collective over the group, of two numbers on ``device``, with objects only
-    if ranks differ.
+    Empty on all ranks if they agree. A collective over the group, of two numbers on ``device``, with
+    objects only if ranks differ.
     """
     checksum = zlib.crc32(repr(own).encode())
     largest = reduce_tensor(torch.tensor([checksum, -checksum]), group, "max", device).tolist()

@@ -135,9 +135,10 @@ class Engine:
 
         If it ends the window, its gradients are then complete.
 
-        Those of ``window.final`` are sums of token losses over all ranks, divided by D, as long as nothing is
-        divided by label tokens. Also sets ``window.zero_filled``. Runs within autograd's backward, when all
-        else of it has ended. A collective over the data-parallel group if the window ends.
+        Those of ``window.final`` are sums of token losses over all ranks, divided by D, as long as
+        nothing is divided by label tokens. Also sets ``window.zero_filled``. Runs within autograd's
+        backward, when all else of it has ended. A collective over the data-parallel group if the window
+        ends.
         """
         return set(self.reached)
 
@@ -161,7 +162,8 @@ class Engine:
     def end_step(self) -> None:
         """A step, with its backward, has ended: what follows are hooks, whose forwards leave nothing gathered.
 
-        A hook would find gathered parameters in the module, which have no gradients, or those of an open window.
+        A hook would find gathered parameters in the module, which have no gradients, or those of an open
+        window.
         """
 
     def release(self) -> None:

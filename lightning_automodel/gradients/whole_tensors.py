@@ -1,8 +1,8 @@
 """Optimizer steps on whole tensors: each sharded parameter has an owner, which steps the whole of it.
 
-On shards every optimizer is right, but what needs whole matrices is gathered to every rank, which computes
-all of it. Owners do that work once. Between steps an optimizer has the sharded parameters. During its arithmetic
-those that are stepped whole are replaced by stand-ins, each on its owner alone:
+On shards every optimizer is right, but what needs whole matrices is gathered to every rank, which
+computes all of it. Owners do that work once. Between steps an optimizer has the sharded parameters.
+During its arithmetic those that are stepped whole are replaced by stand-ins, each on its owner alone:
 
     to the owners    gradients, which are final, and weights
     step             the optimizer sees whole tensors, and its state is the owner's
@@ -200,8 +200,8 @@ class WholeSteps:
     def begin(self, optimizer: Optimizer) -> None:
         """Bring gradients and weights to their owners, and give ``optimizer`` the stand-ins.
 
-        A collective over the world. Gradients must be final, and on all ranks for the same parameters. Called
-        again, after an exception, it starts over.
+        A collective over the world. Gradients must be final, and on all ranks for the same parameters.
+        Called again, after an exception, it starts over.
         """
         self.drop(optimizer)
         self.take(optimizer)

@@ -166,7 +166,8 @@ def _has_memory(group: FSDPParamGroup) -> bool:
 def gather(unit: FSDPModule) -> None:
     """Gather the parameters of ``unit``, unless they are. A collective if not.
 
-    The first gather makes tensors that later ones write to, which training could not if they were inference tensors.
+    The first gather makes tensors that later ones write to, which training could not if they were
+    inference tensors.
     """
     with torch.inference_mode(False), torch.no_grad():
         unit.unshard()

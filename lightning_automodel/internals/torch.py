@@ -178,13 +178,15 @@ def patch_unscaling(
 ) -> None:
     """Make ``scaler.unscale_`` work on shards, and only look for overflow if gradients are already unscaled.
 
-    ``is_checked``, updated here, has the optimizers whose gradients are unscaled, with whether overflow was
-    looked for since. ``agree`` combines what ranks have found, by device: a collective where gradients are sharded.
+    ``is_checked``, updated here, has the optimizers whose gradients are unscaled, with whether overflow
+    was looked for since. ``agree`` combines what ranks have found, by device: a collective where
+    gradients are sharded.
     """
 
     @torch.no_grad()
     def unscale(optimizer: Optimizer) -> None:
-        # Unlike torch's, it may be called again before the next update(), which an abandoned step never reaches.
+        # Unlike torch's, it may be called again before the next update(), which an abandoned step never
+        # reaches.
         state = scaler._per_optimizer_states[id(optimizer)]
         # The scaler drops this state whenever any optimizer steps.
         if is_checked.get(optimizer) and state["found_inf_per_device"]:

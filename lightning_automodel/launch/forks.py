@@ -30,8 +30,8 @@ TIME_TO_END_S = 10.0  # after Ctrl-C; the user wants the prompt back
 class ForkLauncher(lightning_internals.MultiProcessingLauncher):
     """Starts every rank of the node as a fork of this process, and gets the results.
 
-    Lightning's launcher gathers no shards, calls no ``on_exception`` hooks in the workers, and does not say why a
-    process has ended. In a worker, :meth:`launch` is called again, and runs the function.
+    Lightning's launcher gathers no shards, calls no ``on_exception`` hooks in the workers, and does not
+    say why a process has ended. In a worker, :meth:`launch` is called again, and runs the function.
     """
 
     def __init__(self, strategy: ParallelStrategy, supervisor: Supervisor) -> None:
@@ -47,8 +47,8 @@ class ForkLauncher(lightning_internals.MultiProcessingLauncher):
     ) -> Any:
         """Run ``function`` in every rank, and wait until all have ended: no limit, unless one has failed.
 
-        ProcessRaisedException with the traceback of the rank that failed first; RankFailedError if its process
-        ended otherwise; SIGTERMException if SIGTERM stopped all.
+        ProcessRaisedException with the traceback of the rank that failed first; RankFailedError if its
+        process ended otherwise; SIGTERMException if SIGTERM stopped all.
         """
         if self._is_worker:
             return [self._supervisor.run(function, *args, **kwargs)]
@@ -88,7 +88,8 @@ class ForkLauncher(lightning_internals.MultiProcessingLauncher):
         """Run ``function`` as a rank. On Linux, torch interrupts it if the launching process ends."""
         self._is_worker = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the handler is that of the launching process
-        # OpenMP's threads do not survive a fork: this process would wait forever for those that its parent used.
+        # OpenMP's threads do not survive a fork: this process would wait forever for those that its
+        # parent used.
         torch.set_num_threads(1)
         try:
             # Calls this launcher, and `on_exception` hooks.

@@ -34,8 +34,8 @@ class ResumesBy(Enum):
 class KeptStates(TrackedLoader):
     """Keeps the states of a stateful ``loader``: one before each batch from the first one of an open window on.
 
-    ``count_drawn`` returns how many batches of the epoch the Trainer's ``loop`` has drawn, ``first`` how many it
-    had used when the window began.
+    ``count_drawn`` returns how many batches of the epoch the Trainer's ``loop`` has drawn, ``first`` how
+    many it had used when the window began.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class TrainingLoaders:
         for recorder in self._recorders:
             recorder.record()
         for loader, position in pairs:
-            # Workers have drawn by now, under the state of the sampler that this has left. Without them it is
-            # set when indices are drawn, perhaps not in this epoch.
+            # Workers have drawn by now, under the state of the sampler that this has left. Without them
+            # it is set when indices are drawn, perhaps not in this epoch.
             has_drawn = is_stateful(loader) or getattr(loader, "num_workers", 0) > 0
             samplers = [] if at.is_iterated and has_drawn else position["samplers"]
             rng.set_own_states(loader, position["generators"], samplers)

@@ -42,8 +42,8 @@ class SharedBuffers:
     def synchronize(self) -> None:
         """The same, before an evaluation and where a fit ends, also for the averages that callbacks keep.
 
-        A collective over the group, on the host. Raises ValueError on all ranks if a buffer has another shape
-        on one of them.
+        A collective over the group, on the host. Raises ValueError on all ranks if a buffer has another
+        shape on one of them.
         """
         if self._group.size() == 1:
             return
@@ -52,8 +52,8 @@ class SharedBuffers:
         self._check_shapes(
             {name: f"{list(buffer.shape)} of {buffer.dtype}" for name, buffer in shared.items()}
         )
-        # Without their versions: a forward that has used them may still wait for its backward. An average may
-        # be kept on another device.
+        # Without their versions: a forward that has used them may still wait for its backward. An
+        # average may be kept on another device.
         apply.broadcast_tensors([buffer.data for buffer in shared.values()], self._group, self._device)
 
     def _own(self) -> Iterator[tuple[str, Tensor]]:

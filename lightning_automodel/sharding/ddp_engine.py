@@ -25,8 +25,8 @@ from lightning_automodel.sharding.buffers import SharedBuffers
 class DDPEngine(Engine):
     """The whole model on every rank. ``DistributedDataParallel`` averages gradients, and this what DDP leaves out.
 
-    Creating one is a collective over the world. ``fitting``: whether gradients will be needed. ``give_values``
-    initialises tensors without values.
+    Creating one is a collective over the world. ``fitting``: whether gradients will be needed.
+    ``give_values`` initialises tensors without values.
     """
 
     _buffers: SharedBuffers | None = None  # unless its user wants none to be shared
@@ -61,7 +61,8 @@ class DDPEngine(Engine):
         self._reduced = {p: name for name, p in module.named_parameters() if p.requires_grad}
         self.track(set(self._reduced))
         if ddp.forward_sync_buffers:
-            # Else DDP would broadcast them, without knowing where windows begin: not every forward is its own.
+            # Else DDP would broadcast them, without knowing where windows begin: not every forward is
+            # its own.
             ddp.forward_sync_buffers = False
             self._buffers = SharedBuffers(
                 module, self._mesh.group, placement.device, ddp.parameters_to_ignore

@@ -65,7 +65,8 @@ def elementwise(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 def part_like(tensor: Tensor, like: DTensor, is_recorded: bool) -> Tensor | None:
     """This rank's part of what ``tensor`` is when it broadcasts to ``like``; None if that needs whole tensors.
 
-    ``is_recorded`` says whether autograd follows the computation. Gradients of other layouts need whole tensors.
+    ``is_recorded`` says whether autograd follows the computation. Gradients of other layouts need whole
+    tensors.
     """
     is_followed = is_recorded and tensor.requires_grad
     if isinstance(tensor, DTensor) and has_layout(tensor, like):

@@ -1,9 +1,9 @@
 """Parameters that FSDP2 has gathered for a step, and what user code does to them there.
 
-A module's parameters are then copies, which are freed. What was written to them goes into the shards where the
-strategy itself frees them: each rank holds its own slice of every copy, so nothing is communicated. Where FSDP2 has
-freed them before, or where they have another dtype, a write would be lost, and raises. Ranks must write alike, as
-under DDP.
+A module's parameters are then copies, which are freed. What was written to them goes into the shards
+where the strategy itself frees them: each rank holds its own slice of every copy, so nothing is
+communicated. Where FSDP2 has freed them before, or where they have another dtype, a write would be lost,
+and raises. Ranks must write alike, as under DDP.
 """
 
 from operator import attrgetter

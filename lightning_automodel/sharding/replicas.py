@@ -20,9 +20,9 @@ def check_replicas(
 ) -> None:
     """Raise RuntimeError, on every rank, if ranks hold different values of parameters that they hold copies of.
 
-    Those are all parameters under DDP, and under FSDP2 what is not sharded and, with replicas (HSDP), each
-    shard. A collective over their groups, of three numbers a parameter, and a read of the device. ``ignored``
-    has the names of parameters that each rank trains by itself.
+    Those are all parameters under DDP, and under FSDP2 what is not sharded and, with replicas (HSDP),
+    each shard. A collective over their groups, of three numbers a parameter, and a read of the device.
+    ``ignored`` has the names of parameters that each rank trains by itself.
     """
     copies: dict[dist.ProcessGroup, list[tuple[str, Tensor]]] = defaultdict(list)
     for name, parameter in module.named_parameters():

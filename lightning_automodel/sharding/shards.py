@@ -1,15 +1,16 @@
 """Sharded tensors that compute like the whole tensor, whatever user code does to them between steps.
 
-A :class:`Shard` is a parameter of a sharded module, its gradient, or an optimizer's state for it. One rule holds
-for all that torch can do with it:
+A :class:`Shard` is a parameter of a sharded module, its gradient, or an optimizer's state for it. One
+rule holds for all that torch can do with it:
 
 - What treats each element by itself runs on this rank's part, without communication (``elementwise.py``).
 - Everything else runs on the whole tensor, which is gathered for it: a collective that every rank must reach. Its
-  results are plain tensors, equal on all ranks. What it has written goes back into the shards, each rank its part
-  (``whole_copies.py``). Sums and norms, which are asked for often, are equal to that, and reduced (``reductions.py``).
+  results are plain tensors, equal on all ranks. What it has written goes back into the shards, each rank
+  its part (``whole_copies.py``). Sums and norms, which are asked for often, are equal to that, and
+  reduced (``reductions.py``).
 
-Random numbers are drawn for the whole tensor, as one process draws them. Ranks that are seeded alike, and have drawn
-alike since, then hold parts of one tensor.
+Random numbers are drawn for the whole tensor, as one process draws them. Ranks that are seeded alike,
+and have drawn alike since, then hold parts of one tensor.
 """
 
 import functools
@@ -53,8 +54,8 @@ SAVE_WHOLE = (
 class Shard(DTensor):
     """A sharded tensor that user code may take for the whole one.
 
-    Given by ``parameter.__class__ = Shard`` (:func:`make_shard`), so that the object, which FSDP2 and optimizers
-    hold, stays the same.
+    Given by ``parameter.__class__ = Shard`` (:func:`make_shard`), so that the object, which FSDP2 and
+    optimizers hold, stays the same.
 
     Attributes:
         parameter_name: For messages.
@@ -150,7 +151,8 @@ def make_shard(tensor: Any) -> Any:
 def shard_parameters(module: nn.Module, accept_hooks: bool) -> None:
     """Let all parameters that FSDP2 manages compute like whole tensors, from now on, also after a run.
 
-    ``accept_hooks``: whether FSDP2 may call post-accumulate-gradient hooks of theirs, since gradients are final then.
+    ``accept_hooks``: whether FSDP2 may call post-accumulate-gradient hooks of theirs, since gradients
+    are final then.
     """
     names = {id(parameter): without_wrappers(name) for name, parameter in module.named_parameters()}
     for group in fsdp2.fsdp_param_groups(module):

@@ -144,8 +144,8 @@ def synchronize_metrics(module: nn.Module, mesh: RunMesh, patches: PatchStack) -
 def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device, kind: str) -> None:
     """Raise ValueError on all peers if their batches differ: they would silently compute a mixture of both.
 
-    A collective over the group, of one number. Copies all tensors to the host, except sparse and nested ones,
-    which are not compared.
+    A collective over the group, of one number. Copies all tensors to the host, except sparse and nested
+    ones, which are not compared.
     """
     checksum = 0
     for tensor in tensors_in(batch):

@@ -75,7 +75,8 @@ def gather(shard: DTensor, function: Function) -> Tensor:
     ``function`` is what it is gathered for: if some rank does not come, messages name it.
     """
     if shard.device_mesh.device_type == "cpu":
-        # Gloo ends a process whose gather meets another gather, of another size. Here, a rank that is alone waits.
+        # Gloo ends a process whose gather meets another gather, of another size. Here, a rank that is
+        # alone waits.
         add_up(torch.zeros(1), [shard], function)
     with collectives.gathering(name_of(shard), function.__name__):
         if is_recorded(shard):

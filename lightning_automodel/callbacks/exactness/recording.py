@@ -69,7 +69,8 @@ class Recorder:
     def clear(self) -> None:
         """Begin a new window with the next training step."""
         self.window: RecordedWindow | None = None
-        # This rank's part of the weights before the window; weights that are whole, on rank 0 alone: None elsewhere.
+        # This rank's part of the weights before the window; weights that are whole, on rank 0 alone:
+        # None elsewhere.
         self.weights: dict[str, Tensor | None] = {}
         self.before: Fingerprints = {}  # before the window
         self._after: Fingerprints = {}  # after the newest step
