@@ -31,6 +31,7 @@ from lightning_automodel.gradients.optimizer_steps import OptimizerSteps
 from lightning_automodel.gradients.token_loss import StepReport, TokenWeighting, count_samples
 from lightning_automodel.gradients.whole_tensors import WholeSteps
 from lightning_automodel.gradients.windows import GradientWindows, optimizer_parameters
+from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.lightning import draws_its_batches
 from lightning_automodel.internals.patching import PatchStack
@@ -171,7 +172,7 @@ class TrainingRun:
         end = fit_loop.on_advance_end
 
         def reduce_then_end() -> None:
-            _ = self.module.trainer.callback_metrics
+            lightning_internals.epoch_metrics(self.module.trainer)
             end()
 
         self.patches.set(fit_loop, "on_advance_end", reduce_then_end)

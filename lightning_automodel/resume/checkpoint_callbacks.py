@@ -14,13 +14,15 @@ from lightning.pytorch.callbacks import (
 
 from lightning_automodel.internals.patching import PatchStack
 
+_LIGHTNING = ("lightning.", "pytorch_lightning.")
+
 
 def save_last(trainer: "pl.Trainer", is_within_window: Callable[[], bool], patches: PatchStack) -> None:
     """Make checkpoint callbacks save, and timers stop, after the module's own ``on_train_batch_end``, and after steps.
 
     Lightning calls all callbacks first, so what the module does there (the momentum update of a teacher,
     say) would be missing from the checkpoint and the resumed run. At the end of an epoch Lightning itself
-    calls them last. Within a window, which a resumed run would begin again, they are not called.
+    calls them last. Within a window, which a resumed run would begin again, Lightning's own hooks are not called.
     """
     module = trainer.lightning_module
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
@@ -31,10 +33,11 @@ def save_last(trainer: "pl.Trainer", is_within_window: Callable[[], bool], patch
 
     def hook_then_saves(*args: Any) -> None:
         hook(*args)
-        if is_within_window():
-            return
         for callback in called_last:
-            type(callback).on_train_batch_end(callback, trainer, module, *args)
+            own_hook: Any = type(callback).on_train_batch_end
+            # A user's own may count batches.
+            if not (is_within_window() and own_hook.__module__.startswith(_LIGHTNING)):
+                own_hook(callback, trainer, module, *args)
 
     if called_last:
         patches.set(module, "on_train_batch_end", hook_then_saves)
