@@ -247,7 +247,7 @@ KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
         c.backward and c.backward.startswith("parameter_hook")
     ),
     r"parameters that the module got after it was distributed": lambda c: (
-        c.changed and c.changed.startswith("append")
+        c.changed and c.changed.startswith(("append", "replace"))
     ),
     r"were replaced after the module was distributed": lambda c: (
         c.changed and c.changed.startswith("replace")
@@ -261,7 +261,6 @@ KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
 
 KIND_WARNED: dict[str, Callable[[Case], Any]] = {
     r"is gathered from all ranks, with gradients, and each rank's weighs the same": lambda c: c.over_ranks,
-    r"saved within a window in which parameters were written": lambda c: c.stops and c.writes,
     r"backward hook": lambda c: c.backward and "squash" in c.backward,
 }
 """Warnings that name the kind, beside which weights may differ, and in which cases."""

@@ -34,6 +34,22 @@ def _without(name: str, *values: str) -> Callable[[Case], tuple[Any, ...]]:
     return kept
 
 
+def _window_ends(case: Case) -> tuple[int, ...]:
+    """The ends of the windows of the micro-batches after which a case stops."""
+    ends: list[int] = []
+    for stop in case.stops:
+        epoch, index = divmod(stop - 1, case.num_batches)
+        length = case.num_batches
+        if case.manual in ("unclosed", "add"):  # whose windows go on in the next epoch
+            epoch = 0
+            index = stop - 1
+            length = case.epochs * case.num_batches
+        accumulate = case.accumulates(epoch)
+        end = min((index // accumulate + 1) * accumulate, length)
+        ends.append(epoch * case.num_batches + end)
+    return tuple(sorted(set(ends)))
+
+
 Rule = tuple[Callable[[Case, frozenset[str]], Any], dict[str, Any]]
 _MAPPINGS = ("dict", "beside")
 _RULES: list[Rule] = [
@@ -196,6 +212,9 @@ _RULES: list[Rule] = [
     ),
     (lambda c, out: c.num_ranks == 4, {"stops": ()}),
     (lambda c, out: len(c.accumulation) > 1, {"epochs": lambda c: max(c.epochs, 2)}),
+    # A window that a stop leaves open begins again, with what its forwards have counted: `tests.resume.search`
+    # stops there.
+    (lambda c, out: c.stops, {"stops": lambda c: _window_ends(c)}),
     (lambda c, out: c.stops, {"stops": lambda c: tuple(s for s in c.stops if s < c.epochs * c.num_batches)}),
     (
         lambda c, out: c.stops,
