@@ -11,7 +11,11 @@ from lightning_automodel.distributed.process_group import group_rank, group_size
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be saved or loaded. Nothing was loaded, and no older checkpoint was changed."""
+    """A checkpoint could not be saved or loaded. No older checkpoint was changed.
+
+    A checkpoint that is missing or damaged, or of other optimizers, has changed nothing in the run. One of
+    another model raises once torch has loaded what fits, on every rank.
+    """
 
 
 @contextmanager
