@@ -31,16 +31,24 @@ def sum_of(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 
 def norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """``p.norm()`` or ``torch.linalg.vector_norm(p, 1)``, of all elements."""
-    if kwargs or args[1:] not in ((), (1,), (2,)) or _needs_wholes(args[:1]):
+    # torch passes on what its caller has left out.
+    given = {name: value for name, value in kwargs.items() if value is not None and value is not False}
+    order = given.pop("p", given.pop("ord", 2))
+    if len(args) > 1:
+        order = args[1]
+    if order == "fro":
+        order = 2
+    is_positive = isinstance(order, int | float) and 0 < order < math.inf
+    if given or len(args) > 2 or not is_positive or _needs_wholes(args[:1]):
         return on_wholes(function, args, kwargs)
-    return _norms(args[:1], *args[1:], function=function)[0]
+    return _norms(args[:1], order, function)[0]
 
 
 def foreach_norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """The norms of a list, as ``torch.nn.utils.clip_grad_norm_`` asks for them."""
     if kwargs or len(args) != 2 or not 0 < args[1] < math.inf or _needs_wholes(args[0]):
         return on_wholes(function, args, kwargs)
-    return list(_norms(*args, function=function))
+    return list(_norms(args[0], args[1], function))
 
 
 def _needs_wholes(tensors: Any) -> bool:
@@ -49,7 +57,7 @@ def _needs_wholes(tensors: Any) -> bool:
     return any(is_recorded(tensor) or isinstance(tensor, View) for tensor in tensors)
 
 
-def _norms(tensors: Any, order: float = 2, *, function: Function) -> Any:
+def _norms(tensors: Any, order: float, function: Function) -> Any:
     dtype = wide_dtype(tensors[0].device)
     powers = torch.stack(torch._foreach_norm(parts_of(tensors), order, dtype=dtype)).pow(order)
     norms = add_up(powers, tensors, function).pow(1 / order)

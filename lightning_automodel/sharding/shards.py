@@ -261,7 +261,7 @@ _NAMES: dict[Function, Sequence[str]] = {
     shard_gradients.backward: ("backward",),
     reductions.sum_of: ("sum",),
     reductions.equal: ("equal",),
-    reductions.norm: ("norm", "vector_norm"),
+    reductions.norm: ("norm", "linalg_vector_norm"),
     reductions.foreach_norm: ("_foreach_norm",),
 }
 """The names of functions of torch that follow a rule, ``mul_`` as ``mul``."""

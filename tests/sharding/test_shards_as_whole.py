@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_automodel.sharding.shards import make_shard
 from tests.rank_pool import RankPool
@@ -140,3 +141,35 @@ def test_what_autograd_follows_is_not_written_in_parts(pool2: RankPool) -> None:
         for what, message in messages.items():
             assert "writes in place to a sharded tensor that autograd follows" in message, what
             assert "torch.no_grad()" in message
+
+
+REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda g: g.sum(),
+    "norm": lambda g: g.norm(),
+    "norm of torch": torch.norm,
+    "norm by keyword": lambda g: g.norm(p=1),
+    "third norm": lambda g: torch.linalg.vector_norm(g, 3),
+    "list": lambda g: torch.nn.utils.get_total_norm([g, g]),
+    "norms of columns": lambda g: g.norm(dim=0),
+    "largest": lambda g: g.norm(float("inf")),
+    "spectral norm": lambda g: torch.linalg.norm(g, 2),
+}
+GATHERED = {"norms of columns", "largest", "spectral norm"}
+
+
+def _gathers_of_reductions() -> dict[str, int]:
+    whole = torch.arange(15.0, dtype=torch.float64).reshape(5, 3) - 4
+    sharded = make_shard(distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)]))
+    found = {}
+    for what, reduce in REDUCED.items():
+        with CommDebugMode() as communicated:
+            value = reduce(sharded)
+        assert torch.allclose(value, reduce(whole), rtol=1e-14), what
+        counts = communicated.get_comm_counts()
+        found[what] = sum(number for name, number in counts.items() if "all_gather" in str(name))
+    return found
+
+
+def test_sums_and_norms_of_all_elements_gather_nothing(pool2: RankPool) -> None:
+    for counts in pool2.run(_gathers_of_reductions):
+        assert {what for what, number in counts.items() if number} == GATHERED
