@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.internals.dtensor import alike, has_layout, part_of, parts_of, with_part
+from lightning_automodel.internals.dtensor import alike, has_layout, part_of, parts_of, tree_map, with_part
 from lightning_automodel.sharding.whole_copies import (
     Arguments,
     Function,
@@ -60,6 +60,20 @@ def elementwise(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     if result.requires_grad and result.is_leaf:  # torch.zeros_like(p, requires_grad=True)
         return on_wholes(function, args, kwargs)
     return _as_shard(result, like)
+
+
+def cast(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """``p.to(other)`` or ``x.type_as(p)``: of the other tensor the dtype and the device count, not the shape."""
+    others = tree_map(_without_shape, args[1:])
+    return elementwise(function, (args[0], *others), tree_map(_without_shape, kwargs))
+
+
+def _without_shape(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = part_of(value)
+    if isinstance(value, Tensor):
+        return value.new_empty(())
+    return value
 
 
 def part_like(tensor: Tensor, like: DTensor, is_recorded: bool) -> Tensor | None:

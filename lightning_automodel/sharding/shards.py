@@ -32,7 +32,7 @@ from lightning_automodel.internals.dtensor import (
 )
 from lightning_automodel.internals.torch import without_wrappers
 from lightning_automodel.sharding import reductions, shard_gradients
-from lightning_automodel.sharding.elementwise import elementwise, foreach, part_like
+from lightning_automodel.sharding.elementwise import cast, elementwise, foreach, part_like
 from lightning_automodel.sharding.whole_copies import (
     AUGMENTED,
     Arguments,
@@ -241,7 +241,7 @@ _ELEMENTWISE = """
     masked_fill maximum minimum mish mul multiply nan_to_num ne neg negative nextafter not_equal
     ones_like positive pow rad2deg reciprocal relu relu6 remainder round rsqrt rsub selu sgn sigmoid
     sign signbit silu sin sinc sinh softplus softsign sqrt square sub subtract tan tanh tanhshrink
-    threshold to true_divide trunc type type_as where xlogy zero zeros_like empty_like full_like fill
+    threshold true_divide trunc type where xlogy zero zeros_like empty_like full_like fill
     __abs__ __add__ __and__ __div__ __eq__ __floordiv__ __ge__ __gt__ __invert__ __le__ __lt__
     __mod__ __mul__ __ne__ __neg__ __or__ __pos__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__
     __rmod__ __rmul__ __ror__ __rpow__ __rsub__ __rtruediv__ __rxor__ __sub__ __truediv__ __xor__
@@ -250,7 +250,8 @@ _ELEMENTWISE = """
 _NAMES: dict[Function, Sequence[str]] = {
     _metadata: _METADATA,
     elementwise: (*_ELEMENTWISE, *AUGMENTED),
-    on_wholes: ("_foreach_max",),
+    cast: ("to", "type_as"),
+    on_wholes: ("_foreach_max", "_foreach_mm", "_foreach_powsum"),
     _alias: ("detach", "detach_"),
     _attribute: ("__get__", "__set__"),
     _new: ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"),

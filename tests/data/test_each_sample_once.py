@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchmetrics import MeanMetric
@@ -285,6 +286,62 @@ def test_ranks_that_share_their_rows(pool4: RankPool) -> None:
     expected = Outcome(plain_weights(21, order, 10, 1), None)
     for result in results:
         assert weight_error(Outcome(result["weights"], None), expected) <= TOLERANCE
+
+
+class Normalised(Trains):
+    """Normalises the logits by running statistics, which each batch changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(11).double()
+
+    def forward(self, batch: Any) -> Tensor:
+        return normalised_loss(self.model, self.norm, batch)
+
+
+def normalised_loss(model: nn.Module, norm: nn.Module, batch: Any, reduction: str = "mean") -> Tensor:
+    logits = norm(model(batch["input_ids"]).flatten(0, 1))
+    return F.cross_entropy(logits, batch["labels"].flatten(), reduction=reduction)
+
+
+def _normalise(options: dict[str, Any], accumulate: int) -> dict[str, Any]:
+    module = Normalised()
+    settings = {"use_distributed_sampler": True, "accumulate_grad_batches": accumulate}
+    make_trainer(AutomodelStrategy(**options), **settings).fit(module, DataLoader(Rows(21), 5))
+    statistics = {name: buffer.clone() for name, buffer in module.norm.named_buffers()}
+    return {"seen": module.seen, "weights": full_weights(module), "statistics": statistics}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_running_statistics_leave_padding_out(pool2: RankPool, engine: str, accumulate: int) -> None:
+    """Each batch is normalised by itself, and all ranks keep the statistics of rank 0's batches, all of which count."""
+    results = pool2.run(_normalise, ENGINES[engine], accumulate)
+    first, second = (result["seen"] for result in results)
+    assert (len(first), len(second)) == (3, 2)
+    module = Normalised()
+    optimizer = torch.optim.SGD(module.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    rows = Rows(21)
+    for start in range(0, 3, accumulate):
+        before = {name: buffer.clone() for name, buffer in module.norm.named_buffers()}
+        optimizer.zero_grad()
+        number = 0
+        for of_rank in (second, first):  # rank 0's statistics stay
+            module.norm.load_state_dict(before, strict=False)
+            for batch in of_rank[start : start + accumulate]:
+                chosen = [rows[row] for row in batch]
+                held = {name: torch.stack([row[name] for row in chosen]) for name in ("input_ids", "labels")}
+                normalised_loss(module.model, module.norm, held, "sum").backward()
+                number += int((held["labels"] != -100).sum())
+        for parameter in module.parameters():
+            parameter.grad.div_(number)
+        optimizer.step()
+    expected = Outcome(full_weights(module), None)
+    for result in results:
+        assert weight_error(Outcome(result["weights"], None), expected) <= TOLERANCE
+        for name, buffer in module.norm.named_buffers():
+            torch.testing.assert_close(result["statistics"][name], buffer)
 
 
 class Several(LabelledModule):

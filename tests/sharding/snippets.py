@@ -191,6 +191,13 @@ READS |= {
     "concatenated": lambda net: torch.cat([p.grad.flatten() for p in net.parameters]).norm(),
     "concatenated rows": lambda net: torch.cat([net.weight, ramp(net.other)], dim=1).sum(1),
     "norms of a list": lambda net: torch._foreach_norm([p.grad for p in net.parameters]),
+    "sums of powers": lambda net: torch._foreach_powsum([p.grad for p in net.parameters], 2),
+    "products of lists": lambda net: torch._foreach_mm([net.weight], [net.other.T]),
+    "cast like a shard": lambda net: (
+        torch.ones(len(net.weight[0])).type_as(net.weight).sum(),
+        torch.ones(1, 1).to(net.weight).sum(),
+        net.weight.to(net.bias.float()).sum(),
+    ),
     "total norm": lambda net: get_total_norm([p.grad for p in net.parameters]),
     "total largest": lambda net: get_total_norm([p.grad for p in net.parameters], norm_type=math.inf),
     "as a vector": lambda net: parameters_to_vector(net.module.parameters()).norm(),
