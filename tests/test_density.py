@@ -18,7 +18,7 @@ LONG_LINE = 110
 LONG_FUNCTION = 40
 MOST_ARGUMENTS = 6
 LIMITS = {
-    "tokens": 158_100,
+    "tokens": 158_300,
     "lines of 110 characters and more, per thousand": 18,
     "assignments of a tuple to a tuple": 0,
     "conditional expressions": 145,

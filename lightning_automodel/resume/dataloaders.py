@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_automodel.data.batches import Draws, TrackedLoader, is_stateful, unwrap_loader
@@ -179,7 +180,8 @@ class TrainingLoaders:
                 "Training loaders go on within an epoch by (what, number of batches, batch size)"
                 f" {now}, and the checkpoint holds {then}: pass loaders like those that were used, or resume"
                 " from the end of an epoch. Only map-style DataLoaders that torch itself iterates go on by"
-                " indices; for others use torchdata's StatefulDataLoader."
+                " indices; for others use torchdata's StatefulDataLoader, and with shuffle=True also"
+                " Trainer(use_distributed_sampler=False), since Lightning's sampler around its own has no state."
             )
 
     def close(self) -> None:
@@ -199,6 +201,10 @@ def _kept_states(loader: Any) -> KeptStates | None:
 
 
 def _kind(loader: Any) -> ResumesBy:
+    if is_stateful(loader) and isinstance(_innermost_sampler(loader), DistributedSamplerWrapper):
+        return (
+            ResumesBy.NOTHING
+        )  # Lightning's, around a sampler whose order is no part of the loader's state
     if is_stateful(loader):
         return ResumesBy.STATE
     if _recorder(loader) is None:

@@ -33,8 +33,10 @@ REPEATS = (
 )
 WITHOUT_POSITION = (
     "A checkpoint was saved within an epoch, from where no run can be resumed: a training loader is neither a"
-    " map-style DataLoader that torch itself iterates, nor has it state_dict() and load_state_dict(). Use"
-    " torchdata's StatefulDataLoader, or resume from the end of an epoch."
+    " map-style DataLoader that torch itself iterates, nor has it state_dict() and load_state_dict() that hold"
+    " its order. Use torchdata's StatefulDataLoader, with shuffle=True beside"
+    " Trainer(use_distributed_sampler=False) and a sampler that shares the data out, or resume from the end of"
+    " an epoch."
 )
 BETWEEN_STEPS = (
     "A checkpoint was saved within a training_step after an optimizer had stepped. A resumed run goes on with"

@@ -125,10 +125,21 @@ def train_alone(
             state = copy.deepcopy(optimizer.state_dict())
             optimizer = make(name, module)
             optimizer.load_state_dict(state)
+            keep_dtypes(optimizer, state)
         for window in windows(case, ACCUMULATE):
             step_alone(module, optimizer, case, window)
     dtypes = {state.dtype for state in tensors_in(dict(optimizer.state)) if state.ndim > 0}
     return full_weights(module), 1e-7 if torch.float32 in dtypes else 1e-15
+
+
+def keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Put tensors of the ``saved`` state back, which torch has cast to the dtype of their parameter."""
+    ids = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(ids, parameters, strict=True):
+        for name, value in saved["state"].get(number, {}).items():
+            if isinstance(value, Tensor):
+                optimizer.state[parameter][name] = value
 
 
 def step_alone(module: AnyOptimizer, optimizer: Any, case: Case, window: list[int]) -> None:

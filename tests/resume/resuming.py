@@ -327,6 +327,8 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
         return DataLoader(Quiet(), shuffle=True, num_workers=1, persistent_workers=True, **options)
     if kind == "stateful":
         return StatefulDataLoader(rows, shuffle=True, generator=generator, **options)
+    if kind == "wrapped stateful":  # whose sampler Lightning wraps
+        return StatefulDataLoader(data, shuffle=True, **options)
     if kind == "stateful stream":
         return StatefulDataLoader(Stream(rank, ranks), **options)
     if kind == "stateful sampler":
@@ -446,7 +448,7 @@ def make_trainer(setting: Setting, callbacks: list[Callback]) -> Trainer:
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "use_distributed_sampler": setting.loader.removeprefix(QUIET)
-            in ("distributed", "single rows", "workers", "persistent workers"),
+            in ("distributed", "single rows", "workers", "persistent workers", "wrapped stateful"),
             "num_sanity_val_steps": 1,
             "callbacks": [*setting.callbacks(), *callbacks],
             **setting.trainer,
