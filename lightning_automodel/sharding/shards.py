@@ -251,7 +251,7 @@ _NAMES: dict[Function, Sequence[str]] = {
     _metadata: _METADATA,
     elementwise: (*_ELEMENTWISE, *AUGMENTED),
     cast: ("to", "type_as"),
-    on_wholes: ("_foreach_max", "_foreach_mm", "_foreach_powsum"),
+    foreach: ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
     _alias: ("detach", "detach_"),
     _attribute: ("__get__", "__set__"),
     _new: ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"),
@@ -275,7 +275,10 @@ def _rule_of(name: str) -> Function:
     """How shards take part in a function of torch of this name. Each that no table has takes whole tensors."""
     if name in _RULES:
         return _RULES[name]
-    if name.startswith(("_foreach_", "_fused_")):
+    if (
+        name.startswith("_foreach_")
+        and _RULES.get(name.removeprefix("_foreach_").rstrip("_")) is elementwise
+    ):
         return foreach
     if name.endswith("_") and _RULES.get(name[:-1]) is elementwise and not name.startswith("_"):
         return elementwise
