@@ -22,7 +22,7 @@ from lightning_automodel.checkpoint.optimizers import (
     new_names,
     renamed,
 )
-from lightning_automodel.checkpoint.tree import Path, key_of, leaves, mapped
+from lightning_automodel.checkpoint.tree import Path, keys_of, leaves, mapped
 
 
 class OptimizerLoading:
@@ -63,9 +63,8 @@ class OptimizerLoading:
                 " the weights alone (load_from_checkpoint)"
             )
         # Of leaves, which live as long as the checkpoint: parameters may have other names here.
-        self._notes = {
-            id(leaf): notes[key_of(path)] for path, leaf in leaves(state) if key_of(path) in notes
-        }
+        keys = keys_of(state, with_values=True)
+        self._notes = {id(leaf): notes.get(keys[path]) for path, leaf in leaves(state) if path in keys}
         if has_groups(state):
             groups = state["param_groups"]
             check_groups(optimizer, groups, index)

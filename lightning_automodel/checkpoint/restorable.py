@@ -22,7 +22,7 @@ from lightning_automodel.checkpoint.optimizers import (
     parameter_names,
     some,
 )
-from lightning_automodel.checkpoint.tree import PLAIN, Path, key_of, leaves, mapped
+from lightning_automodel.checkpoint.tree import PLAIN, Path, keys_of, leaves, mapped
 
 Gather = Callable[[Any], list[Any]]
 """Gathers an object from each rank, by rank."""
@@ -64,10 +64,11 @@ def restorable_state(
         of_owned = {name: state["state"].pop(name) for name in owned_names if name in state["state"]}
     notes: dict[str, str] = {}
     digests: dict[str, str | None] = {}
+    keys = keys_of(state, with_values=True)
     for path, leaf in leaves(state):
-        if not isinstance(leaf, Tensor):
+        if path not in keys:
             continue
-        key = key_of(path)
+        key = keys[path]
         if not isinstance(leaf, DTensor):
             digests[key] = _digest(leaf)
         if (note := note_on(owners, path, leaf)) is not None:

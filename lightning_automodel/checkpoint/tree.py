@@ -130,12 +130,12 @@ def key_of(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def keys_of(tree: Any) -> dict[Path, str]:
-    """A key for each tensor without values in ``tree``, by path; no two are the same."""
+def keys_of(tree: Any, with_values: bool = False) -> dict[Path, str]:
+    """A key for each tensor without values in ``tree``, or for any tensor, by path; no two are the same."""
     keys: dict[Path, str] = {}
     used: set[str] = set()
     for path, leaf in leaves(tree):
-        if isinstance(leaf, Tensor) and leaf.is_meta:
+        if isinstance(leaf, Tensor) and (with_values or leaf.is_meta):
             key = key_of(path)
             while key in used:  # {"a.b": ..., "a": {"b": ...}}
                 key += "'"

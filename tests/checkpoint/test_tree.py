@@ -139,3 +139,10 @@ def test_a_cycle_is_named(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="RecursionError"):
         prepare_shards(tree, str(tmp_path / "a.ckpt"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_keys_of_tensors_with_values_are_different() -> None:
+    """Notes and digests of two tensors under one key would hide one of them."""
+    tree = {"0": {"a": torch.ones(1)}, 0: {"a": torch.ones(2), "b": 3}}
+    assert keys_of(tree) == {}
+    assert keys_of(tree, with_values=True) == {("0", "a"): "0.a", (0, "a"): "0.a'"}
