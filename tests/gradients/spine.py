@@ -145,7 +145,7 @@ def _described(options: dict[str, Any]) -> str:
     return str(route(options))
 
 
-def main() -> None:
+def print_routes() -> None:
     """Print both routes."""
     pool = RankPool(2)
     for name, options in OPTIONS.items():
@@ -154,4 +154,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    print_routes()
