@@ -171,30 +171,25 @@ def _is_unreduced(param: FSDPParam) -> bool:
 
 
 def reduce_deferred_gradients(root: FSDPModule, groups: Iterable[FSDPParamGroup]) -> None:
-    """Reduce the deferred gradients of ``groups``, if any, by their current flags, outside of any backward.
+    """Reduce the deferred gradients of ``groups``, if any, by their current flags.
 
     These are the groups at or below ``root``. A collective if there are any such gradients: the last
     backward, in which FSDP2 reduces, did not pass through ``root``.
     """
-    module: Any = root
     pending = []
     for group in groups:
         if any(map(_is_unreduced, group.fsdp_params)) or group._partial_reduce_output is not None:
             pending.append(group)
     if not pending:
         return
-    if not hasattr(module, "finalize_backward"):  # before torch 2.15
-        module._get_fsdp_state()._root_post_backward_final_callback()
+    state = root._get_fsdp_state()
+    if not hasattr(state, "wait_for_gradient_reduction"):  # before torch 2.15
+        state._root_post_backward_final_callback()
         return
+    # FSDPModule.finalize_backward would do this, but not within a backward, whose last callback calls here.
     for group in pending:
-        # What finalize_backward refuses, and what it leaves out: gradients that came after the group's own
-        # reduction.
         group.post_backward()
-    module.set_manual_backward_finalization(True)
-    try:
-        module.finalize_backward()
-    finally:
-        module.set_manual_backward_finalization(False)
+    state.wait_for_gradient_reduction()
 
 
 def has_replicas(group: FSDPParamGroup) -> bool:

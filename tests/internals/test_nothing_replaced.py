@@ -18,8 +18,9 @@ DOCUMENTED = {"lightning.pytorch.core.saving.pl_load"}
 BY_THEMSELVES = {
     # torch, for each class of optimizers, when the first one is made: profilers see its steps.
     "torch.optim.adamw.AdamW.step",
-    # torch keeps a class that it imports late.
+    # torch keeps a class that it imports late (until 2.14, and since 2.15).
     "torch._opaque_base._FakeScriptObject_cls",
+    "torch._custom_class_base._FakeScriptObject_cls",
     # Lightning, while it looks at data loaders. It gives back what a class inherited as the class's own.
     "torch.utils.data.dataloader.DataLoader.__delattr__",
     "torch.utils.data.sampler.BatchSampler.__delattr__",

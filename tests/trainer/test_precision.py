@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.internals import fsdp2
+from lightning_automodel.internals.dtensor import GRAD
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import Batch, Outcome, TinyDecoder, full_weights, relative_error, weight_error
 from tests.trainer.precisions import (
@@ -129,7 +130,8 @@ def _unreduced(precision: str) -> set[tuple[torch.dtype | None, bool]]:
         if batch_idx % ACCUMULATE == 1:
             params = [param for group in fsdp2.fsdp_param_groups(module) for param in group.fsdp_params]
             if fsdp2.ACCUMULATES_IN_LEAF:
-                seen.update((p.unsharded_param.grad.dtype, True) for p in params)
+                # `.grad` of a gathered copy is that of the shard; torch's own attribute has what waits.
+                seen.update((GRAD.__get__(p.unsharded_param).dtype, True) for p in params)
             else:
                 seen.update(
                     (p.unsharded_accumulated_grad.dtype, p.unsharded_param.grad is None) for p in params
