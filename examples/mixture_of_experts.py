@@ -19,7 +19,7 @@ from one_process import ACCUMULATE, Writer, draw_windows, relative_distance, tra
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from lightning_automodel import AutomodelStrategy, StepMonitor
+from lightning_automodel import AutomodelStrategy
 
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # that whole weights take two gathers
@@ -78,7 +78,6 @@ def main() -> None:
     args = parse_arguments()
     size = args.ranks if args.expert_parallel_size is None else args.expert_parallel_size
     L.seed_everything(0, verbose=False)
-    monitor = StepMonitor(every_n_steps=1, expert_tokens=True)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=args.ranks,
@@ -93,7 +92,6 @@ def main() -> None:
         enable_checkpointing=False,
         enable_model_summary=False,
         enable_progress_bar=False,
-        callbacks=[monitor],
     )
     writer = MixtureWriter(args.max_steps)
     in_all = sum(parameter.numel() for parameter in writer.parameters())
@@ -103,12 +101,10 @@ def main() -> None:
     trainer.fit(writer, data)
     [after] = trainer.validate(writer, data, verbose=False)
     if trainer.is_global_zero:
-        busiest = monitor.history[-1]["train/busiest_expert_rank"]
         print(
             f"{in_all:,} parameters, {in_experts:,} of them in experts, of which each rank computes 1 /"
             f" {size}"
         )
-        print(f"The busiest rank computes {busiest:.2f} times the mean of tokens")
         print(f"Loss on {len(data.val_set)} held-back functions, nats a byte")
         print(f"  step 0    {before['val/loss']:.3f}")
         print(f"  step {args.max_steps:<4} {after['val/loss']:.3f}")

@@ -5,7 +5,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +17,6 @@ from typing_extensions import override
 
 from lightning_automodel.callbacks.running_strategy import automodel, options_of
 from lightning_automodel.data.tensors import tensors_in
-from lightning_automodel.expert_parallel import dispatch
 from lightning_automodel.gradients.token_loss import StepReport, wide_dtype
 from lightning_automodel.internals import lightning as lightning_internals
 
@@ -28,18 +26,18 @@ class StepMonitor(Callback):
 
     The values are ``train/`` followed by ``loss``, ``grad_norm``, ``learning_rate``, ``label_tokens``,
     ``tokens``, ``padding``, ``tokens_per_second``, ``tokens_per_second_per_device``, ``data_wait``,
-    ``peak_memory_gib``, ``tflops_per_device``, ``peak_flops_share``, ``expert_tokens`` and
-    ``busiest_expert_rank``; docs/watching.md explains each.
+    ``peak_memory_gib``, ``tflops_per_device`` and ``peak_flops_share``; docs/watching.md explains
+    each.
 
     Unknown values are left out: tokens without ``input_ids``, padding without an ``attention_mask`` of the
     same shape, memory on a CPU, the loss and label tokens under other strategies, label tokens with
-    ``per_token_loss=False``, expert tokens if none were dispatched.
+    ``per_token_loss=False``.
 
     Counts, rates and shares cover all steps since the last logged one, without validation, saving and
     logging.
 
     Between logged steps nothing is read from the device. A logged step waits for the device, and is a
-    collective over all ranks: one all-gather of ten numbers. If a rank has failed, the others raise under
+    collective over all ranks: one all-gather of nine numbers. If a rank has failed, the others raise under
     ``AutomodelStrategy``; under other strategies they wait until the timeout of the process group.
 
     Args:
@@ -49,9 +47,6 @@ class StepMonitor(Callback):
             not count. The first micro-batch of each shape takes longer.
         peak_flops: The device's dense peak per second, in the dtype that it computes in, for
             ``peak_flops_share``.
-        expert_tokens: Whether to count the tokens that each rank's experts compute under expert parallelism,
-            in all layers. The values are the mean over ranks, and the busiest rank's number relative to it;
-            the other ranks wait for that rank.
 
     Raises:
         ValueError: If ``every_n_steps`` is not positive.
@@ -69,7 +64,6 @@ class StepMonitor(Callback):
         every_n_steps: int | None = None,
         flops: bool = False,
         peak_flops: float | None = None,
-        expert_tokens: bool = False,
     ) -> None:
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}.")
@@ -77,8 +71,6 @@ class StepMonitor(Callback):
         self._every_n_steps = every_n_steps
         self._peak_flops = peak_flops
         self._flops = _FlopMeter(flops)
-        self._counts_expert_tokens = expert_tokens
-        self._observing = ExitStack()
         self._counted: Tensor | None = None
         self._phase = "data"
         self._entered_at = 0.0
@@ -91,7 +83,6 @@ class StepMonitor(Callback):
         self._tokens: Any = 0  # NaN once a batch has no `input_ids`
         self._used_tokens: Any = 0
         self._operations = 0  # floating-point operations
-        self._expert_tokens = 0
 
     def _enter(self, phase: str) -> None:
         now = time.perf_counter()
@@ -102,8 +93,6 @@ class StepMonitor(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._counts_label_tokens = options_of(trainer).get("per_token_loss", False)
-        if self._counts_expert_tokens:
-            self._observing.enter_context(dispatch.observed(self._add_expert_tokens))
         self._logged_step = trainer.global_step
         self._phase = "data"
         self._entered_at = time.perf_counter()
@@ -174,11 +163,6 @@ class StepMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         self._flops.stop(is_whole=False)
-        self._observing.close()
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._observing.close()
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -193,11 +177,6 @@ class StepMonitor(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self._enter("checkpoint")
-
-    def _add_expert_tokens(self, number: int) -> None:
-        # A backward may repeat its forward, and validation is not counted.
-        if self._phase == "forward":
-            self._expert_tokens += number
 
     def _count(self, batch: Any, is_filler: bool) -> None:
         """Add the tokens and operations of a micro-batch, unless it is a padding batch."""
@@ -236,7 +215,6 @@ class StepMonitor(Callback):
             "data_wait": self._seconds["data"] / training,
             "memory": math.nan,
             "flops": self._operations / training,
-            "expert_tokens": self._expert_tokens,
         }
         report = _last_step(trainer)
         if report is not None:
@@ -264,7 +242,6 @@ class StepMonitor(Callback):
         tokens = sum(by_rank["tokens"]) / copies
         longest = max(by_rank["seconds"])
         flops = statistics.mean(by_rank["flops"])
-        expert_tokens = statistics.mean(by_rank["expert_tokens"]) or math.nan
         values = {
             "train/learning_rate": float(self._learning_rate),
             "train/label_tokens": label_tokens / self._steps,
@@ -274,8 +251,6 @@ class StepMonitor(Callback):
             "train/padding": math.nan,
             "train/data_wait": max(by_rank["data_wait"]),
             "train/peak_memory_gib": max(by_rank["memory"]),
-            "train/expert_tokens": expert_tokens / self._steps,
-            "train/busiest_expert_rank": max(by_rank["expert_tokens"]) / expert_tokens,
         }
         if tokens:
             values["train/padding"] = 1 - sum(by_rank["used"]) / copies / tokens

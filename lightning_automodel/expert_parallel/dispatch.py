@@ -1,7 +1,6 @@
 """Tokens travel to the ranks that hold their experts, and the results back: any number of tokens, none dropped."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,18 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_automodel.internals.torch import not_compiled
-
-_observers: list[Callable[[int], None]] = []
-
-
-@contextmanager
-def observed(observer: Callable[[int], None]) -> Iterator[None]:
-    """Context in which ``observer`` gets, from each :func:`dispatch_tokens`, how many rows this rank has computed."""
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
 
 
 @not_compiled
@@ -96,8 +83,6 @@ def _computed_where_experts_are(
 
 
 def _computed(compute: Callable[[Tensor, list[int]], Tensor], rows: Tensor, counts: list[int]) -> Tensor:
-    for observer in _observers:
-        observer(len(rows))
     computed = compute(rows, counts)
     if len(computed) != len(rows):
         raise ValueError(

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy, EvaluationLoss, StepMonitor
+from lightning_automodel import AutomodelStrategy, EvaluationLoss
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
 from lightning_automodel.sharding import tensor_parallel
@@ -299,43 +299,6 @@ def test_a_copy_with_whole_weights_computes_as_its_class(pool2: RankPool) -> Non
     for before, of_copy, num_weights in pool2.run(outputs_of_copies):
         assert torch.equal(before, of_copy)
         assert num_weights == 2 * SIZES["num_hidden_layers"]
-
-
-def fit_monitored() -> list[dict[str, Any]]:
-    """Runs on every rank: what the monitor has seen of each step."""
-    monitor = StepMonitor(every_n_steps=1, expert_tokens=True)
-    strategy = AutomodelStrategy(label_shift=1, expert_parallel_size=2, activation_checkpointing=True)
-    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, callbacks=[monitor])
-    trainer.fit(Mixture("Qwen3Moe"), data_of_rank(CASE))
-    return monitor.history
-
-
-def expert_tokens_of_first_step() -> list[int]:
-    """By rank: pairs of a token and an expert that it computes, of the two ranks of its group, in all layers."""
-    model = make_model("Qwen3Moe")
-    found = [0] * CASE.num_ranks
-    for rank, batches in enumerate(micro_batches(CASE)):
-
-        def count(module: nn.Module, args: tuple[Any, ...], group: int = rank // 2) -> None:
-            first_rank = args[1] < SIZES["num_experts"] // 2
-            found[2 * group] += int(first_rank.sum())
-            found[2 * group + 1] += int((~first_rank).sum())
-
-        hooks = [layer.mlp.experts.register_forward_pre_hook(count) for layer in model.model.layers]
-        for batch in batches[:ACCUMULATE]:
-            model(batch["input_ids"])
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
-def test_the_monitor_counts_the_tokens_of_experts(pool4: RankPool) -> None:
-    """Those of the forward alone: a block that is recomputed counts once."""
-    by_rank = expert_tokens_of_first_step()
-    mean = sum(by_rank) / len(by_rank)
-    for history in pool4.run(fit_monitored):
-        assert history[0]["train/expert_tokens"] == pytest.approx(mean)
-        assert history[0]["train/busiest_expert_rank"] == pytest.approx(max(by_rank) / mean)
 
 
 def test_tensor_parallelism_of_experts_names_the_option_for_experts() -> None:
