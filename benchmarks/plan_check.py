@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.plan.layouts import DEVICES, Assumptions, Plan
+from lightning_automodel.plan.layouts import Plan
 from lightning_automodel.plan.recording import run as run_micro_batch
 
 SHAPES["plan"] = {
@@ -109,8 +109,8 @@ def measure(cases: list[Case]) -> list[dict[str, Any]]:
     return [first | second for first, second in zip(lines[2::2], lines[3::2], strict=True)]
 
 
-def plan(case: Case, assumed: Assumptions = DEVICES["cpu"], local_ranks: int | None = None) -> Plan:
-    """The same run by the plan; ``local_ranks`` share a node, by default all."""
+def plan(case: Case) -> Plan:
+    """The same run by the plan."""
     chosen: dict[str, Any] = {
         "context_parallel_size": case.context,
         "activation_checkpointing": case.recompute,
@@ -118,7 +118,7 @@ def plan(case: Case, assumed: Assumptions = DEVICES["cpu"], local_ranks: int | N
     options = StrategyOptions(**dict(case.options), **chosen)
     batch = list(case.batches())[-1]
     micro = run_micro_batch(lambda: (LlamaModule(case), batch), case.precision or "32-true", options)
-    return Plan(micro, options, case.ranks, case.accumulate, assumed, local_ranks or case.ranks)
+    return Plan(micro, options, case.ranks, case.accumulate, ranks_per_node=case.ranks, is_host=True)
 
 
 def cases() -> list[Case]:

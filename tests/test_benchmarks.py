@@ -89,14 +89,14 @@ def _planned(case: Any, recompute: bool) -> float:
     from llama import LlamaModule
 
     from lightning_automodel.options import StrategyOptions
-    from lightning_automodel.plan.layouts import DEVICES, Plan
+    from lightning_automodel.plan.layouts import Plan
     from lightning_automodel.plan.recording import run
 
     case = replace(case, device="meta", precision="bf16-true", recompute=recompute)
     options = StrategyOptions(activation_checkpointing=recompute)
     tokens = torch.zeros(case.rows, case.length, dtype=torch.long)
     micro = run(lambda: (LlamaModule(case), {"input_ids": tokens, "labels": tokens}), "bf16-true", options)
-    return Plan(micro, options, case.ranks, case.accumulate, DEVICES["h100"], 8).high_water / 1e9
+    return Plan(micro, options, case.ranks, case.accumulate, ranks_per_node=8).high_water / 1e9
 
 
 @pytest.mark.parametrize(

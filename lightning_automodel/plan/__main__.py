@@ -1,22 +1,21 @@
-"""Memory, communication and time of each layout, without weights and without the cluster."""
+"""Memory and communication of each layout, without weights and without the cluster."""
 
 import argparse
 import pkgutil
 import sys
-import tomllib
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 import yaml  # type: ignore[import-untyped]
 
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.plan.layouts import DEVICES, Assumptions, Plan
+from lightning_automodel.plan.layouts import Plan
 from lightning_automodel.plan.recording import PRECISIONS, Build, CannotPlanError, run
 
 _GIB = 1 << 30
@@ -31,13 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Plan one model. Returns the exit status: 0, or 1 if it cannot be planned or nothing fits."""
     parsed = _parser().parse_args(arguments)
     try:
-        given = {}
-        if parsed.assume is not None:
-            given = tomllib.loads(parsed.assume.read_text())
-        if unknown := given.keys() - asdict(DEVICES[parsed.device]).keys():
-            raise CannotPlanError(f"{parsed.assume} has {', '.join(sorted(unknown))}, which no table has.")
-        assumed = replace(DEVICES[parsed.device], **given)
-        plans, left_out = _plans(parsed, _import(parsed.build), assumed)
+        plans, left_out = _plans(parsed, _import(parsed.build))
     except (CannotPlanError, OSError, ValueError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
@@ -45,12 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
         left_out["DDP"] = (
             "its autocast does not reach the meta device: pass --precision bf16-true or 32-true"
         )
-    print(f"# assumed ({parsed.device}); to change it, save these lines and pass --assume FILE.toml")
-    print(*(f"{name} = {str(value).lower()}" for name, value in asdict(assumed).items()), "", sep="\n")
-    fitting = [plan for plan in plans if plan.high_water <= assumed.memory]
+    fitting = [plan for plan in plans if plan.high_water <= parsed.memory * _GIB]
     print(
-        f"{len(fitting)} of {len(plans)} layouts of {parsed.world_size} ranks fit; GiB and seconds of one"
-        " step"
+        f"{len(fitting)} of {len(plans)} layouts of {parsed.world_size} ranks fit in {parsed.memory:g} GiB;"
+        " GiB of a rank, and of one step"
     )
     print(*_table((fitting or plans)[: parsed.top]), "", sep="\n")
     print(*(f"left out: {name}: {reason}\n" for name, reason in left_out.items()), sep="")
@@ -60,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     memory = min(plans, key=lambda plan: plan.high_water).memory
     most = max(memory, key=lambda name: memory[name])
     remedy = _REMEDIES.get(most, "more ranks, a larger --tensor, or another optimizer")
-    print(f"Nothing fits in {assumed.memory / _GIB:.1f} GiB. Most of the least is {most}: {remedy}.")
+    print(f"Nothing fits in {parsed.memory:g} GiB. Most of the least is {most}: {remedy}.")
     return 1
 
 
@@ -79,8 +70,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--label-shift", type=int, default=0, help="of the strategy, for context parallelism (%(default)s)")
     add("--tensor", type=int, nargs="+", help="tensor_parallel_size to try (1, and the ranks of a node)")
     add("--context", type=int, nargs="+", default=[1, 2, 8], help="context_parallel_size to try (1 2 8)")
-    add("--device", choices=DEVICES, default="h100", help="what is assumed of the machines (%(default)s)")
-    add("--assume", metavar="FILE.toml", type=Path, help="values that replace those of --device, as printed")
+    add(
+        "--memory", type=float, default=67.0, help="GiB that tensors may take (%(default)s: a card of 80 GB)"
+    )
+    add("--cpu", action="store_true", help="ranks compute on the CPU, and communicate by gloo")
     add("--top", type=int, default=12, help="layouts to print (%(default)s)")
     return parser
 
@@ -118,10 +111,8 @@ def _configured(path: str) -> Build:
     return lambda: (parser.instantiate_classes(chosen).model, batch)
 
 
-def _plans(
-    parsed: argparse.Namespace, build: Build, assumed: Assumptions
-) -> tuple[list[Plan], dict[str, str]]:
-    """Plans of all layouts, the fastest first, and reasons for leaving out the others."""
+def _plans(parsed: argparse.Namespace, build: Build) -> tuple[list[Plan], dict[str, str]]:
+    """Plans of all layouts, the plainest first, and reasons for leaving out the others."""
     plans: list[Plan] = []
     left_out: dict[str, str] = {}
     world = parsed.world_size
@@ -155,10 +146,22 @@ def _plans(
         if tensor == 1 and parsed.precision != "bf16-mixed":
             layouts.append(replace(options, data_parallel="ddp"))
         for layout in layouts:
-            plans.append(Plan(micro, layout, world, total // data, assumed, parsed.ranks_per_node))
+            plans.append(Plan(micro, layout, world, total // data, parsed.ranks_per_node, parsed.cpu))
     if not plans:
         raise CannotPlanError("; ".join(dict.fromkeys(left_out.values())))
-    return sorted(plans, key=lambda plan: plan.seconds["step"]), left_out
+    return sorted(plans, key=_plainness), left_out
+
+
+def _plainness(plan: Plan) -> tuple[Any, ...]:
+    """A key that sorts by what a layout adds, then by bytes between nodes, bytes within them, and memory."""
+    options = plan.options
+    within, between = plan.bytes_by_link()
+    adds = (
+        plan.sizes.tensor * plan.sizes.context,
+        options.cpu_offload,
+        options.activation_checkpointing,
+    )
+    return *adds, between, within, plan.high_water
 
 
 def _report_progress(name: str) -> None:
@@ -189,20 +192,20 @@ def _layouts(options: StrategyOptions, data: int, nodes: int, accumulates: bool)
 
 def _table(plans: list[Plan]) -> Iterator[str]:
     kinds = ("parameters", "gathered", "gradients", "optimizer", "activations")
-    names = ("layout", "high-water", *kinds, "collectives", "in nodes", "between", "seconds")
+    names = ("layout", "high-water", *kinds, "collectives", "in nodes", "between")
     yield f"{names[0]:44}" + "".join(f"{name:>12}" for name in names[1:])
     for plan in plans:
         held = (plan.high_water, *(plan.memory[name] for name in kinds))
         sizes = "".join(f"{size / _GIB:12.2f}" for size in held)
         links = "".join(f"{size / _GIB:12.2f}" for size in plan.bytes_by_link())
-        yield f"{plan!s:44}{sizes}{plan.sent.total():12}{links}{plan.seconds['step']:12.3f}"
+        yield f"{plan!s:44}{sizes}{plan.sent.total():12}{links}"
 
 
 def _yaml(parsed: argparse.Namespace, plan: Plan) -> str:
     options = {field.name: getattr(plan.options, field.name) for field in fields(plan.options)}
     changed = {name: value for name, value in options.items() if value != getattr(StrategyOptions, name)}
     trainer = {
-        "accelerator": "cpu" if plan.assumed.is_host else "gpu",
+        "accelerator": "cpu" if plan.is_host else "gpu",
         "num_nodes": plan.nodes,
         "devices": parsed.world_size // plan.nodes,
         "precision": parsed.precision,

@@ -1,35 +1,10 @@
-"""The cost of a layout for each rank: memory, collectives and seconds of an optimizer step."""
+"""What a layout costs each rank: memory, and the collectives of an optimizer step."""
 
 from collections import Counter
-from dataclasses import dataclass
 
 from lightning_automodel.distributed.mesh import resolve_sizes
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.plan.recording import Parameter, PlannedBatch
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """Assumptions about the machines. Bandwidths are bytes per second of one rank in one direction."""
-
-    memory: float  # bytes of a device that tensors may take
-    flops: float  # floating-point operations per second that matrix products reach in half precision
-    flops_32: float  # the same in float32
-    memory_bandwidth: float  # of the device's memory
-    node_bandwidth: float  # between ranks of a node
-    network_bandwidth: float  # between nodes
-    host_bandwidth: float  # between a device and the host, for cpu_offload
-    latency: float  # seconds of a collective without its bytes
-    overlap: float  # share of the computation with which gathers and reductions overlap
-    is_host: bool  # whether ranks compute on the CPU: gloo copies its messages, optimizers step by parameter
-
-
-DEVICES = {
-    "h100": Assumptions(72e9, 450e12, 220e12, 2.7e12, 350e9, 45e9, 40e9, 3e-5, 0.8, False),
-    "a100": Assumptions(72e9, 160e12, 80e12, 1.6e12, 230e9, 22e9, 20e9, 3e-5, 0.8, False),
-    "cpu": Assumptions(8e9, 3e10, 3e10, 5e9, 1e9, 1e8, 5e9, 1e-3, 0.8, True),
-}
-
 
 _BytesByUnit = Counter[int | None]
 
@@ -37,7 +12,8 @@ _BytesByUnit = Counter[int | None]
 class Plan:
     """One layout of one model. ``micro`` records a micro-batch; a rank has ``accumulate`` of them in a step.
 
-    ``defer_fsdp_grad_sync="auto"`` and ``reshard_during_accumulation="auto"`` are taken for True.
+    ``defer_fsdp_grad_sync="auto"`` and ``reshard_during_accumulation="auto"`` are taken for True. With
+    ``is_host`` ranks compute on the CPU, where gloo copies its messages and optimizers step by parameter.
 
     Attributes:
         memory: Bytes by their content when memory is fullest; ``high_water`` is their sum.
@@ -45,7 +21,7 @@ class Plan:
         sent: Number of collectives in a step by (group, kind, bytes); bytes are the larger of input and
             output.
         groups: Ranks of each group, and how many of them are on one node.
-        seconds: Seconds of an optimizer step by cause; ``step`` is the whole.
+        nodes: How many there are.
     """
 
     def __init__(
@@ -54,13 +30,13 @@ class Plan:
         options: StrategyOptions,
         world_size: int,
         accumulate: int,
-        assumed: Assumptions,
         ranks_per_node: int,
+        is_host: bool = False,
     ) -> None:
         self.micro = micro
         self.options = options
         self.accumulate = accumulate
-        self.assumed = assumed
+        self.is_host = is_host
         self.nodes = -(-world_size // ranks_per_node)
         tensor = options.tensor_parallel_size
         context = options.context_parallel_size
@@ -80,7 +56,6 @@ class Plan:
         self._add_up()
         self._follow()
         self.sent = self._count()
-        self.seconds = self._time()
 
     def _groups(self, ranks_per_node: int) -> dict[str, tuple[int, int]]:
         tensor = self.options.tensor_parallel_size
@@ -115,7 +90,7 @@ class Plan:
                 self._reduced[p.unit] += numel * self._shards * p.reduced
                 self._own[p.unit] += numel * p.stored
         self.state = self._held.total() + self._own.total()
-        if self.options.cpu_offload and not self.assumed.is_host:
+        if self.options.cpu_offload and not self.is_host:
             self._held.clear()
             self._own.clear()
 
@@ -144,7 +119,7 @@ class Plan:
         for number in range(rounds):
             self._follow_micro_batch(buckets, is_first=number == 0, is_last=number == rounds - 1)
         self._gathered.clear()
-        self._see("optimizer", 0 if self.assumed.is_host else self._held["parameters"])
+        self._see("optimizer", 0 if self.is_host else self._held["parameters"])
 
     def _follow_micro_batch(self, buckets: _BytesByUnit, is_first: bool, is_last: bool) -> None:
         root = self.micro.num_units
@@ -185,7 +160,7 @@ class Plan:
         if self._frees:
             self._gathered.discard(unit)
         if is_last or not self._defers:
-            self._see("gradients", self._reduced[unit] * (1 + self.assumed.is_host))
+            self._see("gradients", self._reduced[unit] * (1 + self.is_host))
             self._gradients[unit] = self._own[unit]
         else:
             self._gradients[unit] = self._accumulated[unit]
@@ -237,57 +212,6 @@ class Plan:
         spans = {group: ranks > neighbours for group, (ranks, neighbours) in self.groups.items()}
         sizes = [(spans[group], size * number) for (group, _, size), number in self.sent.items()]
         return sum(size for far, size in sizes if not far), sum(size for far, size in sizes if far)
-
-    def _time(self) -> dict[str, float]:
-        assumed = self.assumed
-        micro = self.micro
-        is_half = min(p.computed for p in micro.parameters) == 2
-        if is_half:
-            speed = assumed.flops
-        else:
-            speed = assumed.flops_32
-        compute = sum(
-            max(flops / speed, size / assumed.memory_bandwidth) * number
-            for (flops, size), number in micro.work.items()
-        )
-        waits = 0.0
-        beside = 0.0
-        for (group, kind, size), number in self.sent.items():
-            seconds = number * self._seconds_of(group, kind, size)
-            # Peers wait for each other within a layer. Data-parallel collectives overlap the computation.
-            if group in ("tensor", "context"):
-                waits += seconds
-            else:
-                beside += seconds
-        overlapped = assumed.overlap * compute
-        if assumed.is_host and self._is_sharded:
-            overlapped = 0.0  # on a host FSDP2 waits for each collective
-        # Each micro-batch communicates, or only the last one, as under DDP.
-        if self._is_sharded and (self._frees or not self._defers):
-            overlapped *= self.accumulate
-        hidden = min(beside, overlapped)
-        if self.options.cpu_offload:
-            link = assumed.host_bandwidth
-        else:
-            link = assumed.memory_bandwidth
-        seconds_by_cause = {
-            "compute": compute * self.accumulate,
-            "optimizer": 2 * self.state / link,
-            "communicate": waits + beside,
-        }
-        step = sum(seconds_by_cause.values()) - hidden
-        return {**seconds_by_cause, "hidden": hidden, "step": step}
-
-    def _seconds_of(self, group: str, kind: str, size: int) -> float:
-        """Seconds of one collective, as a ring that shares its node's links with others."""
-        assumed = self.assumed
-        ranks, neighbours = self.groups[group]
-        # An all-reduce passes everything twice, and so does gloo's reduce-scatter.
-        if kind == "all_reduce" or (assumed.is_host and kind == "reduce_scatter"):
-            size *= 2
-        within = size * (1 - 1 / neighbours) / assumed.node_bandwidth
-        between = size * (1 - neighbours / ranks) / (assumed.network_bandwidth * neighbours)
-        return max(within, between) + assumed.latency
 
 
 def _ddp_buckets(ready: list[Parameter]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Runs one micro-batch on the meta device, and records in order what it allocates, computes and sends."""
+"""Runs one micro-batch on the meta device, and records in order what it allocates and sends."""
 
 import sys
 import warnings
@@ -17,7 +17,6 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
-from torch.utils.flop_counter import flop_registry
 
 from lightning_automodel.context_parallel import attention, hugging_face, slices
 from lightning_automodel.data.tensors import tensors_in
@@ -59,7 +58,7 @@ class Parameter(NamedTuple):
 
 
 class PlannedBatch(torch_internals.TorchDispatchMode):
-    """A record of one micro-batch on one rank; as a mode, it follows tensors, operations and collectives."""
+    """A record of one micro-batch on one rank; as a mode, it follows tensors and collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +70,6 @@ class PlannedBatch(torch_internals.TorchDispatchMode):
         self.num_units = 0  # without the root
         self.state = 0.0  # bytes of optimizer state per trained element
         self.buffers = 0  # bytes of those in the state dict
-        self.work = Counter[tuple[int, int]]()  # number of operators by (floating-point operations, bytes)
         self.messages = Counter[tuple[str, str, int]]()  # number of collectives by (group, kind, bytes)
         self._sizes: dict[int, int] = {}
         self._live = 0
@@ -91,8 +89,8 @@ class PlannedBatch(torch_internals.TorchDispatchMode):
         if func.is_view or "FakeTensor" in names:
             return output
         self.follow(output)
-        sizes = [tensor.nbytes for tensor in tensors_in((args, kwargs, output))]
         if "c10d" in func.namespace:
+            size = max(tensor.nbytes for tensor in tensors_in((args, kwargs, output)))
             if func.namespace == "c10d":
                 group = "context"
             else:
@@ -100,12 +98,7 @@ class PlannedBatch(torch_internals.TorchDispatchMode):
             operator = func.overloadpacket.__name__.replace("_", "")  # each collective has several
             for kind in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
                 if kind.replace("_", "") in operator:
-                    self.messages[group, kind, max(sizes)] += 1
-        else:
-            flops = 0
-            if formula := flop_registry.get(func.overloadpacket):
-                flops = int(formula(*args, **kwargs, out_val=output))
-            self.work[flops, sum(sizes)] += 1
+                    self.messages[group, kind, size] += 1
         return output
 
     def follow(self, tensors: Any) -> None:
@@ -134,24 +127,18 @@ class PlannedBatch(torch_internals.TorchDispatchMode):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Memory and operations of fused attention, which keeps inputs, outputs and a number for each row."""
+    """Memory of fused attention, which keeps inputs, outputs and a number for each row."""
 
     @staticmethod
-    def forward(
-        ctx: Any, micro: PlannedBatch, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
         row_values = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, mask, output, row_values)
-        ctx.micro = micro
-        ctx.flops = 4 * query.numel() * key.shape[-2]
-        micro.work[ctx.flops, 0] += 1
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.micro.work[ctx.flops * 5 // 2, 0] += 1  # recomputes the forward's first product, and adds four
-        return None, *map(torch.empty_like, ctx.saved_tensors[:3]), None
+        return *map(torch.empty_like, ctx.saved_tensors[:3]), None
 
 
 def run(build: Build, precision_name: str, options: StrategyOptions) -> PlannedBatch:
@@ -184,7 +171,7 @@ def run(build: Build, precision_name: str, options: StrategyOptions) -> PlannedB
             _note_units(micro, module, plugin, options, stack)
             if context > 1:
                 batch, sliced = _slice(module, batch, mesh, options, stack)
-        _stand_in(micro, stack)
+        _stand_in(stack)
         micro.follow((dict(module.named_buffers()), batch))
         micro.mark("gather", micro.num_units)
         with _explained("training_step"), micro, attention.computing_on(sliced), plugin.train_step_context():
@@ -283,18 +270,18 @@ def _slice(
     module: nn.Module, batch: Any, mesh: DeviceMesh, options: StrategyOptions, stack: PatchStack
 ) -> tuple[Any, Any]:
     """The first rank's slice of the batch, and its description. Hugging Face models then attend across ranks."""
-    num_layers = hugging_face.let_models_attend_across(module, stack)
-    slicer = slices.SequenceSlices(0, options, adds_mask=num_layers > 0)
+    adds_mask = hugging_face.let_models_attend_across(module, stack)
+    slicer = slices.SequenceSlices(0, options, adds_mask)
     return slicer.slice(batch), slicer.describe(batch, mesh[CONTEXT].get_group())
 
 
-def _stand_in(micro: PlannedBatch, stack: PatchStack) -> None:
+def _stand_in(stack: PatchStack) -> None:
     """Replace operations that do not run on the meta device."""
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *_: Any, **__: Any
     ) -> Tensor:
-        return _FusedAttention.apply(micro, query, key, value, attn_mask)
+        return _FusedAttention.apply(query, key, value, attn_mask)
 
     stack.set(nn.functional, "scaled_dot_product_attention", attend)
     # Under a dispatch mode torch cannot make this subclass of Tensor, a mask without elements.
