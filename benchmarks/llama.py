@@ -276,9 +276,9 @@ class LlamaModule(L.LightningModule):
                 assert self.device_mesh is not None
                 shard_by_hand(self.model, self.case, self.device_mesh["data_parallel"])
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss, n = losses(self.model, self.case, batch)
-        return {"loss": loss / n.clamp(min=1), "num_label_tokens": n}
+        return loss / n.clamp(min=1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return build_optimizer(self, self.case)
@@ -320,10 +320,13 @@ def _run_trainer(case: Case, meter: Meter) -> None:
             compile=case.compile,
             **dict(case.options),
         )
+    devices = 1
+    if not case.shares_device:
+        devices = int(os.environ.get("LOCAL_WORLD_SIZE", case.ranks))
     trainer = L.Trainer(
         accelerator=accelerator(case.device),
-        devices=1 if case.shares_device else case.ranks,
-        num_nodes=case.ranks if case.shares_device else 1,
+        devices=devices,
+        num_nodes=case.ranks // devices,
         strategy=strategy,
         precision=case.precision or ("bf16-true" if case.device == "cuda" else "32-true"),
         accumulate_grad_batches=case.accumulate,
@@ -338,12 +341,16 @@ def _run_trainer(case: Case, meter: Meter) -> None:
 
 
 def _run_loop(case: Case, meter: Meter) -> None:
-    """FSDP2 by hand on one rank: gradients are reduced, and parameters gathered, once a window."""
-    store = dist.HashStore()
+    """FSDP2 by hand: gradients are reduced, and parameters gathered, once a window. Several ranks join by the environment."""
     backend = dist.get_default_backend_for_device(case.device)
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    if case.ranks > 1:
+        if case.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     model = build_model(case)
-    shard_by_hand(model, case, init_device_mesh(case.device, (1,)))
+    shard_by_hand(model, case, init_device_mesh(case.device, (case.ranks,)))
     fsdp: Any = model
     fsdp.set_reshard_after_forward(False)
     optimizer = build_optimizer(model, case)
@@ -358,9 +365,10 @@ def _run_loop(case: Case, meter: Meter) -> None:
         counted += n
         total.backward()
         if is_last:
+            dist.all_reduce(counted)
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.div_(counted)
+                    parameter.grad.mul_(case.ranks / counted)  # FSDP2 has averaged over ranks
             optimizer.step()
             optimizer.zero_grad()
             counted.zero_()

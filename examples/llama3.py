@@ -45,11 +45,11 @@ class Llama3(L.LightningModule):
         )
         self.model = LlamaForCausalLM(config)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         inputs = {name: tensor for name, tensor in batch.items() if "labels" not in name}
         hidden = self.model.model(**inputs).last_hidden_state  # [b, s, d]
         loss, n = token_loss(hidden, self.model.lm_head, batch["labels"])
-        return {"loss": loss / n.clamp(min=1), "num_label_tokens": n}
+        return loss / n.clamp(min=1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=3e-4)

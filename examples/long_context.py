@@ -87,16 +87,17 @@ class LongContextModel(L.LightningModule):
         if self.model is None:
             self.model = load_model(self.cache_dir)
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
-        labels = batch.pop("labels")
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        labels = batch["labels"]
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
         if self.keeps_logits:
-            logits = self.model(**batch, use_cache=False).logits
+            logits = self.model(**inputs, use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
             n = (labels >= 0).sum()
         else:
-            hidden = self.model.model(**batch, use_cache=False).last_hidden_state
+            hidden = self.model.model(**inputs, use_cache=False).last_hidden_state
             loss, n = token_loss(hidden, self.model.lm_head, labels)
-        return {"loss": loss / n.clamp(min=1), "num_label_tokens": n}
+        return loss / n.clamp(min=1)
 
     def configure_optimizers(self) -> dict:
         return adamw_one_cycle(self, 1e-4)

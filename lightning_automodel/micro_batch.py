@@ -274,7 +274,7 @@ class MicroBatches:
 
     def _checked_count(self, output: Any) -> Count:
         if self.context is not None:
-            self.context.check_count(self.weighting, self._step.batch, output, "training_step")
+            self.context.check_count(output)
         count = self.weighting.count(self._step.batch, output)
         if isinstance(count, Tensor) and self.windows.last_step is None:
             check_range(count.item())  # in the first window, which may read the device

@@ -98,9 +98,7 @@ class TrainingRun:
         mesh = self._mesh.context_parallel
         self._context: ContextParallelSteps | None = None
         if mesh is not None:
-            self._context = ContextParallelSteps(
-                module, mesh, options, self.plugin, self.advice.say_once, self.patches
-            )
+            self._context = ContextParallelSteps(module, mesh, options, self.plugin, self.patches)
         self._without_values = meta_init.names_without_values(module)
         self.plugin.convert_module(module)
         self.move_to_device()
@@ -349,7 +347,7 @@ class TrainingRun:
         """See :meth:`AutomodelStrategy.evaluated`."""
         if self._context is not None:
             batch = self._context.slices.slice(batch)  # the output is that of the slice
-            self._context.check_count(self.windows.weighting, batch, output, step)
+            self._context.check_count(output)
         sums = self.windows.weighting.evaluated(batch, output, step)
         self.advice.about_count(self.module, self.windows.weighting, output)
         self.advice.about_class_weights(self.module, self.windows.weighting, output)

@@ -119,12 +119,6 @@ def attend_across(
     """
     slices = _current
     assert slices is not None
-    positions = {tensor.shape[-2] for tensor in (query, key, value)}
-    if positions != {2 * slices.chunk}:
-        raise RuntimeError(
-            f"context_parallel_attention was given {sorted(positions)} positions, but each rank holds"
-            f" {2 * slices.chunk} of this step's: it is for self-attention over batch['input_ids']."
-        )
     slices.num_calls += 1
     key, value = whole(torch.cat([key, value], dim=-1), slices).split(
         [key.shape[-1], value.shape[-1]], dim=-1

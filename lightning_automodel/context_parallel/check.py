@@ -1,4 +1,4 @@
-"""Compares, at the first step, what a model computes on slices of sequences and on whole ones."""
+"""Compares, at the first step of each kind, what a model computes on slices of sequences and on whole ones."""
 
 import math
 from collections import Counter
@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -36,86 +37,104 @@ _CHUNK = 4  # compared positions of a chunk, at most; each rank has two chunks
 class FirstStepCheck:
     """Calls the modules that a step has called once more, on the first positions of its batch: in slices and whole.
 
-    The outputs of all submodules are compared, so that one bad layer among many is found and named. The
-    check leaves no trace: no gradients are computed, and random states, modes, buffers and metrics are
-    restored. Nothing is compiled.
+    It is the one check of context parallelism: what differs is refused, and so is what cannot be compared.
+    The outputs of all submodules are compared, so that one bad layer among many is found and named: in the
+    outermost output alone it can be as small as rounding (benchmarks/context_check.py). The check leaves no
+    trace: no gradients are computed, and random states, modes, buffers and metrics are restored. Nothing is
+    compiled.
     """
 
-    def __init__(self, module: pl.LightningModule, plugin: Precision) -> None:
+    def __init__(self, module: pl.LightningModule, plugin: Precision, step: str) -> None:
         self._module = module
         self._plugin = plugin
-        self._calls: list[tuple[nn.Module, Any, Any]] = []
-        self._draws = False
+        self._step = step
+        self.calls: list[tuple[nn.Module, Any, Any]] = []
 
     @contextmanager
     def recording(self, slices: Slices) -> Iterator[None]:
-        """Context of ``training_step``: remembers the outermost calls of modules, the LightningModule among them."""
-        original = self._module.training_step
+        """Context of the step: remembers the outermost calls of modules, the LightningModule among them."""
+        original = getattr(self._module, self._step)
         depth = 0
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal depth
             if depth == 0 and attention.current() is slices:  # not recomputed by a backward within the step
-                self._calls.append((module, args, kwargs))
+                self.calls.append((module, args, kwargs))
             depth += 1
 
         def after(*_: Any) -> None:
             nonlocal depth
             depth -= 1
 
-        def training_step(*args: Any, **kwargs: Any) -> Any:
+        def step(*args: Any, **kwargs: Any) -> Any:
             # Not registered earlier: DDP's forward calls the LightningModule, which only then runs its step.
             with _hooked(self._module, after, before):
                 return original(*args, **kwargs)
 
         with PatchStack() as patches:
-            patches.set(self._module, "training_step", training_step)
+            patches.set(self._module, self._step, step)
             yield
 
-    def check(self, slices: Slices, shape: torch.Size) -> str | None:
-        """Compare the modules that the step has called on slices of ``shape`` [b, s]. A collective over all ranks.
+    def check(self, slices: Slices, shape: torch.Size, group: dist.ProcessGroup | None) -> None:
+        """Compare the modules that the step has called on slices of ``shape`` [b, s].
 
-        Returns a warning for the user, if some attention could not be compared. RuntimeError on every rank
-        if an output differs on any of them by more than rounding.
+        A collective over ``group``, in which all context peers are; None: over all ranks. RuntimeError on
+        every rank of it if an output differs on any of them by more than rounding, or if attention of the
+        step was not compared.
         """
-        first = _FirstPositions(slices, shape)
+        first = FirstPositions(slices, shape)
         names = {submodule: name for name, submodule in self._module.named_modules()}
-        calls = self._calls
-        self._calls = []
+        calls = self.calls
+        self.calls = []
         # Ranks may have called different modules, or some with arguments that cannot be sliced.
         told = gather_objects(
-            [names[called] if first.cover(arguments) else None for called, *arguments in calls]
+            [names[called] if first.cover(arguments) else None for called, *arguments in calls], group
         )
-        found: tuple[str, float] | None = None
+        found: str | None = None
         for call, called in zip(calls, zip(*told, strict=False), strict=False):
             if called[0] is not None and len({*called}) == 1:
                 difference = self._first_difference(call, first, names)
                 found = found or difference
-        found_by_rank, draws_by_rank = zip(*gather_objects((found, self._draws)), strict=True)
-        is_random = any(draws_by_rank)
-        if any(found_by_rank) and not is_random:
-            name, error = next(filter(None, found_by_rank))
-            raise RuntimeError(
-                f"{name} gives something else on slices of sequences than on whole ones: off by {error:.2g}"
-                f" of its size on the first {first.length} positions of the first batch. In it, or just"
-                " before, positions are mixed within this rank's slice alone, or counted from its start:"
-                " attend by lightning_automodel.context_parallel_attention(query, key, value), and take"
-                " positions from batch['position_ids']."
+        if found is None and not 0 < slices.num_calls <= first.sliced.num_calls:
+            found = (
+                f"{class_name(self._module)}.{self._step} attends by something else than"
+                " lightning_automodel.context_parallel_attention, or outside of modules that are called with"
+                " slices of the batch [b, s], or hidden states [b, s, ...], and no other tensor of their"
+                " length: its layers in slices could not be compared with whole sequences."
+                f" {slices.num_calls} calls of attention crossed the {slices.num_ranks} context-parallel"
+                f" ranks, and {first.sliced.num_calls} were compared. Call one module, as in"
+                " self.model(**batch), and attend by context_parallel_attention(query, key, value) in it."
             )
-        if not is_random and slices.num_calls <= first.sliced.num_calls:
-            return None
-        return (
-            f"{class_name(self._module)}.training_step draws random numbers in evaluation mode too, or"
-            " attends outside of modules that are called with slices of the batch [b, s], or hidden states"
-            " [b, s, ...], and no other tensor of their length: its layers in slices were not compared with"
-            " whole sequences. To have them compared, call one module, as in self.model(**batch)."
-        )
+        for message in gather_objects(found, group):
+            if message is not None:
+                raise RuntimeError(message)
 
     def _first_difference(
-        self, call: tuple[nn.Module, Any, Any], first: "_FirstPositions", names: dict[nn.Module, str]
-    ) -> tuple[str, float] | None:
-        """The first module that returns another output in slices, and its error. A collective of the context peers."""
+        self, call: tuple[nn.Module, Any, Any], first: "FirstPositions", names: dict[nn.Module, str]
+    ) -> str | None:
+        """What is said of the first module whose output differs. A collective of the context peers."""
         module, *arguments = call
+        found = None
+        for submodule, error, limit in self.differences(module, arguments, first):
+            if error > limit and found is None:
+                name = f"{names[submodule]} ({class_name(submodule)})".strip()
+                found = (
+                    f"{name} gives something else on slices of sequences than on whole ones: off by"
+                    f" {error:.2g} of its size on the first {first.length} positions of the first batch. In"
+                    " it, or just before, positions are mixed within this rank's slice alone, or counted"
+                    " from its start: attend by lightning_automodel.context_parallel_attention(query, key,"
+                    " value), and take positions from batch['position_ids']. (Or it draws random numbers in"
+                    " evaluation mode too, so that it cannot be compared.)"
+                )
+        return found
+
+    def differences(
+        self, module: nn.Module, arguments: list[Any], first: "FirstPositions"
+    ) -> Iterator[tuple[nn.Module, float, float]]:
+        """Modules in the order of their outputs, the relative error of each in slices, and what rounding explains.
+
+        A collective of the context peers.
+        """
         arguments = apply_to_collection(arguments, Tensor, first.gather, allow_frozen=True)
         whole = self._outputs(module, arguments, first.whole)
         arguments = apply_to_collection(arguments, Tensor, first.cut, allow_frozen=True)
@@ -129,11 +148,11 @@ class FirstStepCheck:
             # A wide output may come from narrower ones.
             epsilon = max(epsilon, torch.finfo(output.dtype).eps)
             expected = first.cut(output)
-            if expected is not output and own.shape == expected.shape:
+            # What the called module returns without positions, as a pooled [b, d], must be that of the whole.
+            is_compared = expected is not output or (submodule is module and output.ndim > 1)
+            if is_compared and own.shape == expected.shape:
                 error = float(_error(own.double(), expected.double()))
-                if error > math.sqrt(epsilon) / 2:
-                    return f"{names[submodule]} ({class_name(submodule)})".strip(), error
-        return None
+                yield submodule, error, math.sqrt(epsilon) / 2
 
     def _outputs(self, module: nn.Module, arguments: Any, slices: Slices) -> Outputs:
         """The floating-point tensors that ``module`` and its submodules return on the first positions."""
@@ -158,10 +177,6 @@ class FirstStepCheck:
     @contextmanager
     def _without_effect(self, called: nn.Module) -> Iterator[None]:
         """Context of calls that leave modes, buffers, metrics, logs and random states as they were."""
-        device = self._module.device
-        generators: list[Any] = (
-            [torch] if device.type == "cpu" else [torch, torch.get_device_module(device.type)]
-        )
         eagerly = torch.compiler.set_stance("force_eager")
         with (
             PatchStack() as patches,
@@ -174,13 +189,10 @@ class FirstStepCheck:
                 patches.set(submodule, "training", False)
             patches.callback(ModuleState(called).restore)
             patches.set(self._module, "log", lambda *_, **__: None)
-            before = [generator.get_rng_state() for generator in generators]
             yield
-            after = [generator.get_rng_state() for generator in generators]
-            self._draws |= not all(map(torch.equal, before, after))
 
 
-class _FirstPositions:
+class FirstPositions:
     """The first positions of a batch, of which each rank has a slice of the ``shape`` [b, s].
 
     Attributes:
@@ -210,9 +222,7 @@ class _FirstPositions:
         )
 
     def _is_slice(self, tensor: Tensor) -> bool:
-        # A floating-point [b, s] may as well be [b, features].
-        is_known = not isinstance(tensor, DTensor) and (tensor.ndim > 2 or not tensor.is_floating_point())
-        return is_known and tensor.shape[:2] == self._shape
+        return not isinstance(tensor, DTensor) and tensor.shape[:2] == self._shape
 
     def gather(self, tensor: Tensor) -> Tensor:
         """A slice [b, s, ...] of each rank to the first positions [b, length, ...]. A collective."""

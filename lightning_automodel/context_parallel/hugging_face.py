@@ -13,20 +13,17 @@ from lightning_automodel.sharding.units import outermost
 NAME = "context_parallel"
 """Name under which both functions below are registered: transformers looks attention and masks up by one name."""
 
-_LAYERS = {"full_attention", "sliding_attention"}
 _CHANGES_SCORES = ("softcap", "position_bias", "s_aux", "head_mask")
 
 
-def let_models_attend_across(module: nn.Module, patches: PatchStack) -> int:
-    """Let the Hugging Face models in ``module`` attend by :func:`attend_across`, within steps; refuse unchecked ones.
+def let_models_attend_across(module: nn.Module, patches: PatchStack) -> bool:
+    """Let the Hugging Face models in ``module`` attend by :func:`attend_across`, within steps.
 
-    Returns the least number of attention calls in a step that uses one of them.
+    Returns whether there are any.
     """
     models: list[Any] = outermost_hugging_face_models(module)
     if not models:
-        return 0
-    for model in models:
-        _check(model)
+        return False
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attend)
@@ -43,7 +40,7 @@ def let_models_attend_across(module: nn.Module, patches: PatchStack) -> int:
                 " AttentionInterface, so that it would stay within a slice: leave context_parallel_size at"
                 " 1."
             )
-    return min(model.config.num_hidden_layers for model in models)
+    return True
 
 
 def outermost_hugging_face_models(module: nn.Module) -> list[nn.Module]:
@@ -53,22 +50,6 @@ def outermost_hugging_face_models(module: nn.Module) -> list[nn.Module]:
         return any(cls.__name__ == "PreTrainedModel" for cls in type(submodule).__mro__)
 
     return list(outermost(module, is_of_hugging_face))
-
-
-def _check(model: Any) -> None:
-    name = type(model).__name__
-    config = model.config
-    others = sorted(set(getattr(config, "layer_types", None) or _LAYERS) - _LAYERS)
-    if others:
-        raise ValueError(
-            f"{name} has layers of the types {', '.join(others)}, which would mix only the positions of a"
-            f" slice: context_parallel_size > 1 supports {', '.join(sorted(_LAYERS))}."
-        )
-    if getattr(config, "is_encoder_decoder", False) or not name.endswith(("ForCausalLM", "LMHeadModel")):
-        raise ValueError(
-            f"{name} is not a causal language model: no other Hugging Face models have been checked with"
-            " context_parallel_size > 1. Leave it at 1."
-        )
 
 
 def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -408,14 +408,17 @@ class Attending(Writer):
         self.positions = nn.Embedding(LENGTH, WIDTH)
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
         positions = batch.get("position_ids", torch.arange(LENGTH))
         states = (self.net.embedding(batch["input_ids"]) + self.positions(positions))[:, None]
         mixed = context_parallel_attention(states * self.scale, states, states)[:, 0]
         for layer in self.net.layers:
             mixed = mixed + layer(mixed)
+        return self.net.head(mixed)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
         labels = batch.get("shift_labels", batch["labels"])
-        return F.cross_entropy(self.net.head(mixed).flatten(0, 1), labels.flatten())
+        return F.cross_entropy(self(batch).flatten(0, 1), labels.flatten())
 
 
 class AttendingWithAHook(Attending):

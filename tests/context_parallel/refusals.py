@@ -51,4 +51,4 @@ def check_refused(
     for raised in pool.run(raise_all):
         assert raised.keys() == table.keys()
         for name, refused in table.items():
-            assert refused.sentence in raised[name]
+            assert refused.sentence in raised[name], f"{name}: {raised[name]}"

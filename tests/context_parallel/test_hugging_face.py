@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.context_parallel.hugging_face import let_models_attend_across
-from lightning_automodel.internals.patching import PatchStack
 from tests.context_parallel.refusals import Refused, check_refused, messages
 from tests.expert_parallel.test_hugging_face import make_model as make_mixture
 from tests.rank_pool import RankPool
@@ -203,6 +201,19 @@ class ShiftsInTheModel(OwnLoss):
         return self.model(**(own | {"labels": batch["shift_labels"]})).loss
 
 
+def linear_attention() -> nn.Module:
+    """A layer that mixes positions by a recurrence."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    layers = {"layer_types": ["linear_attention", "full_attention"], "num_experts": 0, "head_dim": 4}
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    return filled(
+        Qwen3NextForCausalLM(
+            Qwen3NextConfig(**_SIZES, **layers, **linear, linear_key_head_dim=4, linear_value_head_dim=4)
+        )
+    )
+
+
 def refused(make_module: Callable[[], Any], sentence: str) -> Refused:
     return Refused(make_module, sentence, lambda: batches_by_rank("plain", 1)[0], {"label_shift": 1})
 
@@ -218,8 +229,9 @@ REFUSED = {
     "shifted again": refused(
         lambda: ShiftsInTheModel(tied_llama()), "would shift the labels of a slice of a sequence by"
     ),
-    "encoder-decoder": refused(
-        lambda: OwnLoss(t5()), "T5ForConditionalGeneration is not a causal language model"
+    "encoder-decoder": refused(lambda: OwnLoss(t5()), "computes attention with position_bias"),
+    "linear attention": refused(
+        lambda: OwnLoss(linear_attention()), "linear_attn.out_proj (Linear) gives something else"
     ),
 }
 
@@ -232,13 +244,3 @@ def refusals() -> dict[str, str]:
 @pytest.mark.sweep
 def test_what_would_be_wrong_in_slices_is_refused(pool2: RankPool) -> None:
     check_refused(pool2, refusals, REFUSED)
-
-
-def test_layers_that_mix_positions_otherwise() -> None:
-    """Before anything of the model is touched."""
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-
-    with torch.device("meta"):
-        model = Qwen3NextForCausalLM(Qwen3NextConfig(num_hidden_layers=4, num_experts=2))
-    with pytest.raises(ValueError, match="Qwen3NextForCausalLM has layers of the types linear_attention"):
-        let_models_attend_across(OwnLoss(model), PatchStack())

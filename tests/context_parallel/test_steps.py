@@ -178,8 +178,6 @@ class DecoderModule(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         loss = self.loss(batch, self.run.loss_reduction)
-        if self.run.told.startswith("returned"):
-            return {"loss": loss, "num_label_tokens": count_used(self.run, batch)}
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Any:
@@ -331,7 +329,7 @@ def draw_runs(seed: int, count: int) -> list[Run]:
         "accumulation": column(1, 2, 3, 4),
         "num_batches": column(3, 4, 5),
         "gap": column("none", "micro_batches", "rank", "window"),
-        "told": column("labels", "returned", "callable"),
+        "told": column("labels", "callable"),
         "loss_reduction": column("mean", "sum"),
         "label_shift": column(0, 1),
         "clipping": column("none", "norm", "value", "norm"),
@@ -356,10 +354,9 @@ def test_two_ranks(pool2: RankPool) -> None:
     check(pool2, Run(gap="micro_batches", clipping="norm"))
 
 
-@pytest.mark.parametrize("told", ["weights", "returned weights"])
-def test_weights_of_labels(pool2: RankPool, told: str) -> None:
+def test_weights_of_labels(pool2: RankPool) -> None:
     """An entry of the shape of the tokens is sliced, and its sum is a count."""
-    check(pool2, Run(told=told, gap="micro_batches", num_batches=3))
+    check(pool2, Run(told="weights", gap="micro_batches", num_batches=3))
 
 
 def test_two_by_two(pool4: RankPool) -> None:
@@ -369,7 +366,7 @@ def test_two_by_two(pool4: RankPool) -> None:
 
 @pytest.mark.sweep
 def test_replicas(pool4: RankPool) -> None:
-    check(pool4, Run(layout="hsdp", num_ranks=2, told="returned", is_causal=False))
+    check(pool4, Run(layout="hsdp", num_ranks=2, told="callable", is_causal=False))
 
 
 def test_ddp(pool4: RankPool) -> None:
@@ -508,12 +505,11 @@ def test_checkpoints_go_to_other_shapes(
 
 
 class WithinSlice(DecoderModule):
-    """Attends by torch's own function in one more layer."""
+    """Attends by torch's own function, outside of modules."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         states = self.model.embedding(batch["input_ids"])[:, None]
-        F.scaled_dot_product_attention(states, states, states)
-        return super().training_step(batch, batch_idx)
+        return self.model.head(F.scaled_dot_product_attention(states, states, states)).mean()
 
 
 class WithoutAttention(DecoderModule):
@@ -526,25 +522,9 @@ class ShiftsItself(DecoderModule):
         return F.cross_entropy(self.model(batch)[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
-class LongerKeys(DecoderModule):
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        states = self.model.embedding(batch["input_ids"])[:, None]
-        return context_parallel_attention(states, torch.cat([states, states], dim=-2), states).sum()
-
-
 class DrawsItself(DecoderModule):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         return super().training_step(next(dataloader_iter)[0], 0)
-
-
-class CountsWhole(DecoderModule):
-    """Returns the number of labels of the whole batch."""
-
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        self.count = (batch["labels"] != -100).sum()
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        return {"loss": super().training_step(batch, batch_idx), "num_label_tokens": self.count}
 
 
 class CountsEntry(DecoderModule):
@@ -583,17 +563,10 @@ def refused(
 
 
 REFUSED = {
-    "torch's own attention": refused(
-        "scaled_dot_product_attention attends to this rank's slice", WithinSlice
-    ),
-    "no attention": refused(
-        "crossed the 2 context-parallel ranks 0 times, not at least 1", WithoutAttention
-    ),
+    "torch's own attention": refused("0 calls of attention crossed the 2 context-parallel", WithinSlice),
+    "no attention": refused("0 calls of attention crossed the 2 context-parallel ranks", WithoutAttention),
     "shifted in the slice": refused("take batch['shift_labels']", ShiftsItself, label_shift=1),
-    "keys of other positions": refused(
-        "each rank holds 2 of this step's: it is for self-attention", LongerKeys
-    ),
-    "dataloader_iter": refused("slices the batch that training_step gets", DrawsItself),
+    "dataloader_iter": refused("a mapping with input_ids [b, s], got _DataFetcherWrapper", DrawsItself),
     "a pair": refused("a mapping with input_ids [b, s], got list", batch=(IDS, IDS)),
     "other names": refused("input_ids [b, s], got ['tokens']", batch={"tokens": IDS}),
     "one label a row": refused("make it [b, 4]", batch={"input_ids": IDS, "labels": IDS[:, 0]}),
@@ -602,26 +575,17 @@ REFUSED = {
         batch={"input_ids": IDS, "labels": IDS, "attention_mask": IDS[None, None]},
     ),
     "counted by a function of the whole": refused(
-        "share a batch count 7, 7 for training_step, and 7 for the whole batch. Each must count its slice",
+        "count_label_tokens counts 7, 7 on the 2 ranks that share a batch, and 7 in the whole batch",
         batch=TWO,
         count_label_tokens=lambda batch: batch["num_tokens"].sum(),
     ),
     "shifted by a function": refused(
-        "share a batch count 2, 2 for training_step, and 6 for the whole batch",
+        "count_label_tokens counts 2, 2 on the 2 ranks that share a batch, and 6 in the whole batch",
         batch=TWO,
         count_label_tokens=lambda batch: batch["labels"][:, 1:].numel(),
     ),
-    "returned of the whole": refused(
-        "share a batch count 8, 8 for training_step, and 8 for the whole batch",
-        CountsWhole,
-        batch=TWO,
-    ),
-    "returned of an entry": refused(
-        "count 7, 7 for training_step, and 7 for the whole batch", CountsEntry, batch=TWO
-    ),
-    "told of an entry": refused(
-        "count 7, 7 for training_step, and 7 for the whole batch", CountsEntryByHand, batch=TWO
-    ),
+    "returned": refused("leave it out: labels of slices are counted", CountsEntry, batch=TWO),
+    "given by hand": refused("leave it out: labels of slices are counted", CountsEntryByHand, batch=TWO),
     "unequal batches": Refused(
         lambda: DecoderModule(Run()),
         "The context-parallel ranks [0, 1] were given different first",
@@ -647,30 +611,14 @@ class EvaluatesEntry(DecoderModule):
 def evaluate_entry() -> str:
     """Runs on every rank: what is raised."""
     trainer = make_trainer(AutomodelStrategy(context_parallel_size=2), callbacks=[EvaluationLoss()])
-    with pytest.raises(ValueError, match="share a batch") as raised:
+    with pytest.raises(ValueError, match="num_label_tokens was given") as raised:
         trainer.validate(EvaluatesEntry(Run()), DataLoader([TWO], batch_size=None), verbose=False)
     return str(raised.value)
 
 
-def test_counts_of_whole_batches_in_evaluation(pool2: RankPool) -> None:
+def test_counts_in_evaluation(pool2: RankPool) -> None:
     for message in pool2.run(evaluate_entry):
-        assert "count 7, 7 for validation_step, and 7 for the whole batch" in message
-
-
-def fit_entries() -> str:
-    """Runs on every rank: what is raised if only the last two ranks' first batch shows it."""
-    told = torch.tensor([4, 3]) * (dist.get_rank() // 2)
-    with pytest.raises(ValueError, match="share a batch") as raised:
-        make_trainer(AutomodelStrategy(context_parallel_size=2)).fit(
-            CountsEntry(Run()), DataLoader([{**TWO, "num_tokens": told}] * 2, batch_size=None)
-        )
-    return str(raised.value)
-
-
-@pytest.mark.sweep
-def test_all_ranks_raise_for_one_batch(pool4: RankPool) -> None:
-    for message in pool4.run(fit_entries):
-        assert "count 7, 7 for training_step" in message
+        assert "leave it out: labels of slices are counted" in message
 
 
 class ByHand(DecoderModule):

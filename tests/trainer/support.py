@@ -182,8 +182,11 @@ class SupportModule(ModelModule):
             return self(batch)
         optimizer = self.optimizers()
         is_last = (batch_idx + 1) % ACCUMULATE == 0 or batch_idx + 1 == self.layout.case.num_batches
+        given = {"num_label_tokens": (batch["labels"] != -100).sum()}
+        if self.layout.context > 1:
+            given = {}  # labels of slices are counted
         with optimizer.toggle_model(sync_grad=is_last):
-            self.manual_backward(self(batch), num_label_tokens=(batch["labels"] != -100).sum())
+            self.manual_backward(self(batch), **given)
         if is_last:
             optimizer.step()
             optimizer.zero_grad()
