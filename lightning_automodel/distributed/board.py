@@ -132,11 +132,6 @@ class Board:
         """Call ``check`` now and then while this rank waits for an answer; it may raise."""
         self._check = check
 
-    def describe_as(self, what: Mapping[str, Any], timeout_s: float) -> None:
-        """From now on, say ``what`` of this rank, and allow ranks and the store to be silent for ``timeout_s``."""
-        self._describe = lambda: what
-        self.timeout_s = timeout_s
-
     def watch(self, rank: int) -> None:
         """From now on, read the record of ``rank`` with each heartbeat, as those of the neighbour and rank 0."""
         self._watched.add(rank)

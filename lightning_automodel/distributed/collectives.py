@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed import process_group
 from lightning_automodel.distributed.process_group import group_rank, group_size
-from lightning_automodel.internals import process_groups
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +71,7 @@ def host_group(timeout: timedelta) -> dist.ProcessGroup:
 
 def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
     """A new gloo group of all ranks. A collective over the world."""
-    with process_groups.unbound():  # gloo may not serve the device
-        return dist.new_group(backend="gloo", timeout=timeout)
+    return dist.new_group(backend="gloo", timeout=timeout)
 
 
 def broadcast_object(value: Any, src: int) -> Any:

@@ -181,16 +181,8 @@ def _try_until(deadline: float, function: Callable[[], object]) -> None:
         time.sleep(POLL_S)
 
 
-@dataclass(frozen=True)
-class Joined:
-    """All ranks have come."""
-
-    store: dist.Store  # of this round
-    board: Board | None = None  # still open, with heartbeats below :data:`JOIN`: the caller closes it
-
-
-def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[], None]) -> Joined:
-    """Wait until every rank has joined. A collective, through the store alone.
+def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[], None]) -> dist.Store:
+    """Wait until every rank has joined; returns the store. A collective, through the store alone.
 
     RankFailedError, the same on every rank that has arrived, if ranks do not arrive within ``timeout``, two
     processes have the same rank, ranks disagree about world size or backend, or the store cannot be used.
@@ -199,7 +191,7 @@ def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[]
         store = found.store
         if store is None:
             store = dist.HashStore()
-        return Joined(store)
+        return store
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         attempt = _Round(found, backend, timeout, deadline, check)
@@ -236,8 +228,8 @@ class _Round:
         self._store = dist.PrefixStore(str(self._rounds.add("round", 0)), self._rounds)
         return self._store
 
-    def join(self) -> Joined:
-        """Enter this rank, and wait until all have come, or close the board if something is wrong."""
+    def join(self) -> dist.Store:
+        """Enter this rank, wait until all have come, and close the board; returns the store of this round."""
         board = self.board
         board.start()
         try:
@@ -247,14 +239,15 @@ class _Round:
             remaining_s = self._deadline - time.monotonic()
             explain = partial(board.explain_missing, JOIN, self._ranks)
             board.wait_for(f"{JOIN}/result", JOIN, remaining_s, explain)
-            return Joined(self._store, board)
+            return self._store
         except BaseException as error:
             if isinstance(error, RankFailedError):
                 if board.verdicts[JOIN] is None:
                     error = self._post(error.failure)
                 board.conclude(JOIN, len(self._ranks))
-            board.close()
             raise error from None
+        finally:
+            board.close()
 
     def _enter(self, store: dist.Store) -> str:
         """Enter this rank into the round; returns what is wrong with it, if anything."""

@@ -215,10 +215,9 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
             dimensions[CONTEXT] = sizes.context
         dimensions[TENSOR] = sizes.tensor
         views = view_mesh(_make_mesh(device_type, dimensions), sizes, (REPLICATE, SHARD), TENSOR)
-        with process_groups.unbound():
-            # For user code that names it so, as under ModelParallelStrategy. Where torch makes a second
-            # group of the same ranks, that connects to nothing before it is used.
-            process_groups.flatten_mesh(views.data_parallel, DATA)
+        # For user code that names it so, as under ModelParallelStrategy. Where torch makes a second group of
+        # the same ranks, that connects to nothing before it is used.
+        process_groups.flatten_mesh(views.data_parallel, DATA)
         kept[device_type, sizes] = views
     built: RunMesh = kept[device_type, sizes]
     for group in built.all_groups() - {dist.group.WORLD}:

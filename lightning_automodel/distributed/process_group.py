@@ -18,7 +18,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_automodel.distributed import device_groups, join, network
-from lightning_automodel.distributed.connecting import connecting
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import process_groups
 
@@ -172,7 +171,10 @@ def initialize_distributed(
     found = join.locate(init_method, store, rank, world_size)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
-    _join(found, backend, timeout, device if device_id else None)
+    bound = None
+    if device_id and device.type == "cuda":
+        bound = device
+    _join(found, backend, timeout, bound)
     return DistInfo(backend, found.rank, found.world_size, device, found.rank == 0)
 
 
@@ -198,7 +200,7 @@ def join_process_group(
     url = f"tcp://{address}:{cluster_environment.main_port}"
     rank = cluster_environment.global_rank()
     found = join.locate(init_method or url, None, rank, cluster_environment.world_size())
-    _join(found, backend, timeout, device, check)
+    _join(found, backend, timeout, None, check)
     return True
 
 
@@ -220,29 +222,24 @@ def _join(
     found: join.Rendezvous,
     backend: str,
     timeout: timedelta,
-    device: torch.device | None,
+    bound: torch.device | None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
+    """Make the default group. Unless a device is ``bound``, an accelerator connects in its first collective."""
     global _membership
     destroy_global_state()
-    if _binds(device, backend):
-        bound = device
-    else:
-        bound = None
-    joined = join.meet(found, backend, timeout, check)
-    store = joined.store
+    store = join.meet(found, backend, timeout, check)
     network.adopt_nccl_interface()
     try:
-        with connecting(joined, timeout, is_eager=bound is not None) as group_store:
-            network.check_connections(found.rank, found.world_size, group_store, timeout)
-            dist.init_process_group(
-                backend,
-                store=dist.PrefixStore("group", group_store),
-                rank=found.rank,
-                world_size=found.world_size,
-                timeout=timeout,
-                device_id=bound,
-            )
+        network.check_connections(found.rank, found.world_size, store, timeout)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=found.rank,
+            world_size=found.world_size,
+            timeout=timeout,
+            device_id=bound,
+        )
     except BaseException:
         join.leave(found, store)
         raise
@@ -254,15 +251,6 @@ def _join(
     multiprocessing.util.Finalize(None, _leave, kwargs={"is_exiting": True}, exitpriority=0)
     if found.rank == 0:
         log.info("%d ranks have joined at %s (backend %s).", found.world_size, found.place, backend)
-
-
-def _binds(device: torch.device | None, backend: str) -> bool:
-    """Whether the groups connect this device at once.
-
-    Groups made later inherit a bound device: gloo serves no accelerator but CUDA, and `init_device_mesh`
-    would split a group whose backend may have no such thing.
-    """
-    return device is not None and device.type == "cuda" and dist.Backend.NCCL in backend.lower()
 
 
 def kept_with_world() -> dict[object, Any]:

@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -41,32 +41,11 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def make_group(partition: list[list[int]]) -> dist.ProcessGroup:
-    """This rank's group of a ``partition`` of the world. A collective over the world, unless its parts have one rank.
-
-    A group of one rank connects to nothing before it is used.
-    """
-    assert dist.group.WORLD is not None
+    """This rank's group of a ``partition`` of the world. A collective over the world, unless parts have one rank."""
     if len(partition[0]) == 1:
-        with unbound():
-            return dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    if dist.group.WORLD.bound_device_id is not None:
-        own = dist.split_group(split_ranks=partition)  # connects all parts at once
-    else:
-        own, _ = dist.new_subgroups_by_enumeration(partition)
+        return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    own, _ = dist.new_subgroups_by_enumeration(partition)
     return cast(dist.ProcessGroup, own)
-
-
-@contextmanager
-def unbound() -> Iterator[None]:
-    """Context in which new groups do not inherit the device that the default group is bound to, nor connect at once."""
-    world = dist.group.WORLD
-    assert world is not None
-    bound = world.bound_device_id
-    world.bound_device_id = None
-    try:
-        yield
-    finally:
-        world.bound_device_id = bound
 
 
 def accelerator_backends() -> dict[str, Any]:

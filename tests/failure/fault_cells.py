@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from tests.failure.faults import (
     CALLED_LAST,
-    CONNECT,
     CTRL_C,
     DATA_ENDS,
     HANG,
@@ -87,7 +86,6 @@ NCCL_CELLS = [
     *(replace(cell, device="nccl") for cell in CELLS),
     *(Cell("training_step", KERNEL, data_parallel=engine, device="nccl") for engine in ("fsdp2", "ddp")),
     *(Cell("training_step", SKIP, data_parallel=engine, device="nccl") for engine in ("fsdp2", "ddp")),
-    *(Cell(CONNECT, "SIGKILL", rank=rank, device="nccl") for rank in (0, 1)),
 ]
 
 BY_DEFAULT = {
@@ -115,5 +113,4 @@ NCCL_BY_DEFAULT = {
     Cell("training_step", SKIP, device="nccl"),
     Cell("training_step", KERNEL, device="nccl"),
     Cell("training_step", CTRL_C, device="nccl"),
-    Cell(CONNECT, "SIGKILL", device="nccl"),
 }

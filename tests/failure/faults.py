@@ -31,7 +31,6 @@ from lightning_automodel import (
     dispatch_tokens,
     spread_experts,
 )
-from lightning_automodel.distributed import process_group
 from tests import devices
 from tests.processes import forked
 from tests.trainer.runs import SILENT
@@ -50,7 +49,6 @@ OUT_OF_MEMORY = "out of memory"
 KERNEL = "error in a kernel"
 HANG = "hang"
 SKIP = "skip"
-CONNECT = "connect"
 ROWS_OF_LESS = 6
 CALLED_ONCE = (
     "configure_callbacks",
@@ -74,7 +72,7 @@ class Cell:
     Attributes:
         hook: Where it happens; ``"__getitem__"`` is the training data set's, ``"attend"`` the attention of a
             layer, and ``"test_step"`` is that of a test in which the last rank has less data than the
-            others, and ``CONNECT`` is where the groups of an accelerator connect, in no hook.
+            others.
         fault: What happens: ``"exception"``, ``"sys.exit"``, ``"os._exit"``, a signal's name, or ``"data
             ends"`` before that of the others, which each rank raises. ``CTRL_C`` comes to all ranks,
             ``HANG`` is in the rank's own code, ``SKIP`` is a collective of the others, and ``KERNEL`` a
@@ -83,7 +81,6 @@ class Cell:
         data_parallel: Engine of the strategy.
         context: Ranks that share each batch: one, or all.
         device: ``"cpu"``, with gloo, or ``"nccl"``, the second device whose collectives behave as NCCL's.
-            There the groups are bound to the device, and connect as the ranks join.
         has_experts: Whether the model has a mixture of experts, which are spread over all ranks.
     """
 
@@ -266,8 +263,6 @@ def fail_in(hook: str, fault: str, folder: Path, rank: int) -> tuple[type[Model]
         if not is_here and fault == SKIP:
             dist.all_reduce(torch.ones(3, device=arguments[0].device))
 
-    if hook == CONNECT:
-        return Model, lambda: None
     if hook == "__getitem__" or fault == DATA_ENDS:
         return Model, count_down
     original = getattr(Model, hook)
@@ -300,15 +295,12 @@ def become_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
     )
 
 
-def use_nccl_like_device(cell: Cell, folder: Path, is_culprit: bool) -> Any:
+def use_nccl_like_device(folder: Path) -> Any:
     """Let this process train on the second device with collectives that behave as NCCL's; returns its accelerator."""
     from tests.second_device.nccl_like import RUN_AHEAD
 
     # The host may then stand anywhere: it runs ahead of the device.
     os.environ.update({devices.VARIABLE: "nccl", RUN_AHEAD: str(folder / "happened")})
-    process_group._binds = lambda device, backend: device is not None
-    if cell.hook == CONNECT and is_culprit:
-        dist.init_process_group = lambda *args, **kwargs: happen(cell.fault, folder)
     return devices.accelerator(WORLD_SIZE)
 
 
@@ -325,8 +317,7 @@ def train(cell: Cell, rank: int, port: int, folder: Path) -> None:
 
 def fit_or_test(cell: Cell, rank: int, folder: Path) -> None:
     """Train, or test, until the fault ends it."""
-    is_culprit = rank == cell.rank
-    accelerator = use_nccl_like_device(cell, folder, is_culprit) if cell.device == "nccl" else "cpu"
+    accelerator = use_nccl_like_device(folder) if cell.device == "nccl" else "cpu"
     model_class, on_get = fail_in(cell.hook, cell.fault, folder, cell.rank)
     trainer = pl.Trainer(
         accelerator=accelerator,
@@ -350,7 +341,7 @@ def fit_or_test(cell: Cell, rank: int, folder: Path) -> None:
         length = ROWS_OF_LESS if rank == WORLD_SIZE - 1 else 4096
         trainer.test(model_class(cell.has_experts), DataLoader(Ragged(on_get, length), 2))
         return
-    length = ROWS_OF_LESS if cell.fault == DATA_ENDS and is_culprit else 4096
+    length = ROWS_OF_LESS if cell.fault == DATA_ENDS and rank == cell.rank else 4096
     trainer.fit(
         model_class(cell.has_experts),
         DataLoader(Ragged(on_get, length), 2),

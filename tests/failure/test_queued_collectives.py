@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.distributed import collectives, process_group
+from lightning_automodel.distributed import collectives
 from tests import devices
 from tests.failure.faults import MESSAGE, Model, Ragged, become_rank, killed_at_the_end, started_ranks
 from tests.trainer.runs import SILENT
@@ -75,10 +75,6 @@ def all_are_interrupted(model: Faulty, batch: dict[str, Tensor]) -> None:
 
 def hangs_before_groups_connect(model: Faulty, batch: dict[str, Tensor]) -> None:
     """In a hook: the others' first collective connects, and waits for this rank without a limit."""
-
-
-def dies_while_groups_connect(model: Faulty, batch: dict[str, Tensor]) -> None:
-    """Before it is asked to: in place of connecting."""
 
 
 def dies_before_its_first_heartbeat(model: Faulty, batch: dict[str, Tensor]) -> None:
@@ -174,14 +170,6 @@ CASES = [
         hangs_before_groups_connect, "fsdp2", "rank 1 on HOST is stuck in on_train_start", 8.0, limit_s=30.0
     ),
     Case(
-        dies_while_groups_connect,
-        "fsdp2",
-        "rank 1 on HOST missed heartbeats, .*while the groups of the accelerator connect: check that"
-        " NCCL_SOCKET_IFNAME.*NCCL_DEBUG=INFO",
-        8.0,
-        statuses=(1, -signal.SIGKILL, 1),
-    ),
-    Case(
         dies_before_its_first_heartbeat,
         "fsdp2",
         "rank 1 on an unknown host missed heartbeats",
@@ -203,9 +191,6 @@ def _rank(case: Case, rank: int, port: int, folder: Path) -> None:
     os.environ.update({devices.VARIABLE: "nccl", "TORCH_FR_DUMP_TEMP_FILE": str(folder / "records_")})
     with (folder / "pids").open("a") as pids:
         pids.write(f"{os.getpid()}\n")
-    if case.fault is dies_while_groups_connect:
-        process_group._binds = lambda device, backend: True
-        _replace_by_death(dist, "init_process_group", rank, folder)
     strategy = AutomodelStrategy(
         data_parallel=case.engine,
         timeout=timedelta(seconds=case.timeout_s),
