@@ -13,7 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.distributed import process_group
+from lightning_automodel.distributed import network, process_group
 from lightning_automodel.distributed.process_group import group_rank, group_size
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,9 @@ def host_group(timeout: timedelta) -> dist.ProcessGroup:
 
 def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
     """A new gloo group of all ranks. A collective over the world."""
-    return dist.new_group(backend="gloo", timeout=timeout)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=network.connect_timeout(timeout))
+    group.set_timeout(timeout)
+    return group
 
 
 def broadcast_object(value: Any, src: int) -> Any:

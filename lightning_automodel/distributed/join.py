@@ -8,6 +8,7 @@ needs the store.
 
 import contextlib
 import ipaddress
+import json
 import os
 import socket
 import time
@@ -19,6 +20,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from lightning_automodel.distributed import network
 from lightning_automodel.distributed.board import LINGER_S, Board
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure
 from lightning_automodel.distributed.store import family_of, launcher_hosts_store, pause_s
@@ -239,6 +241,7 @@ class _Round:
             remaining_s = self._deadline - time.monotonic()
             explain = partial(board.explain_missing, JOIN, self._ranks)
             board.wait_for(f"{JOIN}/result", JOIN, remaining_s, explain)
+            self._check_network(remaining_s)
             return self._store
         except BaseException as error:
             if isinstance(error, RankFailedError):
@@ -248,6 +251,16 @@ class _Round:
             raise error from None
         finally:
             board.close()
+
+    def _check_network(self, limit_s: float) -> None:
+        """Raise RankFailedError, the same on all ranks, if gloo would listen where another node cannot reach it."""
+        if self._found.address is not None:
+            network.choose_interface(self._found.address[0])
+        place = json.dumps(network.own_place())
+        places = self.board.gather("network", self._ranks, place, JOIN, limit_s)
+        failure = network.unreachable([json.loads(each) for each in places])
+        if failure is not None:
+            raise RankFailedError(failure)
 
     def _enter(self, store: dist.Store) -> str:
         """Enter this rank into the round; returns what is wrong with it, if anything."""

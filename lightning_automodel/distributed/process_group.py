@@ -205,7 +205,7 @@ def join_process_group(
 
 
 def _use_existing(backend: str, device: torch.device) -> DistInfo:
-    network.adopt_nccl_interface()  # for the groups that are still to be made
+    network.choose_interface(os.environ.get("MASTER_ADDR", ""))  # for the groups that are still to be made
     config = str(dist.distributed_c10d.get_backend_config())
     names = {pair.rpartition(":")[2] for pair in config.split(",")}
     if len(names) > 1:
@@ -229,22 +229,24 @@ def _join(
     global _membership
     destroy_global_state()
     store = join.meet(found, backend, timeout, check)
-    network.adopt_nccl_interface()
+    is_gloo = backend.lower() == dist.Backend.GLOO
     try:
-        network.check_connections(found.rank, found.world_size, store, timeout)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),
             rank=found.rank,
             world_size=found.world_size,
-            timeout=timeout,
+            timeout=network.connect_timeout(timeout) if is_gloo else timeout,
             device_id=bound,
         )
-    except BaseException:
+    except BaseException as error:
+        error.add_note(network.ADVICE)
         join.leave(found, store)
         raise
     group = dist.group.WORLD
     assert group is not None
+    if is_gloo:
+        group.set_timeout(timeout)
     _membership = os.getpid(), found, store, weakref.ref(group)
     # Unlike `atexit`, this also runs in children of `multiprocessing`; from priority 0 on, before it joins
     # children.
