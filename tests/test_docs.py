@@ -341,10 +341,10 @@ def test_site_from_a_folder(site: Path) -> None:
 
 
 def test_diagrams() -> None:
-    """A window and a failing rank are the same in both files; each picture has a text for those who do not see it."""
+    """Each has a text for those who do not see it, and boxes that do not overlap; a repeated one is the same."""
     charts = MERMAID.findall((DOCS / "how_it_works.md").read_text())
     assert len(charts) == 2
-    assert MERMAID.findall((ROOT / "CONTRIBUTING.md").read_text()) == charts
+    assert set(MERMAID.findall((ROOT / "CONTRIBUTING.md").read_text())) <= set(charts)
     charts = [block for page in PAGES for block in MERMAID.findall(page.read_text())]
     for number, block in enumerate(charts):
         picture = xml.etree.ElementTree.fromstring(svg_of(block, number))
