@@ -13,7 +13,7 @@ that fails or runs out of time is reported, and the next goes on, as do the othe
 Stages: `tests` (those that need CUDA), `one-device` (beside a plain loop and Lightning's strategy), `waits`
 (where the host waits for the device in the steady step), `trace` (of one step: how long the device idles,
 and before what), `long` (long sequences), `two-ranks` (two processes, on a device each, or by gloo on one
-device).
+device), `first-hour` (`first_hour.py` on `--ranks` of this node: docs/first_hour.md).
 """
 
 import argparse
@@ -276,6 +276,21 @@ def two_ranks(args: argparse.Namespace, case: Case) -> str:
     return table([f"backend of two processes on {where}", ""], attempt(measure, [backend or "default"], 2))
 
 
+def first_hour(args: argparse.Namespace, case: Case) -> str:
+    """The checks of a cluster on all ranks of this node; several nodes start `first_hour.py` by torchrun themselves."""
+    ranks = args.ranks or (torch.cuda.device_count() if case.device == "cuda" else 8)
+    output = args.output / "first_hour"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(ROOT / "benchmarks" / "first_hour.py"), "--output", str(output)]
+    command += ["--device", "cuda" if case.device == "cuda" else "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout, check=False)
+    report = output / "report.md"
+    if done.returncode and not report.exists():
+        raise RuntimeError(done.stderr[-3000:])
+    failed = f"{FAILED}: a check is not right\n\n" if done.returncode else ""
+    return failed + report.read_text().partition("\n\n")[2]
+
+
 def _on_one_device(case: Case, timeout: float) -> Any:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
@@ -295,6 +310,7 @@ STAGES: dict[str, Callable[[argparse.Namespace, Case], str]] = {
     "trace": trace,
     "long": long,
     "two-ranks": two_ranks,
+    "first-hour": first_hour,
 }
 
 
@@ -350,7 +366,7 @@ def proven(environment: dict[str, str], results: dict[str, str]) -> str:
     where = f"{environment['device']}, {environment['date']}, {environment['versions']}"
     return (
         f"## For README and docs\n\nRun on {where}: {', '.join(done) or 'nothing'}."
-        f" Not run: {', '.join(lacking) or 'nothing of it'}; several devices, several nodes.\n"
+        f" Not run: {', '.join(lacking) or 'nothing of it'}; several nodes.\n"
     )
 
 
@@ -361,6 +377,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
     parser.add_argument("--device", default="cuda", choices=TESTS, help="(%(default)s)")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES), help="in this order")
+    parser.add_argument("--ranks", type=int, help="of first-hour (all devices; 8 on a CPU)")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds of one run (%(default)s)")
     return parser.parse_args()
 

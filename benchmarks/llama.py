@@ -341,10 +341,7 @@ def _run_trainer(case: Case, meter: Meter) -> None:
 
 
 def _run_loop(case: Case, meter: Meter) -> None:
-    """FSDP2 by hand: gradients are reduced, and parameters gathered, once a window.
-
-    Several ranks join by the environment.
-    """
+    """FSDP2 by hand: gradients are reduced, and parameters gathered, once a window. torchrun starts several ranks."""
     backend = dist.get_default_backend_for_device(case.device)
     if case.ranks > 1:
         if case.device == "cuda":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -122,7 +123,7 @@ def test_stages_fit(monkeypatch: pytest.MonkeyPatch, gigabytes: int, stages: lis
     cases += [("trace", shapes["trace"])]
     cases += [("long", case) for case in gpu.long_cases(shapes["long"])[-2:]]  # the longest
     cases += [("two-ranks", replace(shapes["two-ranks"], ranks=2))]
-    assert {stage for stage, _ in cases} == set(gpu.STAGES) - {"tests"}
+    assert {stage for stage, _ in cases} == set(gpu.STAGES) - {"tests", "first-hour"}
     most: dict[str, float] = {}
     for stage, case in cases:
         if stage not in stages:
@@ -147,11 +148,20 @@ def test_stages_fit(monkeypatch: pytest.MonkeyPatch, gigabytes: int, stages: lis
 )
 def test_all_that_a_gpu_is_for(tmp_path: Path, device: str) -> None:
     """Every stage at toy size; one that fails is in the report, and ends the script with 1."""
-    command = [sys.executable, BENCHMARKS / "gpu.py", "--device", device, "--output", tmp_path]
+    command = [
+        sys.executable,
+        BENCHMARKS / "gpu.py",
+        "--device",
+        device,
+        "--output",
+        tmp_path,
+        "--ranks",
+        "2",
+    ]
     done = subprocess.run(command, env=fresh_environment(), capture_output=True, text=True, check=False)
     report = (tmp_path / "report.md").read_text()
     assert done.returncode == 0, report
-    stages = ["tests", "one-device", "waits", "trace", "long", "two-ranks"]
+    stages = ["tests", "one-device", "waits", "trace", "long", "two-ranks", "first-hour"]
     assert done.stdout.split("\n") == [f"{stage}: done" for stage in stages] + [""]
     assert f"Run on {device}, {report.partition('date: ')[2][:10]}" in report
 
@@ -160,3 +170,80 @@ def test_all_that_a_gpu_is_for(tmp_path: Path, device: str) -> None:
     )
     assert done.returncode == 1
     assert "**failed**" in (tmp_path / "report.md").read_text()
+
+
+def first_hour(
+    folder: Path, ranks: int, *stages: str, **environment: str
+) -> tuple[int, dict[str, list[str]]]:
+    """The exit status of the checks on a CPU, and the rows of their report by name."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [
+        str(BENCHMARKS / "first_hour.py"),
+        "--output",
+        str(folder),
+        "--device",
+        "cpu",
+        "--stages",
+        *stages,
+    ]
+    done = subprocess.run(
+        command, env={**fresh_environment(), **environment}, capture_output=True, text=True, check=False
+    )
+    report = folder / "report.md"
+    assert report.exists(), done.stderr[-3000:]
+    lines = [
+        line.strip("| ").split(" | ") for line in report.read_text().splitlines() if line.startswith("|")
+    ]
+    return done.returncode, {name: cells for name, *cells in lines[2:]}
+
+
+def test_first_checks_of_a_cluster(tmp_path: Path) -> None:
+    """Links and exactness on two ranks."""
+    status, rows = first_hour(tmp_path, 2, "links", "exact")
+    assert status == 0, rows
+    assert rows.keys() == {
+        *("versions", "devices", "all-reduce within a node", "all-reduce over all ranks"),
+        *("weights of fsdp2, float64", "weights of ddp, float64"),
+    }
+    assert {cells[-1] for cells in rows.values()} == {"yes"}
+
+
+def test_a_rank_of_another_version_is_told(tmp_path: Path) -> None:
+    """A check that is not right says no, and the script ends with 1."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata as m, os\n"
+        "of = m.version\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    m.version = lambda name: '0.1' if name == 'lightning' else of(name)\n"
+    )
+    status, rows = first_hour(tmp_path / "out", 2, "links", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert status == 1
+    assert rows["versions"][-1] == "**no**"
+    assert rows["devices"][-1] == "yes"
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_all_checks_of_a_cluster(tmp_path: Path, ranks: int) -> None:
+    status, rows = first_hour(tmp_path, ranks, "links", "exact", "speed", "killed", "terminated", "resumed")
+    assert status == 0, rows
+    assert ("the last rank is killed" in rows) == (ranks > 1)
+    assert {
+        "memory beside the plan",
+        "SIGTERM to the last rank",
+        f"resumed on {max(ranks // 2, 1)} ranks",
+    } <= {*rows}
+
+
+def test_commands_of_the_first_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the page are ones that the script takes; its table has the script's checks."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import first_hour as script
+
+    page = (ROOT / "docs" / "first_hour.md").read_text()
+    commands = re.findall(r"benchmarks/first_hour\.py (.*?)'?$", page, re.MULTILINE)
+    assert len(commands) == 5
+    for command in commands:
+        assert script.parser().parse_args(command.split()).stages == list(script.STAGES)
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(script.STAGES)
