@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -82,3 +83,11 @@ def _combined(what: str, failed: Mapping[int, str]) -> CheckpointError:
             noun = "rank"
         listed.append(f"{noun} {', '.join(ranks)}: {text}")
     return CheckpointError(f"{what}: {'; '.join(listed)}")
+
+
+def some(names: list[Any]) -> str:
+    """The first of ``names``, and how many others there are."""
+    listed = ", ".join(map(str, names[:5]))
+    if len(names) > 5:
+        listed += f" and {len(names) - 5} more"
+    return listed

@@ -1,6 +1,6 @@
 """Which new tensors a checkpoint is read into: laid out like those of the run, or whole."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,17 +13,12 @@ Target = Callable[[Path, Tensor], Tensor | None]
 """A new tensor that a tensor of the checkpoint is read into, by its path; None if it stays as it is."""
 
 
-def whole(leaf: Tensor) -> Tensor | None:
-    """The target of a tensor that each rank has whole."""
-    if isinstance(leaf, Entry):
-        return torch.empty(leaf.shape, dtype=leaf.dtype)
-    return None
-
-
-def laid_out_like(owner: Tensor, leaf: Tensor) -> Tensor | None:
-    """The target of a tensor that is laid out like ``owner``."""
-    if isinstance(owner, DTensor) or isinstance(leaf, Entry):
-        return torch.empty_like(owner, dtype=leaf.dtype)
+def owner_of(tensor: Tensor, own: Mapping[Any, Any], names: Iterable[Any]) -> Tensor | None:
+    """The first of the tensors in ``own`` with one of these ``names`` and the shape of ``tensor``."""
+    for name in names:
+        owner = own.get(name)
+        if isinstance(owner, Tensor) and owner.shape == tensor.shape:
+            return owner
     return None
 
 
@@ -34,37 +29,37 @@ class Layouts:
         own: The model's state by name.
     """
 
-    def __init__(self, own: Mapping[str, Any]) -> None:
-        self._own = own
+    def __init__(self, own: Mapping[Any, Any]) -> None:
+        self.own = own
         self._sharded = [value for value in own.values() if isinstance(value, DTensor)]
+
+    def target(self, leaf: Tensor, names: Iterable[Any], was_sharded: bool = False) -> Tensor | None:
+        """The target of ``leaf``: laid out like what the model has under one of these ``names``.
+
+        If it has nothing of that shape there, and the leaf ``was_sharded``, like one of its shape, or whole on
+        all ranks of the mesh; else whole.
+        """
+        owner = owner_of(leaf, self.own, names)
+        if owner is None and was_sharded and self._sharded:
+            alike = [shard for shard in self._sharded if shard.shape == leaf.shape]
+            owner = alike[0] if alike else _replicated(leaf, self._sharded[0])
+        if isinstance(owner, DTensor):
+            return torch.empty_like(owner, dtype=leaf.dtype)
+        if isinstance(leaf, Entry):
+            return torch.empty(leaf.shape, dtype=leaf.dtype)
+        return None
 
     def of_model(self, path: Path, leaf: Tensor) -> Tensor | None:
         """The target of a tensor of the model. Only a module that renames entries reads unknown ones."""
         name, *within = path
-        if name not in self._own:
+        if name not in self.own:
             return None
-        owner = self._own[name]
-        if isinstance(owner, Tensor) and owner.shape == leaf.shape:
-            return laid_out_like(owner, leaf)
-        if within and isinstance(leaf, Entry):  # what an extra state keeps in shards was sharded
-            return self.any_like(leaf)
-        return whole(leaf)
+        # What an extra state keeps in shards was sharded.
+        return self.target(leaf, [name], was_sharded=bool(within) and isinstance(leaf, Entry))
 
-    def like(self, name: str, leaf: Tensor) -> Tensor | None:
-        """The target of a tensor that was sharded, under the name of an entry of the model, perhaps."""
-        owner = self._own.get(name)
-        if isinstance(owner, Tensor) and owner.shape == leaf.shape:
-            return laid_out_like(owner, leaf)
-        return self.any_like(leaf)
 
-    def any_like(self, leaf: Tensor) -> Tensor | None:
-        """The target of any tensor that was sharded: like one of its shape, or whole on all ranks."""
-        for owner in self._sharded:
-            if owner.shape == leaf.shape:
-                return laid_out_like(owner, leaf)
-        if not self._sharded:
-            return whole(leaf)
-        first = self._sharded[0]
-        empty = torch.empty(leaf.shape, dtype=leaf.dtype, device=first.device)
-        mesh = first.device_mesh
-        return DTensor.from_local(empty, mesh, [Replicate()] * mesh.ndim, run_check=False)
+def _replicated(leaf: Tensor, shard: DTensor) -> DTensor:
+    """A tensor like ``leaf``, whole on all ranks of the mesh of ``shard``."""
+    empty = torch.empty(leaf.shape, dtype=leaf.dtype, device=shard.device)
+    mesh = shard.device_mesh
+    return DTensor.from_local(empty, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -16,20 +16,18 @@ from torch.optim import Optimizer
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.layouts import Layouts, Target
-from lightning_automodel.checkpoint.optimizer_loading import OptimizerLoading
-from lightning_automodel.checkpoint.optimizers import (
-    Owners,
+from lightning_automodel.checkpoint.optimizer_loading import (
+    OptimizerLoading,
     check_number,
-    named_parameters,
-    names_of_owned,
     no_optimizer_state,
-    parameter_names,
 )
+from lightning_automodel.checkpoint.optimizers import named_parameters, parameter_names
 from lightning_automodel.checkpoint.shard_directory import ShardDirectory, is_shard_directory
 from lightning_automodel.checkpoint.single_file import load_file
 from lightning_automodel.checkpoint.state_dict import (
     MODEL,
     OPTIMIZERS,
+    SHARDED,
     SHARDS,
     STATES,
     model_state,
@@ -59,7 +57,7 @@ class CheckpointLoader:
         self._loops: str | None = None
         self._holds_optimizers = False
         self._versions: dict[str, dict[str, Any]] = {}
-        self._sharded: frozenset[str] = frozenset()
+        self._sharded: frozenset[Any] = frozenset()
         self._read: dict[str, Tensor] = {}
         self._used: set[str] = set()
         self._path = ""
@@ -91,7 +89,7 @@ class CheckpointLoader:
                 # A copy, since the plugin may keep the dict that it returned.
                 loaded = dict(io.load_checkpoint(self._path, weights_only=weights_only))
             self._versions = module_versions(loaded.get(MODEL, {}))
-            self._sharded = frozenset(loaded.pop(SHARDS, ()))
+            self._sharded = frozenset([*loaded.pop(SHARDED, ()), *loaded.pop(SHARDS, ())])
         _check_same_moment(loaded, self._what)
         self._holds_optimizers = bool(loaded.get(OPTIMIZERS))
         self._loaded = loaded
@@ -143,8 +141,8 @@ class CheckpointLoader:
             if optimizers is not None:
                 rest = {key: value for key, value in checkpoint.items() if key not in STATES}
                 jobs.append((rest, partial(self._target_of_rest, layouts)))
-                for loading in self._loadings(checkpoint, module, optimizers, owned):
-                    jobs.append((loading.state, partial(loading.target, layouts)))
+                for loading in self._loadings(checkpoint, module, optimizers, owned, layouts):
+                    jobs.append((loading.state, loading.target))
         self._fetch(jobs)
         state = self._filled(*jobs[0])
         with on_every_rank(self._what):
@@ -200,9 +198,9 @@ class CheckpointLoader:
         jobs: list[tuple[Any, Target]] = []
         saved_dtypes: dict[str, torch.dtype] = {}
         with on_every_rank(self._what):
-            loadings = self._loadings(checkpoint, module, optimizers, owned)
             layouts = Layouts(model_state(module))
-            jobs = [(loading.state, partial(loading.target, layouts)) for loading in loadings]
+            loadings = self._loadings(checkpoint, module, optimizers, owned, layouts)
+            jobs = [(loading.state, loading.target) for loading in loadings]
             for name, value in checkpoint.get(MODEL, {}).items():
                 if isinstance(value, Tensor):
                     saved_dtypes[without_wrappers(name)] = value.dtype
@@ -218,6 +216,7 @@ class CheckpointLoader:
         module: "pl.LightningModule",
         optimizers: list[Optimizer],
         owned: OwnedParameters,
+        layouts: Layouts,
     ) -> list[OptimizerLoading]:
         """What loads each optimizer; empty if a hook has emptied the saved list: they start afresh."""
         if self._loops not in (None, repr(checkpoint.get("loops"))):
@@ -241,25 +240,21 @@ class CheckpointLoader:
         states = [state for state in states if state]
         check_number("optimizers", len(states), len(optimizers))
         parameters = named_parameters(module)
-        values = {name: parameter.detach() for name, parameter in parameters.items()}
-        return [
-            OptimizerLoading(
-                state,
-                optimizer,
-                Owners(values, parameter_names(module, optimizer)),
-                index,
-                names_of_owned(parameters, owned(optimizer)),
-            )
-            for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=True))
-        ]
+        loadings: list[OptimizerLoading] = []
+        for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):
+            names = parameter_names(parameters, optimizer)
+            of_ranks = owned(optimizer)
+            is_owned = {name: of_ranks[value] for name, value in parameters.items() if value in of_ranks}
+            loadings.append(OptimizerLoading(state, optimizer, names, index, layouts, is_owned))
+        return loadings
 
     def _target_of_rest(self, layouts: Layouts, path: TreePath, leaf: Tensor) -> Tensor | None:
         """The target of a tensor beside model and optimizers, such as an average of a parameter."""
-        # Files that were written before version 3 of directories list the dicts that hold them.
-        is_listed = not self._sharded.isdisjoint((key_of(path), "/".join(map(str, path[:-1]))))
-        if not is_listed and not isinstance(leaf, Entry):
+        # Older files list keys, or the dicts that hold them.
+        listed = (path, key_of(path), "/".join(map(str, path[:-1])))
+        if self._sharded.isdisjoint(listed) and not isinstance(leaf, Entry):
             return None
-        return layouts.like(without_wrappers(str(path[-1])), leaf)
+        return layouts.target(leaf, [without_wrappers(str(path[-1]))], was_sharded=True)
 
     def _fetch(self, jobs: list[tuple[Any, Target]]) -> None:
         """Read what lies in shards into the targets of trees, for each rank its part of it. A collective."""

@@ -8,34 +8,33 @@ under its key:
 - ``whole``: a plain tensor of the whole shape of its sharded parameter.
 """
 
-import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.tree import Path
 from lightning_automodel.internals.torch import without_wrappers
 
 NOTES = "lightning_automodel"
 """Key of the notes in an optimizer's saved state, if it needs any."""
 
-_AS_SAVED = "configure the optimizers that the run was saved with"
-
 Names = list[list[Any]]
 """Names of an optimizer's parameters by group."""
 
 
-def parameter_names(model: nn.Module, optimizer: Optimizer) -> Names:
-    """Names of an optimizer's parameters by group; the number of one that is not the model's."""
-    # Within a step modules have gathered parameters, and optimizers the shards.
-    names = {
-        id(getattr(parameter, "shard", parameter)): without_wrappers(name)
-        for name, parameter in model.named_parameters()
+def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
+    """The parameters of ``model`` under names without wrappers; those that optimizers have, if it is gathered."""
+    return {
+        without_wrappers(name): getattr(parameter, "shard", parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate)
     }
+
+
+def parameter_names(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> Names:
+    """Names of an optimizer's ``parameters`` by group; the number of one that is not among them."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
     found: Names = []
     number = 0
     for group in optimizer.param_groups:
@@ -90,136 +89,14 @@ def by_name(state: Any, names: Iterable[Any]) -> Any:
     return renamed(state, dict(enumerate(names)))
 
 
-class Owners:
-    """Which parameter a tensor in an optimizer's state belongs to.
+def owner_names(path: Path, tensor: Tensor, names: Names) -> Path:
+    """Names among which is that of the parameter, if it has one, that a ``tensor`` of a state is like.
 
-    Args:
-        parameters: Parameters of the model by name.
-        names: Names of the optimizer's parameters by group.
+    The path leads into a parameter's state, or to an entry of a list in a group with an entry for each
+    parameter, which have these ``names``.
     """
-
-    def __init__(self, parameters: Mapping[Any, Tensor], names: Names) -> None:
-        self.parameters = parameters
-        self.names = names
-
-    def of(self, path: Path) -> Tensor | None:
-        """The parameter for a path within the state.
-
-        The path leads into a parameter's state, or to an entry of a list in a group with an entry for each
-        parameter.
-        """
-        for part, within in itertools.pairwise(path):
-            if part == "state" and within in self.parameters:
-                return self.parameters[within]
-        if path[0] != "param_groups" or path[1] >= len(self.names):
-            return None
-        group = self.names[path[1]]
-        number = path[-1]
-        if not isinstance(number, int) or number >= len(group):
-            return None
-        return self.parameters.get(group[number])
-
-    def like(self, path: Path, tensor: Tensor) -> Tensor | None:
-        """The parameter that a tensor without a note is loaded like; None if it is loaded whole."""
-        owner = self.of(path)
-        if owner is None or owner.shape != tensor.shape or tensor.dim() == 0:
-            return None
-        return owner
-
-
-def names_of_owned(parameters: Mapping[str, Tensor], owned: Mapping[nn.Parameter, bool]) -> dict[str, bool]:
-    """The names of the parameters that are stepped whole, and whether this rank owns them."""
-    by_id = {id(parameter): is_own for parameter, is_own in owned.items()}
-    return {name: by_id[id(parameter)] for name, parameter in parameters.items() if id(parameter) in by_id}
-
-
-def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
-    """The parameters of ``model`` under names without wrappers."""
-    named = model.named_parameters(remove_duplicate=remove_duplicate)
-    return {without_wrappers(name): parameter for name, parameter in named}
-
-
-def note_on(owners: Owners, path: Path, tensor: Tensor) -> str | None:
-    """The note that a tensor of an optimizer's state needs."""
-    owner = owners.like(path, tensor)
-    if isinstance(tensor, DTensor):
-        return None if isinstance(owner, DTensor) else "sharded"
-    return "whole" if isinstance(owner, DTensor) else None
-
-
-# --- Checking ---------------------------------------------------------------------------------------------
-
-
-def no_optimizer_state() -> CheckpointError:
-    """The error for a checkpoint without states of optimizers."""
-    return CheckpointError(
-        "it holds no state of optimizer 0: it was saved with save_weights_only=True, or with fewer"
-        " optimizers, or it is a directory of another program, of which weights alone are read (to"
-        " go on from a run of ModelParallelStrategy, let it write one file:"
-        " save_distributed_checkpoint=False; Lightning's consolidate_checkpoint reads FSDPStrategy's"
-        " directories alone); validate, test and predict can load it"
-    )
-
-
-def check_number(what: str, saved: int, own: int) -> None:
-    """Raise CheckpointError unless the number that was saved is this run's own."""
-    if saved != own:
-        raise CheckpointError(f"it holds {saved} {what}, and this run has {own}: {_AS_SAVED}")
-
-
-def check_groups(optimizer: Optimizer, saved: list[dict[str, Any]], index: int) -> None:
-    """Raise CheckpointError unless the ``saved`` groups are as many as the optimizer's, and have its options.
-
-    Flags may be missing: newer releases of torch have added some.
-    """
-    check_number(f"groups of parameters of optimizer {index}", len(saved), len(optimizer.param_groups))
-    defaults = optimizer.defaults.items()
-    needed = {name for name, value in defaults if value is not None and not isinstance(value, bool)}
-    for settings in saved:
-        if missing := sorted(needed - set(settings)):
-            raise CheckpointError(
-                f"optimizer {index} is a {type(optimizer).__name__}, and the checkpoint lacks its"
-                f" {some(missing)}: {_AS_SAVED}"
-            )
-
-
-def new_names(saved: Names, own: Names, known: Mapping[str, Any], index: int) -> dict[Any, Any]:
-    """This run's names of the ``saved`` parameters of an optimizer.
-
-    Saved names that the model does not have are taken for renamed parameters, matched by position, if the
-    group has as many parameters as the saved one. Raises CheckpointError if the optimizer trains other
-    parameters.
-
-    Args:
-        saved: Saved names by group.
-        own: This run's names by group.
-        known: Names of all parameters of this run's model.
-        index: Number of the optimizer.
-    """
-    found: dict[Any, Any] = {}
-    for number, (there, here) in enumerate(zip(saved, own, strict=True)):
-        if set(there) == set(here):
-            found.update(zip(there, there, strict=True))
-            continue
-        pairs = list(zip(there, here, strict=False))
-        if len(there) == len(here) and all(old == new or old not in known for old, new in pairs):
-            found.update(pairs)
-            continue
-        differing: list[str] = []
-        if only_saved := [name for name in there if name not in here]:
-            differing.append(f"only saved: {some(only_saved)}")
-        if only_here := [name for name in here if name not in there]:
-            differing.append(f"only here: {some(only_here)}")
-        raise CheckpointError(
-            f"optimizer {index} trains other parameters in group {number} than when it was saved"
-            f" ({'; '.join(differing)}): {_AS_SAVED}"
-        )
-    return found
-
-
-def some(names: list[Any]) -> str:
-    """The first of ``names``, and how many others there are."""
-    listed = ", ".join(map(str, names[:5]))
-    if len(names) > 5:
-        listed += f" and {len(names) - 5} more"
-    return listed
+    if tensor.dim() == 0:  # a number
+        return ()
+    if path[0] == "param_groups" and isinstance(path[-1], int):
+        return tuple(names[path[1]][path[-1] : path[-1] + 1])
+    return path

@@ -1,31 +1,30 @@
 """States that optimizers save: shards, or equal on all ranks, or refused; owners save theirs."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_automodel.checkpoint.errors import CheckpointError
+from lightning_automodel.checkpoint.errors import CheckpointError, some
+from lightning_automodel.checkpoint.layouts import owner_of
 from lightning_automodel.checkpoint.optimizers import (
     NOTES,
-    Owners,
     by_name,
     flat,
     has_groups,
     named_parameters,
-    names_of_owned,
-    note_on,
+    owner_names,
     parameter_names,
-    some,
 )
+from lightning_automodel.checkpoint.state_dict import whole
 from lightning_automodel.checkpoint.tree import PLAIN, Path, keys_of, leaves, mapped
-
-Gather = Callable[[Any], list[Any]]
-"""Gathers an object from each rank, by rank."""
+from lightning_automodel.distributed.collectives import gather_objects, gather_to_first
+from lightning_automodel.distributed.process_group import group_rank
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -33,22 +32,28 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     state = optimizer.state_dict()
     if not state:
         return {}
-    return by_name(state, flat(parameter_names(model, optimizer)))
+    return by_name(state, flat(parameter_names(named_parameters(model), optimizer)))
 
 
 def restorable_state(
-    model: nn.Module, optimizer: Optimizer, gather: Gather, owned: Mapping[nn.Parameter, bool]
+    model: nn.Module,
+    optimizer: Optimizer,
+    group: dist.ProcessGroup | None,
+    owned: Mapping[nn.Parameter, bool],
+    for_one_file: bool,
 ) -> dict[str, Any]:
     """:func:`optimizer_state` of an optimizer that trains shards, with notes for loading.
 
     A collective. For parameters that are stepped whole, each rank returns the states of those that it owns,
-    and for the others the numbers, and tensors without values.
+    and for the others the numbers, and tensors without values; rank 0 all values, if they are
+    ``for_one_file``.
 
     Args:
         model: The model whose parameters are trained.
         optimizer: The optimizer that trains them.
-        gather: Gathers an object from each rank, by rank.
+        group: Of all ranks, for objects; None in a single process.
         owned: The parameters that are stepped whole, and whether this rank owns them.
+        for_one_file: Whether rank 0 writes one file.
 
     Raises:
         CheckpointError: On every rank, if plain tensors of the state differ between ranks.
@@ -57,8 +62,8 @@ def restorable_state(
     if not state:
         return state
     parameters = named_parameters(model)
-    owners = Owners(parameters, parameter_names(model, optimizer))
-    owned_names = names_of_owned(parameters, owned)
+    names = parameter_names(parameters, optimizer)
+    owned_names = {name: owned[value] for name, value in parameters.items() if value in owned}
     of_owned: dict[str, Any] = {}
     if has_groups(state):
         of_owned = {name: state["state"].pop(name) for name in owned_names if name in state["state"]}
@@ -68,17 +73,21 @@ def restorable_state(
     for path, leaf in leaves(state):
         if path not in keys:
             continue
-        key = keys[path]
-        if not isinstance(leaf, DTensor):
-            digests[key] = _digest(leaf)
-        if (note := note_on(owners, path, leaf)) is not None:
-            notes[key] = note
+        is_shard = isinstance(leaf, DTensor)
+        if not is_shard:
+            digests[keys[path]] = _digest(leaf)
+        owner = owner_of(leaf, parameters, owner_names(path, leaf, names))
+        if is_shard != isinstance(owner, DTensor):
+            notes[keys[path]] = "sharded" if is_shard else "whole"
     class_name = type(optimizer).__name__
-    _check_equal(gather(digests), class_name)
+    _check_equal(gather_objects(digests, group), class_name)
     if notes:
         state[NOTES] = notes
     if owned_names:
-        _add_owned(state, of_owned, owned_names, gather, class_name)
+        sent = _add_owned(state, of_owned, owned_names, group, class_name)
+        if for_one_file:
+            for states_of_rank in gather_to_first(whole(sent, keep=True), group):
+                state["state"].update(states_of_rank)
     return state
 
 
@@ -107,10 +116,13 @@ def _add_owned(
     state: dict[str, Any],
     of_owned: dict[str, Any],
     owned_names: Mapping[str, bool],
-    gather: Gather,
+    group: dist.ProcessGroup | None,
     class_name: str,
-) -> None:
-    """Add all owners' states of parameters that are stepped whole. Gathers small objects."""
+) -> dict[str, Any]:
+    """Add all owners' states of parameters that are stepped whole. Gathers small objects.
+
+    Returns those of ``of_owned`` of which this rank is the first owner: replicas have owners of their own.
+    """
 
     def without_values(_: Path, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -120,14 +132,17 @@ def _add_owned(
         return torch.empty_like(leaf, device="meta")
 
     options = {
-        index: {name: value for name, value in group.items() if isinstance(value, PLAIN)}
-        for index, group in enumerate(state["param_groups"])
-        if any(owned_names.get(name, False) for name in group["params"])
+        index: {name: value for name, value in settings.items() if isinstance(value, PLAIN)}
+        for index, settings in enumerate(state["param_groups"])
+        if any(owned_names.get(name, False) for name in settings["params"])
     }
     options_of_owners: dict[int, dict[str, Any]] = {}
-    for states_of_rank, options_of_rank in gather((mapped(of_owned, without_values), options)):
+    owners: dict[str, int] = {}
+    of_ranks = gather_objects((mapped(of_owned, without_values), options), group)
+    for rank, (states_of_rank, options_of_rank) in enumerate(of_ranks):
         for name, state_of_parameter in states_of_rank.items():
             state["state"].setdefault(name, state_of_parameter)
+            owners.setdefault(name, rank)
         for index, settings in options_of_rank.items():
             known = options_of_owners.setdefault(index, settings)
             if known != settings:
@@ -140,23 +155,4 @@ def _add_owned(
             # A rank that owns nothing of the group may not have counted steps.
             state["param_groups"][index].update(settings)
     state["state"].update(of_owned)
-
-
-def on_first_rank(
-    state: dict[str, Any], receive: Callable[[Tensor, Any], Tensor], gather: Gather
-) -> dict[str, Any]:
-    """:func:`restorable_state`'s ``state`` with all owners' tensors on rank 0. A collective for each tensor.
-
-    Args:
-        state: The state, in which tensors of other owners have no values.
-        receive: Sends a tensor from a rank to rank 0.
-        gather: Gathers an object from each rank, by rank.
-    """
-    tensors = {path: leaf for path, leaf in leaves(state) if isinstance(leaf, Tensor)}
-    holders = gather([not tensor.is_meta for tensor in tensors.values()])
-    received: dict[Path, Tensor] = {}
-    for number, (path, tensor) in enumerate(tensors.items()):
-        ranks = [rank for rank, holds in enumerate(holders) if holds[number]]
-        if ranks and ranks[0] != 0:
-            received[path] = receive(tensor, ranks[0])
-    return mapped(state, lambda path, leaf: received.get(path, leaf))
+    return {name: of_owned[name] for name, rank in owners.items() if rank == group_rank()}

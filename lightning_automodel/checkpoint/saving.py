@@ -23,10 +23,10 @@ from lightning_automodel.checkpoint.errors import on_every_rank
 from lightning_automodel.checkpoint.form import CheckpointForm
 from lightning_automodel.checkpoint.hyper_parameters import without_shards
 from lightning_automodel.checkpoint.optimizers import named_parameters
-from lightning_automodel.checkpoint.restorable import on_first_rank, optimizer_state, restorable_state
+from lightning_automodel.checkpoint.restorable import optimizer_state, restorable_state
 from lightning_automodel.checkpoint.shard_writer import prepare_shards
 from lightning_automodel.checkpoint.single_file import prepare_file
-from lightning_automodel.checkpoint.tree import check_pickled, key_of, leaves
+from lightning_automodel.checkpoint.tree import check_pickled, leaves
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals import lightning as lightning_internals
@@ -111,14 +111,8 @@ class CheckpointSaver:
         if not self._form.is_sharded or not is_together:
             return optimizer_state(module, optimizer)
         collectives.named_barrier("save_checkpoint", self._timeout)
-        gather = collectives.gather_objects
-        if dist.is_initialized():
-            gather = partial(gather, group=collectives.host_group(self._timeout))
-        state = restorable_state(module, optimizer, gather, owned)
-        if owned and not self._form.as_directory:
-            # Not the module's device, which is the host for parameters that are offloaded.
-            device = module.trainer.strategy.root_device
-            state = on_first_rank(state, partial(collectives.sent_to_first, device=device), gather)
+        group = self._host_group()
+        state = restorable_state(module, optimizer, group, owned, for_one_file=not self._form.as_directory)
         return self._in_form(state, is_together)
 
     def _in_form(self, state: dict[str, Any], is_together: bool) -> dict[str, Any]:
@@ -185,9 +179,8 @@ class CheckpointSaver:
         if self._form.is_sharded:
             # One file holds whole tensors, and lists which were sharded so that loading can shard them
             # again.
-            rest = {key: value for key, value in checkpoint.items() if key not in state_dict.STATES}
-            checkpoint[state_dict.SHARDS] = [
-                key_of(path) for path, leaf in leaves(rest) if isinstance(leaf, DTensor)
+            checkpoint[state_dict.SHARDED] = [
+                path for path, leaf in leaves(checkpoint) if isinstance(leaf, DTensor)
             ]
             checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
         return prepare_file(checkpoint, target, save_file, copies)
@@ -207,13 +200,18 @@ class CheckpointSaver:
             )
             return
         self._pending_path = ""
-        # In a group of accelerators, objects would wait for queued work and take device memory.
-        write(collectives.host_group(self._timeout) if dist.is_initialized() else None)
+        write(self._host_group())
         if not goes_on:
             self.finish()  # no later step runs the links and removals that wait for this save
 
     def _writes_in_background(self, goes_on: bool) -> bool:
         return self.in_background and goes_on
+
+    def _host_group(self) -> dist.ProcessGroup | None:
+        """A group for objects: in one of accelerators they would wait for queued work and take device memory."""
+        if not dist.is_initialized():
+            return None
+        return collectives.host_group(self._timeout)
 
     def _background_group(self) -> dist.ProcessGroup | None:
         """A gloo group that training does not use: collectives of two threads must not mix in one group."""

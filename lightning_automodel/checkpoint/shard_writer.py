@@ -21,8 +21,7 @@ from torch.utils.serialization import config as serialization_config
 from typing_extensions import override
 
 from lightning_automodel.checkpoint import paths
-from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
-from lightning_automodel.checkpoint.optimizers import some
+from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank, some
 from lightning_automodel.checkpoint.shard_directory import FORMAT, MANIFEST, METADATA, REST, checksum
 from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, copied, is_extra_state
 from lightning_automodel.checkpoint.tree import Path as TreePath

@@ -94,6 +94,20 @@ def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
+def gather_to_first(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """On the first rank of ``group`` the picklable ``value`` of each; none elsewhere. A collective over it.
+
+    None is for a process without groups.
+    """
+    if group is None:
+        return [value]
+    values: list[T] | None = None
+    if group.rank() == 0:
+        values = [value] * group.size()
+    dist.gather_object(value, values, group=group, group_dst=0)
+    return values or []
+
+
 class _Gathers:
     """What user code gathers from shards: how often so far, and what at the moment."""
 
@@ -181,23 +195,3 @@ def is_mean(reduce_op: dist.ReduceOp | str | None) -> bool:
     if isinstance(reduce_op, str):
         reduce_op = reduce_op.lower()
     return reduce_op in ("mean", "avg", None, dist.ReduceOp.AVG)
-
-
-def sent_to_first(tensor: Tensor, source: int, device: torch.device) -> Tensor:
-    """On rank 0, rank ``source``'s ``tensor``; on other ranks, their own. A collective on the default group.
-
-    Other ranks pass a tensor of the same shape and dtype, which may be without values. ``device`` is the one
-    that communicates.
-    """
-    if source == 0:
-        return tensor
-    rank = group_rank()
-    if rank == source:
-        values = tensor
-    else:
-        values = torch.empty_like(tensor, device=device)
-    sent = values.to(device).contiguous()
-    dist.broadcast(sent.reshape(-1).view(torch.uint8), source)  # as bytes: no backend knows every dtype
-    if rank == 0:
-        return sent
-    return tensor

@@ -99,6 +99,8 @@ class Keeps(Callback):
             "norms": {name: torch.tensor(float(index)) for index, name in enumerate(named)},
             "whole": {name: torch.full(parameter.shape, 0.1) for name, parameter in named.items()},
             "shards": {name: parameter.detach().float() + 0.1 for name, parameter in named.items()},
+            "alike": {"head.weight": pl_module.model.head.weight.detach() + 0.2},
+            "alike.head": {"weight": torch.full(pl_module.model.head.weight.shape, 0.2)},
         }
 
     def state_dict(self) -> dict[str, Any]:
