@@ -387,7 +387,7 @@ class AutomodelStrategy(ParallelStrategy):
             self._setup_block.enter_context(self.first_rank_per_node())
         if name == "run-stage" and self._run is not None:
             meta_init.check_initialized(self._module, self.root_device)
-            self._loader.loading_ended()
+            self._loader = CheckpointLoader()  # Lightning has restored the checkpoint
 
     def _end_setup_block(self, exception: BaseException | None = None) -> None:
         self._setup_block.__exit__(type(exception) if exception is not None else None, exception, None)
@@ -447,7 +447,6 @@ class AutomodelStrategy(ParallelStrategy):
         if (note := self._form.choose(self.checkpoint_io, self.world_size)) is not None:
             self._advice.say_once(note)
         self._saver.patch_callbacks(trainer, self._patches)
-        self._loader.forget_failed()
         if trainer.state.fn != TrainerFn.FITTING:
             return
         needs_all_ranks = self._form.is_sharded or self._form.as_directory
@@ -787,9 +786,12 @@ class AutomodelStrategy(ParallelStrategy):
         Raises:
             CheckpointError: On every rank, if saving failed on any; older checkpoints are unchanged.
             RuntimeError: After the strategy's ``timeout``, if not every rank saves; it names the missing
-                ranks.
+                ranks. In the process that has launched the ranks and is none.
         """
         module = self._module
+        if self.world_size > 1 and not dist.is_initialized():
+            self._saver.refuse(filepath)
+            return
         is_together = self._meet_to_save()
         ranks = None
         if is_together and self.world_size > 1:
@@ -846,6 +848,7 @@ class AutomodelStrategy(ParallelStrategy):
         self._required_run.release_gathered()
         if weights_only is None:
             weights_only = self._supervisor.weights_only
+        self._loader = CheckpointLoader()
         checkpoint = self._loader.open(
             checkpoint_path, weights_only, self.checkpoint_io, self.local_rank == 0
         )
@@ -896,7 +899,8 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         try:
-            self._loader.close()
+            self._loader.discard()
+            self._loader = CheckpointLoader()
             self._saver.close(was_interrupted=self._supervisor.has_failed)
         finally:
             try:

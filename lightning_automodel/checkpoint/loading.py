@@ -45,7 +45,7 @@ OwnedParameters = Callable[[Optimizer], Mapping[nn.Parameter, bool]]
 
 
 class CheckpointLoader:
-    """Loads the checkpoints of one strategy. Its methods are collectives unless they say otherwise.
+    """Loads one checkpoint. Its methods are collectives unless they say otherwise.
 
     Lightning calls :meth:`open`, the user's hooks, :meth:`fill_model`, the callbacks' hooks and
     :meth:`fill_optimizers`, in this order.
@@ -76,7 +76,6 @@ class CheckpointLoader:
         its checksums; a directory's shards are compared where they are read.
         """
         self._path = paths.normalize(collectives.broadcast_object(path, 0))
-        self.close()
         loaded: dict[str, Any] = {}
         with on_every_rank(self._what):
             is_ours = type(io) is TorchCheckpointIO
@@ -99,20 +98,8 @@ class CheckpointLoader:
         """Refuse later changes of the loops' counters by hooks. Not a collective."""
         self._loops = repr(self._loaded.get("loops"))
 
-    def loading_ended(self) -> None:
-        """Drop the checkpoint that :meth:`open` returned, once Lightning has restored it. Not a collective."""
-        self._loaded = {}
-        self.close()
-
-    def close(self) -> None:
-        """Forget what was read, and the open directory. Not a collective."""
-        self._shards = None
-        self._loops = None
-        self._read = {}
-        self._used = set()
-
-    def forget_failed(self) -> None:
-        """Empty a checkpoint that an earlier run failed to restore: Lightning would restore it in the next."""
+    def discard(self) -> None:
+        """Empty a checkpoint that the run has failed to restore: Lightning would restore it in the next."""
         self._loaded.clear()
 
     def fill_model(

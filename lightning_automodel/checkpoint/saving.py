@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -240,6 +241,19 @@ class CheckpointSaver:
             target = paths.normalize(path)
             paths.prepare_place(target)
             file_saver(io)(checkpoint, target)
+
+    def refuse(self, path: str | Path) -> None:
+        """Say that this process, which has launched the ranks, saves nothing. Not a collective.
+
+        RuntimeError, or an error in the log while an exception is handled, which another one would hide.
+        """
+        text = (
+            f"No checkpoint was written at {path}: this process has launched the ranks, and is none. Save in"
+            " hooks of callbacks or the module; the ranks have called on_exception themselves."
+        )
+        if sys.exc_info()[1] is None:
+            raise RuntimeError(text)
+        log.error(text)
 
     def remove(self, path: str | Path, io: CheckpointIO) -> None:
         """Remove a checkpoint on rank 0, once the one that replaces it is on disk. Not a collective."""

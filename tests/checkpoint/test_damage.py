@@ -14,13 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import CheckpointError
-from lightning_automodel.checkpoint.shard_directory import MANIFEST
-from tests.checkpoint.checkpoints import FORMS, AdamModule, batches, files_of, forms, save
+from lightning_automodel.checkpoint.shard_directory import MANIFEST, ShardDirectory, _CheckingReader
+from tests.checkpoint.checkpoints import FORMS, AdamModule, batches, files_of, fit, forms, save
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import full_weights
 from tests.trainer.runs import CASE, make_trainer
@@ -313,3 +314,37 @@ def test_directory_that_is_no_checkpoint(pool2: RankPool, tmp_path: Path, form: 
         for message in pool2.run(opened, FORMS[form], str(path)):
             assert str(path) in message
             assert ".metadata is missing" in message
+
+
+def _read_places(options: dict[str, Any], path: str) -> list[tuple[str, int]]:
+    """The places that this rank reads as it resumes a fit with an average, in the order in which it does."""
+    places: list[tuple[str, int]] = []
+    content = _CheckingReader.content
+
+    def counted(reader: _CheckingReader, place: Any) -> Any:
+        places.append((place.relative_path, place.offset))
+        return content(reader, place)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_CheckingReader, "content", counted)
+        fit(options, seed=CASE.seed + 2, callbacks=[EMAWeightAveraging()], ckpt_path=path, max_epochs=2)
+    return places
+
+
+def _save_average(path: str) -> int:
+    trainer, _ = fit({}, callbacks=[EMAWeightAveraging()])
+    trainer.save_checkpoint(path)
+    return len(ShardDirectory(path, True)._metadata.storage_data)
+
+
+@pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}], ids=["fsdp2", "ddp"])
+@pytest.mark.every_case
+def test_each_entry_is_read_once(pool2: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    """By a rank that needs a part of it: checking is no pass of its own, nor do callbacks and hooks add one."""
+    path = str(tmp_path / "last.ckpt")
+    (num_entries, _) = pool2.run(_save_average, path)
+    of_ranks = pool2.run(_read_places, options, path)
+    for places in of_ranks:
+        assert len(set(places)) == len(places) > 0
+    num_read = sum(map(len, of_ranks))
+    assert num_read == num_entries if options == {} else num_read == 2 * num_entries

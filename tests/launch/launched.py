@@ -21,7 +21,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.tuner import Tuner
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader
@@ -183,6 +183,8 @@ def fail(folder: Path, fault: str | None = None, **options: Any) -> None:
     """Train for long, unless a fault ends it; write the error that this process gets."""
     module = Launched(folder, fault, repeat=100000)
     trainer = make_trainer(folder, **options)
+    if fault == "exception":
+        trainer.callbacks.append(OnExceptionCheckpoint(folder, "raised"))
     try:
         trainer.fit(module)
     except BaseException as error:

@@ -87,6 +87,9 @@ def test_rank_fails(runs: dict[Any, Future], fault: str) -> None:
     assert status == expected, (folder / "log").read_text()
     assert error.startswith(beginning)
     assert re.search(cause, error)
+    # OnExceptionCheckpoint is called in the launching process too, and hides no error there.
+    if fault == "exception":
+        assert "this process has launched the ranks, and is none" in (folder / "log").read_text()
     assert_gone(folder)
 
 
