@@ -78,7 +78,6 @@ class CheckpointSaver:
         self._pending_path = ""
         self._defers = False
         self._deferred: list[Callable[[], None]] = []
-        self._group: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._thread: ThreadPoolExecutor | None = None
 
     def patch_callbacks(self, trainer: "pl.Trainer", patches: PatchStack) -> None:
@@ -197,7 +196,7 @@ class CheckpointSaver:
             self._pending_path = target
             self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self._pending = self._thread.submit(
-                _write_beside_training, device, write, self._background_group()
+                _write_beside_training, device, write, self._host_group(in_background=True)
             )
             return
         self._pending_path = ""
@@ -208,21 +207,17 @@ class CheckpointSaver:
     def _writes_in_background(self, goes_on: bool) -> bool:
         return self.in_background and goes_on
 
-    def _host_group(self) -> dist.ProcessGroup | None:
-        """A group for objects: in one of accelerators they would wait for queued work and take device memory."""
-        if not dist.is_initialized():
-            return None
-        return collectives.host_group(self._timeout)
+    def _host_group(self, in_background: bool = False) -> dist.ProcessGroup | None:
+        """A group for objects: in one of accelerators they would wait for queued work and take device memory.
 
-    def _background_group(self) -> dist.ProcessGroup | None:
-        """A gloo group that training does not use: collectives of two threads must not mix in one group."""
+        None in a process without groups. In the background one that training does not use: collectives of
+        two threads must not mix in one group.
+        """
         if not dist.is_initialized():
             return None
-        world = dist.group.WORLD
-        assert world is not None
-        if self._group is None or self._group[0] is not world:
-            self._group = (world, collectives.new_host_group(self._timeout))
-        return self._group[1]
+        if in_background:
+            return collectives.background_group(self._timeout)
+        return collectives.host_group(self._timeout)
 
     # --- Beside saving ----------------------------------------------------------------------------
 

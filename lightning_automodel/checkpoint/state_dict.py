@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.checkpoint.errors import CheckpointError
-from lightning_automodel.checkpoint.tree import PLAIN, Path, mapped
+from lightning_automodel.checkpoint.tree import Path, mapped
 from lightning_automodel.internals.torch import (
     EXTRA_STATE,
     module_versions,
@@ -109,8 +109,6 @@ def copied(state: Any) -> Any:
     def copy_of(_: Path, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return _copy_to_host(leaf)
-        if isinstance(leaf, PLAIN):
-            return leaf
         return copy.deepcopy(leaf)
 
     copies = mapped(state, copy_of)

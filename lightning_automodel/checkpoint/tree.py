@@ -58,13 +58,9 @@ class Entry(Tensor):
         return entry
 
     def read(self) -> Tensor:
-        """Its values, whole and in host memory, without keeping them."""
-        if self.value is not None:
-            return self.value
-        return self._read()
-
-    def _kept(self) -> Tensor:
-        self.value = self.read()
+        """Its values, whole and in host memory, which it keeps."""
+        if self.value is None:
+            self.value = self._read()
         return self.value
 
     @classmethod
@@ -83,12 +79,12 @@ class Entry(Tensor):
         return copy.deepcopy(self.value, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._kept().__reduce_ex__(protocol)
+        return self.read().__reduce_ex__(protocol)
 
 
 def _with_values(_: Path, leaf: Any) -> Any:
     if isinstance(leaf, Entry):
-        return leaf._kept()
+        return leaf.read()
     return leaf
 
 

@@ -62,17 +62,20 @@ def host_group(timeout: timedelta) -> dist.ProcessGroup:
     assert world is not None
     if dist.get_backend() == dist.Backend.GLOO and dist.get_debug_level() != dist.DebugLevel.DETAIL:
         return world
+    return _kept_group("host", timeout)
+
+
+def background_group(timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group of all ranks that training does not use. The first call is a collective over the world."""
+    return _kept_group("background", timeout)
+
+
+def _kept_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
     kept = process_group.kept_with_world()
-    if "host" not in kept:
-        kept["host"] = new_host_group(timeout)
-    group: dist.ProcessGroup = kept["host"]
-    return group
-
-
-def new_host_group(timeout: timedelta) -> dist.ProcessGroup:
-    """A new gloo group of all ranks. A collective over the world."""
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=network.connect_timeout(timeout))
-    group.set_timeout(timeout)
+    if purpose not in kept:
+        kept[purpose] = dist.new_group(backend="gloo", timeout=network.connect_timeout(timeout))
+        kept[purpose].set_timeout(timeout)
+    group: dist.ProcessGroup = kept[purpose]
     return group
 
 
