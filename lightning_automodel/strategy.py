@@ -53,6 +53,7 @@ from lightning_automodel.launch.launchers import make_launcher
 from lightning_automodel.options import StrategyOptions, from_keywords
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
 from lightning_automodel.resume.checkpoint_callbacks import save_on_exception
+from lightning_automodel.resume.loops import is_last_batch
 from lightning_automodel.sharding import checks, meta_init
 from lightning_automodel.sharding.weight_averaging import LateAverages
 from lightning_automodel.training_run import TrainingRun
@@ -533,11 +534,10 @@ class AutomodelStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         ranks = self.distributed_sampler_kwargs
         check_counted_ranks(dataloader, ranks["rank"], ranks["num_replicas"])
-        dataloader = self._required_run.inputs.without_repeats(dataloader)
-        process = self._required_run.inputs.process
+        processed = self._required_run.inputs.process(dataloader)
         if self._resume is None:
-            return process(dataloader)
-        return self._resume.process_dataloader(dataloader, process)
+            return processed
+        return self._resume.process_dataloader(processed)
 
     # --- One micro-batch ----------------------------------------------------------------------------------------------
 
@@ -569,8 +569,17 @@ class AutomodelStrategy(ParallelStrategy):
             trainer.fit_loop.epoch_loop.batch_progress.total.ready, is_training=True
         )
         run = self._required_run
-        run.check_parameters()
-        return run.micro_batches.training_step(super().training_step, args, kwargs)
+        if not run.windows.unfinished:
+            run.check_parameters()
+        output = run.micro_batches.training_step(super().training_step, args, kwargs)
+        if self._stops and not self._module.automatic_optimization:
+            self._end_window_without_step(run)
+        return output
+
+    def _end_window_without_step(self, run: TrainingRun) -> None:
+        """Stop where no gradients are held, or an epoch ends: no optimizer may step under manual optimization."""
+        if not run.holds_gradients() or is_last_batch(self._module.trainer):
+            self._end_window()
 
     def _begin_step(self, step: int, is_training: bool) -> bool:
         """Whether all ranks stop after this step."""
@@ -626,10 +635,9 @@ class AutomodelStrategy(ParallelStrategy):
     def _stop_or(self, validate: Callable[[], None]) -> None:
         """Called before a validation: Lightning would stop within it, and a resumed run repeats it."""
         trainer = self._module.trainer
-        if trainer.received_sigterm:
+        if trainer.received_sigterm and self._resume is not None:
             trainer.training = True
-            # So that the validation counts as due.
-            trainer.fit_loop.epoch_loop.batch_progress.current.completed -= 1
+            self._resume.stop_before_validation()
             raise lightning_internals.SIGTERMException
         validate()
 

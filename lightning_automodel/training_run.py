@@ -240,7 +240,7 @@ class TrainingRun:
         self.watch_module()
 
     def check_parameters(self) -> None:
-        """Raise before a training step if parameters were replaced or hooked since set-up."""
+        """Raise before a window's first training step if parameters were replaced or hooked since set-up."""
         self.parameters.check_module()
         # Shards refuse hooks where these are registered.
         if any(map(torch_internals.has_post_accumulate_hook, self.parameters.replicated)):

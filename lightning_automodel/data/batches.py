@@ -38,14 +38,23 @@ class PendingGather:
         return torch.stack(self._everyone)
 
 
+@dataclass(frozen=True)
+class LastBatch:
+    """The last batch of an epoch, which on some ranks is padding: a sample that the sampler repeats, and no other."""
+
+    is_filler: bool  # on this rank
+    mean_factor: float
+
+
 @dataclass(eq=False)
 class BatchHandle:
     """What is known of one batch that this rank has drawn."""
 
     is_none: bool  # which Lightning skips
+    is_filler: bool  # a padding batch: this rank has no other
     count: float = 0  # label tokens, if they are counted ahead
-    is_filler: bool = False  # this rank had no batch left
-    has_batch: PendingGather | None = None  # if ranks compare, each sends 1 if it had a batch, else 0
+    sent: PendingGather | None = None  # if ranks compare, each sends 1 if it had a batch, else 0
+    mean_factor: float = 1.0  # for a mean over ranks, so that padding batches do not count; without `sent`
 
 
 class Draws(Iterator[Any]):
@@ -53,52 +62,61 @@ class Draws(Iterator[Any]):
 
     The way of a batch through the Trainer's iteration:
 
-    ===========  ===========================================  =======================================
-    state        where it is                                  it comes there by
-    ===========  ===========================================  =======================================
-    drawn        ``drawn_ahead``, with its handle             ``ahead``, for a window or the last one
-    handed out   ``handed_out``, its handle alone             ``__next__``: the Trainer may prefetch
-    begun        with whoever asked for its handle            ``begin`` or ``begin_last``
-    ===========  ===========================================  =======================================
+    ===========  ==============================================  =======================================
+    state        where it is                                     it comes there by
+    ===========  ==============================================  =======================================
+    drawn        with its handle in ``_ahead``, ``_handles``     ``ahead``, for a window or the last one
+    handed out   its handle alone, in ``_handles``               ``__next__``: the Trainer may prefetch
+    begun        with whoever asked for its handle               ``begin``
+    ===========  ==============================================  =======================================
     """
 
     def __init__(self, tracked: "TrackedLoader", batches: Iterator[Any]) -> None:
         self._tracked = tracked
         self._batches = batches
         self._source: Iterator[tuple[BatchHandle, Any]] | None = None
-        self._num_handed_out = 0
-        self._drawn_ahead: deque[tuple[BatchHandle, Any]] = deque()
-        self.handed_out: deque[BatchHandle] = deque()
+        self._ahead: deque[Any] = deque()
+        self._handles: deque[BatchHandle] = deque()
+        self._number = 0  # of the epoch's batches that were begun
 
     def __next__(self) -> Any:
         if self._source is None:
             if all(iterator is not self for iterator in self._tracked.drawn_from()):
+                self._tracked.is_peeked = True
                 return next(self._batches)
             self._tracked.draws = self
-            self._source = self._tracked.source(self._batches)
-        handle, batch = self._drawn_ahead.popleft() if self._drawn_ahead else next(self._source)
-        self.handed_out.append(handle)
-        self._num_handed_out += 1
-        return batch
+            self._tracked.is_peeked = False
+            self._number = self._tracked.num_used()
+            self._source = self._tracked.source(self._batches, self._number)
+        if not (self._ahead or self._draw()):
+            raise StopIteration
+        return self._ahead.popleft()
 
-    def begin(self, num_prefetched: int) -> BatchHandle | None:
-        """Return the handle of the batch about to be trained on; ``num_prefetched`` later ones are handed out."""
-        handle = None
-        while len(self.handed_out) > num_prefetched:  # more than one if some were None, or dropped to resume
-            handle = self.handed_out.popleft()
+    def _draw(self) -> bool:
+        """Draw a batch, to be handed out later. Returns whether there was one."""
+        for handle, batch in self._source or ():
+            self._handles.append(handle)
+            self._ahead.append(batch)
+            return True
+        return False
+
+    def begin(self, number: int) -> BatchHandle:
+        """The handle of batch ``number`` of the epoch, from 1. Those before it are forgotten: Lightning skips None."""
+        for _ in range(number - self._number):
+            handle = self._handles.popleft()
+        self._number = number
         return handle
 
     def begin_last(self, limit: float) -> bool:
         """Whether the batch about to be evaluated is the last of at most ``limit``. Draws the next one to know it."""
-        self.handed_out.popleft()
-        is_limit = self._num_handed_out - len(self.handed_out) >= limit
-        return is_limit or not (self.handed_out or self.ahead(1))
+        self.begin(self._number + 1)
+        return self._number >= limit or not self.ahead(1)
 
     def ahead(self, number: int) -> list[BatchHandle]:
-        """Draw ``number`` batches now, to be handed out later. Returns their handles, fewer if the data ends."""
-        missing = max(number - len(self._drawn_ahead), 0)
-        self._drawn_ahead.extend(islice(self._source or (), missing))
-        return [handle for handle, _ in self._drawn_ahead][:number]
+        """Handles of the ``number`` batches after the one begun, which are drawn now. Fewer if the data ends."""
+        while len(self._handles) < number and self._draw():
+            pass
+        return list(islice(self._handles, number))
 
 
 class TrackedLoader:
@@ -112,28 +130,30 @@ class TrackedLoader:
     batch, or of another rank's if this rank has none, as after resuming. By ``JOIN``, a rank without any
     batch raises.
 
-    Tracked are the iterations of the Trainer's ``loop`` alone; ``draws`` is the newest. ``rank_lengths`` are
-    those of all ranks' loaders, None if any is unknown. ``count`` counts the label tokens of a batch ahead,
-    unless None.
+    Tracked are the iterations of the Trainer's ``loop`` alone; ``draws`` is the newest. Attributes to set:
+
+    ================  ==============================================================================
+    ``rank_lengths``  the lengths of all ranks' loaders; None if any is unknown
+    ``last_batch``    the last batch of an epoch, if it is padding on some ranks
+    ``count``         counts the label tokens of a batch ahead
+    ``states``        notes the state of a stateful loader before each draw, to resume
+    ``is_peeked``     whether user code has drawn batches since the Trainer's iteration began
+    ================  ==============================================================================
     """
 
-    def __init__(
-        self,
-        loader: Any,
-        group: dist.ProcessGroup,
-        loop: Any,
-        uneven: str | None = None,
-        rank_lengths: list[int] | None = None,
-    ) -> None:
+    def __init__(self, loader: Any, group: dist.ProcessGroup, loop: Any, uneven: str | None = None) -> None:
         # Past __setattr__, which sets attributes of the loader.
         vars(self).update(
             loader=loader,
             uneven=uneven,
-            rank_lengths=rank_lengths,
+            rank_lengths=None,
+            last_batch=None,
             count=None,
+            states=None,
+            is_peeked=False,
             draws=None,
             _group=group,
-            loop=loop,
+            _loop=loop,
         )
 
     def __getattr__(self, name: str) -> Any:  # what it lacks are attributes of the loader
@@ -164,44 +184,55 @@ class TrackedLoader:
 
     def drawn_from(self) -> list[Any]:
         """The iterators that the Trainer's loop draws its batches from."""
-        return lightning_internals.iterators_of(self.loop)
+        return lightning_internals.iterators_of(self._loop)
 
-    def source(self, batches: Iterator[Any]) -> Iterator[tuple[BatchHandle, Any]]:
-        """Batches of the Trainer's iteration with their handles."""
-        is_empty = True
-        for handle, batch in self._drawn(batches):
-            is_empty = False
+    def num_used(self) -> int:
+        """How many batches of the epoch the loop has used: none in evaluation, which begins anew."""
+        if self.uneven == JOIN:
+            return 0
+        return int(self._loop.epoch_loop.batch_progress.current.processed)
+
+    def source(self, batches: Iterator[Any], used: int) -> Iterator[tuple[BatchHandle, Any]]:
+        """Batches of the Trainer's iteration with their handles. Padding batches or an error may follow the last one.
+
+        ``used`` batches of the epoch were used before.
+        """
+        padding = None
+        for number in count(used):
+            if self.states is not None:
+                self.states.note(number)
+            batch = next(batches, _END)
+            handle = BatchHandle(batch is None, batch is _END)
+            if self.uneven in (ERROR, PAD):
+                sent = handle.sent = PendingGather(self._group, not handle.is_filler)
+                if handle.is_filler and not sent.received().any():
+                    return
+                if handle.is_filler and self.uneven == ERROR:
+                    raise RuntimeError(_ended(sent.received(), number))
+                if self.uneven == PAD and padding is None:
+                    # Lightning skips a batch that is None, on all ranks alike: the next one is the first.
+                    padding = self._make_padding(batch, sent.received())
+                if handle.is_filler:
+                    batch = copy.deepcopy(padding)
+                    handle.is_none = batch is None
+            elif batch is _END:
+                self._check_evaluated(number)
+                return
+            elif self.last_batch is not None and number == len(self.loader) - 1:
+                handle.is_filler = self.last_batch.is_filler
+                handle.mean_factor = self.last_batch.mean_factor
             if self.count is not None and not (handle.is_none or handle.is_filler):
                 handle.count = self.count(batch)
             yield handle, batch
-        if is_empty and self.uneven == JOIN:
+
+    def _check_evaluated(self, number: int) -> None:
+        """Raise ValueError if this rank's evaluation has ended after no batch."""
+        if number == 0 and self.uneven == JOIN:
             raise ValueError(
                 f"The evaluation data of rank {self._group.rank()} holds no batch, while other ranks may have"
                 " some, whose steps this rank could not join: give each rank at least one batch, or start"
                 " fewer ranks."
             )
-
-    def _drawn(self, batches: Iterator[Any]) -> Iterator[tuple[BatchHandle, Any]]:
-        """Batches with their handles. If ranks compare, padding batches or an error follow a rank's last one."""
-        if self.uneven not in (ERROR, PAD):
-            yield from ((BatchHandle(batch is None), batch) for batch in batches)
-            return
-        used = self.loop.epoch_loop.batch_progress.current.ready
-        padding = None
-        for number in count(used):
-            batch = next(batches, _END)
-            is_filler = batch is _END
-            sent = PendingGather(self._group, not is_filler)
-            if is_filler and not sent.received().any():
-                return
-            if is_filler and self.uneven == ERROR:
-                raise RuntimeError(_ended(sent.received(), number))
-            if self.uneven == PAD and padding is None:
-                # Lightning skips a batch that is None, on all ranks alike: the next one is the first.
-                padding = self._make_padding(batch, sent.received())
-            if is_filler:
-                batch = copy.deepcopy(padding)
-            yield BatchHandle(batch is None, is_filler=is_filler, has_batch=sent), batch
 
     def _make_padding(self, batch: Any, has_batch: torch.Tensor) -> Any:
         """A copy of an epoch's first ``batch``, or another rank's. A collective if only some ranks have one."""
@@ -217,6 +248,13 @@ class TrackedLoader:
                 f" ends. This {type(batch).__name__} cannot be copied ({error}): let the loader"
                 " yield tensors, in dicts, tuples or dataclasses."
             ) from error
+
+
+def track(loader: Any, group: dist.ProcessGroup, loop: Any) -> TrackedLoader:
+    """The tracked ``loader``, if it is not tracked yet."""
+    if isinstance(loader, TrackedLoader):
+        return loader
+    return TrackedLoader(loader, group, loop)
 
 
 def _ended(has_batch: torch.Tensor, number: int) -> str:

@@ -2,15 +2,11 @@
 
 import copy
 from typing import Any
-from weakref import WeakSet
 
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DistributedSampler
 
-from lightning_automodel.data.batches import unwrap_loader
-
-PADDED = WeakSet[DistributedSampler[Any]]()
-"""Samplers whose repeated samples are alone in their batches, which have no weight."""
+from lightning_automodel.data.batches import LastBatch, unwrap_loader
 
 
 class Ranks(int):
@@ -34,6 +30,12 @@ def num_repeated(sampler: Any) -> int:
     if total is None:
         return 0
     return max(sampler.total_size - total, 0)
+
+
+def last_batch(sampler: Any) -> LastBatch:
+    """The last batch of an epoch, if it holds one repeated sample alone on each rank that repeats one."""
+    num_real = sampler.num_replicas - num_repeated(sampler)
+    return LastBatch(sampler.rank >= num_real, sampler.num_replicas / num_real)
 
 
 def repeats(sampler: Any) -> str:

@@ -3,7 +3,6 @@
 import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -19,19 +18,20 @@ from lightning_automodel.data.batches import (
     JOIN,
     PAD,
     BatchHandle,
+    LastBatch,
     PendingGather,
     TrackedLoader,
     is_stateful,
     ranks,
+    track,
     unwrap_loader,
 )
 from lightning_automodel.data.loader_lengths import keeps_its_length, may_end_early
 from lightning_automodel.data.padding import ModuleState, neutral
 from lightning_automodel.data.samplers import (
-    PADDED,
     Ranks,
     distributed_sampler,
-    num_repeated,
+    last_batch,
     repeats,
     sharing_out,
 )
@@ -54,15 +54,6 @@ class Next(IntEnum):
     END = 2
 
 
-@dataclass(frozen=True)
-class LastBatch:
-    """The last batch of an epoch, which on some ranks is padding: a sample that the sampler repeats, and no other."""
-
-    number: int
-    is_filler: bool  # on this rank
-    mean_factor: float
-
-
 class UnevenInputs:
     """Synchronises ranks with unequal numbers of batches.
 
@@ -70,7 +61,7 @@ class UnevenInputs:
     loaders of the stage                            a rank whose data ends before another's
     ==============================================  =====================================================
     equally many batches                            there is none
-    training, the Trainer has put its sampler in    its last batch has no weight (:class:`LastBatch`)
+    training, the Trainer has put its sampler in    its last batch is padding (:class:`LastBatch`)
     training, other lengths or unknown ones         raises, or draws padding batches (`TrackedLoader`)
     evaluation and prediction                       joins the steps of others, without data
     ==============================================  =====================================================
@@ -101,23 +92,34 @@ class UnevenInputs:
         self._sent: PendingGather | None = None
         self._is_in_step = False
         self._loaders: Any = None  # those of training that _begin_loaders has seen
-        self._last_batch: LastBatch | None = None
+        self._tracked: TrackedLoader | None = None  # of them, if there is but one
         self._handle: BatchHandle | None = None
-        self._mean_factor = 1.0
         self.is_filler = False  # whether this rank's newest training batch was a padding batch
 
-    def without_repeats(self, loader: Any) -> Any:
-        """A copy of the loader whose ``DistributedSampler`` repeats no samples to make ranks even.
+    def process(self, loader: Any) -> Any:
+        """What to iterate instead of a loader of the current stage. A collective, so in the same order on all ranks.
+
+        A copy, if its ``DistributedSampler`` would repeat samples to make ranks even.
+        """
+        loader, last = self._without_repeats(unwrap_loader(loader))
+        loader = self._compared(loader)
+        if last is not None:
+            loader = track(loader, self._group, self._trainer.fit_loop)
+            loader.last_batch = last
+        if self.ahead is not None and self.is_training:
+            return self.ahead.process(loader)
+        return loader
+
+    def _without_repeats(self, loader: Any) -> tuple[Any, LastBatch | None]:
+        """A loader whose ``DistributedSampler`` repeats no samples, and its last batch if that may be padding.
 
         They are still repeated in evaluation with fewer samples than ranks, and in training by a sampler of
         the user's. If ranks would have unequally many batches, the Trainer's repeats them too: such a batch
-        has no weight (:class:`LastBatch`). With ``drop_last``, an epoch ends with the last batch that is
-        full on all ranks.
+        has no weight. With ``drop_last``, an epoch ends with the last batch that is full on all ranks.
         """
-        loader = unwrap_loader(loader)
         sampler = distributed_sampler(loader)
         if sampler is None:
-            return loader
+            return loader, None
         total = len(sampler.dataset)
         once = sharing_out(loader, sampler, total)
         if not self.is_training and total < sampler.num_replicas:
@@ -125,10 +127,9 @@ class UnevenInputs:
                 f"The {self._stage} data holds {total} samples for {sampler.num_replicas} ranks, each of"
                 " which needs one: some count twice. Evaluate more samples, or on fewer ranks."
             )
-            return loader
+            return loader, None
         if not self.is_training or (self._pads and may_end_early(loader)):
-            return once
-        PADDED.discard(sampler)  # of an earlier fit
+            return once, None
         even = sharing_out(loader, sampler, total - total % sampler.num_replicas)
         if not (self._pads or isinstance(sampler.num_replicas, Ranks)):
             if keeps_its_length(sampler):
@@ -138,26 +139,20 @@ class UnevenInputs:
                 sampler, f"over which an __iter__ of your own iterates: leave that out, or {_PAD}"
             )
         elif loader.drop_last or getattr(loader.batch_sampler, "drop_last", False):
-            return even
+            return even, None
         elif len(even) == len(loader):
-            return once
+            return once, None
         elif (problem := self._against_padding(loader)) is not None:
             self._say_repeats(sampler, problem)
         else:
-            PADDED.add(sampler)
-        return loader
+            return loader, last_batch(sampler)
+        return loader, None
 
     def _say_repeats(self, sampler: Any, reason: str) -> None:
         self._say(f"{repeats(sampler)}, {reason}.")
 
-    def process(self, loader: Any) -> Any:
-        """What to iterate instead of a loader of the current stage. A collective, so in the same order on all ranks."""
-        loader = self._tracked(loader)
-        if self.ahead is not None and self.is_training:
-            return self.ahead.process(loader)
-        return loader
-
-    def _tracked(self, loader: Any) -> Any:
+    def _compared(self, loader: Any) -> Any:
+        """The loader, tracked if ranks may have unequally many batches."""
         length = sized_len(loader)
         sent = PendingGather(self._group, _UNKNOWN if length is None else length, may_end_early(loader))
         told = sent.received().long()
@@ -171,8 +166,9 @@ class UnevenInputs:
                 raise ValueError(f"uneven_inputs='pad': {problem}, or give all ranks equally many batches.")
             is_certain = is_known and not (may_end and self._pads)
             rank_lengths = lengths if is_certain else None
-            fit_loop = self._trainer.fit_loop
-            return TrackedLoader(loader, self._group, fit_loop, self._in_training, rank_lengths)
+            tracked = TrackedLoader(loader, self._group, self._trainer.fit_loop, self._in_training)
+            tracked.rank_lengths = rank_lengths
+            return tracked
         self._uneven.add(self._stage)
         return TrackedLoader(loader, self._group, self._evaluation_loop, JOIN)
 
@@ -198,58 +194,56 @@ class UnevenInputs:
 
     def _begin_loaders(self) -> None:
         """Called at the first batch of new training loaders, when it is known how many there are."""
-        self._last_batch = None
-        padding = None
-        several = CombinedLoader(self._loaders).flattened
-        are_padded = (isinstance(loader, TrackedLoader) and loader.uneven == PAD for loader in several)
-        if len(several) > 1 and any(are_padded):
+        loaders = CombinedLoader(self._loaders).flattened
+        tracked = [loader for loader in loaders if isinstance(loader, TrackedLoader)]
+        self._tracked = None
+        draws_its_batches = lightning_internals.draws_its_batches(
+            self._trainer.lightning_module.training_step
+        )
+        if len(loaders) == len(tracked) == 1 and not draws_its_batches:
+            self._tracked = tracked[0]
+        if len(loaders) > 1 and any(loader.uneven == PAD for loader in tracked):
             raise ValueError(
                 "uneven_inputs='pad' trains on one loader, and the loaders of a CombinedLoader have"
                 " unequally many batches on the ranks: combine them in one Dataset, or give all ranks"
                 " equally many batches."
             )
-        for loader in several:
-            sampler = distributed_sampler(loader)
-            if sampler in PADDED and len(several) > 1:
-                self._say_repeats(sampler, "one of several: combine the data of the loaders in one Dataset")
-            elif sampler in PADDED:
-                num_ranks = sampler.num_replicas
-                num_real = num_ranks - num_repeated(sampler)
-                self._last_batch = LastBatch(len(loader), sampler.rank >= num_real, num_ranks / num_real)
-                if sampler.rank >= num_real:
-                    padding = len(loader)
-        if self.ahead is not None:
-            self.ahead.padding = padding
+        if self.ahead is not None and self._tracked is None:
+            raise ValueError(
+                "count_window_ahead=True draws from one training loader, not from several: combine their data"
+                " in one Dataset, or leave it out."
+            )
+        for loader in tracked:
+            if len(loaders) > 1 and loader.last_batch is not None:
+                self._say_repeats(
+                    distributed_sampler(loader),
+                    "one of several: combine the data of the loaders in one Dataset",
+                )
 
     def begin_training_batch(self) -> None:
         """Called when a training batch is about to be used, after its hooks. If counted ahead, draws its window."""
         start = time.perf_counter()
         trainer = self._trainer
-        loader = trainer.train_dataloader
-        if loader is not self._loaders:
-            self._loaders = loader
+        if trainer.train_dataloader is not self._loaders:
+            self._loaders = trainer.train_dataloader
             self._begin_loaders()
         self._handle = None
-        if isinstance(loader, TrackedLoader) and loader.draws is not None:
-            prefetched = getattr(lightning_internals.training_data_fetcher(trainer), "batches", ())
-            self._handle = loader.draws.begin(len(prefetched))
-        self.is_filler = self._handle is not None and self._handle.is_filler
-        self._mean_factor = 1.0
-        last = self._last_batch
-        if last is not None and last.number == trainer.fit_loop.epoch_loop.batch_progress.current.ready:
-            self.is_filler = last.is_filler
-            self._mean_factor = last.mean_factor
+        self.is_filler = False
+        if self._tracked is None or self._tracked.draws is None:
+            return
+        self._handle = self._tracked.draws.begin(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+        self.is_filler = self._handle.is_filler
         if self.ahead is not None:
-            self.ahead.begin_batch(self._handle)
+            self.ahead.begin_batch(self._tracked, self._handle)
             self.seconds_drawing += time.perf_counter() - start
 
     def mean_factor(self) -> float:
         """Factor for a mean over ranks that makes padding batches not count. Waits until all ranks have drawn."""
-        if not self._is_in_step or not self.is_training:
+        if not self._is_in_step or not self.is_training or self._handle is None:
             return 1.0
-        if self._pads and self._handle is not None and self._handle.has_batch is not None:
-            return 1.0 / float(self._handle.has_batch.received().mean())
-        return self._mean_factor
+        if self._pads and self._handle.sent is not None:
+            return 1.0 / float(self._handle.sent.received().mean())
+        return self._handle.mean_factor
 
     def train(self, step: Callable[[], Any]) -> Any:
         """Run a training step. What a padding batch changes in the module lasts until :meth:`end_padding`."""

@@ -6,7 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 
-from lightning_automodel.data.batches import BatchHandle, PendingGather, TrackedLoader
+from lightning_automodel.data.batches import BatchHandle, PendingGather, TrackedLoader, track
 from lightning_automodel.gradients.token_loss import WindowTotals
 
 
@@ -33,45 +33,30 @@ class WindowAhead:
         self._own_micro_batches = 0
         self._sent: PendingGather
         self.count: float = 0
-        self.padding: int | None = None  # number of this rank's padding batch, if its sampler has made one
 
     def process(self, loader: Any) -> TrackedLoader:
         """What tracks a training loader, to iterate instead."""
-        if isinstance(loader, TrackedLoader):
-            tracked = loader
-        else:
-            tracked = TrackedLoader(loader, self._group, self._trainer.fit_loop)
+        tracked = track(loader, self._group, self._trainer.fit_loop)
         tracked.count = self._count_batch
         return tracked
 
-    def begin_batch(self, handle: BatchHandle | None) -> None:
+    def begin_batch(self, tracked: TrackedLoader, handle: BatchHandle) -> None:
         """Note the batch that is about to be trained on. If it begins a window, draw the rest of the window.
 
         This then starts a collective over the group, without waiting for it: windows of all ranks begin
         together.
         """
-        if handle is None:
-            raise ValueError(
-                "count_window_ahead=True draws from one training loader, not from a list, a dictionary or a"
-                " CombinedLoader of them: combine their data in one Dataset, or leave it out."
-            )
         if handle not in self._window:
-            self._begin_window(handle)
+            self._begin_window(tracked, handle)
         self.count = handle.count
 
-    def _begin_window(self, handle: BatchHandle) -> None:
+    def _begin_window(self, tracked: TrackedLoader, handle: BatchHandle) -> None:
         trainer = self._trainer
-        loader: Any = trainer.train_dataloader
         index = trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1
         accumulate = trainer.accumulate_grad_batches
         size = int(min(accumulate - index % accumulate, trainer.num_training_batches - index))
-        prefetched = loader.draws.handed_out
-        self._window = [handle, *prefetched, *loader.draws.ahead(size - 1 - len(prefetched))][:size]
-        own = [
-            batch.count
-            for number, batch in enumerate(self._window, index + 1)
-            if not (batch.is_none or batch.is_filler or number == self.padding)
-        ]
+        self._window = [handle, *tracked.draws.ahead(size - 1)]
+        own = [batch.count for batch in self._window if not (batch.is_none or batch.is_filler)]
         self._own_micro_batches = len(own)
         self._sent = PendingGather(self._group, sum(own), len(own))
 

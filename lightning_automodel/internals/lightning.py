@@ -183,11 +183,6 @@ def has_length(evaluation_loop: Any) -> bool:
     return evaluation_loop._data_fetcher.length is not None
 
 
-def forget_restart(fit_loop: Any) -> None:
-    """Mark ``fit_loop``, but not its children, as not restarted, or it would skip schedulers at the epoch's end."""
-    overwrite(fit_loop, "_restarting", False)
-
-
 def is_validation_due(trainer: Trainer) -> bool:
     """Whether a validation follows the batch that was trained on last."""
     return trainer.fit_loop.epoch_loop._should_check_val_fx(training_data_fetcher(trainer))
@@ -200,9 +195,12 @@ def patch_validation_clock(trainer: Trainer, agree: Callable[[bool], bool], patc
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     is_due = epoch_loop._should_check_val_fx
-    # Trainer(val_check_interval=timedelta(...)).
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
-        patches.set(epoch_loop, "_should_check_val_fx", lambda *args: agree(is_due(*args)))
+
+    def is_due_for_all(*args: Any) -> bool:
+        is_by_clock = trainer.val_check_batch is None  # Trainer(val_check_interval=timedelta(...))
+        return agree(is_due(*args)) if is_by_clock else is_due(*args)
+
+    patches.set(epoch_loop, "_should_check_val_fx", is_due_for_all)
 
 
 def end_of_data(trainer: Trainer) -> None:

@@ -7,7 +7,7 @@ epoch.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, cast
 
@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from lightning_automodel.data.batches import Draws, TrackedLoader, is_stateful, unwrap_loader
+from lightning_automodel.data.batches import is_stateful, track, unwrap_loader
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.resume import loops, rng
 from lightning_automodel.resume.recording import RecordingSampler
@@ -32,41 +33,27 @@ class ResumesBy(Enum):
     NOTHING = "no position"  # it is refused
 
 
-class KeptStates(TrackedLoader):
-    """Keeps the states of a stateful ``loader``: one before each batch from the first one of an open window on.
+class KeptStates:
+    """The states of a ``loader`` before each batch that the Trainer has drawn, from the first one of an open window on.
 
-    ``count_drawn`` returns how many batches of the epoch the Trainer's ``loop`` has drawn, ``first`` how
-    many it had used when the window began.
+    ``first`` returns how many batches of the epoch the Trainer's loop had used when the window began.
     """
 
-    def __init__(
-        self, loader: Any, loop: Any, count_drawn: Callable[[], int], first: Callable[[], int]
-    ) -> None:
-        super().__init__(loader, cast(dist.ProcessGroup, dist.group.WORLD), loop)
-        self._states: dict[int, Any]
-        # Past __setattr__, which sets attributes of the loader.
-        vars(self).update(num_drawn=0, count_drawn=count_drawn, _first=first, _states={})
+    def __init__(self, loader: Any, first: Callable[[], int]) -> None:
+        self._loader = loader
+        self._first = first
+        self._states: dict[int, Any] = {}
 
-    def __iter__(self) -> Draws:
-        return Draws(self, self._noting(iter(self.loader)))
-
-    def _noting(self, batches: Iterator[Any]) -> Iterator[Any]:
-        self.num_drawn = self.count_drawn()
-        self._note()
-        for batch in batches:
-            self.num_drawn += 1
-            yield batch
-            self._note()
-
-    def _note(self) -> None:
+    def note(self, number: int) -> None:
+        """Batch ``number`` of the epoch, from 0, is drawn next."""
         first = self._first()
-        needed = {at: state for at, state in self._states.items() if first <= at < self.num_drawn}
-        self._states = {**needed, self.num_drawn: copy.deepcopy(self.loader.state_dict())}
+        needed = {at: state for at, state in self._states.items() if first <= at < number}
+        self._states = {**needed, number: copy.deepcopy(self._loader.state_dict())}
 
-    def state_before(self, number: int) -> Any:
-        """The loader's state before it drew batch ``number`` of the epoch, from 0. KeyError if it was not kept."""
-        if number == self.num_drawn:
-            return copy.deepcopy(self.loader.state_dict())
+    def before(self, number: int) -> Any:
+        """The state before batch ``number`` was drawn, or will be. KeyError if it was not kept."""
+        if not self._states or number == max(self._states) + 1:
+            return copy.deepcopy(self._loader.state_dict())
         return self._states[number]
 
 
@@ -89,34 +76,44 @@ class TrainingLoaders:
         self._first = first
         self._recorders: list[RecordingSampler] = []
 
-    def keep_states(self, loader: Any) -> Any:
-        """What to iterate instead of a training loader, if it has states."""
-        if not is_stateful(loader):
-            return loader
-        fit_loop = self._trainer.fit_loop
-        return KeptStates(loader, fit_loop, lambda: max(self._fetcher.fetched, self._used()), self._first)
-
-    def record(self, loader: Any) -> None:
-        """Record the indices of a training loader that is about to be iterated, if torch itself iterates them."""
+    def take(self, processed: Any) -> Any:
+        """What to iterate instead of a training loader, if it has states. Indices that torch draws are recorded."""
+        loader = unwrap_loader(processed)
+        if is_stateful(loader):
+            tracked = track(processed, cast(dist.ProcessGroup, dist.group.WORLD), self._trainer.fit_loop)
+            tracked.states = KeptStates(loader, self._first)
+            return tracked
         is_of_torch = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-        if not is_of_torch or isinstance(loader.dataset, IterableDataset) or _recorder(loader) is not None:
-            return
-        # Functions, not bound methods: a copy of the loader would follow these to the trainer and its model.
-        recorder = RecordingSampler(loader, self._device, lambda: self._used(), lambda: self._first())
-        self._recorders.append(recorder)
+        if is_of_torch and not isinstance(loader.dataset, IterableDataset) and _recorder(loader) is None:
+            # Functions, not bound methods: a copy of the loader would follow these to the trainer and its model.
+            recorder = RecordingSampler(
+                loader, self._device, lambda: self._used(), lambda: self._first(), lambda: self._is_drawing()
+            )
+            self._recorders.append(recorder)
+        return processed
+
+    def _is_drawing(self) -> bool:
+        """Whether the Trainer draws a batch to train on: other code does so within a hook."""
+        module = self._trainer.lightning_module
+        hook = lightning_internals.current_hook(module)
+        # LearningRateFinder runs loops within on_fit_start.
+        is_between = hook in (None, "on_fit_start")
+        draws_itself = hook == "training_step" and lightning_internals.draws_its_batches(
+            module.training_step
+        )
+        return self._trainer.training and (is_between or draws_itself)
 
     def _used(self) -> int:
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
         return int(progress.processed)
 
-    @property
-    def _fetcher(self) -> Any:
-        return lightning_internals.training_data_fetcher(self._trainer)
-
     def _all(self) -> list[Any]:
-        if self._fetcher is None:
-            return []
-        return list(self._fetcher.combined_loader.flattened)
+        return _flat(self._trainer.train_dataloader)
+
+    @property
+    def begin_anew(self) -> bool:
+        """Whether a resumed run begins a stream anew after an epoch, which may have gone on from there."""
+        return any(map(begins_anew, self._all()))
 
     def positions(self, at: loops.Position) -> list[dict[str, Any]]:
         """Position of each loader when the fit is ``at`` a position."""
@@ -130,19 +127,25 @@ class TrainingLoaders:
         if recorder is not None and recorder.has_started_over and loops.prefetches(self._trainer):
             # The loop draws ahead: it is not known with which batch the loader has started over.
             kind = ResumesBy.NOTHING
-        found: dict[str, Any] = {"kind": kind.value, "generators": generators, "samplers": samplers}
+        is_validated = any(unwrap_loader(other) is loader for other in _flat(self._trainer.val_dataloaders))
+        if kind is ResumesBy.STATE and (tracked.is_peeked or is_validated):
+            kind = ResumesBy.NOTHING  # the state is that of the other iteration
+        found: dict[str, Any] = {"generators": generators, "samplers": samplers}
         if isinstance(sampler := _innermost_sampler(loader), DistributedSampler):
             found["seed"] = sampler.seed
         # Between epochs a loader is at the end of one, and starts over.
-        if (kept := _kept_states(tracked)) is not None and at.stage != loops.EPOCH:
-            found["state"] = kept.state_before(at.batches)
+        if kind is ResumesBy.STATE and at.is_iterated:
+            found["state"] = tracked.states.before(at.batches)
         if recorder is not None and at.is_iterated:
-            for iteration in recorder.begun(at.batches)[-1:]:
+            iteration = recorder.begun(at.batches)
+            if iteration is not None:
                 found["iteration"] = iteration
                 found["yielded"] = at.batches - iteration[1]
                 found["length"] = sized_len(loader)
                 found["batch_size"] = _batch_size(loader)
-        return found
+            elif at.batches > 0:
+                kind = ResumesBy.NOTHING
+        return {"kind": kind.value, **found}
 
     def start(self, positions: list[dict[str, Any]], at: loops.Position) -> None:
         """Resume, once the loaders are iterated and the run has started. Changes the global random states."""
@@ -153,7 +156,7 @@ class TrainingLoaders:
         for loader, position in pairs:
             _restore_position(at, loader, position)
         if at.is_iterated and positions:
-            iter(self._fetcher)
+            iter(lightning_internals.training_data_fetcher(self._trainer))
         for recorder in self._recorders:
             recorder.record()
         for loader, position in pairs:
@@ -191,13 +194,15 @@ class TrainingLoaders:
         self._recorders = []
 
 
-def _kept_states(loader: Any) -> KeptStates | None:
-    """Those of a training loader that has states, which may be tracked on top of it."""
-    while isinstance(loader, TrackedLoader):
-        if isinstance(loader, KeptStates):
-            return loader
-        loader = loader.loader
-    return None
+def _flat(loaders: Any) -> list[Any]:
+    return [] if loaders is None else list(CombinedLoader(loaders).flattened)
+
+
+def begins_anew(loader: Any) -> bool:
+    """Whether ``loader`` reads a stream that has a state, which no checkpoint between epochs holds."""
+    loader = unwrap_loader(loader)
+    stream = getattr(loader, "dataset", loader)
+    return (stream is loader or isinstance(stream, IterableDataset)) and is_stateful(stream)
 
 
 def _kind(loader: Any) -> ResumesBy:
@@ -223,7 +228,7 @@ def _restore_position(at: loops.Position, loader: Any, position: dict[str, Any])
             set_epoch = getattr(owner, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(at.epochs)
-    if position.get("state") is not None:
+    if is_stateful(loader) and position.get("state") is not None:
         loader.load_state_dict(position["state"])
     recorder = _recorder(loader)
     if recorder is not None and "iteration" in position:

@@ -34,9 +34,15 @@ REPEATS = (
 WITHOUT_POSITION = (
     "A checkpoint was saved within an epoch, from where no run can be resumed: a training loader is neither a"
     " map-style DataLoader that torch itself iterates, nor has it state_dict() and load_state_dict() that hold"
-    " its order. Use torchdata's StatefulDataLoader, with shuffle=True beside"
-    " Trainer(use_distributed_sampler=False) and a sampler that shares the data out, or resume from the end of"
-    " an epoch."
+    " its order, and that no other iteration of it has changed. Use torchdata's StatefulDataLoader, with"
+    " shuffle=True beside Trainer(use_distributed_sampler=False) and a sampler that shares the data out, or"
+    " resume from the end of an epoch."
+)
+BEGINS_ANEW = (
+    "A checkpoint was saved between epochs, and the training data is a stream with a state of its own. A"
+    " resumed run begins the next epoch as a new process does. It trains on other data, or on the same in"
+    " another order, if the stream counts its epochs itself (litdata, MosaicML), or goes on where the last"
+    " epoch has ended. Save within an epoch, or set what differs in on_train_epoch_start."
 )
 BETWEEN_STEPS = (
     "A checkpoint was saved within a training_step after an optimizer had stepped. A resumed run goes on with"
@@ -89,15 +95,14 @@ class Resume:
         self._optimizes = False
         self._loaded: dict[str, Any] | None = None  # waits for the start of training
         self._has_started = False
+        self._has_stopped_before_validation = False
         self._final: dict[str, Any] | None = None  # where the fit ended
 
-    def process_dataloader(self, loader: Any, process: Callable[[Any], Any]) -> Any:
-        """What to iterate instead of a loader, which ``process`` tracks. Positions of training loaders are kept."""
-        if self._trainer.state.fn != TrainerFn.FITTING or not self._trainer.training:
-            return process(loader)
-        processed = process(self._loaders.keep_states(loader))
-        self._loaders.record(loader)
-        return processed
+    def process_dataloader(self, loader: Any) -> Any:
+        """What to iterate instead of a loader. Positions of training loaders are kept."""
+        if self._trainer.state.fn == TrainerFn.FITTING and self._trainer.training:
+            return self._loaders.take(loader)
+        return loader
 
     def on_train_start(self) -> None:
         """Called in ``on_train_start``, after everything is loaded and all other hooks. Every rank calls it."""
@@ -130,6 +135,10 @@ class Resume:
         """An optimizer has stepped, or a gradient scaler has skipped its step: the next batch begins a window."""
         self._batches = self._progress.total.ready
         self._logged = lightning_internals.logging_step(self._trainer) + 1
+
+    def stop_before_validation(self) -> None:
+        """The fit stops after a batch, before a validation that is due: a resumed run begins with it."""
+        self._has_stopped_before_validation = True
 
     def _before_validation(self, evaluate: Callable[[], None]) -> None:
         """Note in which modes modules train."""
@@ -171,8 +180,10 @@ class Resume:
 
     def _remark(self, own: dict[str, Any]) -> None:
         """Tell what a run that resumes from ``own`` state does not repeat exactly, or cannot do."""
-        at = loops.position(self._trainer)
+        at = self._position()
         if at.stage == loops.EPOCH:
+            if at.epochs > 0 and self._loaders.begin_anew:
+                self._say(BEGINS_ANEW)
             return
         if any(loader["kind"] == dataloaders.ResumesBy.NOTHING.value for loader in own["loaders"]):
             self._say(WITHOUT_POSITION)
@@ -183,10 +194,13 @@ class Resume:
         elif self._holds_gradients():
             self._say(HELD)
 
+    def _position(self) -> loops.Position:
+        return loops.position(self._trainer, self._has_stopped_before_validation)
+
     def _now(self) -> dict[str, Any]:
         """This rank's state. Its position is that of an open window's first batch."""
         trainer = self._trainer
-        at = loops.position(trainer)
+        at = self._position()
         logged = lightning_internals.logging_step(trainer)
         if at.stage in (loops.STEP, loops.VALIDATION):  # the batch's step is not counted yet
             logged += 1

@@ -43,8 +43,8 @@ class Position:
         return self.stage != EPOCH or self.epochs == 0
 
 
-def position(trainer: "pl.Trainer") -> Position:
-    """Current position of ``trainer``."""
+def position(trainer: "pl.Trainer", has_stopped_before_validation: bool = False) -> Position:
+    """Current position of ``trainer``. It may have stopped after a batch, before a validation that is due."""
     fit_loop: Any = trainer.fit_loop  # the annotations of its trackers lack attributes that are read here
     epochs = fit_loop.epoch_progress.current
     progress = fit_loop.epoch_loop.batch_progress
@@ -56,7 +56,7 @@ def position(trainer: "pl.Trainer") -> Position:
             # allowed.
             return Position(BATCH, batches.processed, epochs.processed - 1, is_ending)
         return Position(EPOCH, batches.processed, epochs.processed, is_ending)
-    if batches.completed < batches.ready:
+    if batches.completed < batches.ready or has_stopped_before_validation:
         return Position(STEP, batches.ready, epochs.processed)
     if not trainer.validating:
         return Position(BATCH, batches.ready, epochs.processed)
@@ -125,7 +125,9 @@ def finish_restart(trainer: "pl.Trainer", stage: str, logged: int) -> None:
         fit_loop.on_iteration_done()
         epoch_loop.restarting = False
         return
-    lightning_internals.forget_restart(fit_loop)
+    # The loop itself is not restarted, or it would skip schedulers at the epoch's end; its children are.
+    fit_loop.restarting = False
+    epoch_loop.restarting = True
     validated = epoch_loop.val_loop.batch_progress.total
     validated.ready = validated.started = validated.completed
     if lightning_internals.is_validation_due(trainer):

@@ -19,7 +19,8 @@ class RecordingSampler(Sampler[Any]):
 
     A shorter loader of a CombinedLoader starts over within an epoch, so an epoch has several iterations.
     ``used`` returns how many batches of the epoch the loop has used, ``first`` how many when an open window
-    began: older iterations are forgotten.
+    began: older iterations are forgotten. Those are recorded in which the Trainer draws, as ``is_drawing``
+    tells.
     """
 
     def __init__(
@@ -28,11 +29,13 @@ class RecordingSampler(Sampler[Any]):
         device: torch.device,
         used: Callable[[], int],
         first: Callable[[], int],
+        is_drawing: Callable[[], bool],
     ) -> None:
         self._loader = loader
         self._device = device
         self._used = used
         self._first = first
+        self._is_drawing = is_drawing
         if loader.batch_sampler is None:
             self._name = "sampler"
         else:
@@ -43,9 +46,10 @@ class RecordingSampler(Sampler[Any]):
         # DataLoader refuses to set its sampler after its construction.
         vars(loader)[self._name] = self
 
-    def begun(self, batches: int) -> list[Iteration]:
-        """The iterations that had begun when so many batches of the epoch had been used."""
-        return [iteration for iteration in self._iterations if iteration[1] <= batches]
+    def begun(self, batches: int) -> Iteration | None:
+        """The newest iteration that had begun when so many batches of the epoch had been used."""
+        begun = [iteration for iteration in self._iterations if iteration[1] <= batches]
+        return begun[-1] if begun else None
 
     def repeat(self, iteration: Iteration, num_skipped: int) -> None:
         """Whenever the loader is iterated, repeat ``iteration`` without its first indices, until :meth:`record`."""
@@ -82,15 +86,20 @@ class RecordingSampler(Sampler[Any]):
         # Loaders with workers do this twice, and draw from the second iterator.
         if self._target is not None:
             return self._replay(*self._target)
-        if self._used() == 0:
-            self._iterations = []
         return self._record()
 
     def _record(self) -> Iterator[Any]:
+        if not self._is_drawing():
+            yield from self._inner
+            return
+        if self._used() == 0:
+            self._iterations = []
         states = rng.global_states(self._device), rng.own_states(self._loader)
+        # Of those before an open window, the newest one is needed.
+        needed = self.begun(self._first())
+        while needed is not None and self._iterations[0] is not needed:
+            self._iterations.pop(0)
         self._iterations.append((states, self._used()))
-        num_over = len(self.begun(self._first())) - 1
-        del self._iterations[: max(num_over, 0)]
         yield from self._inner
 
     def _replay(self, iteration: Iteration, num_skipped: int) -> Iterator[Any]:

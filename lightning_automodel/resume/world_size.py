@@ -58,11 +58,9 @@ def carried_over(saved: dict[str, Any], data_parallel: int) -> dict[str, Any]:
 
 def _carry_loader(loader: dict[str, Any], before: int, now: int) -> dict[str, Any]:
     """The position of a loader that ``before`` ranks have drawn from, for ``now`` ranks."""
-    kept = ("kind", "seed", "batch_size")
-    carried = {name: loader[name] for name in kept if name in loader}
-    carried |= {"generators": [], "samplers": []}
+    carried = {**loader, "generators": [], "samplers": []}
+    if carried.pop("state", None) is not None:
+        carried["kind"] = "no position"  # refused within an epoch
     if "iteration" in loader:
         carried |= {"iteration": (None, 0), "yielded": loader["yielded"] * before // now, "length": None}
-    if "state" in loader:
-        carried["kind"] = "no position"  # refused within an epoch
     return carried

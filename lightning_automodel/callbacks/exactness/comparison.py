@@ -20,7 +20,7 @@ from lightning_automodel.callbacks.exactness.recording import RecordedMicroBatch
 from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Shares
 from lightning_automodel.callbacks.exactness.results import CountResult, StepResult, described, number_of
 from lightning_automodel.callbacks.running_strategy import options_of, weighting_of
-from lightning_automodel.data.samplers import PADDED, distributed_sampler, repeats
+from lightning_automodel.data.samplers import distributed_sampler, repeats
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 from lightning_automodel.internals import lightning as lightning_internals
 
@@ -232,8 +232,9 @@ class Comparison:
         steps = number_of(len(self.steps), "optimizer step")
         ranks = number_of(self._trainer.world_size, "rank")
         lines = results.report_of(self.steps, count, unit, self._is_ours)
-        for sampler in map(distributed_sampler, CombinedLoader(self._trainer.train_dataloader).flattened):
-            if sampler is not None and sampler not in PADDED:
+        for loader in CombinedLoader(self._trainer.train_dataloader).flattened:
+            sampler = distributed_sampler(loader)
+            if sampler is not None and getattr(loader, "last_batch", None) is None:
                 lines.append(
                     f"{repeats(sampler)}: one process takes each once, which these steps do not show."
                 )
