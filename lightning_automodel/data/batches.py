@@ -153,7 +153,7 @@ class TrackedLoader:
             is_peeked=False,
             draws=None,
             _group=group,
-            _loop=loop,
+            loop=loop,
         )
 
     def __getattr__(self, name: str) -> Any:  # what it lacks are attributes of the loader
@@ -184,13 +184,13 @@ class TrackedLoader:
 
     def drawn_from(self) -> list[Any]:
         """The iterators that the Trainer's loop draws its batches from."""
-        return lightning_internals.iterators_of(self._loop)
+        return lightning_internals.iterators_of(self.loop)
 
     def num_used(self) -> int:
         """How many batches of the epoch the loop has used: none in evaluation, which begins anew."""
         if self.uneven == JOIN:
             return 0
-        return int(self._loop.epoch_loop.batch_progress.current.processed)
+        return int(self.loop.epoch_loop.batch_progress.current.processed)
 
     def source(self, batches: Iterator[Any], used: int) -> Iterator[tuple[BatchHandle, Any]]:
         """Batches of the Trainer's iteration with their handles. Padding batches or an error may follow the last one.

@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import apply_to_collection
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -44,15 +43,11 @@ BEGINS_ANEW = (
     " another order, if the stream counts its epochs itself (litdata, MosaicML), or goes on where the last"
     " epoch has ended. Save within an epoch, or set what differs in on_train_epoch_start."
 )
-BETWEEN_STEPS = (
-    "A checkpoint was saved within a training_step after an optimizer had stepped. A resumed run goes on with"
-    " the next batch: what this one still does is lost, such as the step of another optimizer. Save in"
-    " on_train_batch_end."
-)
 HELD = (
-    "A checkpoint was saved while an optimizer held gradients that it has not stepped with, and gradients are"
-    " not saved. Nothing is lost where each step begins with zero_grad(), as in most GANs. Otherwise a"
-    " resumed run is not exact: save where all optimizers have stepped."
+    "A checkpoint was saved while an optimizer held gradients that it has not stepped with, or within a"
+    " training_step between the steps of two optimizers. Gradients are not saved, and a resumed run goes on with"
+    " the next batch: what this one still does is lost. It is exact where all optimizers have stepped, or where"
+    " each step begins with zero_grad(), as in most GANs. Save in on_train_batch_end."
 )
 
 
@@ -100,9 +95,7 @@ class Resume:
 
     def process_dataloader(self, loader: Any) -> Any:
         """What to iterate instead of a loader. Positions of training loaders are kept."""
-        if self._trainer.state.fn == TrainerFn.FITTING and self._trainer.training:
-            return self._loaders.take(loader)
-        return loader
+        return self._loaders.take(loader) if self._trainer.training else loader
 
     def on_train_start(self) -> None:
         """Called in ``on_train_start``, after everything is loaded and all other hooks. Every rank calls it."""
@@ -189,10 +182,11 @@ class Resume:
             self._say(WITHOUT_POSITION)
         if self.is_within_window or (at.stage == loops.STEP and self._trainer.validating):
             self._say(REPEATS)
-        elif self._progress.current.processed < at.batches and not self._module.automatic_optimization:
-            self._say(BETWEEN_STEPS)
-        elif self._holds_gradients():
+        elif self._holds_gradients() or self._is_within_manual_step(at):
             self._say(HELD)
+
+    def _is_within_manual_step(self, at: loops.Position) -> bool:
+        return not self._module.automatic_optimization and self._progress.current.processed < at.batches
 
     def _position(self) -> loops.Position:
         return loops.position(self._trainer, self._has_stopped_before_validation)
