@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.advice import Advice
@@ -72,7 +73,6 @@ class TrainingRun:
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         self._check(fitting)
         self._prepare(fitting)
-        checks.check_equal_models(module, placement.host_group)
         self._distribute(fitting)
         self._make_training(fitting)
 
@@ -92,7 +92,7 @@ class TrainingRun:
             self.advice.say_once(note)
 
     def _prepare(self, fitting: bool) -> None:
-        """Change the module as it must be changed before it is distributed."""
+        """Change the module as it must be changed before it is distributed. A collective over the world."""
         module = self.module
         options = self._options
         mesh = self._mesh.context_parallel
@@ -102,7 +102,9 @@ class TrainingRun:
         self._without_values = meta_init.names_without_values(module)
         self.plugin.convert_module(module)
         self.move_to_device()
-        checks.check_hooks(module, options.count_window_ahead)
+        parameters = dict(module.named_parameters())
+        checks.check_hooks(parameters, options.count_window_ahead)
+        checks.check_equal_models(parameters | dict(module.named_buffers()), self._placement.host_group)
         if fitting:
             checkpointed = options.activation_checkpointing
         else:
@@ -127,6 +129,7 @@ class TrainingRun:
         if fitting and self._may_accumulate():
             self.advice.about_deferral(self.engine.describe())
         self.parameters.note_distributed()
+        self._replicated = [p for p in self.parameters.named.values() if not isinstance(p, DTensor)]
         tensor_parallel.synchronize_metrics(module, self._mesh, self.patches)
         self.patches.set(module, "log", update_wrapper(partial(log_full, module.log), module.log))
 
@@ -138,10 +141,11 @@ class TrainingRun:
         host_group = self._placement.host_group
         weighting = self._make_weighting()
         ahead = None
-        in_float16 = precision.passes_float16(self.plugin, module) and not options.count_window_ahead
+        parameters = list(self.parameters.named.values())
+        self._dtypes = precision.Dtypes.of(module, parameters)
+        in_float16 = self._dtypes.pass_float16(self.plugin) and not options.count_window_ahead
         scaler = precision.enabled_scaler(self.plugin)
         scaling = LossScaling(scaler, in_float16, mesh, self.device, options.is_sharded, self.patches)
-        parameters = list(module.parameters())
         self.windows = GradientWindows(self.engine, weighting, scaling, self._placement, parameters)
         whole = WholeSteps(self.device, options.optimizer_step)
         self.steps = OptimizerSteps(
@@ -197,8 +201,9 @@ class TrainingRun:
             return DDPEngine(module, self._placement, options, fitting, self._give_values), None
         policy = precision.resolve_policy(self.plugin, options.mp_policy, module.parameters())
         has_foreign_policy = units.is_sharded(module) and not precision.is_applied(policy, module)
-        computed_in = precision.unit_dtypes(module) - {policy.param_dtype}
-        if has_foreign_policy and (options.mp_policy is not None or computed_in):
+        if has_foreign_policy and (
+            options.mp_policy is not None or precision.unit_dtypes(module) - {policy.param_dtype}
+        ):
             if options.mp_policy is None:
                 option = f"precision={self.plugin.precision!r}"
             else:
@@ -226,7 +231,7 @@ class TrainingRun:
     def patch_plugin(self) -> None:
         """Patch clipping and casting on the Trainer's precision plugin. Called once Lightning has set it up."""
         self.steps.patch_clipping(self.plugin, self.patches)
-        precision.leave_casting_to_units(self.plugin, self.module, self.patches)
+        precision.leave_casting_to_units(self.plugin, self._dtypes, self.patches)
 
     def take_optimizers(self, optimizers: list[Optimizer]) -> None:
         """Refuse optimizers that would not train the distributed module, and watch what user code does from now on."""
@@ -234,7 +239,7 @@ class TrainingRun:
             self.parameters.give_shards(optimizer)
             self.parameters.check_optimizer(optimizer)
         checks.check_optimizers(optimizers, self._mesh.sizes.divisor)
-        checks.check_order(self.module, optimizers, self._placement.host_group)
+        checks.check_order(self.parameters.named, optimizers, self._placement.host_group)
         for optimizer in optimizers:
             self.steps.whole.take(optimizer)
         self.watch_module()
@@ -243,8 +248,8 @@ class TrainingRun:
         """Raise before a window's first training step if parameters were replaced or hooked since set-up."""
         self.parameters.check_module()
         # Shards refuse hooks where these are registered.
-        if any(map(torch_internals.has_post_accumulate_hook, self.parameters.replicated)):
-            checks.check_hooks(self.module, self._options.count_window_ahead)
+        if any(map(torch_internals.has_post_accumulate_hook, self._replicated)):
+            checks.check_hooks(self.parameters.named, self._options.count_window_ahead)
 
     def watch_module(self) -> None:
         """Watch ``module.zero_grad`` and toggling; refuse early hooks."""
@@ -254,7 +259,7 @@ class TrainingRun:
             self.patches.set(
                 self.module, "on_validation_model_zero_grad", lambda: self._zero_before_validation(zero)
             )
-        checks.check_hooks(self.module, self._options.count_window_ahead)
+        checks.check_hooks(self.parameters.named, self._options.count_window_ahead)
 
     def _may_accumulate(self) -> bool:
         """Whether windows of several backwards are to be expected."""
@@ -380,7 +385,7 @@ class TrainingRun:
             "mesh": self._mesh.sizes_by_name(),
             "gradient_divisor": self._mesh.sizes.divisor,
             "gradient_denominator": self.windows.weighting.unit,
-            "precision": precision.describe_dtypes(self.plugin, self.module, self._policy),
+            "precision": precision.describe_dtypes(self.plugin, self._dtypes, self._policy),
             "tensors_created_without_values": len(self._without_values),
             "activation_checkpointing": self._checkpointed,
             "compiled": self._compiled,

@@ -38,7 +38,7 @@ from lightning_automodel.checkpoint.tree import Path as TreePath
 from lightning_automodel.distributed import collectives
 from lightning_automodel.internals.torch import module_versions, without_wrappers
 from lightning_automodel.sharding import weight_averaging
-from lightning_automodel.sharding.apply import shard_like
+from lightning_automodel.sharding.whole_copies import write_part
 
 OwnedParameters = Callable[[Optimizer], Mapping[nn.Parameter, bool]]
 """The parameters that an optimizer steps whole, and whether this rank owns them."""
@@ -275,8 +275,7 @@ class CheckpointLoader:
             into = target(path, leaf)
             if into is None or isinstance(known, DTensor):
                 return known
-            with torch.no_grad():
-                into.copy_(shard_like(into, known))
+            write_part(into, known)
             return into
 
         return mapped(tree, value)

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel.gradients.token_loss import WindowTotals
 from lightning_automodel.internals.torch import Reached
@@ -89,7 +88,6 @@ class Engine:
         self.reached = Reached()
         self.unsynchronised: set[nn.Parameter] = set()
         self.is_last: bool | None = None
-        self._hooks: list[RemovableHandle] = []
         self._tracked: set[nn.Parameter] = set()
 
     def track(self, trained: set[nn.Parameter]) -> None:
@@ -99,7 +97,7 @@ class Engine:
             self._watch(parameter)
 
     def _watch(self, parameter: nn.Parameter) -> None:
-        self._hooks.append(self.reached.note(parameter))
+        self.reached.watch(parameter)
 
     def check_foreign(self) -> None:
         """Raise RuntimeError if a backward that is not the strategy's has reached parameters, and joins a window."""
@@ -193,8 +191,7 @@ class Engine:
 
     def close(self) -> None:
         """Remove hooks from the model."""
-        for hook in self._hooks:
-            hook.remove()
+        self.reached.close()
 
     def describe(self) -> dict[str, Any]:
         """What the engine has decided, and why."""

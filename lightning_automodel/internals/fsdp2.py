@@ -206,12 +206,6 @@ def unsharded_gradient_dtype(param: FSDPParam) -> torch.dtype:
     return dtype or param.param_dtype or param.orig_dtype
 
 
-def reduction_dtypes(model: nn.Module) -> set[torch.dtype]:
-    """The dtypes in which gradients of FSDP2 units at or below ``model`` are reduced."""
-    params = [param for group in fsdp_param_groups(model) for param in group.fsdp_params]
-    return {unsharded_gradient_dtype(param) for param in params if param.sharded_param.requires_grad}
-
-
 def has_two_gradient_dtypes(group: FSDPParamGroup) -> bool:
     """Whether gradients of the group are computed in another dtype than they are accumulated in."""
     dtypes = [

@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel.internals.patching import PatchStack, overwrite
 
@@ -59,10 +58,26 @@ def is_read_by_torch() -> bool:
 class Reached(list[nn.Parameter]):
     """Leaves in which backwards have accumulated gradients, each as often as that."""
 
-    def note(self, leaf: nn.Parameter) -> RemovableHandle:
+    def __init__(self) -> None:
+        super().__init__()
+        # One hook for all, a method in C: it runs for each parameter in each backward.
+        self._hook = self.append
+        self._leaves: list[nn.Parameter] = []
+
+    def watch(self, leaf: nn.Parameter) -> None:
         """Append ``leaf`` whenever a backward has reached it. It must be trainable, at the moment."""
-        # The hook is a method in C, as it runs for each parameter in each backward.
-        return leaf.register_post_accumulate_grad_hook(self.append)
+        # Handles would be most of what a start allocates: `close` finds the hook without them.
+        leaf.register_post_accumulate_grad_hook(self._hook)
+        self._leaves.append(leaf)
+
+    def close(self) -> None:
+        """Watch no leaf any more."""
+        for leaf in self._leaves:
+            hooks: Any = leaf._post_accumulate_grad_hooks
+            for key, hook in list(hooks.items()):
+                if hook is self._hook:
+                    del hooks[key]
+        self._leaves.clear()
 
 
 def has_post_accumulate_hook(parameter: nn.Parameter) -> bool:

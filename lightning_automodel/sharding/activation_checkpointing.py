@@ -1,12 +1,5 @@
-"""Activation checkpointing: blocks drop their activations after the forward and recompute them in the backward.
+"""Activation checkpointing: blocks drop their activations after the forward and recompute them in the backward."""
 
-What a recomputation starts from may wait in pinned host memory. ``torch.autograd.graph.save_on_cpu`` copies
-on the stream that computes, and waits for each copy on devices other than CUDA. Here copies have a stream of
-their own, and a tensor is on its way back while the block behind it computes.
-"""
-
-import functools
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -52,13 +45,11 @@ class _Checkpoint:
     """Calls a function under activation checkpointing; its recomputation sees the buffers that the forward saw.
 
     Otherwise running statistics would be updated twice, and a power iteration would give other weights the
-    second time. Positional tensor arguments wait in ``offloaded`` for the backward, if it is given.
+    second time. With ``offloads``, positional tensor arguments wait in host memory for the backward.
     """
 
-    def __init__(
-        self, module: nn.Module, contexts: Callable[[], Any] | None, offloaded: "OffloadedActivations | None"
-    ) -> None:
-        self._offloaded = offloaded
+    def __init__(self, module: nn.Module, contexts: Callable[[], Any] | None, offloads: bool) -> None:
+        self._offloads = offloads
         self._kwargs: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
         self._module = module
 
@@ -86,7 +77,7 @@ class _Checkpoint:
         else:
             run = checkpoint
         # Only the inputs are offloaded: inside, the saved-tensor hooks of `checkpoint` replace these.
-        with nullcontext() if self._offloaded is None else self._offloaded.hooks():
+        with offloaded_activations() if self._offloads else nullcontext():
             return run(first_or_again, *args, use_reentrant=False, **self._kwargs, **kwargs)
 
 
@@ -143,10 +134,8 @@ def checkpoint_blocks(
     names = told(model, blocks)
     for block, name in zip(blocks, names, strict=True):
         _check(block, name, choice)
-    # One for all blocks: while one block's backward runs, the input of the block before it comes back.
-    offloaded = OffloadedActivations() if choice == "offload" else None
     for block in blocks:
-        _let_recompute(block, _Checkpoint(uncompiled(block), contexts, offloaded), patches)
+        _let_recompute(block, _Checkpoint(uncompiled(block), contexts, choice == "offload"), patches)
     return names
 
 
@@ -210,80 +199,27 @@ def _has_switch(block: nn.Module) -> bool:
     return isinstance(getattr(type(block), "gradient_checkpointing", None), bool)
 
 
-@functools.cache
-def _copy_stream(device: torch.device) -> torch.Stream:
-    return torch.Stream(device)
+def _to_host(tensor: Tensor) -> tuple[Tensor, torch.device]:
+    """What is kept of a tensor that autograd saves, and its device. Parameters and DTensors stay, and all on a CPU."""
+    device = tensor.device
+    if type(tensor) is not Tensor or device.type == "cpu" or tensor.layout != torch.strided:
+        return tensor, device
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return host.copy_(tensor, non_blocking=True), device
 
 
-class _Saved:
-    """A tensor that a backward will need: on the host, and on the device as long as it leaves, or is on its way back.
+def _to_device(kept: tuple[Tensor, torch.device]) -> Tensor:
+    tensor, device = kept
+    return tensor.to(device, non_blocking=True)
 
-    Device memory is allocated and freed in the order of the computing stream, which waits for copies: the
-    allocator needs to know of no other stream. The backward will need ``before``, which was saved before it,
-    after it.
+
+def offloaded_activations() -> saved_tensors_hooks:
+    """A context: what autograd saves in it waits in pinned host memory.
+
+    As ``torch.autograd.graph.save_on_cpu``, which waits for each copy on devices other than CUDA, and takes
+    DTensors too. Copies run on the stream that computes.
     """
-
-    def __init__(self, tensor: Tensor, before: "weakref.ref[_Saved] | None") -> None:
-        self.before = before
-        self._here: Tensor | None = tensor
-        self._device = tensor.device
-        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        self._copied = self._copy(self._host, tensor)
-
-    def _copy(self, target: Tensor, source: Tensor) -> torch.Event:
-        stream = _copy_stream(self._device)
-        stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with stream:
-            target.copy_(source, non_blocking=True)
-        return stream.record_event()
-
-    def fetch(self) -> None:
-        """Start to bring it back, unless it is on the device."""
-        if self._here is None:
-            self._here = torch.empty_like(self._host, device=self._device)
-            self._copied = self._copy(self._here, self._host)
-
-    def release(self) -> Tensor | None:
-        """Let what is computed from now on wait for the copy, and keep the tensor on the host alone."""
-        here = self._here
-        self._here = None
-        torch.accelerator.current_stream(self._device).wait_event(self._copied)
-        return here
-
-
-class OffloadedActivations:
-    """Keeps tensors that autograd saves in pinned host memory. Those on a CPU, parameters and DTensors stay."""
-
-    def __init__(self) -> None:
-        self._leaving: _Saved | None = None  # its copy to the host may still run
-        self._newest: weakref.ref[_Saved] | None = None
-
-    def hooks(self) -> saved_tensors_hooks:
-        """A context: what autograd saves in it is offloaded."""
-        return saved_tensors_hooks(self._pack, self._unpack)
-
-    def __reduce__(self) -> Any:
-        return OffloadedActivations, ()  # copies of a module share no tensors that are on their way
-
-    def _pack(self, tensor: Tensor) -> Tensor | _Saved:
-        if type(tensor) is not Tensor or tensor.device.type == "cpu" or tensor.layout != torch.strided:
-            return tensor
-        saved = _Saved(tensor, self._newest)
-        self._newest = weakref.ref(saved)
-        if self._leaving is not None:
-            self._leaving.release()
-        self._leaving = saved
-        return saved
-
-    def _unpack(self, saved: Tensor | _Saved) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        saved.fetch()
-        tensor = saved.release()
-        assert tensor is not None
-        if saved.before is not None and (before := saved.before()) is not None:
-            before.fetch()
-        return tensor
+    return saved_tensors_hooks(_to_host, _to_device)
 
 
 def compile_blocks(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed.mesh import (
     EXPERT,
@@ -111,10 +111,11 @@ def _sharding_options(mesh: RunMesh, offloads: bool) -> dict[str, Any]:
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
     """Context that may replace parameters: keeps the attributes that users gave them (a tag for weight decay)."""
-    before = {name: dict(vars(p)) for name, p in model.named_parameters(remove_duplicate=False)}
+    parameters = model.named_parameters(remove_duplicate=False)
+    before = {name: dict(vars(parameter)) for name, parameter in parameters if vars(parameter)}
     yield
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        vars(parameter).update(before[name])
+    for name, parameter in model.named_parameters(remove_duplicate=False) if before else ():
+        vars(parameter).update(before.get(name, {}))
 
 
 def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module], head: nn.Module | None) -> None:
@@ -175,10 +176,10 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
     managed = set[nn.Parameter]()
     for group in fsdp2.fsdp_param_groups(model):
         unit = names[id(group.modules[0])]
-        for param in group.fsdp_params:
-            num_expert = num_expert_ranks(param.sharded_param)
+        shards = [param.sharded_param for param in group.fsdp_params]
+        for num_expert in set(map(num_expert_ranks, shards)):
             _check_averaging(unit, group, divisor // num_expert, divisor, num_expert > 1)
-            managed.add(param.sharded_param)
+        managed.update(shards)
     for name, parameter in model.named_parameters():
         if num_expert_ranks(parameter) > 1 and parameter not in managed:
             raise ValueError(
@@ -213,14 +214,6 @@ def _check_averaging(unit: str, group: Any, num_ranks: int, divisor: int, is_exp
             f" (set_gradient_divide_factor), but the strategy rescales averages over {num_ranks} ranks;"
             " leave the factor unset."
         )
-
-
-def shard_like(tensor: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of ``whole``, which every rank has, in the layout of ``tensor``. Not a collective."""
-    if not isinstance(tensor, DTensor):
-        return whole
-    whole = whole.detach().to(tensor.device)
-    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:

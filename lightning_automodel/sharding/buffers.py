@@ -31,13 +31,19 @@ class SharedBuffers:
         self._device = device
         self._left_out = left_out
         self._names = self._list()
+        self._starts_window = True
 
     def _list(self) -> list[str]:
         return [name for name in _saved_buffers(self._module) if name not in self._left_out]
 
-    def broadcast(self) -> None:
-        """Overwrite those of all ranks with the first rank's, where a window begins. A collective over the group."""
-        apply.broadcast_tensors([buffer for _, buffer in self._own()], self._group, self._device)
+    def start_forward(self, is_last: bool | None) -> None:
+        """Where a window begins, overwrite those of all ranks with the first rank's. Then a collective over the group.
+
+        Called before each training step; ``is_last`` as of :class:`Engine`.
+        """
+        if self._starts_window:
+            apply.broadcast_tensors([buffer for _, buffer in self._own()], self._group, self._device)
+        self._starts_window = is_last is not False
 
     def synchronize(self) -> None:
         """The same, before an evaluation and where a fit ends, also for the averages that callbacks keep.

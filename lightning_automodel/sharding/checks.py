@@ -6,7 +6,7 @@ from pickle import PicklingError
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelPruning
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
@@ -15,6 +15,7 @@ from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.sharding.units import has_fsdp_units
 
 _FREED = (
@@ -108,11 +109,10 @@ def check_ahead(module: pl.LightningModule) -> None:
         )
 
 
-def check_equal_models(module: nn.Module, host_group: dist.ProcessGroup) -> None:
-    """Refuse on every rank a model that ranks cannot train together. A collective over the group."""
+def check_equal_models(tensors: Mapping[str, Tensor], host_group: dist.ProcessGroup) -> None:
+    """Refuse on every rank a model whose ``tensors`` differ on other ranks. A collective over the group."""
     if host_group.size() == 1:
         return
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     held = {
         name: f"{tuple(tensor.shape)} and {'' if tensor.requires_grad else 'not '}trainable"
         for name, tensor in tensors.items()
@@ -160,7 +160,9 @@ def check_optimizers(optimizers: list[Optimizer], divisor: int) -> None:
             )
 
 
-def check_order(module: nn.Module, optimizers: list[Optimizer], group: dist.ProcessGroup) -> None:
+def check_order(
+    parameters: Mapping[str, nn.Parameter], optimizers: list[Optimizer], group: dist.ProcessGroup
+) -> None:
     """Raise ValueError, on every rank, unless the optimizers have their parameters in the same order on all ranks.
 
     A collective over ``group``. What ranks exchange by the order of parameters would be another parameter's
@@ -168,9 +170,9 @@ def check_order(module: nn.Module, optimizers: list[Optimizer], group: dist.Proc
     """
     if group.size() == 1:
         return
-    name_of = {parameter: name for name, parameter in module.named_parameters()}
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
     places = [
-        f"{name_of.get(parameter)} of {type(optimizer).__name__}"
+        f"{name_of.get(id(parameter))} of {type(optimizer).__name__}"
         for optimizer in optimizers
         for parameter_group in optimizer.param_groups
         for parameter in parameter_group["params"]
@@ -198,11 +200,11 @@ def check_embeddings(module: nn.Module) -> None:
         )
 
 
-def check_hooks(module: nn.Module, counts_ahead: bool) -> None:
+def check_hooks(parameters: Mapping[str, nn.Parameter], counts_ahead: bool) -> None:
     """Raise ValueError for hooks that get a gradient before it is final, as to step inside of the backward."""
-    parameters = dict(module.named_parameters())
-    check_shardable({name: p for name, p in parameters.items() if isinstance(p, DTensor)})
-    hooked = {name: p for name, p in parameters.items() if torch_internals.has_post_accumulate_hook(p)}
+    with plain_access():
+        check_shardable({name: p for name, p in parameters.items() if isinstance(p, DTensor)})
+        hooked = {name: p for name, p in parameters.items() if torch_internals.has_post_accumulate_hook(p)}
     named = (
         f"{len(hooked)} parameters have post-accumulate-gradient hooks ({', '.join(list(hooked)[:3])}, ...)"
     )

@@ -41,8 +41,6 @@ class DDPEngine(Engine):
     ) -> None:
         super().__init__()
         self._mesh = placement.mesh
-        # Whether the newest backward has ended a window, so that the next forward begins one.
-        self._starts_window = True
         kwargs = options.ddp_kwargs or {}
         self._check(module, kwargs)
         give_values()
@@ -71,8 +69,7 @@ class DDPEngine(Engine):
     def _replicate(
         self, module: pl.LightningModule, device: torch.device, kwargs: dict[str, Any]
     ) -> DistributedDataParallel:
-        quantized.check_replicable(module)
-        if any(quantized.has_parts(parameter) for parameter in module.parameters()):
+        if quantized.check_replicable(module):
             # To make parameters equal, DDP would flatten all of them into one plain tensor.
             apply.broadcast_states(module, self._mesh)
             kwargs = {**kwargs, "init_sync": False}
@@ -128,7 +125,6 @@ class DDPEngine(Engine):
         """
         ddp = self._ddp
         reached = set(self.reached)
-        self._starts_window = ddp.require_backward_grad_sync
         if ddp.require_backward_grad_sync and not ddp.static_graph:
             if len(reached) < len(self.reached):
                 self._refuse_several_backwards()
@@ -171,13 +167,9 @@ class DDPEngine(Engine):
             ) from error
 
     @override
-    def recover(self) -> None:
-        self._starts_window = True
-
-    @override
     def start_forward(self, batch: Any) -> None:
-        if self._buffers is not None and self._starts_window:
-            self._buffers.broadcast()
+        if self._buffers is not None:
+            self._buffers.start_forward(self.is_last)
 
     @override
     def synchronize_buffers(self) -> None:

@@ -48,7 +48,7 @@ class FSDP2Engine(FSDP2Window):
         self._policy = policy
         self._module: pl.LightningModule = module
         self._report: dict[str, Any] = {}
-        self._is_first_batch = self._starts_window = True
+        self._is_first_batch = True
         with apply.attributes_kept(module):
             self._shard(module)
         give_values()
@@ -58,12 +58,12 @@ class FSDP2Engine(FSDP2Window):
         if self.mesh.sizes.expert > 1:
             self._report["experts"] = [n for n, p in module.named_parameters() if num_expert_ranks(p) > 1]
         apply.initialise_fsdp2(module, self.mesh.sizes.divisor)
-        shard_parameters(module, accept_hooks=options.count_window_ahead)
         if self.mesh.sizes.divisor > 1:
             group = self.mesh.group
         else:
             group = None
         choice = self._choose(module, placement.local_ranks)
+        shard_parameters(module, accept_hooks=options.count_window_ahead)
         super().__init__(module, choice.defer, choice.keep, group, not module.automatic_optimization)
         self.discard()
         self._start_gathers_ahead(module)
@@ -176,9 +176,7 @@ class FSDP2Engine(FSDP2Window):
                 tensor_parallel.check_same_batch(
                     batch, self.mesh.tensor_group, self.device, "tensor-parallel"
                 )
-        if self._starts_window:
-            self._buffers.broadcast()
-        self._starts_window = self.is_last is not False
+        self._buffers.start_forward(self.is_last)
         self.release(retains=True)
         self.go_on()
 

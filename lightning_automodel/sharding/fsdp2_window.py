@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_automodel.distributed.mesh import num_expert_ranks
@@ -115,6 +116,7 @@ class FSDP2Window(Engine):
         self._shard_of: dict[nn.Parameter, nn.Parameter] = {}  # by where autograd accumulates its gradient
         self._experts = {shard for shard in self._params if num_expert_ranks(shard) > 1}
         self._bypassed: list[str] = []
+        self._hooks: list[RemovableHandle] = []
         self._register_hooks()
         self.enter(Phase.HOOKS)
 
@@ -386,6 +388,8 @@ class FSDP2Window(Engine):
             self._tell_of_writes(unit, None)
         for unit in self.units:
             unit.close()
+        for hook in self._hooks:
+            hook.remove()
         super().close()
 
     @override

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_automodel.distributed import collectives
 from lightning_automodel.internals import fsdp2
-from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.dtensor import parts_of
 from lightning_automodel.sharding.sync_context import Deferral
 
 FREE_MEMORY_SHARE = 0.5
@@ -97,9 +97,9 @@ def estimate(model: nn.Module, device: torch.device) -> dict[str, int]:
             unsharded += numel * (param.param_dtype or param.orig_dtype).itemsize
             if param.sharded_param.requires_grad:
                 gradients += numel * fsdp2.unsharded_gradient_dtype(param).itemsize
-    for parameter in model.parameters():
-        local = torch_internals.local_tensor(parameter)
-        if parameter.requires_grad and local.device.type == device.type:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for local in parts_of(trained):
+        if local.device.type == device.type:
             moments = 2 * max(local.element_size(), torch.float32.itemsize)
             state += local.numel() * (local.element_size() + moments)
     return {PARAMETERS: unsharded, GRADIENTS: gradients, STATE: state}

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed import collectives
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.sharding.apply import shard_like
 from lightning_automodel.sharding.units import class_name, distinct
+from lightning_automodel.sharding.whole_copies import write_part
 
 # Fills memory that is not initialised. A checkpoint or the user may still write values, so the tensors
 # without any are found only when the run starts: they hold nothing but this byte.
@@ -122,9 +122,7 @@ def _run(
         # A layer must not overwrite a shared tensor that another layer has initialised; a parent module may.
         may_write = tensor in owners and (owners[tensor] is module or holder is not module)
         if may_write and not (tensor in pending and _has_no_values(result)):
-            torch_internals.local_tensor(tensor).copy_(
-                torch_internals.local_tensor(shard_like(tensor, result))
-            )
+            write_part(tensor, result)
             pending.discard(tensor)
 
 

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_automodel.internals import fsdp2
+from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.patching import PatchStack
 
 HALF = (torch.float16, torch.bfloat16)
@@ -182,9 +183,9 @@ def check_conversion(plugin: Precision, model: nn.Module) -> None:
         )
 
 
-def leave_casting_to_units(plugin: Precision, model: nn.Module, patches: PatchStack) -> None:
+def leave_casting_to_units(plugin: Precision, dtypes: "Dtypes", patches: PatchStack) -> None:
     """Switch the plugin's autocast off if FSDP2 units cast already: both together would cast twice."""
-    if isinstance(plugin, MixedPrecision) and unit_dtypes(model):
+    if isinstance(plugin, MixedPrecision) and dtypes.computed:
         patches.set(plugin, "forward_context", nullcontext)
 
 
@@ -202,11 +203,32 @@ def enabled_scaler(plugin: Precision) -> GradScaler | None:
     return None
 
 
-def passes_float16(plugin: Precision, model: nn.Module) -> bool:
-    """Whether gradients may pass through float16 (range 65504): in layers, also frozen ones, or in reductions."""
-    reductions = fsdp2.reduction_dtypes(model)
-    dtypes = unit_dtypes(model) | reductions | {parameter.dtype for parameter in model.parameters()}
-    return plugin.precision in ("16-mixed", "16-true") or torch.float16 in dtypes
+@dataclass(frozen=True)
+class Dtypes:
+    """The dtypes of a distributed model: of its parameters, of its units' computation, and of reductions."""
+
+    held: set[torch.dtype]
+    trained: set[torch.dtype]
+    computed: set[torch.dtype]
+    reduced: set[torch.dtype]
+
+    @classmethod
+    def of(cls, model: nn.Module, parameters: Iterable[nn.Parameter]) -> "Dtypes":
+        """Those of ``model``, which has these ``parameters``."""
+        params = [param for group in fsdp2.fsdp_param_groups(model) for param in group.fsdp_params]
+        with plain_access():
+            kinds = {(p.dtype, p.requires_grad) for p in parameters}
+        return cls(
+            {dtype for dtype, _ in kinds},
+            {dtype for dtype, trains in kinds if trains},
+            {param.mp_policy.param_dtype for param in params} - {None},
+            {fsdp2.unsharded_gradient_dtype(param) for param in params if param.sharded_param.requires_grad},
+        )
+
+    def pass_float16(self, plugin: Precision) -> bool:
+        """Whether gradients may pass through float16 (range 65504): in layers, also frozen ones, or in reductions."""
+        found = self.held | self.computed | self.reduced
+        return plugin.precision in ("16-mixed", "16-true") or torch.float16 in found
 
 
 def is_applied(policy: MixedPrecisionPolicy, model: nn.Module) -> bool:
@@ -216,13 +238,11 @@ def is_applied(policy: MixedPrecisionPolicy, model: nn.Module) -> bool:
 
 
 def describe_dtypes(
-    plugin: Precision, model: nn.Module, policy: MixedPrecisionPolicy | None
+    plugin: Precision, dtypes: Dtypes, policy: MixedPrecisionPolicy | None
 ) -> dict[str, str]:
     """The Trainer's precision, and the dtypes that result; ``policy`` is None if this strategy made no units."""
-    parameters = list(model.parameters())
-    held = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
-    trained = {parameter.dtype for parameter in parameters if parameter.requires_grad}
-    computed_in = unit_dtypes(model)
+    held = {dtype for dtype in dtypes.held if dtype.is_floating_point}
+    computed_in = dtypes.computed
     way = "the units' policy"
     if not computed_in and isinstance(plugin, MixedPrecision):
         computed_in = {FSDP2_PRECISIONS[plugin.precision]}
@@ -237,7 +257,7 @@ def describe_dtypes(
         "trainer": str(plugin.precision),
         "parameters": _names(held),
         "computation": f"{_names(computed_in)} ({way})",
-        "reduction": _names(fsdp2.reduction_dtypes(model) or trained),
+        "reduction": _names(dtypes.reduced or dtypes.trained),
         "output": str(output or "as computed"),
     }
 

@@ -44,11 +44,13 @@ def has_parts(tensor: Tensor) -> bool:
     return hasattr(tensor, "__tensor_flatten__")
 
 
-def check_replicable(model: nn.Module) -> None:
-    """Raise ValueError for a trainable parameter that DDP cannot put into a bucket."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and has_parts(parameter):
+def check_replicable(model: nn.Module) -> bool:
+    """Whether some parameters hold inner tensors. Raises ValueError if DDP would have to put one into a bucket."""
+    quantised = {name: p for name, p in model.named_parameters() if has_parts(p)}
+    for name, parameter in quantised.items():
+        if parameter.requires_grad:
             raise ValueError(
                 f"{name} is to be trained and is a {type(parameter).__name__}, which DDP cannot hold: pass"
                 " data_parallel='fsdp2' (for float8 also enable_fsdp_float8_all_gather=False), or freeze it."
             )
+    return bool(quantised)

@@ -1,11 +1,10 @@
 """Parameters that sharding replaces by shards, and whether optimizers train what the module has."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.internals.dtensor import plain_access
@@ -14,6 +13,9 @@ from lightning_automodel.sharding.gathered import Gathered, GatheredPart
 from lightning_automodel.sharding.units import class_name
 
 _NUM_NAMED = 3
+
+Place: TypeAlias = tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]
+"""A parameter's path in the module, what holds it there under its own name, and the parameter."""
 
 
 class Replaced(nn.Parameter):
@@ -37,39 +39,45 @@ class Replaced(nn.Parameter):
 
 
 class ModuleParameters:
-    """The parameters of ``module`` before it is distributed, and from :meth:`note_distributed` on those that train."""
+    """The parameters of ``module`` before it is distributed, and from :meth:`note_distributed` on those that train.
+
+    Attributes:
+        named: Of the distributed module, each once.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         # Not of subclasses: `Module.to` swaps them, which torch refuses for what is weakly referred to.
-        plain = {name: parameter for name, parameter in self._named() if type(parameter) is nn.Parameter}
+        plain = {path: own for path, _, _, own in self._found() if type(own) is nn.Parameter}
         self._before = WeakValueDictionary(plain)
         self._replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
-        self._places: list[tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        self._places: list[Place] = []
         self._known: set[int] = set()
-        self.replicated: list[nn.Parameter] = []
+        self.named: dict[str, nn.Parameter] = {}
 
-    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self._module.named_parameters(remove_duplicate=False)
+    def _found(self) -> Iterator[Place]:
+        for path, owner in self._module.named_modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is not None:
+                    yield f"{path}.{name}".lstrip("."), owner._parameters, name, parameter
 
     def note_distributed(self) -> None:
         """The module has its final parameters. Any use of those that shards have replaced raises from now on.
 
         What holds one would neither see nor train what the module computes with. Their memory is freed.
         """
-        for name, shard in self._named():
-            old = self._before.get(name)
-            if old is None or old is shard:
+        self._places = list(self._found())
+        for path, _, _, shard in self._places:
+            if id(shard) not in self._known:
+                self._known.add(id(shard))
+                self.named[path] = shard
+            old = self._before.get(path)
+            if old is None or old is shard or isinstance(old, Replaced):
                 continue
             self._replaced.append((old, shard))
             old.data = old.new_empty(0)
-            old.__class__ = type("Replaced", (Replaced,), {"parameter_name": name})
+            old.__class__ = type("Replaced", (Replaced,), {"parameter_name": path})
         self._before.clear()
-        for path, owner in self._module.named_modules():
-            for name, parameter in owner.named_parameters(recurse=False):
-                self._places.append((f"{path}.{name}".lstrip("."), owner._parameters, name, parameter))
-                self._known.add(id(parameter))
-        self.replicated = [p for p in self._module.parameters() if not isinstance(p, DTensor)]
 
     def give_shards(self, optimizer: Optimizer) -> None:
         """Give an optimizer that was made before the module was sharded, as LightningCLI makes it, the shards."""
@@ -109,7 +117,7 @@ class ModuleParameters:
                 " from self.parameters() outside of a step: in configure_optimizers, on_train_batch_start"
                 " or a callback."
             )
-        named = {id(parameter): name for name, parameter in self._named()}
+        named = {id(parameter): path for path, _, _, parameter in self._found()}
         names = [named[id(parameter)] for parameter in unknown if id(parameter) in named]
         if names:
             return (

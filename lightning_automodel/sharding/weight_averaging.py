@@ -36,10 +36,10 @@ class LateAverages:
         """
         self._delayed = []
         is_converted = isinstance(module.trainer.precision_plugin, DoublePrecision)
-        if not (shards or is_converted or meta_init.names_without_values(module)):
-            return
         for callback in _callbacks(module):
-            if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) and (
+                shards or is_converted or meta_init.names_without_values(module)
+            ):
                 patches.set(callback, "setup", partial(self._delay, callback))
 
     def _delay(self, callback: Callback, *args: Any, **kwargs: Any) -> None:

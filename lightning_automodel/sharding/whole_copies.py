@@ -25,7 +25,7 @@ from lightning_automodel.internals.dtensor import (
     tree_map,
     with_part,
 )
-from lightning_automodel.internals.torch import version, versions
+from lightning_automodel.internals.torch import local_tensor, version, versions
 
 Function = Callable[..., Any]
 Arguments = Sequence[Any]
@@ -89,9 +89,18 @@ def gather(shard: DTensor, function: Function) -> Tensor:
             return with_part(DTensor, moved, shard).full_tensor().to(part.device)
 
 
-def own_part(whole: Tensor, like: DTensor) -> Tensor:
+def own_part(whole: Tensor, like: Tensor) -> Tensor:
     """The view of a plain tensor, which every rank has, that this rank would hold if it were laid out like ``like``."""
+    if not isinstance(like, DTensor):
+        return whole
     return holders_of(like.device_mesh, like.placements).part(whole, dist.get_rank())
+
+
+@torch.no_grad()
+def write_part(into: Tensor, whole: Tensor) -> None:
+    """Write this rank's part of a plain tensor, which every rank has, into a sharded one. Not a collective."""
+    local_tensor(into).copy_(own_part(whole, into))
+    count_writes([into])
 
 
 def count_writes(shards: list[Any]) -> None:
@@ -139,7 +148,6 @@ class GatheredCopy:
         if versions([self.shard]) != self._shard_version:
             self.gather_again(function)
 
-    @torch.no_grad()
     def carry(self, function: Function) -> None:
         """Write into the shard what ``function`` has changed the whole tensor to. Not a collective."""
         if version(self.whole) == self._whole_version:
@@ -149,8 +157,7 @@ class GatheredCopy:
                 f"{function.__name__} changes the shape of {name_of(self.shard)}, which is sharded,"
                 " in place. Call the function without the underscore, which gives a new tensor."
             )
-        part_of(self.shard).copy_(own_part(self.whole, self.shard))
-        count_writes([self.shard])
+        write_part(self.shard, self.whole)
         self._note_versions()
 
     def has(self, tensor: Tensor) -> bool:
