@@ -1,4 +1,4 @@
-"""Peak memory and seconds of a head's forward and backward: `token_loss` against `F.cross_entropy` over all logits.
+"""Peak memory and seconds of a head's forward and backward: `token_loss`, torch's own chunks, and all logits at once.
 
 Each case is a process of its own: it holds hidden states, the head's weight and nothing else, runs once to
 warm up on a few positions, and then once on all of them. Its peak is the most that this second run held,
@@ -27,6 +27,7 @@ from lightning_automodel import token_loss
 
 ALL_LOGITS = "F.cross_entropy"
 DEFAULT = "token_loss"
+TORCH = "F.linear_cross_entropy"
 
 
 def main() -> None:
@@ -35,7 +36,7 @@ def main() -> None:
         way, vocabulary = args.case
         print(*measure(args, way, int(vocabulary)))
         return
-    ways = [ALL_LOGITS, DEFAULT, *(str(2**power) for power in args.chunk_powers)]
+    ways = [ALL_LOGITS, TORCH, DEFAULT, *(str(2**power) for power in args.chunk_powers)]
     rows = []
     for vocabulary in args.vocabularies:
         # The peak includes the weight's gradient; the weight itself was there before.
@@ -94,6 +95,10 @@ def measure(args: argparse.Namespace, way: str, vocabulary: int) -> tuple[int, f
 def loss_of(way: str, hidden: Tensor, head: nn.Module, labels: Tensor) -> Tensor:
     if way == ALL_LOGITS:
         return F.cross_entropy(head(hidden).flatten(0, 1).float(), labels.flatten(), reduction="sum")
+    if way == TORCH:
+        options = nn.LinearCrossEntropyOptions()
+        rows = hidden.flatten(0, 1)
+        return F.linear_cross_entropy(rows, head.weight, labels.flatten(), reduction="sum", options=options)
     return token_loss(hidden, head, labels, chunk_elements=None if way == DEFAULT else int(way))[0]
 
 
@@ -107,7 +112,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
-        "--chunk-powers", type=int, nargs="+", default=[20, 22, 26], help="2 to the power of these"
+        "--chunk-powers", type=int, nargs="*", default=[20, 22, 26], help="2 to the power of these"
     )
     parser.add_argument("--output", type=Path, help="also write the report to this file")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)

@@ -92,6 +92,10 @@ model, datamodule = module, loader
     "docs/tell_the_count.md": """
 Shown.image_tower, Shown.text_tower = lambda self, x: self.model(x), lambda self, y: self.model(F.one_hot(y, 4).float())
 """,
+    "docs/watching.md": """
+def make_model():
+    return torch.nn.Sequential(torch.nn.Embedding(11, 8), torch.nn.Linear(8, 11))
+""",
     "docs/token_loss.md": """
 from examples.packing import Packer
 documents = [{name: row for name, row in zip(batch, rows)} for batch in batches() for rows in zip(*batch.values())]

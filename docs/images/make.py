@@ -39,7 +39,7 @@ def main() -> None:
     """Run the example, and look at what it leaves."""
     lines = screen(run_in_terminal([sys.executable, *COMMAND[1:]]))
     with opened_browser() as page:
-        page.open(ROOT / "outputs/finetune_docstrings/report.html", 1100, 1400)
+        page.open(ROOT / "outputs/finetune_docstrings/report.html", 1100, 875)
         page.screenshot(ROOT / "docs/images/report.png")
     shown = [f"$ {' '.join(COMMAND)}", *lines]
     console = Console(record=True, width=COLUMNS, file=io.StringIO())

@@ -13,17 +13,7 @@ _CURVES = {
     "grad_norm": ("Gradient norm", "Before clipping"),
     "learning_rate": ("Learning rate", "The optimizer's first parameter group"),
     "tokens_per_second": ("Throughput", "Label tokens per second, all ranks"),
-    "padding": ("Padding", "Share of all tokens"),
-    "peak_memory_gib": ("Peak memory", "GiB, on the rank with the highest"),
-    "tflops_per_device": ("Computation", "10¹² floating-point operations per second and device"),
 }
-_PHASES = ("data", "forward", "backward", "optimizer", "device", "validation", "checkpoint", "logging")
-_TIME = (
-    "Seconds per step on the host of rank 0; click a phase to hide it. Communication is not shown"
-    " separately: gathering parameters is part of forward and backward, reducing gradients of backward, the"
-    " norm for clipping of optimizer. A GPU runs behind its host: “device” is the wait for it before a step"
-    " is logged."
-)
 # Okabe and Ito's palette for the colour-blind. Grey replaces black, and a lighter blue theirs for the thin
 # line of training: both are hard to see on a dark page.
 _COLOURS = ["#1F8ACB", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#F0E442"]
@@ -53,14 +43,13 @@ def render(
     title: str,
     head: Mapping[str, Any],
     history: Sequence[Mapping[str, Any]],
-    first_step: int,
     validated: _Curves,
     configuration: Mapping[str, Any],
 ) -> str:
     """Build the page. All arguments are shown as text, never as markup or script.
 
-    ``history`` is ``StepMonitor.history``, which begins after ``first_step`` steps. ``validated`` holds the
-    values that validation logged, by name and step.
+    ``history`` is ``StepMonitor.history``. ``validated`` holds the values that validation logged, by name and
+    step.
     """
     from plotly.offline import get_plotlyjs  # imported here, since plotly is optional and slow to import
 
@@ -73,7 +62,6 @@ def render(
     for name, (heading, text) in _CURVES.items():
         charts.append(_chart(heading, text, of_training(f"train/{name}")))
     charts += [_chart(name, "", {name: points}) for name, points in validated.items() if name not in losses]
-    charts += [_chart("Time", _TIME, _seconds_per_step(history, first_step), is_stacked=True)]
     drawn = [(text, figure) for text, figure in charts if figure.data]
     rows = [f"<tr><th>{_escape(name)}</th><td>{_escape(value)}</td></tr>" for name, value in head.items()]
     options = ""
@@ -91,21 +79,7 @@ def render(
     )
 
 
-def _seconds_per_step(history: Sequence[Mapping[str, Any]], first_step: int) -> dict[str, dict[int, float]]:
-    """Seconds per step, by phase and step; the phase's name is followed by its share of the whole time."""
-    steps = [first_step, *(entry["step"] for entry in history)]
-    totals = {phase: sum(entry["seconds"].get(phase, 0.0) for entry in history) for phase in _PHASES}
-    return {
-        f"{phase} {total / sum(totals.values()):.0%}": {
-            entry["step"]: entry["seconds"].get(phase, 0.0) / (entry["step"] - before)
-            for before, entry in zip(steps, history, strict=False)
-        }
-        for phase, total in totals.items()
-        if total
-    }
-
-
-def _chart(heading: str, caption: str, curves: _Curves, is_stacked: bool = False) -> tuple[str, Any]:
+def _chart(heading: str, caption: str, curves: _Curves) -> tuple[str, Any]:
     """A chart's HTML, and the figure that plotly draws in it. Curves without points are left out."""
     import plotly.graph_objects as go
 
@@ -119,7 +93,6 @@ def _chart(heading: str, caption: str, curves: _Curves, is_stacked: bool = False
             name=_escape(name),
             mode="lines" if len(points) > 40 else "lines+markers",
             line={"width": 1.5},
-            stackgroup="all" if is_stacked else None,
         )
         if broken := [str(step) for step, value in points.items() if not math.isfinite(value)]:
             if len(broken) > 10:
@@ -128,7 +101,7 @@ def _chart(heading: str, caption: str, curves: _Curves, is_stacked: bool = False
                 more = ""
             caption += f"; not finite in {name} at step {', '.join(broken[:10])}{more}"
     text = (
-        f'<figure class="{"wide" if is_stacked else "half"}"><h2>{_escape(heading)}</h2>'
+        f'<figure class="half"><h2>{_escape(heading)}</h2>'
         f'<figcaption>{_escape(caption.removeprefix("; "))}</figcaption><div class="chart"></div></figure>'
     )
     return text, figure

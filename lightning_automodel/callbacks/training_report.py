@@ -22,10 +22,9 @@ from lightning_automodel.strategy import AutomodelStrategy
 class TrainingReport(Callback):
     """Writes ``report.html``: a report of the fit, in one file that needs no network.
 
-    It shows training and validation loss, gradient norm, learning rate, throughput, share of padding, the
-    time of each phase, and ``strategy.describe()``. The curves begin with this fit. They come from
-    ``StepMonitor``, which must be among the Trainer's callbacks too. Unknown values are left out; steps
-    whose value is not finite are listed.
+    It shows training and validation loss, gradient norm, learning rate, throughput and
+    ``strategy.describe()``. The curves begin with this fit. They come from ``StepMonitor``, which must be among
+    the Trainer's callbacks too. Unknown values are left out; steps whose value is not finite are listed.
 
     Rank 0 writes the file when the fit ends, even with an exception. If that fails, a warning says why.
     Nothing is communicated. Needs plotly: ``pip install 'lightning-automodel[report]'``.
@@ -59,14 +58,9 @@ class TrainingReport(Callback):
             )
         self._history = monitors[0].history
         self._first_entry = len(self._history)  # earlier entries belong to another fit
-        self._first_step = 0
         self._started_at = time.perf_counter()
         self._validated: dict[str, dict[int, float]] = {}
         self._title = type(pl_module).__name__  # before sharding changes the class
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._first_step = trainer.global_step
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -117,7 +111,6 @@ class TrainingReport(Callback):
                     **(ended_by or {}),
                 },
                 history=self._history[self._first_entry :],
-                first_step=self._first_step,
                 validated=self._validated,
                 configuration=described,
             )

@@ -1,47 +1,36 @@
-"""StepMonitor logs each optimizer step once: what it trained on exactly, what it cost by the clock, to every logger."""
+"""StepMonitor logs each optimizer step once, to every logger; Lightning's monitors log the rest beside it."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.throughput import measure_flops
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import LambdaCallback, ThroughputMonitor
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_automodel import AutomodelStrategy, StepMonitor
 from tests.callbacks.test_evaluation_loss import Evaluated, count_labels
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import SILENT, Batch, TinyDecoder, micro_batches
-from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, make_trainer, mean_loss
+from tests.trainer.runs import CASE, LabelledModule, make_trainer, mean_loss
 from tests.trainer.test_lightning_callbacks import Recorder
 
 COUNTS = (8, 5)  # batches of each rank; the rest are fillers
 ACCUMULATE = 3
 WINDOWS = [range(0, 3), range(3, 6), range(6, 8)]
-TRAINING = ("data", "forward", "backward", "optimizer", "device")
-
-
-def masked(batch: Batch) -> Batch:
-    """With a mask that leaves out the last position of each row."""
-    mask = torch.ones_like(batch["input_ids"])
-    mask[:, -1] = 0
-    return {**batch, "attention_mask": mask}
 
 
 def shares() -> list[list[Batch]]:
-    return [
-        list(map(masked, batches[:count]))
-        for batches, count in zip(micro_batches(CASE), COUNTS, strict=True)
-    ]
+    return [batches[:count] for batches, count in zip(micro_batches(CASE), COUNTS, strict=True)]
 
 
 class Halves(LabelledModule):
@@ -54,7 +43,7 @@ class Halves(LabelledModule):
 
 
 def _monitor(engine: str) -> tuple[Any, ...]:
-    monitor = StepMonitor(every_n_steps=1, flops=True, peak_flops=1e9)
+    monitor = StepMonitor(every_n_steps=1)
     recorder = Recorder()
     reports: dict[int, dict[str, float]] = {}
 
@@ -76,44 +65,20 @@ def _monitor(engine: str) -> tuple[Any, ...]:
     return monitor.history, recorder.logged, reports, trainer.callback_metrics
 
 
-def _flops(batch: Batch) -> int:
-    """Of one micro-batch in one process."""
-    model = TinyDecoder(CASE.seed).double()
-    with FlopCounterMode(display=False) as counter:
-        mean_loss(model, batch).backward()
-    return counter.get_total_flops()
-
-
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
 def test_each_step(pool2: RankPool, engine: str) -> None:
-    """Ragged batches, fillers, windows of three and a short one: counts, loss, norm, rate and operations."""
+    """Ragged batches, fillers, windows of three and a short one: counts, loss, norm and rate, alike on all ranks."""
     results = pool2.run(_monitor, engine)
-    micro_batch_flops = [list(map(_flops, own)) for own in shares()]
     for history, logged, reports, callback_metrics in results:
         assert [entry["step"] for entry in history] == [1, 2, 3]
         assert [{k: v for k, v in entry.items() if k.startswith("train/")} for entry in history] == logged
         assert float(callback_metrics["train/loss"]) == history[-1]["train/loss"]
-        assert "train/peak_memory_gib" not in history[0]  # a CPU
         for step, (entry, window) in enumerate(zip(history, WINDOWS, strict=True)):
             batches = [batch for own in shares() for batch in own[window.start : window.stop]]
-            label_tokens = sum(map(count_labels, batches))
-            tokens = sum(b["input_ids"].numel() for b in batches)
-            rows = sum(len(batch["input_ids"]) for batch in batches)
-            assert entry["train/label_tokens"] == label_tokens
-            assert entry["train/tokens"] == tokens
-            assert entry["train/padding"] == pytest.approx(rows / tokens, rel=TOLERANCE)
+            assert entry["train/label_tokens"] == sum(map(count_labels, batches))
             assert entry["train/learning_rate"] == 0.1 * 0.5**step
             assert {name: entry[name] for name in ("train/loss", "train/grad_norm")} == reports[step + 1]
-            assert 0 < entry["train/data_wait"] < 1
-            assert entry["train/tokens_per_second_per_device"] == entry["train/tokens_per_second"] / 2
-            longest = max(sum(found[step]["seconds"][phase] for phase in TRAINING) for found, *_ in results)
-            assert entry["train/tokens_per_second"] == pytest.approx(label_tokens / longest)
-            flops = 0.0
-            for (found, *_), own in zip(results, micro_batch_flops, strict=True):
-                seconds = sum(found[step]["seconds"][phase] for phase in TRAINING)
-                flops += sum(own[window.start : window.stop]) / seconds / 2
-            assert entry["train/tflops_per_device"] == pytest.approx(flops / 1e12)
-            assert entry["train/peak_flops_share"] == pytest.approx(flops / 1e9)
+            assert set(entry) == {"step", *logged[step]}
 
 
 # --- Steps, windows and batches ---------------------------------------------------------------------------------------
@@ -138,155 +103,146 @@ class StepsByHand(LabelledModule):
                 optimizer.zero_grad()
 
 
-class CountsGathers(StepMonitor):
-    """Counts what it communicates."""
-
-    gathers = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        super().on_train_start(trainer, pl_module)
-        gather = trainer.strategy.all_gather
-
-        def counting(tensor: Tensor) -> Tensor:
-            self.gathers += 1
-            return gather(tensor)
-
-        trainer.strategy.all_gather = counting  # type: ignore[method-assign]
-
-
-def _monitor_windows() -> tuple[Any, ...]:
+def _monitor_windows() -> list[list[dict[str, Any]]]:
     found = []
     for module, strategy, settings in (
         (StepsByHand(), AutomodelStrategy(), {"log_every_n_steps": 2}),
         (LabelledModule(), AutomodelStrategy(per_token_loss=False), {"log_every_n_steps": 3}),
         (LabelledModule(), AutomodelStrategy(), {"log_every_n_steps": 0}),
     ):
-        monitor = CountsGathers()
+        monitor = StepMonitor()
         trainer = make_trainer(strategy, callbacks=[monitor], **settings)
         batches = [batch for batch in micro_batches(CASE)[dist.get_rank()] if count_labels(batch)][:4]
         trainer.fit(module, DataLoader(batches, batch_size=None))
-        found.append((monitor.history, monitor.gathers))
-    return tuple(found)
+        found.append(monitor.history)
+    return found
 
 
 def test_steps_are_not_windows_nor_batches(pool2: RankPool) -> None:
-    """Two windows and two optimizers: their tokens count once. It communicates where it logs, at the Trainer's pace."""
+    """Two windows and two optimizers: their tokens count once. It logs at the Trainer's pace."""
     batches = [[batch for batch in own if count_labels(batch)][:4] for own in micro_batches(CASE)]
     for by_hand, by_batch, never in pool2.run(_monitor_windows):
-        history, gathers = by_hand
-        assert ([entry["step"] for entry in history], gathers) == ([2, 4], 2)
-        for entry, window in zip(history, (slice(0, 2), slice(2, 4)), strict=True):
+        assert [entry["step"] for entry in by_hand] == [2, 4]
+        for entry, window in zip(by_hand, (slice(0, 2), slice(2, 4)), strict=True):
             num_label_tokens = sum(count_labels(batch) for own in batches for batch in own[window])
             assert entry["train/label_tokens"] * 2 == num_label_tokens  # of each of the two steps
-        history, gathers = by_batch
-        assert ([entry["step"] for entry in history], gathers) == ([3], 1)
-        assert "train/loss" in history[0]
-        assert not {"train/label_tokens", "train/tokens_per_second", "train/padding"} & set(history[0])
-        assert never == ([], 0)
+        assert [entry["step"] for entry in by_batch] == [3]
+        assert set(by_batch[0]) == {"step", "train/loss", "train/learning_rate"}
+        assert never == []
 
 
 def _monitor_tensor_parallel() -> list[dict[str, Any]]:
-    monitor = StepMonitor(every_n_steps=1, flops=True)
+    monitor = StepMonitor(every_n_steps=1)
     trainer = make_trainer(AutomodelStrategy(tensor_parallel_size=2), callbacks=[monitor])
     trainer.fit(Evaluated(tensor_parallel=True), DataLoader(shares()[0][:2], batch_size=None))
     return monitor.history
 
 
 def test_tensor_parallel_peers_count_once(pool2: RankPool) -> None:
-    """Each holds all tokens, and carries out its own part of the operations."""
+    """Each holds all tokens."""
     for history in pool2.run(_monitor_tensor_parallel):
-        assert [entry["train/tokens"] for entry in history] == [
-            b["input_ids"].numel() for b in shares()[0][:2]
-        ]
         assert [entry["train/label_tokens"] for entry in history] == list(map(count_labels, shares()[0][:2]))
-        assert all(entry["train/tflops_per_device"] > 0 for entry in history)
-
-
-class EndsEarly(LabelledModule):
-    """Leaves its second batch by an error, or before its step."""
-
-    raises = False
-
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
-        return -1 if batch_idx and not self.raises else None
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        if batch_idx:
-            raise RuntimeError("meant")
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_counting_ends_with_the_batch(raises: bool) -> None:
-    """Else everything that this process computes from then on would run through the counter."""
-    module = EndsEarly()
-    monitor = StepMonitor(every_n_steps=1, flops=True)
-    module.raises = raises
-    trainer = Trainer(accelerator="cpu", devices=1, callbacks=[monitor], max_epochs=1, **SILENT)
-    with pytest.raises(RuntimeError, match="meant") if raises else nullcontext():
-        trainer.fit(module, DataLoader(shares()[0], batch_size=None))
-    assert [entry["train/tflops_per_device"] > 0 for entry in monitor.history] == [True]
-    assert _get_current_dispatch_mode() is None
 
 
 # --- Time -------------------------------------------------------------------------------------------------------------
 
-NAP = 0.03
+NAP = 0.1
 
 
-class SlowData(Dataset):
-    def __len__(self) -> int:
-        return 2
+class Slow(LabelledModule):
+    """Takes a known time in training, and a longer one in validation."""
 
-    def __getitem__(self, index: int) -> Tensor:
-        time.sleep(4 * NAP)
-        return torch.ones(3)
-
-
-class Slow(Evaluated):
-    """Takes a known time in each phase."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        time.sleep(2 * NAP)
-        return sum(parameter.sum() for parameter in self.parameters())  # type: ignore[return-value]
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        time.sleep(3 * NAP)
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        super().optimizer_step(*args, **kwargs)
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         time.sleep(NAP)
+        return super().training_step(batch, batch_idx)
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
-        time.sleep(3 * NAP)
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
+        time.sleep(10 * NAP)
 
 
-def test_time_by_phase(tmp_path: Path) -> None:
-    """Under one process of Lightning's own: no loss is known, validation and saving are not the training's time."""
-    monitor = StepMonitor(every_n_steps=1)
-
+def _fit_slowly(folder: Path) -> list[dict[str, Any]]:
     def save(trainer: Trainer, *_: Any) -> None:
-        trainer.save_checkpoint(tmp_path / "saved.ckpt")
+        trainer.save_checkpoint(folder / "saved.ckpt")
 
-    slow_save = LambdaCallback(on_save_checkpoint=lambda *_: time.sleep(5 * NAP), on_train_batch_end=save)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        callbacks=[monitor, slow_save],
-        max_epochs=1,
-        val_check_interval=1,
-        num_sanity_val_steps=0,
-        **SILENT,
+    monitor = StepMonitor(every_n_steps=1)
+    slow_save = LambdaCallback(on_save_checkpoint=lambda *_: time.sleep(10 * NAP), on_train_batch_end=save)
+    settings = {"val_check_interval": 1, "num_sanity_val_steps": 0, "callbacks": [monitor, slow_save]}
+    trainer = make_trainer(AutomodelStrategy(), devices=1, **settings)
+    batches = [batch for batch in shares()[0] if count_labels(batch)][:3]
+    trainer.fit(Slow(), DataLoader(batches, batch_size=None), DataLoader(batches[:1], batch_size=None))
+    return monitor.history
+
+
+def test_validation_and_saving_are_no_time_of_training(pool1: RankPool, tmp_path: Path) -> None:
+    """Label tokens are divided by the seconds of training alone."""
+    [history] = pool1.run(_fit_slowly, tmp_path)
+    assert len(history) == 3
+    for entry in history:
+        seconds = entry["train/label_tokens"] / entry["train/tokens_per_second"]
+        assert NAP <= seconds < 10 * NAP
+
+
+def test_another_strategy() -> None:
+    """Only the learning rate is known under Lightning's own."""
+    monitor = StepMonitor(every_n_steps=1)
+    trainer = Trainer(accelerator="cpu", devices=1, callbacks=[monitor], max_epochs=1, **SILENT)
+    trainer.fit(LabelledModule(), DataLoader(shares()[0][:2], batch_size=None))
+    assert [set(entry) for entry in monitor.history] == [{"step", "train/learning_rate"}] * 2
+
+
+# --- Beside Lightning's monitors --------------------------------------------------------------------------------------
+
+
+class MeasuresFlops(LabelledModule):
+    """As docs/watching.md shows it: operations of a forward and backward, on a copy without memory."""
+
+    def setup(self, stage: str) -> None:
+        with torch.device("meta"):
+            model = TinyDecoder(CASE.seed)
+            batch = {name: torch.zeros_like(values, device="meta") for name, values in BATCH.items()}
+        self.flops_per_batch = measure_flops(model, lambda: mean_loss(model, batch), lambda loss: loss)
+
+
+BATCH = micro_batches(CASE)[0][0]
+
+
+def _monitor_throughput(engine: str) -> list[dict[str, float]]:
+    recorder = Recorder()
+    throughput = ThroughputMonitor(
+        batch_size_fn=lambda batch: len(batch["input_ids"]),
+        length_fn=lambda batch: batch["input_ids"].numel(),
+        window_size=2,
     )
-    trainer.fit(Slow(), DataLoader(SlowData()), DataLoader([0.0]))
-    first, second = monitor.history
-    expected = {"data": 4, "forward": 2, "backward": 3, "optimizer": 1}
-    for name, naps in expected.items():
-        assert naps * NAP <= first["seconds"][name] < (naps + 3) * NAP, name
-    assert 3 * NAP <= second["seconds"]["validation"] < 6 * NAP
-    assert second["seconds"]["checkpoint"] >= 5 * NAP
-    assert 0.2 < first["train/data_wait"] < 0.6
-    assert set(first) == {"step", "seconds", "train/data_wait", "train/learning_rate"}
+    trainer = make_trainer(
+        AutomodelStrategy(data_parallel=engine),
+        callbacks=[StepMonitor(every_n_steps=1), throughput],
+        logger=recorder,
+        log_every_n_steps=1,
+        accumulate_grad_batches=2,
+    )
+    trainer.fit(MeasuresFlops(), DataLoader([BATCH] * 8, batch_size=None))
+    return recorder.logged
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_lightnings_throughput_monitor(pool2: RankPool, engine: str) -> None:
+    """Rank 0's samples and tokens, and the operations of all ranks a second, as its own times give them."""
+    with FlopCounterMode(display=False) as counter:
+        mean_loss(TinyDecoder(CASE.seed), BATCH).backward()
+    logged, of_other_rank = pool2.run(_monitor_throughput, engine)
+    assert not any("train/samples" in metrics for metrics in of_other_rank)
+    steps = [metrics for metrics in logged if "train/samples" in metrics]
+    assert [metrics["train/samples"] for metrics in steps] == [
+        n * len(BATCH["labels"]) for n in (2, 4, 6, 8)
+    ]
+    for before, metrics in itertools.pairwise(steps):
+        rate = metrics["train/device/batches_per_sec"]
+        assert metrics["train/device/samples_per_sec"] == pytest.approx(rate * len(BATCH["labels"]))
+        assert metrics["train/device/items_per_sec"] == pytest.approx(rate * BATCH["labels"].numel())
+        assert metrics["train/flops_per_sec"] == pytest.approx(2 * rate * counter.get_total_flops())
+        assert metrics["train/time"] > before["train/time"]
+    monitored = [metrics for metrics in logged if "train/tokens_per_second" in metrics]
+    assert len(monitored) == len(steps)
 
 
 def test_a_step_too_few() -> None:

@@ -89,13 +89,6 @@ def test_two_ranks(pool2: RankPool, tmp_path: Path, engine: str) -> None:
     for name in ("val_loss", "val/loss"):
         assert drawn["Loss"]["traces"][name]["x"] == [0, 2, 4]
     assert drawn["Loss"]["traces"]["val_loss"]["y"][-1] == pytest.approx(val_loss, rel=1e-5)
-    assert "Padding" not in drawn  # there is no mask
-    seconds = {phase for entry in history for phase, spent in entry["seconds"].items() if spent}
-    assert {name.split()[0] for name in drawn["Time"]["traces"]} == seconds
-    areas = drawn["Time"]["traces"].values()
-    assert sum(sum(area["y"]) for area in areas) == pytest.approx(
-        sum(sum(entry["seconds"].values()) for entry in history), rel=1e-2
-    )
     assert "<h1>Validated</h1>" in page
     assert f"AutomodelStrategy: {engine} over data_parallel" in page
     assert re.search(r"<th>Ranks</th><td>2</td>.*<th>Steps</th><td>4</td>", page)
@@ -178,12 +171,12 @@ def test_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def entry(step: int, **values: float) -> dict[str, Any]:
     """As StepMonitor logs it."""
     logged = {f"train/{name}": value for name, value in values.items()}
-    return {"step": step, **logged, "seconds": {"data": 0.5, "forward": 1.0, "backward": 1.5}}
+    return {"step": step, **logged}
 
 
 def render(history: list[dict[str, Any]], **given: Any) -> str:
     """With what a page has at least."""
-    settings = {"title": "Model", "head": {}, "first_step": 0, "validated": {}, "configuration": {}, **given}
+    settings = {"title": "Model", "head": {}, "validated": {}, "configuration": {}, **given}
     return report_page.render(history=history, **settings)
 
 
@@ -211,14 +204,6 @@ def test_not_finite() -> None:
     assert figures(render(history[:1]))["Loss"]["traces"]["training"]["mode"] == "lines+markers"
 
 
-def test_seconds_per_step() -> None:
-    """Those before a resumed fit began do not count."""
-    drawn = figures(render([entry(1000 + 10 * index) for index in range(1, 201)], first_step=1000))
-    areas = drawn["Time"]["traces"]
-    assert list(areas) == ["data 17%", "forward 33%", "backward 50%"]
-    assert areas["forward 33%"]["y"] == [0.1] * 200
-
-
 # --- A browser --------------------------------------------------------------------------------------------------------
 
 
@@ -241,7 +226,7 @@ def test_in_a_browser(tmp_path: Path) -> None:
         ):
             page.open(path, *size, **looks)
             assert page.evaluate("document.querySelector('h1').textContent") == HOSTILE
-            assert page.evaluate("document.querySelectorAll('.scatterlayer .trace').length") == 4 + 3
+            assert page.evaluate("document.querySelectorAll('.scatterlayer .trace').length") == 4
             assert page.evaluate(
                 "[...document.querySelectorAll('.legendtext')].map(text => text.textContent)"
             )[:2] == [

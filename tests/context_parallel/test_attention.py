@@ -32,7 +32,7 @@ def test_attention_without_slices(is_causal: bool, is_masked: bool) -> None:
 
 @pytest.mark.parametrize("chunks", [(0, 1), (0, 3), (1, 2)])
 def test_attention_while_operations_are_counted(chunks: tuple[int, int]) -> None:
-    """`StepMonitor(flops=True)` counts in a dispatch mode, in which torch cannot make its causal bias."""
+    """`FlopCounterMode` is a dispatch mode, in which torch cannot make its causal bias."""
     slices = attention.Slices(group=None, chunks=chunks, chunk=2, length=8)
     generator = torch.Generator().manual_seed(3)
     query = torch.randn(1, 2, 4, 4, generator=generator).double()

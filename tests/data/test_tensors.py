@@ -10,12 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_automodel import StepMonitor
 from lightning_automodel.data.tensors import tensors_in
 from lightning_automodel.gradients.token_loss import count_samples
 from lightning_automodel.sharding.tensor_parallel import check_same_batch
 from tests.rank_pool import RankPool
-from tests.trainer.runs import CASE, LabelledModule, make_trainer, micro_batches
 
 
 @dataclass
@@ -51,24 +49,6 @@ def test_order_and_kinds() -> None:
 def test_samples_of_a_dataclass_that_checks_itself() -> None:
     """`apply_to_collection` with a function that returns nothing would set its fields to None."""
     assert count_samples(Checked(torch.zeros(3, 2), ["a", "b", "c"])) == 3
-
-
-class OfChecked(LabelledModule):
-    def training_step(self, batch: Checked, batch_idx: int) -> Tensor:
-        return super().training_step({"input_ids": batch.images, "labels": batch.images}, batch_idx)
-
-
-def fit_with_flops() -> int:
-    batches = [Checked(batch["input_ids"]) for batch in micro_batches(CASE)[0][:2]]
-    monitor = StepMonitor(every_n_steps=1, flops=True)
-    trainer = make_trainer("auto", callbacks=[monitor], devices=1)
-    trainer.fit(OfChecked(), torch.utils.data.DataLoader(batches, batch_size=None))
-    return len(monitor.history)
-
-
-def test_operations_of_a_dataclass_that_checks_itself(pool1: RankPool) -> None:
-    """StepMonitor looks at the shapes of a batch."""
-    assert pool1.run(fit_with_flops) == [2]
 
 
 def check_peers() -> None:
