@@ -1,11 +1,10 @@
 """The strategy's keywords: each with its type, default and valid values, checked before anything runs."""
 
-import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from types import NoneType
-from typing import Any, Concatenate, Literal, ParamSpec, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,8 +12,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Module
 
 from lightning_automodel.distributed.process_group import parse_timeout
-
-_P = ParamSpec("_P")
 
 _FSDP2_ONLY = (
     "data_parallel_replicate_size",
@@ -269,26 +266,3 @@ def _check(name: str, value: Any, annotation: Any) -> None:
     if Any not in types and (not isinstance(value, types) or (value is True and bool not in types)):
         expected = " or ".join("None" if type_ is NoneType else type_.__name__ for type_ in types)
         raise TypeError(f"{name} must be {expected}, got {value!r}.")
-
-
-def from_keywords(
-    options: Callable[_P, StrategyOptions],
-) -> Callable[[Callable[[Any, StrategyOptions], None]], Callable[Concatenate[Any, _P], None]]:
-    """Give an ``__init__`` that takes ``options`` their keywords instead, also for type checkers and command lines."""
-
-    def decorate(init: Callable[[Any, StrategyOptions], None]) -> Callable[Concatenate[Any, _P], None]:
-        def with_keywords(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-            init(self, options(*args, **kwargs))
-
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        signature = inspect.signature(options)
-        signature = signature.replace(parameters=[own, *signature.parameters.values()])
-        vars(with_keywords).update(__signature__=signature)
-        options.__init__.__qualname__ = init.__qualname__  # what a wrong keyword is told of
-        # By its name command lines find it from subclasses' ``super().__init__(**kwargs)``, and its
-        # documentation.
-        with_keywords.__name__ = init.__name__
-        with_keywords.__qualname__ = init.__qualname__
-        return with_keywords
-
-    return decorate

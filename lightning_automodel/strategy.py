@@ -11,9 +11,11 @@ from typing import Any, Literal, cast
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -22,6 +24,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -50,7 +53,7 @@ from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.releases import warn_untested
 from lightning_automodel.launch.launchers import make_launcher
-from lightning_automodel.options import StrategyOptions, from_keywords
+from lightning_automodel.options import StrategyOptions
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
 from lightning_automodel.resume.checkpoint_callbacks import save_on_exception
 from lightning_automodel.resume.loops import is_last_batch
@@ -61,7 +64,7 @@ from lightning_automodel.training_run import TrainingRun
 _TIME_TO_MEET_AFTER_FAILURE = timedelta(seconds=15)
 
 
-class AutomodelStrategy(ParallelStrategy):
+class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
     """Trains any LightningModule sharded (FSDP2) or replicated (DDP) with the gradients of one single-process batch.
 
     Each optimizer step follows the gradient of the mean loss per label token over all micro-batches of the
@@ -155,6 +158,11 @@ class AutomodelStrategy(ParallelStrategy):
             memory, and random numbers drawn in the main process come in another order.
         async_checkpoint: Write checkpoints while training goes on, after the state was copied to host
             memory. A failure is raised in the next step, and a run ends when its last checkpoint is on disk.
+        accelerator: As in Lightning's strategies, like the four that follow; the Trainer gives what is None.
+        parallel_devices: Devices of this node's ranks.
+        cluster_environment: Which rank this process is, and who starts the others.
+        checkpoint_io: Writes and reads checkpoints of one file.
+        precision_plugin: The dtypes, instead of ``Trainer(precision=...)``.
 
     Raises:
         ValueError: If an option is out of range; the message gives the valid values.
@@ -164,9 +172,100 @@ class AutomodelStrategy(ParallelStrategy):
         >>> trainer = pl.Trainer(strategy=AutomodelStrategy(), accelerator="cpu", logger=False)
     """
 
-    @from_keywords(StrategyOptions)
-    def __init__(self, options: StrategyOptions) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        *,
+        data_parallel: Literal["fsdp2", "ddp"] = "fsdp2",
+        data_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_replicate_size: int | Literal["auto"] = 1,
+        tensor_parallel_size: int = 1,
+        context_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+        device_mesh: DeviceMesh | None = None,
+        ddp_kwargs: dict[str, Any] | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_state: Any = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        per_token_loss: bool = True,
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        label_key: str = "labels",
+        ignore_index: int = -100,
+        label_shift: int = 0,
+        count_label_tokens: Callable[..., Any] | None = None,
+        count: Literal["tokens", "samples"] | None = None,
+        defer_fsdp_grad_sync: bool | Literal["all_reduce", "auto"] = "auto",
+        reshard_during_accumulation: bool | Literal["auto"] = "auto",
+        auto_wrap_policy: set[type[Module]] | Callable[..., Any] | None = None,
+        reshard_after_forward: bool | int = True,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        cpu_offload: bool = False,
+        activation_checkpointing: (
+            bool | set[type[Module]] | Literal["selective", "offload"] | Callable[..., Any]
+        ) = False,
+        compile: bool | dict[str, Any] = False,
+        prefetch: int | Literal["auto"] = "auto",
+        optimizer_step: Literal["auto", "shards", "whole"] = "auto",
+        track_grad_norm: bool = False,
+        error_if_nonfinite: bool = False,
+        process_group_backend: str | None = None,
+        init_method: str | None = None,
+        timeout: timedelta | float = 30,
+        heartbeat_timeout: timedelta | float = 2,
+        start_method: Literal["popen", "fork"] = "popen",
+        first_rank_setup: bool = False,
+        save_distributed_checkpoint: bool | None = None,
+        uneven_inputs: Literal["error", "pad"] = "error",
+        count_window_ahead: bool = False,
+        async_checkpoint: bool = False,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        options = StrategyOptions(
+            data_parallel=data_parallel,
+            data_parallel_size=data_parallel_size,
+            data_parallel_replicate_size=data_parallel_replicate_size,
+            tensor_parallel_size=tensor_parallel_size,
+            context_parallel_size=context_parallel_size,
+            expert_parallel_size=expert_parallel_size,
+            device_mesh=device_mesh,
+            ddp_kwargs=ddp_kwargs,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            per_token_loss=per_token_loss,
+            loss_reduction=loss_reduction,
+            label_key=label_key,
+            ignore_index=ignore_index,
+            label_shift=label_shift,
+            count_label_tokens=count_label_tokens,
+            count=count,
+            defer_fsdp_grad_sync=defer_fsdp_grad_sync,
+            reshard_during_accumulation=reshard_during_accumulation,
+            auto_wrap_policy=auto_wrap_policy,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=mp_policy,
+            cpu_offload=cpu_offload,
+            activation_checkpointing=activation_checkpointing,
+            compile=compile,
+            prefetch=prefetch,
+            optimizer_step=optimizer_step,
+            track_grad_norm=track_grad_norm,
+            error_if_nonfinite=error_if_nonfinite,
+            process_group_backend=process_group_backend,
+            init_method=init_method,
+            timeout=timeout,
+            heartbeat_timeout=heartbeat_timeout,
+            start_method=start_method,
+            first_rank_setup=first_rank_setup,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            uneven_inputs=uneven_inputs,
+            count_window_ahead=count_window_ahead,
+            async_checkpoint=async_checkpoint,
+        )
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._options = options
         self._form = CheckpointForm(options.is_sharded, options.save_distributed_checkpoint)
         self._saver = CheckpointSaver(self._form, options.async_checkpoint, options.parsed_timeout)
@@ -187,21 +286,33 @@ class AutomodelStrategy(ParallelStrategy):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        presets: dict[str, dict[str, Any]] = {
-            "automodel": {},
-            "automodel_fsdp2": {"data_parallel": "fsdp2"},
-            "automodel_fsdp2_samples": {"data_parallel": "fsdp2", "count": "samples"},
-            "automodel_ddp": {"data_parallel": "ddp"},
-            "automodel_ddp_samples": {"data_parallel": "ddp", "count": "samples"},
-            "automodel_hsdp": {"data_parallel_replicate_size": "auto"},
-            "automodel_fsdp2_offload": {"cpu_offload": True},
+        presets: dict[str, tuple[str, dict[str, Any]]] = {
+            "automodel": ("sharded (FSDP2), weighed by label tokens", {}),
+            "automodel_fsdp2": ("sharded (FSDP2), weighed by label tokens", {"data_parallel": "fsdp2"}),
+            "automodel_fsdp2_samples": (
+                "sharded (FSDP2), weighed by rows of a batch",
+                {"data_parallel": "fsdp2", "count": "samples"},
+            ),
+            "automodel_ddp": ("replicated (DDP), weighed by label tokens", {"data_parallel": "ddp"}),
+            "automodel_ddp_samples": (
+                "replicated (DDP), weighed by rows of a batch",
+                {"data_parallel": "ddp", "count": "samples"},
+            ),
+            "automodel_hsdp": (
+                "sharded within each node and replicated over nodes, weighed by label tokens",
+                {"data_parallel_replicate_size": "auto"},
+            ),
+            "automodel_fsdp2_offload": (
+                "sharded (FSDP2) in host memory, weighed by label tokens",
+                {"cpu_offload": True},
+            ),
         }
-        for name, keywords in presets.items():
-            strategy_registry.register(name, cls, override=True, **keywords)
+        for name, (description, keywords) in presets.items():
+            strategy_registry.register(name, cls, description, override=True, **keywords)
 
     def __repr__(self) -> str:
-        # ``pytorch_lightning``'s own Trainer shows this when it refuses the strategy.
-        return f"<{type(self).__name__} for lightning.pytorch.Trainer>"
+        # ``pytorch_lightning``'s own Trainer and Fabric show this when they refuse the strategy.
+        return f"<{type(self).__name__}, for lightning.pytorch.Trainer alone>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AutomodelStrategy":
         """The same options and plugins, but no run: groups, stores and shards cannot be copied."""
@@ -231,6 +342,11 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def root_device(self) -> torch.device:
         return cast(list[torch.device], self.parallel_devices)[self.local_rank]
+
+    @property
+    def strategy_name(self) -> str:
+        """The name under which the engine's defaults are registered: ``"automodel_fsdp2"`` or ``"automodel_ddp"``."""
+        return f"automodel_{self.data_parallel}"
 
     @property
     def data_parallel(self) -> Literal["fsdp2", "ddp"]:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.resources
 import inspect
 import re
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_automodel
-from lightning_automodel import AutomodelStrategy
+from lightning_automodel import AutomodelStrategy, strategy
+from lightning_automodel.options import StrategyOptions
 
 PUBLIC_NAMES = [
     "AutomodelStrategy",
@@ -44,6 +54,9 @@ PUBLIC_NAMES = [
     "spread_experts",
     "token_loss",
 ]
+LIGHTNINGS = dict.fromkeys(
+    ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
+)
 KEYWORDS: dict[str, Any] = {
     "data_parallel": "fsdp2",
     "data_parallel_size": "auto",
@@ -177,6 +190,7 @@ def test_registered_names(name: str) -> None:
     strategy = StrategyRegistry.get(name)
     assert type(strategy) is AutomodelStrategy
     assert strategy.describe()["options"] == {**KEYWORDS, **REGISTERED[name]}
+    assert "weighed by" in StrategyRegistry[name]["description"]
 
 
 def test_no_other_name_is_registered() -> None:
@@ -191,20 +205,68 @@ def test_trainer_takes_the_name() -> None:
     )
     assert isinstance(trainer.strategy, AutomodelStrategy)
     assert trainer.strategy.data_parallel == "ddp"
+    assert trainer.strategy.strategy_name == "automodel_ddp"
 
 
 def test_keywords_and_their_defaults() -> None:
     """Every argument is a keyword with a default that works."""
     parameters = inspect.signature(AutomodelStrategy).parameters
-    assert {name: parameter.default for name, parameter in parameters.items()} == KEYWORDS
+    assert {name: parameter.default for name, parameter in parameters.items()} == KEYWORDS | LIGHTNINGS
     assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
     assert AutomodelStrategy().describe() == {"options": KEYWORDS}
+
+
+def test_keywords_are_those_of_the_options() -> None:
+    """With the same types and defaults: the constructor writes them out, and hands each on to the one of its name."""
+    hints = get_type_hints(AutomodelStrategy.__init__)
+    given = {field.name: object() for field in fields(StrategyOptions)}
+    assert {field.name: hints[field.name] for field in fields(StrategyOptions)} == get_type_hints(
+        StrategyOptions
+    )
+    received: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            strategy, "StrategyOptions", lambda **options: received.update(options) or StrategyOptions()
+        )
+        AutomodelStrategy(**given)  # type: ignore[arg-type]
+    assert received == given
+
+
+def test_arguments_of_every_lightning_strategy() -> None:
+    """A Trainer takes them from the strategy, as from its own, and a copy of the strategy has them too."""
+    assert set(LIGHTNINGS) == set(inspect.signature(ParallelStrategy).parameters)
+    given = {
+        "accelerator": CPUAccelerator(),
+        "parallel_devices": [torch.device("cpu")] * 2,
+        "cluster_environment": LightningEnvironment(),
+        "checkpoint_io": TorchCheckpointIO(),
+        "precision_plugin": DoublePrecision(),
+    }
+    made = AutomodelStrategy(
+        **{**given, "accelerator": None}
+    )  # Lightning asks for devices or an accelerator
+    trainer = Trainer(strategy=made, logger=False, enable_checkpointing=False)
+    assert trainer.strategy is made
+    assert trainer.world_size == 2
+    alone = AutomodelStrategy(**given)
+    for owner in (alone, copy.deepcopy(alone)):
+        assert {name: getattr(owner, name) for name in given} == given
+    with pytest.raises(
+        MisconfigurationException, match="precision set through both strategy class and plugins"
+    ):
+        Trainer(strategy=AutomodelStrategy(precision_plugin=DoublePrecision()), plugins=[DoublePrecision()])
+
+
+def test_fabric_is_told() -> None:
+    """It takes strategies of its own alone."""
+    with pytest.raises(ValueError, match=r"<AutomodelStrategy, for lightning\.pytorch\.Trainer alone>"):
+        Fabric(strategy=AutomodelStrategy(), accelerator="cpu")  # type: ignore[arg-type]
 
 
 def test_keywords_have_their_meaning() -> None:
     """Each in the docstring, which the site and `help()` show."""
     arguments = (inspect.getdoc(AutomodelStrategy) or "").partition("Args:")[2].partition("Raises:")[0]
-    assert sorted(re.findall(r"^    (\w+): ", arguments, flags=re.M)) == sorted(KEYWORDS)
+    assert sorted(re.findall(r"^    (\w+): ", arguments, flags=re.M)) == sorted(KEYWORDS | LIGHTNINGS)
 
 
 @pytest.mark.parametrize("keyword", ["tensor_parallel", "find_unused_parameters", "device_mesh_", "Timeout"])

@@ -48,6 +48,10 @@ class WindowTotals:
     own_micro_batches: int
 
 
+class MissingCountError(ValueError):
+    """Nothing tells how many label tokens a micro-batch has."""
+
+
 @dataclass(frozen=True)
 class TokenWeighting:
     """How label tokens are counted, and what the loss of ``training_step`` means, by the strategy's options."""
@@ -62,8 +66,8 @@ class TokenWeighting:
     def count(self, batch: Any, output: Any = None, step: str = "training_step") -> Count:
         """Label tokens of one micro-batch on this rank, from the first source that has them; 1 if they are not counted.
 
-        ``batch`` is what the ``step`` received, ``output`` what it returned. Raises ValueError without a
-        count or for a negative one, and TypeError if it is neither a number nor a tensor of one element.
+        ``batch`` is what the ``step`` received, ``output`` what it returned. Raises MissingCountError without a
+        count, ValueError for a negative one, and TypeError if it is neither a number nor a tensor of one element.
         """
         if not self.per_token_loss:
             return 1
@@ -73,7 +77,7 @@ class TokenWeighting:
             return check_count(self.count_label_tokens(batch), "what count_label_tokens(batch) returned")
         if self._has_labels(batch):
             return self.count_labels(batch[self.label_key])
-        raise ValueError(
+        raise MissingCountError(
             "AutomodelStrategy weighs each micro-batch by its number of label tokens and found no count (the"
             f" batch is {_described(batch)}). If each row is one sample, as for a classifier or a GAN, pass"
             " AutomodelStrategy(count='samples'); with class weights return the sum of those of the labels"

@@ -23,6 +23,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
+from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -34,6 +35,28 @@ from lightning_automodel.internals.patching import PatchStack, overwrite
 from lightning_automodel.internals.torch import defined_in
 
 _BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
+
+
+class StrategyWithoutCompiledModules(ParallelStrategy):
+    """Refuses what ``torch.compile`` makes of a LightningModule, before Lightning's text names its own strategies.
+
+    No hook of a strategy comes before that text, but the Trainer sets this attribute.
+    """
+
+    @property
+    def _lightning_module(self) -> LightningModule | None:
+        return self._given_module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: LightningModule | None) -> None:
+        if module is not None and module._compiler_ctx is not None:
+            to_uncompiled(module)  # so that the module itself trains
+            name = type(self).__name__
+            raise RuntimeError(
+                f"{name} compiles the blocks of a module after it has sharded them: give trainer.fit the"
+                f" LightningModule itself, not torch.compile(module), and pass {name}(compile=True)."
+            )
+        self._given_module = module
 
 
 def has_hooks_before_backward(trainer: Trainer) -> bool:

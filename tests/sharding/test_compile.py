@@ -166,11 +166,16 @@ def test_the_strategy_compiles(pool2: RankPool, options: dict[str, Any]) -> None
 
 
 def test_a_compiled_lightning_module_is_refused() -> None:
-    """By Lightning, which names those that take one; its model and blocks are what to compile."""
-    module = torch.compile(ModelModule(filled_decoder()), backend=BACKEND)
+    """With the option that compiles; the module itself is as it was, and is the Trainer's no more."""
+    module = ModelModule(filled_decoder())
     trainer = Trainer(strategy=AutomodelStrategy(), accelerator="cpu", devices=1, logger=False)
-    with pytest.raises(RuntimeError, match="compiled model is incompatible with the current strategy"):
-        trainer.fit(module)
+    for run in (trainer.fit, trainer.validate, trainer.predict):
+        with pytest.raises(
+            RuntimeError, match=r"not torch\.compile\(module\), and pass AutomodelStrategy\(compile=True\)"
+        ):
+            run(torch.compile(module, backend=BACKEND))
+        assert "forward" not in vars(module) or vars(module)["forward"] == module.forward
+    assert trainer.strategy.lightning_module is None
 
 
 def test_compiled_blocks_are_not_offloaded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def hidden_labels(kind: str) -> DataLoader:
     )
 
 
-def _no_count_found(options: dict[str, Any], kind: str, accumulate: int) -> tuple[str, bool]:
+def _no_count_found(options: dict[str, Any], kind: str, accumulate: int) -> tuple[str, bool, int]:
     module = CountsNothing(decoder())
     with pytest.raises(ValueError, match="label tokens") as raised:
         make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=accumulate).fit(
@@ -85,7 +86,8 @@ def _no_count_found(options: dict[str, Any], kind: str, accumulate: int) -> tupl
         )
     before = full_weights(decoder())
     after = full_weights(module.model)
-    return str(raised.value), all(torch.equal(before[name], after[name]) for name in before)
+    unchanged = all(torch.equal(before[name], after[name]) for name in before)
+    return str(raised.value), unchanged, len(traceback.extract_tb(raised.value.__traceback__))
 
 
 @pytest.mark.parametrize("options", first_by_default([{}, DDP]), ids=["fsdp2", "ddp"])
@@ -97,8 +99,9 @@ def test_no_count_found(
     pool2: RankPool, kind: str, accumulate: int, found: str, options: dict[str, Any]
 ) -> None:
     """At the first step, on every rank, before any weight has changed: what was found, three ways, and the way out."""
-    for message, unchanged in pool2.run(_no_count_found, options, kind, accumulate):
+    for message, unchanged, num_frames in pool2.run(_no_count_found, options, kind, accumulate):
         assert unchanged
+        assert num_frames <= 5  # of the script, and of `fit` down to the launcher
         assert f"found no count (the batch is {found})" in message
         assert "return {'loss': loss, 'num_label_tokens': n} from training_step" in message
         assert "self.manual_backward(loss, num_label_tokens=n)" in message
