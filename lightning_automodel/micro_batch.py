@@ -225,6 +225,8 @@ class MicroBatches:
                 totals = windows.sum_over_ranks(window)  # N, among them
                 denominator = windows.denominator(window, totals)
                 rescale_clip.divide_(window.final, denominator, windows.divisor, window.scale)
+                if windows.on_final is not None:
+                    windows.on_final()
             windows.put_back(window)
         if window.ends:
             windows.close(window, totals)

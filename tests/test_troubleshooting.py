@@ -31,17 +31,7 @@ NEXT_STEP = re.compile(
     re.IGNORECASE,
 )
 """How a message tells the next step: a verb that opens a clause, or what a value must be."""
-EXACTNESS = (
-    "comparison",
-    "count_check",
-    "gradient_check",
-    "isolation",
-    "module_copy",
-    "optimizer_check",
-    "recording",
-    "replay",
-    "results",
-)
+EXACTNESS = ("comparison", "counting", "lockstep", "verdict")
 NOT_MESSAGES = {
     "checkpoint/__main__.py": "what the command's --help prints",
     "plan/__main__.py": "what the command prints",
@@ -77,9 +67,6 @@ NOT_MESSAGES = {
     "but its data is not allocated yet": "torch's own message, which ours replaces",
     "only allowed to backward once on any region computed under selective": "torch's own message, which ours explains",
     "undefined, but still allreduced by DDP": "torch's own message, which ours explains",
-    "the module cannot be copied (…)": "a part of ExactnessCheck's verdict",
-    "the copy of the module cannot be set up (…)": "a part of ExactnessCheck's verdict",
-    "ExactnessCheck compares the first … optimizer steps with one process": "what rank 0 says where all is well",
     # Parts of messages whose whole is explained.
     "an import (…)": "of `lightning_automodel needs …`",
     "world size … and backend …": "of `give every rank the same WORLD_SIZE and backend`",

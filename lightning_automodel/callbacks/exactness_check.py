@@ -1,71 +1,64 @@
-"""The callback that replays a training's first optimizer steps in one process and reports the difference.
+"""The callback that computes a training's first steps again, on all ranks together, and reports the difference.
 
-A check goes through the files of ``exactness/`` in this order. ``module_copy`` copies the module before
-it is sharded, or says why it cannot. ``recording`` keeps what each rank computes in a step, and gathers
-it on rank 0. There ``comparison`` drives the checks of the step: ``replay`` computes it again,
-``isolation`` keeps the other ranks and the run's own module out of reach, ``gradient_check`` judges
-gradients and written weights, ``count_check`` the count, and ``optimizer_check`` clipping and the step.
-``results`` turns the numbers into the verdict and its words.
+In ``exactness/``, ``moment`` keeps what a step depends on, ``lockstep`` computes micro-batches again,
+``counting`` tells what each should weigh, ``slope`` asks forwards alone, ``comparison`` drives these in each
+step, and ``verdict`` judges.
 """
 
+import copy
+import functools
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
-from functools import wraps
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel.callbacks.exactness import results
-from lightning_automodel.callbacks.exactness.comparison import Comparison
-from lightning_automodel.callbacks.exactness.module_copy import copy_module, reason_against, whole_copy
-from lightning_automodel.callbacks.exactness.optimizer_check import unwrapped, whole_states
-from lightning_automodel.callbacks.exactness.recording import Recorder, gathered_on_first, unequal, whole
-from lightning_automodel.callbacks.exactness.replay import Replay
-from lightning_automodel.callbacks.exactness.results import StepResult, described
-from lightning_automodel.callbacks.running_strategy import automodel
-from lightning_automodel.distributed import collectives
+from lightning_automodel.callbacks.exactness import verdict
+from lightning_automodel.callbacks.exactness.comparison import Comparison, first, reason_against
+from lightning_automodel.callbacks.exactness.counting import Counting
+from lightning_automodel.callbacks.exactness.lockstep import (
+    Gradients,
+    MicroBatch,
+    local_part,
+    loss_of,
+    loss_scale,
+)
+from lightning_automodel.callbacks.exactness.moment import Moment
+from lightning_automodel.callbacks.exactness.verdict import StepResult
+from lightning_automodel.callbacks.running_strategy import automodel, context_of, weighting_of, windows_of
+from lightning_automodel.data.samplers import distributed_sampler
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 
-_WAIT = timedelta(hours=2)  # for rank 0's replay
-# Bytes per parameter: weights and two gradients on the host, weights and gradients in float64 on the device.
-_BYTES = 28
-
 
 class ExactnessCheck(Callback):
-    """Checks whether the first optimizer steps of this training equal those of one process with one big batch.
+    """Checks whether the gradients of a training's first steps equal those of one process with one big batch.
 
-    It works under any strategy that holds parameters as plain tensors or as ``DTensor``. It does not change
-    the training, which has the same bits without it. For each step, rank 0 recomputes all micro-batches of
-    all ranks on a copy of the module, from the run's own weights and random states. It compares gradients,
-    weights written within ``training_step``, clipping, the optimizer's step, weights that should be equal on
-    all ranks, and the count. The verdict is printed; docs/is_my_training_exact.md explains each verdict and
-    its remedy.
+    It works under any strategy that holds parameters as plain tensors or as ``DTensor``, and does not change
+    the training, which has the same bits without it. Before each of the first optimizer steps all ranks
+    compute the micro-batches of all ranks again, each of them together, and compare what they add up to
+    with the gradients of the run, as autograd has left them: before any hook, callback, clipping or
+    optimizer. So each of these steps is a collective over all ranks, and takes as long as three steps of a
+    single rank on the micro-batches of all.
 
-    The verdict is ``"exact"`` only if everything was checked. Manual optimization, a step that communicates,
-    and a step that cannot be repeated are ``"not checked"``, with the reason.
-
-    Each checked step is a collective over all ranks; the others wait for rank 0 at most two hours. Rank 0
-    needs up to 28 bytes per parameter, 16 of them on its device, and the activations of one micro-batch in
-    float64: check a small configuration of a large model.
+    The verdict is logged by rank 0; docs/is_my_training_exact.md explains each verdict and its remedy.
 
     Args:
         steps: Number of optimizer steps to check.
         raises: Whether to raise RuntimeError on all ranks if the verdict is ``"wrong"``.
         count: Unit that the loss is a mean over, as for ``AutomodelStrategy``. This and the options below
-            are for other strategies. None takes the labels of the batch or its samples, whichever agrees
-            with the loss.
+            are for other strategies. None takes what the loss divides by, as its graph tells, else the
+            labels of the batch or its samples.
         count_label_tokens: A function of the batch that returns its number of label tokens.
         per_token_loss: False if every micro-batch should weigh the same.
         loss_reduction: ``"sum"`` if ``training_step`` returns a sum.
@@ -78,9 +71,9 @@ class ExactnessCheck(Callback):
 
     Attributes:
         verdict: ``"exact"``, ``"wrong"`` or ``"not checked"``; None until it is known.
-        report: The printed text.
-        results: A ``StepResult`` for each step, on rank 0, with all numbers. Loggers get
-            ``exactness/gradient_error``, ``exactness/rounding`` and ``exactness/optimizer_error``.
+        report: The logged text.
+        results: A ``StepResult`` for each step, with all numbers. Loggers get ``exactness/gradient_error``
+            and ``exactness/rounding``.
 
     Examples:
         >>> callbacks = [ExactnessCheck()]
@@ -117,101 +110,90 @@ class ExactnessCheck(Callback):
         self.verdict: str | None = None
         self.report = ""
         self.results: list[StepResult] = []
-        self._refusal: str | None = None
-        self._copy: pl.LightningModule | None = None
-        self._hooks: dict[str, list[Callable[[Tensor], Tensor | None]]] = {}
-        self._comparison: Comparison | None = None  # on rank 0
-        self._is_active = False
-        self._has_gradients = False
+        self._window: list[MicroBatch] = []
+        self._final: Gradients | None = None
+        self._older: Gradients = {}
         self._seconds = 0.0
-
-    # --- Before training ----------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != TrainerFn.FITTING:
-            return
-        self._reset()
-        if self._given is not None and automodel(trainer) is not None:
-            raise ValueError(
-                "ExactnessCheck checks the counting options of AutomodelStrategy, and takes its own only"
-                " under other strategies: pass them to AutomodelStrategy alone."
-            )
-        self._refusal = reason_against(trainer, pl_module)
-        if self._refusal is None and trainer.is_global_zero:
-            self._copy_before_sharding(trainer, pl_module)
-
-    def _copy_before_sharding(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Copy the module between its ``configure_model`` and the strategy's ``setup``, which shards it.
-
-        ``configure_model`` may shard it too, so another copy is made before it.
-        """
-        patches = self._patches
-        strategy = trainer.strategy
-        setup = strategy.setup
-        configure_model = module.configure_model
-        early: pl.LightningModule | None = None
-
-        @wraps(configure_model)
-        def copy_and_configure() -> None:
-            nonlocal early
-            vars(module).pop("configure_model")
-            with suppress(Exception):  # the module may be complete only afterwards
-                early = copy_module(module, trainer)
-            configure_model()
-
-        def copy_and_setup(*args: Any, **kwargs: Any) -> None:
-            patches.restore()
-            try:
-                self._copy = whole_copy(module, trainer, early)
-                parameters = module.named_parameters()
-                self._hooks = {name: torch_internals.tensor_hooks(value) for name, value in parameters}
-            except Exception as error:
-                self._refusal = f"the module cannot be copied ({described(error)})"
-            setup(*args, **kwargs)
-
-        if is_overridden("configure_model", module):
-            patches.set(module, "configure_model", copy_and_configure)
-        patches.set(strategy, "setup", copy_and_setup)
+        if stage == TrainerFn.FITTING:
+            self._reset()
+            if self._given is not None and automodel(trainer) is not None:
+                raise ValueError(
+                    "ExactnessCheck checks the counting options of AutomodelStrategy, and takes its own only"
+                    " under other strategies: pass them to AutomodelStrategy alone."
+                )
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        refusal = self._refusal or reason_against(trainer, pl_module)
-        if refusal is None and self._copy is not None:
-            self._comparison, refusal = self._start_comparison(self._copy, trainer, pl_module)
-        refusal = collectives.broadcast_object(refusal, 0)
-        if refusal is not None:
-            sentence = f"{refusal[0].upper()}{refusal[1:]}."
-            self._say(trainer, results.NOT_CHECKED, f"ExactnessCheck: NOT CHECKED. {sentence}")
+        reason = reason_against(trainer, pl_module)
+        if reason is not None:
+            self._say(verdict.NOT_CHECKED, f"ExactnessCheck: NOT CHECKED. {reason}.")
             return
-        self._is_active = True
-        self._recorder = Recorder(trainer, pl_module, self._patches)
-        lightning_internals.patch_after_closure(
-            trainer.precision_plugin, self._before_stepping, self._patches
-        )
-        optimizer_step = trainer.strategy.optimizer_step
+        weighting = weighting_of(trainer) or self._given
+        self._counting = Counting(weighting or TokenWeighting(), is_given=weighting is not None)
+        self._comparison = Comparison(trainer, self._counting)
+        self._lockstep = self._comparison.lockstep
+        self._record(trainer, pl_module)
 
-        def step_and_compare(*args: Any, **kwargs: Any) -> Any:
-            output = optimizer_step(*args, **kwargs)
-            self._after_stepping(trainer, pl_module)
+    # --- Recording ----------------------------------------------------------------------------------------
+
+    def _record(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Keep the micro-batches of the next window, and its gradients when they are final."""
+        self._window = []
+        self._final = None
+        self._older = {}
+        # The engine calls this one when it has prepared weights and buffers.
+        self._patches.set(module, "training_step", self._recording(trainer, module))
+        windows = windows_of(trainer)
+        if windows is not None:
+            windows.on_final = self._take_gradients
+            self._patches.callback(setattr, windows, "on_final", None)
+
+    def _recording(self, trainer: pl.Trainer, module: pl.LightningModule) -> Callable[..., Any]:
+        called = module.training_step
+        context = context_of(trainer)
+        strategy = automodel(trainer)
+
+        @functools.wraps(called)
+        def record(*args: Any, **kwargs: Any) -> Any:
+            before = Moment.of(module, trainer.strategy.root_device)
+            batch = args[0] if context is None else context.whole
+            arguments = move_data_to_device(copy.deepcopy((batch, *args[1:])), "cpu")
+            output = called(*args, **kwargs)
+            if output is None or (strategy is not None and strategy.is_filler):
+                return output
+            loss = loss_of(output)
+            told = self._counting.look(module, args[0], output, loss)
+            if strategy is None and loss.requires_grad:
+                self._watch_backward(loss, trainer, is_first=not self._window)
+            self._window.append(MicroBatch(arguments, before, float(loss.detach()), told))
             return output
 
-        self._patches.set(trainer.strategy, "optimizer_step", step_and_compare)
+        return record
 
-    def _start_comparison(
-        self, copied: pl.LightningModule, trainer: pl.Trainer, module: pl.LightningModule
-    ) -> tuple[Comparison | None, str | None]:
-        """What compares, or why that is not possible."""
-        try:
-            replay = Replay(copied, module, trainer, self._hooks)
-        except Exception as error:
-            return None, f"the copy of the module cannot be set up ({described(error)})"
-        gib = sum(parameter.numel() for parameter in copied.parameters()) * _BYTES / 2**30
-        rank_zero_info(
-            f"ExactnessCheck compares the first {self._num_steps} optimizer steps with one process. On rank"
-            f" 0 this needs up to {gib:.2g} GiB, and the activations of one micro-batch in float64."
-        )
-        return Comparison(replay, trainer, self._given), None
+    def _watch_backward(self, loss: Tensor, trainer: pl.Trainer, is_first: bool) -> None:
+        """Under another strategy: note what ``.grad`` holds before a window and after its backwards."""
+
+        def note_older(_: Tensor) -> None:
+            self._older = self._lockstep.gradients()
+
+        def take_gradients() -> None:
+            self._take_gradients(loss_scale(trainer))
+
+        if is_first:
+            loss.register_hook(note_older)
+        torch_internals.when_backward_ends(loss, take_gradients)
+
+    def _take_gradients(self, scale: float = 1.0) -> None:
+        """Keep what ``.grad`` holds in addition to older gradients, without the ``scale`` of a scaler."""
+        self._final = self._lockstep.gradients()
+        for name, gradient in self._final.items():
+            if name in self._older:
+                gradient.sub_(self._older[name])
+            if scale != 1:
+                gradient.div_(scale)
 
     # --- One optimizer step -------------------------------------------------------------------------------
 
@@ -219,104 +201,53 @@ class ExactnessCheck(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        if not self._is_active:
+        if self.verdict is not None:
             return
         started_at = time.perf_counter()
-        recorder = self._recorder
-        is_first = trainer.is_global_zero
-        parameters = dict(pl_module.named_parameters())
-        groups = unwrapped(optimizer).param_groups
-        optimized = {id(parameter) for group in groups for parameter in group["params"]}
-        trained = {
-            name
-            for name, parameter in parameters.items()
-            if id(parameter) in optimized and recorder.trainable.get(name)
-        }
-        own = {name for name in trained if parameters[name].grad is not None}
-        by_rank = collectives.gather_objects((own, recorder.written(), recorder.replicas()))
-        graded, written, replicas = zip(*by_rank, strict=True)
-        self._graded = [name for name in parameters if all(name in names for names in graded)]
-        # Each of these is a collective for shards: all ranks go through all parameters in their order.
-        weights = whole(
-            {name: recorder.weights.get(name, parameters[name]) for name in parameters}, is_first
-        )
-        changed = set().union(*written)
-        now = whole({name: parameters[name] for name in parameters if name in changed}, is_first)
-        gradients = whole({name: parameters[name].grad for name in self._graded}, is_first)
-        windows = gathered_on_first(recorder.window, trainer.world_size)
-        if self._comparison is not None and windows is not None:
-            gradients = {**dict.fromkeys(trained), **gradients}
-            differing = unequal(list(replicas))
-            self._comparison.compare_gradients(windows, recorder, gradients, weights, now, differing)
-        recorder.clear()
-        self._has_gradients = True
-        collectives.named_barrier("ExactnessCheck", _WAIT)
+        self._patches.restore()
+        step = self._comparison.step(optimizer, self._window, self._final)
+        if step is not None:
+            self.results.append(step)
+            numbers = {
+                "exactness/gradient_error": step.gradient_error,
+                "exactness/rounding": step.rounding,
+            }
+            for logger in trainer.loggers:
+                logger.log_metrics(numbers, lightning_internals.logging_step(trainer))
         self._seconds += time.perf_counter() - started_at
-
-    def _before_stepping(self, optimizer: Any) -> None:
-        """Step a copy of the optimizer. Called after hooks and clipping. A collective."""
-        if not self._has_gradients:
-            return
-        is_first = self._recorder.trainer.is_global_zero
-        parameters = dict(self._recorder.module.named_parameters())
-        names = {id(parameter): name for name, parameter in parameters.items()}
-        gradients = whole({name: parameters[name].grad for name in self._graded}, is_first)
-        weights = whole(parameters, is_first)
-        states = whole_states(unwrapped(optimizer), names, is_first)
-        if self._comparison is not None:
-            self._comparison.step_copy(unwrapped(optimizer), names, gradients, weights, states)
-
-    def _after_stepping(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Compare the weights. Called after the optimizer's step. A collective."""
-        if not self._has_gradients:
-            return
-        self._has_gradients = False
-        after = whole(dict(module.named_parameters()), trainer.is_global_zero)
-        num_compared = 0
-        if self._comparison is not None:
-            num_compared = self._comparison.compare_weights(after)
-        if collectives.broadcast_object(num_compared, 0) >= self._num_steps:
+        if len(self.results) == self._num_steps:
             self._finish(trainer)
+        else:
+            self._record(trainer, pl_module)
 
     # --- The verdict --------------------------------------------------------------------------------------
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._is_active:
+        if self.verdict is None:
             self._finish(trainer)
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._stop()
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
-        self._is_active = False
-        self._has_gradients = False
         self._patches.restore()
-        self._copy = None
-        self._comparison = None
-        self._hooks = {}
 
     def _finish(self, trainer: pl.Trainer) -> None:
-        verdict: tuple[str, str] | None = None
-        if self._comparison is not None:
-            self.results = self._comparison.steps
-            verdict = self._comparison.verdict(self._seconds)
-        self._stop()
-        self._say(trainer, *collectives.broadcast_object(verdict, 0))
-        if self._raises and self.verdict == results.WRONG:
+        self._patches.restore()
+        wrong_count = first(self._counting.wrong()) or ""
+        found = verdict.verdict_of(self.results, wrong_count)
+        parts = [local_part(parameter) for parameter in self._lockstep.parameters.values()]
+        size = sum(part.numel() * part.element_size() for part in parts)
+        report = verdict.report_of(self.results, found, wrong_count, self._counting)
+        loaders = CombinedLoader(trainer.train_dataloader).flattened
+        report += verdict.of_samples(map(distributed_sampler, loaders))
+        report.append(verdict.of_cost(self._seconds, size))
+        self._say(found, "\n  ".join(report))
+        if self._raises and found == verdict.WRONG:
             raise RuntimeError(self.report)
 
-    def _say(self, trainer: pl.Trainer, verdict: str, report: str) -> None:
-        self.verdict = verdict
+    def _say(self, found: str, report: str) -> None:
+        self.verdict = found
         self.report = report
-        if trainer.is_global_zero:
-            if trainer.progress_bar_callback is not None:
-                report = f"\n{report}"  # the progress bar has not ended its line
-            print(report, flush=True)
+        rank_zero_info(report)

@@ -6,7 +6,9 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
+from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.gradients.token_loss import TokenWeighting
+from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.strategy import AutomodelStrategy
 from lightning_automodel.training_run import TrainingRun
 
@@ -40,6 +42,22 @@ def context_of(trainer: pl.Trainer) -> ContextParallelSteps | None:
     if run is None:
         return None
     return run.micro_batches.context
+
+
+def engine_of(trainer: pl.Trainer) -> Engine | None:
+    """What distributes the model of ``AutomodelStrategy`` in the present run; None under another strategy."""
+    run = _run_of(trainer)
+    if run is None:
+        return None
+    return run.engine
+
+
+def windows_of(trainer: pl.Trainer) -> GradientWindows | None:
+    """The accumulation windows of ``AutomodelStrategy`` in the present run; None under another strategy."""
+    run = _run_of(trainer)
+    if run is None:
+        return None
+    return run.windows
 
 
 def _run_of(trainer: pl.Trainer) -> TrainingRun | None:

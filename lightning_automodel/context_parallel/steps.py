@@ -35,7 +35,7 @@ class ContextParallelSteps:
         patches: PatchStack,
     ) -> None:
         self._module = module
-        self._group = mesh.get_group()
+        self.group = mesh.get_group()
         self._plugin = plugin
         self._count_label_tokens = options.count_label_tokens
         adds_mask = let_models_attend_across(module, patches)
@@ -44,6 +44,7 @@ class ContextParallelSteps:
         self._shape = torch.Size()
         self._is_first = True
         self._checked = set[str]()
+        self.whole: Any = None  # the batch that was sliced last, for ExactnessCheck
 
     def slice(self, batch: Any) -> Any:
         """Cut this rank's slice out of the batch of the next step; see :meth:`SequenceSlices.slice`.
@@ -51,20 +52,21 @@ class ContextParallelSteps:
         The first call is a collective over the group, which compares the batches, and the counts of slices
         with that of the whole batch.
         """
-        self._newest = self.slices.describe(batch, self._group)
+        self._newest = self.slices.describe(batch, self.group)
         sliced = self.slices.slice(batch)
         if self._is_first:
             self._is_first = False
-            check_same_batch(batch, self._group, self._module.device, "context-parallel")
+            check_same_batch(batch, self.group, self._module.device, "context-parallel")
             if self._count_label_tokens is not None:
                 self._check_function(self._count_label_tokens, batch, sliced)
         self._shape = sliced["input_ids"].shape
+        self.whole = batch
         return sliced
 
     def _check_function(self, count: Callable[..., Any], batch: Any, sliced: Any) -> None:
         """Raise unless the results of ``count`` on slices add up to that on the batch. A collective over the group."""
         of_whole = torch.as_tensor(count(self.slices.complete(batch)))
-        counts = gather_objects(float(count(sliced)), self._group)
+        counts = gather_objects(float(count(sliced)), self.group)
         tolerance = 0.0
         if of_whole.is_floating_point():
             tolerance = 8 * torch.finfo(of_whole.dtype).eps
@@ -80,7 +82,7 @@ class ContextParallelSteps:
         """Raise ValueError if a step has returned a count, or a ``manual_backward`` was given one."""
         if has_count(output):
             raise ValueError(
-                f"num_label_tokens was given under context_parallel_size={self._group.size()}, where nothing"
+                f"num_label_tokens was given under context_parallel_size={self.group.size()}, where nothing"
                 " tells whether it is that of the slice: leave it out: labels of slices are counted. Pass"
                 " count_label_tokens=<function of the slice> to count something else; it is compared with"
                 " the whole batch."
@@ -103,7 +105,7 @@ class ContextParallelSteps:
         check = FirstStepCheck(self._module, self._plugin, name)
         with attention.computing_on(slices), check.recording(slices):
             yield
-        check.check(slices, self._shape, None if name == "training_step" else self._group)
+        check.check(slices, self._shape, None if name == "training_step" else self.group)
 
     def backward(self) -> AbstractContextManager[None]:
         """Context of the backward of the step whose batch was sliced last: blocks may recompute their attention."""

@@ -143,6 +143,15 @@ class Engine:
     def keep(self, window: Window) -> None:
         """After the reduction: free what the backward has gathered, or keep it for the next micro-batch."""
 
+    @contextmanager
+    def replaying(self) -> Generator[None, None, None]:
+        """Context of a forward and a plain backward of one batch, the same on all ranks, while no window is open.
+
+        Its gradients are averaged over ranks, or not: they are equal. Nothing is left of it but these.
+        """
+        yield
+        self.reached.clear()
+
     # --- Apart from a backward ----------------------------------------------------------------------------------------
 
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:

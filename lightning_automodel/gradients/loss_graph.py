@@ -1,5 +1,6 @@
 """What the autograd graph of a loss tells about how it was averaged. Read in the first micro-batches of a run alone."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -43,11 +44,15 @@ class LossTerm:
 
 @dataclass(frozen=True)
 class _Edge:
-    """A node of the graph, and what the loss divides its output by and multiplies it by."""
+    """A node of the graph, and what the loss divides its output by and multiplies it by.
+
+    ``is_summed``: the loss adds up several elements of the output.
+    """
 
     node: Any
     divisor: float = 1.0
     factor: float = 1.0
+    is_summed: bool = False
 
     def term(self, kind: Kind, divisor: float = 1.0) -> LossTerm:
         """The term that the node is, with a divisor of its own."""
@@ -62,6 +67,25 @@ def loss_terms(loss: Tensor, module: nn.Module) -> list[LossTerm]:
     metrics = synchronised_metrics(module)
     found = [_term(edge, metrics) for edge in _linear_inputs(loss)]
     return sorted((term for term in found if term is not None), key=lambda term: term.kind == "numbers")
+
+
+def averaged_parts(loss: Tensor, module: nn.Module) -> list[LossTerm]:
+    """All parts that ``loss`` [] is a weighted sum of; empty if any of them is not known to be a sum itself.
+
+    Parts that are multiplied by 0 are left out. Reads the device.
+    """
+    metrics = synchronised_metrics(module)
+    found = []
+    for edge in _linear_inputs(loss):
+        if edge.factor == 0 or _inputs(edge):
+            continue  # its inputs are looked at
+        term = _term(edge, metrics)
+        if term is None and edge.is_summed:
+            term = edge.term("numbers")
+        if term is None or term.kind == "all ranks":
+            return []
+        found.append(term)
+    return found
 
 
 def synchronised_metrics(module: nn.Module) -> list[Any]:
@@ -98,8 +122,10 @@ def _inputs(edge: _Edge) -> list[_Edge]:
     inputs = [parent for parent, _ in node.next_functions]
     divisor: float | None = 1.0
     factor: float | None = 1.0
+    is_summed = edge.is_summed
     if node.name() == "MeanBackward0":  # of all elements
         divisor = torch_internals.saved(node, "self_sym_numel")
+        is_summed = is_summed or divisor != 1
     elif name == "Div":
         divisor = _constant(node, "other", inputs[1:])
     elif name == "Mul":
@@ -108,9 +134,13 @@ def _inputs(edge: _Edge) -> list[_Edge]:
             factor = _constant(node, "self", inputs[:1])
     elif not (name in _LINEAR or name.startswith(_UNCHANGED)):
         return []
+    elif name == "Sum":
+        is_summed = is_summed or math.prod(torch_internals.saved(node, "self_sym_sizes")) != 1
     if divisor is None or factor is None:
         return []
-    return [_Edge(parent, edge.divisor * divisor, edge.factor * factor) for parent in inputs]
+    divisor *= edge.divisor
+    factor *= edge.factor
+    return [_Edge(parent, divisor, factor, is_summed) for parent in inputs]
 
 
 def _name(node: Any) -> str:

@@ -43,10 +43,10 @@ _OF_MEANS = "loss_reduction='sum' expects a sum: leave it out where the loss is 
 
 
 class FirstLooks:
-    """Looks at the losses of the first four micro-batches of a run, which reads the device."""
+    """Looks at the losses of the first micro-batches of a run, by default four of them, which reads the device."""
 
-    def __init__(self) -> None:
-        self._left = NUM_LOOKS
+    def __init__(self, num_looks: int = NUM_LOOKS) -> None:
+        self._left = num_looks
         # By the kinds of their terms: what a loss divides by, and what was counted for it.
         self._first: dict[tuple[Kind, ...], tuple[list[LossTerm], float]] = {}
         # A term that is taken from all ranks, of this rank's losses.

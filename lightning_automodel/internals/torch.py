@@ -161,9 +161,13 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
         torch.autograd.graph.increment_version([tensor])
 
 
-def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
-    """Hooks that ``tensor.register_hook`` has registered, which copies of the tensor lack."""
-    return list((tensor._backward_hooks or {}).values())
+def take_hooks(tensor: Tensor, patches: PatchStack) -> list[Callable[[Tensor], Tensor | None]]:
+    """Hooks that ``tensor.register_hook`` has registered, which do not run until ``patches`` are restored."""
+    hooks = tensor._backward_hooks
+    if hooks:
+        patches.callback(setattr, tensor, "_backward_hooks", hooks)
+        tensor._backward_hooks = None
+    return list((hooks or {}).values())
 
 
 version: Callable[[Tensor], int] = attrgetter("_version")

@@ -78,6 +78,7 @@ class FSDP2Window(Engine):
     _phase = Phase.EVALUATION
     _reductions = Reductions.BY_FSDP2
     _has_gathered = False
+    _is_replaying = False
 
     def __init__(
         self,
@@ -210,7 +211,7 @@ class FSDP2Window(Engine):
             self._hooks.append(parameter.register_hook(partial(self._note_bypass, parameter)))
 
     def _check_gradient_of_experts(self, _: Tensor) -> None:
-        if self.window is None:
+        if self.window is None and not self._is_replaying:
             raise RuntimeError(GRADIENTS_OF_EXPERTS)
 
     def _note_bypass(self, shard: Any, _: Tensor) -> None:
@@ -355,6 +356,22 @@ class FSDP2Window(Engine):
             rescale_clip.share_experts_gradients_([p for p in trained if p in self._experts])
         window.zero_filled = trained
         return reached
+
+    @override
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        self._is_replaying = True
+        self.release()
+        self.go_on()
+        try:
+            with super().replaying():
+                yield
+            self.end_step()
+        except BaseException:
+            self.recover()
+            raise
+        finally:
+            self._is_replaying = False
 
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Trainings for ExactnessCheck: what it must report, what it must not, and random ones."""
+"""Trainings for ExactnessCheck: what it must report, and what it must not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
 
@@ -261,31 +260,13 @@ class ClippingHook(Writer):
         self.net.head.weight.register_hook(lambda gradient: gradient / gradient.norm())
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """What one process sees."""
-    return tensor
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds, taken for the whole."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    return tensor
-
-
 class ZeroingRows(Writer):
     """Zeroes rows of a gradient; the norm that it logs must not matter."""
 
-    seen: Callable[[Tensor], Tensor] = staticmethod(whole)
-
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         gradient = self.net.embedding.weight.grad
-        self.seen(gradient)[:3].zero_()
+        gradient[:3].zero_()
         self.log("norm", gradient.norm())
-
-
-class ZeroingLocalRows(ZeroingRows):
-    seen = staticmethod(local_part)
 
 
 class Caching(Writer):
@@ -336,13 +317,30 @@ class Wrapped(Writer):
 class Graphs(Writer):
     """A batch with nothing that could be counted: tensors have other numbers of rows, and labels another name."""
 
+    def __init__(self, hides: bool = False) -> None:
+        super().__init__()
+        self.hides = hides
+
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(self.net(batch["nodes"]), batch["kinds"])
+        loss = F.cross_entropy(self.net(batch["nodes"]), batch["kinds"])
+        return Hiding.apply(loss) if self.hides else loss
+
+
+class Hiding(torch.autograd.Function):
+    """The graph does not tell what is behind it, as that of a compiled loss."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
 
 
 class GraphsWithAHook(Graphs):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(hides=True)
         self.net.head.weight.register_hook(lambda gradient: gradient / gradient.norm())
 
 
@@ -439,32 +437,6 @@ class Manual(Writer):
         optimizer.step()
 
 
-class ByTensor(torch.optim.SGD):
-    """Layer-wise adaptive rates."""
-
-    seen: Callable[[Tensor], Tensor] = staticmethod(whole)
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        output = closure() if closure is not None else None
-        with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                gradient = self.seen(parameter.grad)
-                self.seen(parameter).sub_(0.01 * gradient / (gradient.norm() + 1e-8))
-        return output
-
-
-class ByPart(ByTensor):
-    seen = staticmethod(local_part)
-
-
-class SteppedByTensor(Writer):
-    optimizer = ByTensor
-
-
-class SteppedByPart(Writer):
-    optimizer = ByPart
-
-
 class Changing(Callback):
     """Changes gradients on purpose."""
 
@@ -486,10 +458,10 @@ SLICED = {"context_parallel_size": 2}
 of_images = Training(Classifier, images, options=SAMPLES)
 WEIGH = "Every micro-batch weighs 25 %, though they hold"
 TRAININGS: dict[str, Training] = {
-    "fsdp2": Training(says="agrees with the loss.", check={"steps": 2}),
+    "fsdp2": Training(says="agrees with the loss", check={"steps": 2}),
     "ddp": Training(strategy="ddp", check={"steps": 2}),
     "one process": Training(strategy="one", data=lambda _: sentences(0, equal=True), says="were not seen"),
-    "random numbers": Training(Dropping, says="draws random numbers"),
+    "random numbers": Training(Dropping, says="EXACT for the count given"),
     "half precision": Training(trainer={"precision": "bf16-mixed"}),
     "clipping": Training(trainer={"gradient_clip_val": 0.05}),
     "uneven": Training(
@@ -500,18 +472,18 @@ TRAININGS: dict[str, Training] = {
     "samples": of_images,
     "class weights, told": replace(of_images, module=WeightedAndTold, options={}),
     "a sum": replace(of_images, module=Summed, options={**SAMPLES, "loss_reduction": "sum"}),
-    "contrastive": replace(of_images, module=Contrastive, says="EXACT for the count given"),
+    "contrastive": replace(of_images, module=Contrastive),
     "clamped under DDP": Training(Clamping, strategy="ddp"),
-    "slices": Training(Attending, data=lambda _: sentences(0), options=SLICED, says="agrees with the loss."),
+    "slices": Training(Attending, data=lambda _: sentences(0), options=SLICED, says="agrees with the loss"),
     "slices, shifted": Training(
         Attending, data=lambda _: sentences(0), options={**SLICED, "label_shift": 1}
     ),
     "an early cache": Training(Caching),
-    "a private state": Training(Averaging, verdict="not checked", says="no single count is right"),
+    "a private state": Training(Averaging, says="EXACT for the count given"),
+    "a hidden state": Training(Stateful, says="EXACT for the count given"),
     "a wrapped forward": Training(Wrapped),
     "rows of a gradient": Training(ZeroingRows, trainer={"gradient_clip_val": 0.1}),
     "rows of a gradient, ddp": Training(ZeroingRows, strategy="ddp", trainer={"gradient_clip_val": 0.1}),
-    "an optimizer of tensors": Training(SteppedByTensor, says="The optimizer's steps are"),
     # What is wrong, and why.
     "lightning": Training(strategy="lightning", verdict="wrong", says=WEIGH),
     "lightning, half": Training(
@@ -522,15 +494,15 @@ TRAININGS: dict[str, Training] = {
     "one process, unequal": Training(
         strategy="one", verdict="wrong", says="Every micro-batch weighs 50 %, though"
     ),
-    "a wrong shift": Training(options={"label_shift": 1}, verdict="wrong", says="Right is label_shift=0."),
-    "class weights": replace(of_images, module=Weighted, verdict="wrong", says="Right is num_label_tokens"),
-    "a sum, not told": replace(
-        of_images, module=Summed, verdict="wrong", says="Right is loss_reduction='sum'"
+    "a wrong shift": Training(options={"label_shift": 1}, verdict="wrong", says="Pass label_shift=0"),
+    "class weights": replace(
+        of_images, module=Weighted, verdict="wrong", says="give weight[labels].sum() as num_label_tokens"
     ),
+    "a sum, not told": replace(of_images, module=Summed, verdict="wrong", says="pass loss_reduction='sum'"),
     "rows, counted by labels": Training(
         lambda: RowMeans(),
         verdict="wrong",
-        says="Right is count='samples', as the loss is a mean over rows.",
+        says="The loss is a mean over rows, and label tokens are counted. Right is count='samples'.",
     ),
     "max_norm": Training(
         lambda: Writer(max_norm=0.5),
@@ -542,10 +514,6 @@ TRAININGS: dict[str, Training] = {
     "a hook that clips": Training(
         ClippingHook, strategy="ddp", verdict="wrong", says="off: net.head.weight"
     ),
-    "rows of a local part": Training(
-        ZeroingLocalRows, verdict="wrong", says="on_before_optimizer_step and clipping make"
-    ),
-    "an optimizer of local parts": Training(SteppedByPart, verdict="wrong", says="The optimizer's step is"),
     "slices, a hook": Training(
         AttendingWithAHook,
         data=lambda _: sentences(0),
@@ -556,21 +524,20 @@ TRAININGS: dict[str, Training] = {
     ),
     # What nothing can be said of.
     "slices, random numbers": Training(
-        lambda: Attending(dropout=0.2),
-        data=lambda _: sentences(0),
-        options=SLICED,
-        verdict="not checked",
-        says="as by random numbers that each draws for its slice",
+        lambda: Attending(dropout=0.2), data=lambda _: sentences(0), options=SLICED
     ),
     "synchronised metric": of_images.under(
-        "ddp", "not checked", "the metric error takes values of all ranks", module=OfAllRanks
+        "ddp", "wrong", "The loss of OfAllRanks is gathered from all ranks", module=OfAllRanks
     ),
     "no count": Training(
-        Graphs,
+        lambda: Graphs(hides=True),
         graphs,
         strategy="lightning",
         verdict="not checked",
-        says="By this count, gradients are 0.0000",
+        says="no count was given",
+    ),
+    "counted by the loss": Training(
+        Graphs, graphs, strategy="lightning", verdict="wrong", says=f"{WEIGH} 17 % to 33 % of the loss terms"
     ),
     "no count, and a hook": Training(
         GraphsWithAHook, graphs, strategy="lightning", verdict="wrong", says="off: net.head.weight"
@@ -579,26 +546,19 @@ TRAININGS: dict[str, Training] = {
         Manual, trainer={"accumulate_grad_batches": 1}, verdict="not checked", says="Manual optim"
     ),
     "gathering": replace(
-        of_images, module=Gathering, verdict="not checked", says="communicates with other ranks"
+        of_images, module=Gathering, verdict="wrong", says="The loss of Gathering is gathered from all ranks"
     ),
-    "waiting": replace(
-        of_images, module=Waiting, verdict="not checked", says="process group has not been initialized"
-    ),
+    "waiting": replace(of_images, module=Waiting),
     "unrepeatable": Training(Unrepeatable, verdict="not checked", says="is not repeatable"),
-    "a hidden state": Training(
-        Stateful, verdict="not checked", says="keeps a state that is no attribute of a module"
-    ),
-    "by rank": Training(ByRank, verdict="not checked", says="training_step depends on the rank"),
-    "a stream": Training(UsesStream, verdict="not checked", says="self.stream, which cannot be copied"),
-    "two denominators": Training(TwoDenominators, verdict="not checked", says="no single count is right"),
-    "a callback": Training(
-        callbacks=lambda: [Changing()], verdict="not checked", says="the callback Changing may"
-    ),
+    "by rank": Training(ByRank, verdict="not checked", says="depends on the rank"),
+    "a stream": Training(UsesStream, verdict="not checked", says="It lacks self.stream"),
+    "two denominators": Training(TwoDenominators, says="EXACT for the count given"),
+    "a callback": Training(callbacks=lambda: [Changing()]),
     "a write between": Training(
         strategy="ddp",
         callbacks=lambda: [ClampingBetween()],
         verdict="not checked",
-        says="a hook changes weights",
+        says="losses differ in the replay",
     ),
 }
 
@@ -623,78 +583,3 @@ def bits_of(name: str, checked: bool) -> dict[str, bytes]:
     whole = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in module.named_parameters()}
     found = {name: tensor.detach().numpy().tobytes() for name, tensor in whole.items()}
     return {**found, "random": torch.get_rng_state().numpy().tobytes()}
-
-
-# --- Random trainings -------------------------------------------------------------------------------------------------
-
-
-class RandomNet(LightningModule):
-    """Layers of random width and kind, and an attention whose key bias has no gradient but rounding."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        torch.manual_seed(number)
-        draw = random.Random(number)
-        width = draw.choice([5, 16, 33, 64])
-        depth = draw.choice([1, 3, 8])
-        activation = draw.choice([nn.Tanh, nn.ReLU, nn.GELU])
-        dropout = draw.choice([0.0, 0.0, 0.2])
-        self.is_residual = draw.random() < 0.6
-        self.width = width
-        self.rate = draw.choice([1e-3, 1e-2])
-        self.is_adaptive = draw.random() < 0.5
-        self.embedding = nn.Embedding(WORDS, width)
-        self.head = nn.Linear(width, WORDS)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), activation(), nn.Dropout(dropout))
-            for _ in range(depth)
-        )
-        self.query = nn.Linear(width, width)
-        self.key = nn.Linear(width, width)
-        scale = draw.choice([0.5, 1.0, 3.0])
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.mul_(scale)
-        self.embedding.weight.requires_grad_(draw.random() < 0.8)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        states = self.embedding(batch["input_ids"])
-        for layer in self.layers:
-            states = states + layer(states) if self.is_residual else layer(states)
-        scores = self.query(states) @ self.key(states).mT / self.width**0.5
-        logits = self.head(torch.softmax(scores, dim=-1) @ states + states)
-        return F.cross_entropy(
-            logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32)),
-            batch["labels"].flatten(),
-        )
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        kind = torch.optim.AdamW if self.is_adaptive else torch.optim.SGD
-        return kind([p for p in self.parameters() if p.requires_grad], self.rate)
-
-
-def random_training(number: int, strategy: str, precision: str, equal: bool = False) -> Training:
-    draw = random.Random(-number)
-    accumulate = draw.choice([1, 2, 3, 4])
-    rows = draw.choice([1, 2, 3])
-    return Training(
-        lambda: RandomNet(number),
-        lambda rank: sentences(1000 * rank + number, 3 * accumulate, rows, equal),
-        strategy,
-        {"auto_wrap_policy": {RandomNet}} if strategy == "fsdp2" and draw.random() < 0.3 else {},
-        {"steps": 1},
-        trainer={
-            "max_steps": 1,
-            "precision": precision,
-            "accumulate_grad_batches": accumulate,
-            "gradient_clip_val": draw.choice([None, None, 0.1, 1.0]),
-        },
-    )
-
-
-def random_verdicts(numbers: list[int], *training: Any) -> list[tuple[int, str | None, str]]:
-    found = []
-    for number in numbers:
-        check, _ = run(random_training(number, *training))
-        found.append((number, check.verdict, check.report))
-    return found

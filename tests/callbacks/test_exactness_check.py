@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, ExactnessCheck
-from lightning_automodel.callbacks.exactness.optimizer_check import _copy
 from lightning_automodel.distributed import collectives
+from tests.callbacks import random_trainings
 from tests.callbacks.exactness import (
     SLICED,
     TRAININGS,
@@ -30,7 +30,6 @@ from tests.callbacks.exactness import (
     Training,
     Writer,
     bits_of,
-    random_verdicts,
     run,
     sentences,
     verdict_of,
@@ -143,8 +142,9 @@ def test_raises(pool2: RankPool) -> None:
     assert "Every micro-batch weighs 25 %" in first
 
 
-def test_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of each step, as attributes and for loggers; the report is printed."""
+def test_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of each step, as attributes and for loggers; the report is logged."""
+    caplog.set_level("INFO")
     check = ExactnessCheck(steps=2)
     logger = CSVLogger(tmp_path)
     options = {**SILENT, "logger": logger, "callbacks": [check]}
@@ -158,8 +158,7 @@ def test_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ]
     assert errors == [step.gradient_error for step in check.results]
     assert len(errors) == 2
-    assert all(step.optimizer_error is not None and step.optimizer_error < 1e-6 for step in check.results)
-    assert check.report in capsys.readouterr().out
+    assert check.report in caplog.text
     assert check.verdict == "exact"
 
 
@@ -187,71 +186,19 @@ def test_on_a_command_line() -> None:
     assert any(isinstance(callback, ExactnessCheck) for callback in cli.trainer.callbacks)
 
 
-BLOCK = 10  # trainings of one call
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("strategy", ["fsdp2", "ddp", "lightning"])
+@pytest.mark.each_value
+@pytest.mark.parametrize("precision", random_trainings.PRECISIONS)
+@pytest.mark.parametrize("strategy", random_trainings.STRATEGIES)
 def test_no_false_alarm(strategy: str, precision: str, pool2: RankPool) -> None:
-    """Random trainings that are right: under Lightning's ddp those whose micro-batches have equal counts."""
-    number = 70 if precision == "32-true" else 35
-    for first in range(0, number, BLOCK):
-        numbers = list(range(first, min(number, first + BLOCK)))
-        found = pool2.run(
-            random_verdicts, numbers, strategy, precision, strategy == "lightning", timeout_s=600
-        )[0]
-        assert [each for each in found if each[1] == "wrong"] == []
-        if precision == "32-true":
-            assert [each for each in found if each[1] != "exact"] == []
+    """Random trainings that are right are called exact, a few of those that were tried."""
+    found = random_trainings.right(pool2, [0, 1, 2], strategy, precision)
+    assert [each for each in found if each[1] != "exact"] == []
 
 
-@pytest.mark.sweep
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize(("precision", "least"), [("32-true", 1.0), ("bf16-mixed", 0.9), ("bf16-true", 0.5)])
-def test_power(precision: str, least: float, pool2: RankPool) -> None:
-    """The same on unequal counts under Lightning's ddp, which are wrong. Some happen to have equal counts.
-
-    Weights in bf16 round most gradients too much to tell: then nothing is said, as a rule.
-    """
-    verdicts = []
-    for first in range(0, 40, BLOCK):
-        numbers = list(range(first, first + BLOCK))
-        found = pool2.run(random_verdicts, numbers, "lightning", precision, timeout_s=600)[0]
-        verdicts += [verdict for _, verdict, report in found if "were not seen" not in report]
-    assert verdicts.count("exact") <= (0.1 if precision == "bf16-true" else 0.0) * len(verdicts)
-    assert verdicts.count("wrong") >= least * len(verdicts)
-
-
-class Counting(torch.optim.SGD):
-    """Keeps a list of its parameters, and counts in a tensor and in a list."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, lr=0.1)
-        self.own = list(self.param_groups[0]["params"])
-        self.num_steps = torch.zeros(())
-        self.norms: list[float] = []
-
-    def step(self, closure: Any = None) -> None:
-        self.num_steps += 1
-        self.norms.append(1.0)
-        for parameter in self.own:
-            parameter.data.sub_(parameter.grad)
-
-
-def test_a_copied_optimizer_leaves_the_run_alone() -> None:
-    """Its counters and lists are its own; the parameters that it lists are those of the replay."""
-    module = torch.nn.Linear(2, 2)
-    replayed = torch.nn.Linear(2, 2)
-    optimizer = Counting(module.parameters())
-    before = [parameter.detach().clone() for parameter in module.parameters()]
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    copied = _copy(optimizer, names, dict(replayed.named_parameters()))
-    for parameter in replayed.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    copied.step()
-    assert (float(optimizer.num_steps), optimizer.norms) == (0.0, [])
-    assert all(map(torch.equal, before, module.parameters()))
-    assert isinstance(copied, Counting)
-    assert float(copied.num_steps) == 1.0
+@pytest.mark.each_value
+@pytest.mark.parametrize("precision", random_trainings.PRECISIONS)
+def test_power(precision: str, pool2: RankPool) -> None:
+    """The same under Lightning's ddp on unequal counts, which are wrong, are called that."""
+    found = random_trainings.wrong(pool2, [0, 1, 2, 3], precision)
+    assert len(found) > 2
+    assert [each for each in found if each[1] != "wrong"] == []

@@ -26,9 +26,6 @@ from tests.trainer.exactness import Block
 from tests.trainer.runs import LabelledModule, loader, make_trainer
 
 NO_INSTANCES = {
-    # While ExactnessCheck replays.
-    "dist",
-    "dist.distributed_c10d",
     # In the process of `python -m lightning_automodel.plan`.
     "nn.functional",
     "attention",

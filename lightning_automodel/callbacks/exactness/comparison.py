@@ -1,273 +1,175 @@
-"""Rank 0's comparison of each step with its replay, and the verdict on all steps."""
+"""Compares the gradients of one step with those of one batch."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch import Tensor
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_automodel.callbacks.exactness import results
-from lightning_automodel.callbacks.exactness.count_check import CountCheck
-from lightning_automodel.callbacks.exactness.gradient_check import GradientCheck
-from lightning_automodel.callbacks.exactness.isolation import random_states_kept
-from lightning_automodel.callbacks.exactness.module_copy import ReplayError
-from lightning_automodel.callbacks.exactness.optimizer_check import OptimizerCheck, changes_gradients
-from lightning_automodel.callbacks.exactness.recording import RecordedMicroBatch, RecordedWindow, Recorder
-from lightning_automodel.callbacks.exactness.replay import Gradients, Replay, Shares
-from lightning_automodel.callbacks.exactness.results import CountResult, StepResult, described, number_of
-from lightning_automodel.callbacks.running_strategy import options_of, weighting_of
-from lightning_automodel.data.samplers import distributed_sampler, repeats
-from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
+from lightning_automodel.callbacks.exactness.counting import Counting
+from lightning_automodel.callbacks.exactness.lockstep import (
+    Gradients,
+    LockStep,
+    MicroBatch,
+    ReplayError,
+    Turn,
+    local_part,
+)
+from lightning_automodel.callbacks.exactness.slope import Slopes
+from lightning_automodel.callbacks.exactness.verdict import StepResult
+from lightning_automodel.callbacks.exactness.words import percent
+from lightning_automodel.distributed import collectives
 from lightning_automodel.internals import lightning as lightning_internals
 
-_NO_COUNT = CountResult(
-    results.NOT_CHECKED,
-    "none was given, and nothing in the batch can be counted, so that every micro-batch weighs the same"
-    " here: pass ExactnessCheck(count_label_tokens=<function of the batch>), or per_token_loss=False if"
-    " that is meant",
-    is_decisive=True,
+_NO_COUNT = (
+    "no count was given, nothing in the batch can be counted, and the graph of the loss does not tell, so that"
+    " every micro-batch weighs the same here: pass ExactnessCheck(count_label_tokens=<function of the batch>),"
+    " or per_token_loss=False if that is meant"
 )
 
 
+def reason_against(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
+    """Why this training cannot be replayed; None if there is no known reason."""
+    strategy = type(trainer.strategy).__name__
+    if not module.automatic_optimization:
+        return "Manual optimization steps within training_step, which the replay does not repeat"
+    if isinstance(trainer.strategy, (FSDPStrategy, DeepSpeedStrategy)) or "XLA" in strategy:
+        return f"{strategy} keeps parameters in a form of its own"
+    if lightning_internals.draws_its_batches(module.training_step):
+        return "training_step(dataloader_iter) draws its batches itself"
+    if any(isinstance(submodule, nn.SyncBatchNorm) for submodule in module.modules()):
+        return (
+            "SyncBatchNorm takes statistics over the batches of all ranks, which the replay takes one by one"
+        )
+    if any(isinstance(getattr(o, "optimizer", o), torch.optim.LBFGS) for o in trainer.strategy.optimizers):
+        return "LBFGS computes gradients several times in a step"
+    return None
+
+
+def first(text: str | None) -> str | None:
+    """The text of the first rank that has one. A collective over the world."""
+    return next(filter(None, collectives.gather_objects(text)), None)
+
+
 class Comparison:
-    """Compares steps of the run with a replay, one after the other.
+    """Compares windows of a run with one batch, each before its optimizer step."""
 
-    Args:
-        replay: The replay of the run.
-        trainer: The run's Trainer.
-        given: The counting options that the user passed for another strategy; None if there are none.
-    """
-
-    def __init__(self, replay: Replay, trainer: pl.Trainer, given: TokenWeighting | None) -> None:
-        self.steps: list[StepResult] = []
-        self._replay = replay
+    def __init__(self, trainer: pl.Trainer, counting: Counting) -> None:
         self._trainer = trainer
-        self._num_slices = options_of(trainer).get("context_parallel_size", 1)
-        weighting = weighting_of(trainer)
-        self._weighting = weighting or given or TokenWeighting()
-        self._is_ours = weighting is not None
-        self._knows_count = given is not None or self._is_ours
-        self._count: CountResult | None = None
-        self._step = StepResult()
-        self._is_skipped = False
-        self._gradients: Gradients = {}
-        self._optimizer: OptimizerCheck | None = None
+        self._counting = counting
+        self.lockstep = LockStep(trainer, trainer.lightning_module, counting.weighting)
+        self._asks_forwards = True
 
-    # --- Before the step ----------------------------------------------------------------------------------
+    def step(
+        self, optimizer: Optimizer, own: list[MicroBatch], final: Gradients | None
+    ) -> StepResult | None:
+        """Compare a window, of which this rank has its ``own`` micro-batches, and ``final`` gradients.
 
-    def compare_gradients(
-        self,
-        windows: list[RecordedWindow],
-        recorder: Recorder,
-        gradients: Gradients,
-        weights: dict[str, Tensor],
-        now: dict[str, Tensor],
-        unequal: list[str],
-    ) -> None:
-        """Compare the final ``gradients`` of a step with those of one batch.
-
-        ``weights`` are the weights before the window, ``now`` those that have changed since, ``unequal`` the
-        names of those that differ between ranks.
+        None if no rank has computed a loss. A collective over the world.
         """
-        step = StepResult(unequal=unequal)
-        self._step = step
-        self._gradients = gradients
-        own = _by_data_rank(windows, self._num_slices, self._weighting.loss_reduction == "sum")
-        known = [gradient for gradient in gradients.values() if gradient is not None]
-        is_finite = all(bool(torch.isfinite(gradient).all()) for gradient in known)
-        is_scaled = getattr(self._trainer.precision_plugin, "scaler", None) is not None
-        losses = [record.loss for window in own for record in window.micro_batches]
-        # With gradients that are not finite, a gradient scaler skips the step.
-        self._is_skipped = all(loss is None for loss in losses) or (is_scaled and not is_finite)
-        if self._is_skipped:
-            return
-        problems = [window.problem for window in windows if window.problem]
-        try:
-            self._replay.begin_step(recorder.trainable, recorder.training)
-            if problems:
-                raise ReplayError(problems[0])
-            if not is_finite:
-                raise ReplayError("gradients are not finite")
-            with torch.enable_grad(), random_states_kept(self._trainer.strategy.root_device):
-                self._replay_gradients(own, gradients, weights, now)
-        except ReplayError as reason:
-            step.problem = str(reason)
-        except Exception as error:
-            step.problem = f"the replay has raised {described(error)}"
-        self._suspect_callbacks()
+        lockstep = self.lockstep
+        sampler = getattr(self._trainer.strategy, "distributed_sampler_kwargs", None) or {}
+        data_rank = sampler.get("rank", self._trainer.global_rank)
+        records = [(record.told, record.loss) for record in own]
+        by_rank = collectives.gather_objects((data_rank, records, final is not None))
+        told = [told for _, records, _ in by_rank for told, _ in records]
+        if not told:
+            return None
+        settled = self._counting.settle(told)
+        counts = iter(settled or [1.0] * len(told))
+        known = [(data, [(next(counts), loss) for _, loss in records]) for data, records, _ in by_rank]
+        turns = Turn.all_of(known, lockstep.num_slices)
+        step = StepResult([turn.count for turn in turns])
+        step.unequal = _unequal(collectives.gather_objects(_replicas(lockstep.parameters)))
+        with lockstep.apart(own, optimizer):
+            step.is_sharded = lockstep.is_sharded
+            try:
+                if all(has_gradients for *_, has_gradients in by_rank):
+                    self._replay(step, turns, final or {}, is_counted=settled is not None)
+                else:
+                    step.problem = "no backward of the loss that training_step has returned was seen"
+            except ReplayError as error:
+                step.problem = str(error)
+            if lockstep.restore_weights():
+                step.problem = (
+                    "training_step writes weights, which a micro-batch would find as another wrote them"
+                )
+            step.problem = first(step.problem)
+            if step.is_sharded and not (step.problem or step.is_half) and self._asks_forwards:
+                self._asks_forwards = False
+                with suppress(Exception):  # a step may differentiate by itself
+                    step.slope = Slopes(lockstep, turns, final or {}).measure()
+        return step
 
-    def _suspect_callbacks(self) -> None:
-        """Withdraw the verdict on wrong gradients if a user's callback may have changed them on purpose."""
-        step = self._step
-        callbacks = changes_gradients(self._trainer)
-        if step.is_wrong and callbacks and not step.explanation and step.problem is None:
+    def _replay(self, step: StepResult, turns: list[Turn], final: Gradients, is_counted: bool) -> None:
+        lockstep = self.lockstep
+        run = {name: gradient for name, gradient in final.items() if name in lockstep.trained}
+        exact = lockstep.one_batch(turns)
+        again = lockstep.one_batch(turns, scale=0.75, reverse=True)  # which rounds differently
+        numel = {name: float(parameter.numel()) for name, parameter in lockstep.trained.items()}
+        step.eps = _rounding_unit(self._trainer, lockstep.trained)
+        size = lockstep.norms(exact.gradients)
+        off = lockstep.norms(run, exact.gradients)
+        step.judge(off, lockstep.norms(again.gradients, exact.gradients), size, numel)
+        columns = torch.cat([exact.parts, lockstep.sample(run)[:, None]], dim=1)
+        step.explain(lockstep.products(columns), self._counting.unit)
+        if step.rounds_much:
+            half = lockstep.one_batch(turns, scale=0.5)  # which does not
+            step.judge_scaling(lockstep.norms(half.gradients, exact.gradients), size)
+        tolerance = 1e-2 if step.is_half else 1e-5
+        pairs = [
+            (turn.loss, loss)
+            for turn, loss in zip(turns, exact.losses, strict=True)
+            if abs(turn.loss - loss) > tolerance * abs(turn.loss)
+        ]
+        if pairs:
             step.problem = (
-                f"they are {results.percent(step.gradient_error)} off, which the callback {callbacks[0]} may"
-                " do on purpose: check without it"
+                f"{len(pairs)} of {len(turns)} losses differ in the replay, such as {pairs[0][0]:.6g} in the"
+                f" run and {pairs[0][1]:.6g} in the replay: training_step is not repeatable, depends on the"
+                " rank or on other ranks, or keeps a state that is no attribute of a module"
+            )
+        elif not is_counted and (step.explanation or not step.is_wrong):
+            step.problem = f"{_NO_COUNT}. {step.explanation}".rstrip(". ")
+        elif (
+            step.is_wrong
+            and not step.explanation
+            and is_overridden("backward", self._trainer.lightning_module)
+        ):
+            step.problem = (
+                f"they are {percent(step.gradient_error)} off, as LightningModule.backward may mean it"
             )
 
-    def _replay_gradients(
-        self,
-        windows: list[RecordedWindow],
-        gradients: Gradients,
-        weights: dict[str, Tensor],
-        now: dict[str, Tensor],
-    ) -> None:
-        records = [record for window in windows for record in window.micro_batches]
-        shares = self._shares(records)
-        if self._count is None:
-            self._check_count(windows, weights)
-            shares = self._shares(records)
-        self._step.counts = shares.counts
-        check = GradientCheck(self._replay, self._trainer, windows, shares, self._step)
-        check.compare(gradients, weights, now)
-        if self._count is _NO_COUNT and self._step.explanation:
-            self._step.problem = f"no count was given. {self._step.explanation}".rstrip(".")
 
-    # --- The count ----------------------------------------------------------------------------------------
-
-    def _shares(self, records: list[RecordedMicroBatch]) -> Shares:
-        try:
-            counts = [self._count_of(record) for record in records]
-        except (ValueError, TypeError):
-            if self._knows_count or not self._weighting.per_token_loss:
-                raise
-            # The strategy does not count: try one sample per row, then no count at all.
-            by_rows = TokenWeighting(count_label_tokens=count_samples)
-            if self._weighting == by_rows:
-                by_rows = TokenWeighting(per_token_loss=False)
-            self._weighting = by_rows
-            return self._shares(records)
-        denominator = sum(counts)
-        if not self._weighting.per_token_loss:
-            denominator = float(sum(count > 0 for count in counts))
-        return Shares(self._weighting, counts, denominator)
-
-    def _count_of(self, record: RecordedMicroBatch) -> float:
-        if record.loss is None:
-            return 0.0
-        if record.returned_count is None:
-            output = None
-        else:
-            output = {"num_label_tokens": record.returned_count}
-        return float(self._weighting.count(record.arguments[0], output))
-
-    def _check_count(self, windows: list[RecordedWindow], weights: dict[str, Tensor]) -> None:
-        """Find out, once, whether the loss is divided by the count."""
-        if not self._weighting.per_token_loss:
-            self._count = _NO_COUNT
-            if self._knows_count:
-                self._count = CountResult(results.EXACT, "every micro-batch weighs the same, as told")
-            return
-        check = CountCheck(self._replay, windows, weights, self._weighting)
-        try:
-            count = check.check()
-        except ReplayError:
-            raise
-        except Exception as error:
-            count = CountResult(results.NOT_CHECKED, f"not checked ({described(error)})")
-        if count.verdict == results.WRONG and not self._knows_count:
-            # This class chose the count, so it is not the user's mistake.
-            if check.better is None:
-                raise ReplayError(
-                    f"the weight of micro-batches is not known, as {count.text}: tell ExactnessCheck the"
-                    " count, or return it as num_label_tokens"
-                )
-            self._weighting = check.better
-            count = CountResult(results.EXACT, "agrees with the loss")
-        self._count = count
-
-    # --- The step -----------------------------------------------------------------------------------------
-
-    def step_copy(
-        self,
-        optimizer: Optimizer,
-        names: dict[int, str],
-        gradients: Gradients,
-        weights: dict[str, Tensor],
-        states: dict[str, dict[str, Any]],
-    ) -> None:
-        """Step a copy of the optimizer with the run's own ``gradients``, after hooks and clipping."""
-        if self._is_skipped:
-            return
-        try:
-            with random_states_kept(self._trainer.strategy.root_device):
-                check = OptimizerCheck(self._replay, optimizer, names, weights, states)
-                check.compare_clipping(self._gradients, gradients, self._trainer, self._step)
-                check.step(gradients)
-            self._optimizer = check
-        except Exception as error:
-            self._step.note = described(error)
-
-    def compare_weights(self, after: dict[str, Tensor]) -> int:
-        """Compare the weights ``after`` the run's step. Returns how many steps have been compared."""
-        if not self._is_skipped:
-            if self._optimizer is not None:
-                self._optimizer.compare(after, self._step)
-            self.steps.append(self._step)
-            for logger in self._trainer.loggers:
-                logger.log_metrics(self._step.numbers(), lightning_internals.logging_step(self._trainer))
-        self._optimizer = None
-        self._gradients = {}
-        return len(self.steps)
-
-    # --- The verdict --------------------------------------------------------------------------------------
-
-    def verdict(self, seconds: float) -> tuple[str, str]:
-        """The verdict, and the report with its reasons."""
-        count = self._count
-        unit = self._weighting.unit
-        if count is _NO_COUNT and all(len(step.counts) <= 1 for step in self.steps):
-            count = CountResult(results.EXACT, "not needed, as every step has one micro-batch")
-        verdict = results.verdict_of(self.steps, count)
-        head = f"ExactnessCheck: {verdict.upper()}"
-        if not self.steps:
-            return verdict, f"{head}. There was no optimizer step."
-        if verdict == results.EXACT and count is not None and count.verdict == results.NOT_CHECKED:
-            head += " for the count given" if self._knows_count else f" if each {unit} counts the same"
-        steps = number_of(len(self.steps), "optimizer step")
-        ranks = number_of(self._trainer.world_size, "rank")
-        lines = results.report_of(self.steps, count, unit, self._is_ours)
-        for loader in CombinedLoader(self._trainer.train_dataloader).flattened:
-            sampler = distributed_sampler(loader)
-            if sampler is not None and getattr(loader, "last_batch", None) is None:
-                lines.append(
-                    f"{repeats(sampler)}: one process takes each once, which these steps do not show."
-                )
-        return verdict, "\n  ".join([f"{head} in {steps} on {ranks}, compared in {seconds:.1f} s.", *lines])
+def _rounding_unit(trainer: pl.Trainer, parameters: dict[str, nn.Parameter]) -> float:
+    precision = str(trainer.precision_plugin.precision)
+    if precision.startswith("bf16"):
+        return torch.finfo(torch.bfloat16).eps
+    if precision.startswith("16"):
+        return torch.finfo(torch.float16).eps
+    return max((torch.finfo(p.dtype).eps for p in parameters.values()), default=0.0)
 
 
-def _by_data_rank(windows: list[RecordedWindow], num_slices: int, is_sum: bool) -> list[RecordedWindow]:
-    """One window for all ranks that share their data, in the order of the data."""
-    peers: dict[int, list[RecordedWindow]] = {}
-    for window in windows:
-        peers.setdefault(window.data_rank, []).append(window)
-    ordered = [peers[rank] for rank in sorted(peers)]
-    if num_slices == 1:
-        return [first for first, *_ in ordered]
-    merged: list[RecordedWindow] = []
-    for same_data in ordered:
-        slices = zip(*(window.micro_batches for window in same_data), strict=False)
-        records = [_whole(parts, num_slices, is_sum) for parts in slices]
-        merged.append(replace(same_data[0], micro_batches=records))
-    return merged
+def _replicas(parameters: dict[str, nn.Parameter]) -> dict[tuple[str, tuple[int, ...]], float]:
+    """A sum of each parameter's part, by its name and the coordinates of the part."""
+    found = {}
+    for name, parameter in parameters.items():
+        part: tuple[int, ...] = ()
+        if isinstance(parameter, DTensor):
+            placed = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=False)
+            part = tuple(index for index, placement in placed if not placement.is_replicate())
+        found[name, part] = float(local_part(parameter).double().sum())
+    return found
 
 
-def _whole(slices: Sequence[RecordedMicroBatch], num_slices: int, is_sum: bool) -> RecordedMicroBatch:
-    """The micro-batch of which ranks had ``slices``, with its count and its loss."""
-    share = num_slices / len(slices)  # tensor-parallel ranks have the same slice
-    counted = [
-        (part.loss, part.returned_count) for part in slices if part.loss is not None and part.returned_count
-    ]
-    if not counted:
-        return slices[0]
-    count = share * sum(count for _, count in counted)
-    if is_sum:
-        loss = share * sum(loss for loss, _ in counted)
-    else:
-        loss = share * sum(loss * count for loss, count in counted) / count
-    return replace(slices[0], returned_count=count, loss=loss)
+def _unequal(by_rank: list[dict[Any, float]]) -> list[str]:
+    """Parameters of which ranks hold different values for the same part."""
+    values: dict[Any, set[float]] = {}
+    for replicas in by_rank:
+        for key, value in replicas.items():
+            values.setdefault(key, set()).add(value)
+    return sorted({name for (name, _), distinct in values.items() if len(distinct) > 1})

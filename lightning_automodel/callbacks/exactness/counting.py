@@ -1,0 +1,130 @@
+"""How much each micro-batch should weigh, and whether its loss divides by that, as its graph tells."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor
+
+from lightning_automodel.callbacks.exactness.words import plural
+from lightning_automodel.gradients.loss_graph import LossTerm, averaged_parts
+from lightning_automodel.gradients.loss_weights import FirstLooks
+from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
+
+_SAME = 1e-4
+_LOOKS = 100
+
+
+@dataclass(frozen=True)
+class Told:
+    """What is known of the weight of a micro-batch: its count and its rows, if they can be counted, and its loss."""
+
+    count: float | None
+    rows: float | None
+    parts: list[LossTerm]  # empty if the graph of the loss does not tell
+
+    @property
+    def divisor(self) -> float | None:
+        """What all parts of the loss are divided by, if that is one number."""
+        divisors = [part.divisor for part in self.parts]
+        if divisors and math.isclose(min(divisors), max(divisors), rel_tol=_SAME):
+            return divisors[0]
+        return None
+
+
+class Counting:
+    """Counts micro-batches by ``weighting``; if that is not ``given``, by what their losses divide by, where they tell.
+
+    Attributes:
+        weighting: How micro-batches are counted and weighed. If labels were to be counted and there are
+            none, samples are.
+    """
+
+    def __init__(self, weighting: TokenWeighting, is_given: bool) -> None:
+        self.weighting = weighting
+        self.is_given = is_given
+        self._by_graph = False
+        self._looks = FirstLooks(_LOOKS)
+        self._advice = ""
+        self._told: list[Told] = []
+
+    @property
+    def unit(self) -> str:
+        """What is counted, in singular."""
+        if self._by_graph:
+            return "loss term"
+        return self.weighting.unit
+
+    def look(self, module: pl.LightningModule, batch: Any, output: Any, loss: Tensor) -> Told:
+        """Look at a micro-batch of this rank."""
+        rows = _count(TokenWeighting(count_label_tokens=count_samples), batch, None)
+        count = _count(self.weighting, batch, output)
+        if count is None and not self.is_given and rows is not None:
+            self.weighting = replace(self.weighting, count_label_tokens=count_samples)
+            count = rows
+        if count is not None and self.is_given:
+            advice = self._looks.advice(module, self.weighting, loss, count, 1, batch)
+            self._advice = self._advice or advice or ""
+        return Told(count, rows, averaged_parts(loss, module))
+
+    def settle(self, told: list[Told]) -> list[float] | None:
+        """The counts of a window's micro-batches, of all ranks, by what was told of each; None if there are none."""
+        divisors = [each.divisor for each in told]
+        factors = {tuple(part.factor for part in each.parts) for each in told}
+        self._by_graph = not self.is_given and None not in divisors and len(factors) == 1
+        counts = divisors if self._by_graph else [each.count for each in told]
+        found = [count for count in counts if count is not None]
+        if len(found) < len(counts):
+            return None
+        self._told += told
+        return found
+
+    def wrong(self) -> str:
+        """What to say of losses, some of them of this rank alone, that do not divide by the count; else empty."""
+        if self._advice or not self.doubt():
+            return self._advice
+        if all(each.divisor == each.rows is not None for each in self._told):
+            return f"The loss is a mean over rows, and {plural(self.unit)} are counted. Right is count='samples'."
+        return ""
+
+    def doubt(self) -> str:
+        """Why the count is taken on trust; empty if all losses divide by it."""
+        if self._by_graph or not self.weighting.per_token_loss:
+            return ""
+        counted = [each for each in self._told if each.count]
+        kinds = {tuple(part.kind for part in each.parts) for each in counted}
+        if () in kinds:
+            return "the graph of the loss does not tell what it divides by"
+        if len(kinds) > 1:
+            return "losses differ in their parts"
+        is_sum = self.weighting.loss_reduction == "sum"
+        divisors = zip(
+            *([part.divisor / part.factor for part in each.parts] for each in counted), strict=True
+        )
+        for of_part in divisors:
+            ratios = [
+                divisor / (1.0 if is_sum else each.count or 1.0)
+                for divisor, each in zip(of_part, counted, strict=True)
+            ]
+            if not math.isclose(min(ratios), max(ratios), rel_tol=_SAME):
+                unit = "micro-batch" if is_sum else self.unit
+                return (
+                    f"losses, or parts of them, divide by {min(ratios):.3g} to {max(ratios):.3g} numbers for"
+                    f" each {unit}"
+                )
+        return ""
+
+    def sentence(self) -> str:
+        """What the report says of the count, if it is not wrong."""
+        subject = f"Count ({plural(self.unit)})"
+        if doubt := self.doubt():
+            return f"{subject}: taken on trust, as {doubt}."
+        return f"{subject}: agrees with the loss, which divides by it."
+
+
+def _count(weighting: TokenWeighting, batch: Any, output: Any) -> float | None:
+    try:
+        return float(weighting.count(batch, output))
+    except (ValueError, TypeError):
+        return None

@@ -1,0 +1,242 @@
+"""Judges the gradients of each step, and says in words what was found."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_automodel.callbacks.exactness.counting import Counting
+from lightning_automodel.callbacks.exactness.slope import Slope
+from lightning_automodel.callbacks.exactness.words import listed, number_of, percent, plural, range_of
+from lightning_automodel.data.samplers import Ranks, repeats
+from lightning_automodel.distributed.process_group import group_size
+
+EXACT = "exact"
+WRONG = "wrong"
+NOT_CHECKED = "not checked"
+_COPIES = 4  # on the host: weights, the run's gradients, and those of two replays
+_FACTOR = 4  # times the rounding that another order and scale show
+_HALF = 1e-4
+_DOUBTFUL = 2.5  # roundings in half precision
+_LEAST = 16  # roundings that are no error
+_MOST_ROUNDING = 0.01  # with which gradients in single precision still mean something
+
+Norms = Mapping[str, float]
+
+
+@dataclass
+class StepResult:
+    """The result of one optimizer step, the same on all ranks. Errors are relative 2-norms: 0.01 is one percent.
+
+    Attributes:
+        counts: The count of each micro-batch.
+        gradient_error: Distance of the gradients from those of one batch.
+        rounding: The same for gradients that differ by rounding alone.
+        parameters: Errors of single parameters that are larger than rounding.
+        explanation: The weights of micro-batches in the gradients, in words, if they explain the difference.
+        unequal: Weights that are not the same on all ranks.
+        slope: What forwards alone say of the gradients; None if they were not asked.
+        is_sharded: Whether the replay is not independent of the strategy, since it computes with shards.
+        eps: The rounding unit of the precision that is trained in.
+        is_wrong: Whether the gradients are off by more than rounding.
+        problem: Why the gradients could not be judged.
+    """
+
+    counts: list[float] = field(default_factory=list)
+    gradient_error: float = math.nan
+    rounding: float = math.nan
+    parameters: dict[str, float] = field(default_factory=dict)
+    explanation: str = ""
+    unequal: list[str] = field(default_factory=list)
+    slope: Slope | None = None
+    is_sharded: bool = False
+    eps: float = 0.0
+    is_wrong: bool = False
+    problem: str | None = None
+
+    def judge(self, off: Norms, rounding: Norms, size: Norms, numel: Norms) -> None:
+        """Fill in errors from norms by parameter."""
+        total = math.hypot(*size.values())
+        self.gradient_error = _relative(math.hypot(*off.values()), total)
+        self.rounding = math.hypot(*rounding.values()) / max(total, 1e-300)
+        least = self.eps if self.is_half else _LEAST * self.eps
+        limit = _FACTOR * self.rounding + least
+        for name in sorted(off, key=off.__getitem__, reverse=True):
+            # Its rounding, and its share of all rounding: it may be zero but for rounding.
+            share = math.sqrt(numel[name] / sum(numel.values()))
+            if off[name] > _FACTOR * rounding[name] + least * size[name] + limit * total * share:
+                self.parameters[name] = _relative(off[name], size[name])
+        self.is_wrong = self.gradient_error > limit or bool(self.parameters)
+        if not math.isfinite(self.gradient_error + self.rounding):
+            self.problem = "gradients are not finite"
+
+    @property
+    def rounds_much(self) -> bool:
+        """Whether gradients in single precision mean little."""
+        return self.rounding > _MOST_ROUNDING and not self.is_half
+
+    @property
+    def is_half(self) -> bool:
+        """Whether rounding may be as large as a small error."""
+        return self.eps > _HALF
+
+    def judge_scaling(self, off: Norms, size: Norms) -> None:
+        """Tell what looks like much rounding: gradients of half the loss, times two, are ``off``."""
+        error = _relative(math.hypot(*off.values()), math.hypot(*size.values()))
+        if error > _MOST_ROUNDING:
+            self.is_wrong = True
+            self.explanation = (
+                f"They are not proportional to the loss ({percent(error)} off at half of it), as if a hook of"
+                " the backward clips or normalises what it sees of a micro-batch."
+            )
+        elif not self.is_wrong:
+            self.problem = f"rounding is {percent(self.rounding)} of them: check with precision='64-true'"
+
+    def explain(self, products: Tensor, unit: str) -> None:
+        """Look for weights of micro-batches that explain the gradients.
+
+        ``products`` are inner products of the micro-batches' parts of one batch and, last, the run's
+        gradients.
+        """
+        if self.problem:
+            return
+        counts = torch.tensor(self.counts, dtype=torch.float64)
+        used = [index for index, count in enumerate(self.counts) if count and products[index, index] > 0]
+        size = products[-1, -1].clamp_min(1e-300)
+        among = products[used][:, used]
+        factors = torch.linalg.lstsq(among, products[used, -1:]).solution[:, 0]
+        left = _distance(among, products[used, -1], size, factors)
+        direct = _distance(among, products[used, -1], size, torch.ones_like(factors))
+        error = float((factors - 1).abs().max()) if used else 0.0
+        if left < 0.05 and left < 0.3 * direct and error > max(4 * left, 0 if self.is_wrong else 0.02):
+            self.is_wrong = True  # by a weight that rounding does not explain, in half precision
+            right = counts[used] / counts.sum()
+            self.explanation = _weights_in_words(factors * right, right, unit)
+        if self.is_half and not self.is_wrong and self.gradient_error > _DOUBTFUL * self.rounding:
+            self.problem = (
+                f"they are {percent(self.gradient_error)} off, which may be rounding (here"
+                f" {percent(self.rounding)}) or not: check with precision='32-true'"
+            )
+
+
+def _relative(off: float, size: float) -> float:
+    """``off`` relative to ``size``; infinite if only ``size`` is zero."""
+    if size:
+        return off / size
+    return math.inf if off else 0.0
+
+
+def _distance(among: Tensor, with_run: Tensor, size: Tensor, factors: Tensor) -> float:
+    """Of a sum of micro-batches' parts from the run's gradients, relative to these."""
+    square = size - 2 * factors @ with_run + factors @ among @ factors
+    return float((square / size).clamp_min(0).sqrt())
+
+
+def _weights_in_words(given: Tensor, right: Tensor, unit: str) -> str:
+    if float(given.max()) - float(given.min()) < 0.02 * float(given.abs().max()):
+        return (
+            f"Every micro-batch weighs {percent(float(given.mean()))}, though they hold {range_of(right)} of"
+            f" the {plural(unit)}."
+        )
+    return f"Micro-batches weigh {range_of(given)} in them, where {range_of(right)} is right."
+
+
+def verdict_of(steps: Sequence[StepResult], wrong_count: str) -> str:
+    """EXACT only if every step was checked."""
+    if wrong_count or any(step.unequal or (step.is_wrong and not step.problem) for step in steps):
+        return WRONG
+    if not steps or any(step.problem for step in steps):
+        return NOT_CHECKED
+    return EXACT
+
+
+def report_of(steps: Sequence[StepResult], found: str, wrong_count: str, counting: Counting) -> list[str]:
+    """The verdict in a sentence, and a line for each result. ``wrong_count`` is what is wrong with the count."""
+    unit = counting.unit
+    if not steps:
+        return [f"ExactnessCheck: {found.upper()}. There was no optimizer step."]
+    lines = [
+        f"ExactnessCheck: {found.upper()}{_resting_on(steps, counting) if found == EXACT else ''} in"
+        f" {number_of(len(steps), 'optimizer step')} on {number_of(group_size(), 'rank')}."
+    ]
+    if wrong_count:
+        lines.append(f"The count is wrong: {wrong_count}")
+    problems = [step.problem for step in steps if step.problem]
+    checked = [step for step in steps if not step.problem]
+    wrong = [step for step in checked if step.is_wrong]
+    if problems:
+        lines.append(f"{len(problems)} of {len(steps)} steps say nothing of the gradients: {problems[0]}.")
+    if checked:
+        subject = "By this count, gradients" if wrong_count else "Gradients"
+        errors = ", ".join(percent(step.gradient_error) for step in checked)
+        rounding = percent(max(step.rounding for step in checked))
+        lines.append(f"{subject} are {errors} off those of one batch (rounding alone: {rounding}).")
+    if wrong:
+        explanation = next((step.explanation for step in wrong if step.explanation), "")
+        parameters = {name: error for step in reversed(wrong) for name, error in step.parameters.items()}
+        named = listed([f"{name} ({percent(error)})" for name, error in parameters.items()])
+        lines.append(explanation or f"Parameters that are off: {named}.")
+    elif checked:
+        lines.append(_of_counts(checked, unit))
+    unequal = sorted({name for step in steps for name in step.unequal})
+    if unequal:
+        lines.append(f"Ranks hold different weights: {listed(unequal)}.")
+    if checked and not wrong_count and unit != "micro-batch":
+        lines.append(counting.sentence())
+    slope = steps[0].slope
+    if slope is not None and slope.is_one:
+        lines.append(
+            f"Along them the loss changes by {slope.ratio:.4g} of what they promise, by forwards alone."
+        )
+    return lines
+
+
+def _resting_on(steps: Sequence[StepResult], counting: Counting) -> str:
+    """What an exact training rests on that was not compared."""
+    text = ""
+    if counting.doubt():
+        text = " for the count given" if counting.is_given else f" if each {counting.unit} counts the same"
+    slope = steps[0].slope
+    if not steps[0].is_sharded or (slope is not None and slope.is_one):
+        return text
+    text += " as far as a replay on shards can tell"
+    if slope is None:
+        return f"{text} (forwards alone tell no more in half precision, or in a step that differentiates)"
+    text += f" (along the gradients the loss changes by {slope.ratio:.4g} of what they promise"
+    if slope.unmoved:
+        text += f", and by {listed(slope.unmoved)}, without a gradient"
+    return f"{text}: is a part detached on purpose? Else check with data_parallel='ddp')"
+
+
+def _of_counts(steps: Sequence[StepResult], unit: str) -> str:
+    """What micro-batches weigh in gradients that are exact."""
+    counts = torch.tensor(steps[0].counts, dtype=torch.float64)
+    weights = range_of(counts / counts.sum().clamp_min(1e-300))
+    everywhere = {count for step in steps for count in step.counts}
+    if len(everywhere) > 1 or unit == "micro-batch":
+        return f"Micro-batches weigh {weights} in them, as they hold that of the {plural(unit)}."
+    return (
+        f"Every micro-batch held {everywhere.pop():g} {plural(unit)}, and weighs {weights}: micro-batches of"
+        " unequal counts, as in a short last window, were not seen."
+    )
+
+
+def of_samples(samplers: Iterable[Any]) -> list[str]:
+    """What to say of samplers that repeat samples of the training data; None stands for others."""
+    return [
+        f"{repeats(sampler)}: one process takes each once, which these steps do not show."
+        for sampler in samplers
+        if sampler is not None and not isinstance(sampler.num_replicas, Ranks)
+    ]
+
+
+def of_cost(seconds: float, size: int) -> str:
+    """What the check has cost. ``size`` is that of this rank's part of the parameters in bytes."""
+    mib = size / 2**20
+    return (
+        f"Compared in {seconds:.1f} s. Rank 0 held {mib:.3g} MiB more for gradients, and in host memory"
+        f" {_COPIES * mib:.3g} MiB and its micro-batches."
+    )
