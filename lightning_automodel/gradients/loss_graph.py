@@ -22,7 +22,8 @@ _COLLECTIVES = ("AllGather", "AllReduce", "c10d_functional")
 calls too, and of its functional collectives."""
 _NLL_LOSSES = ("NllLoss", "NllLoss2D")
 _MEAN = 1
-"""How torch numbers ``reduction="mean"``."""
+_SUM = 2
+"""How torch numbers ``reduction="mean"`` and ``"sum"``."""
 _MAX_NODES = 1000
 
 
@@ -80,7 +81,10 @@ def averaged_parts(loss: Tensor, module: nn.Module) -> list[LossTerm]:
         if edge.factor == 0 or _inputs(edge):
             continue  # its inputs are looked at
         term = _term(edge, metrics)
-        if term is None and edge.is_summed:
+        reduction = torch_internals.saved(edge.node, "reduction")
+        if term is None and reduction == _MEAN:  # a loss function of torch
+            term = edge.term("numbers", torch_internals.saved(edge.node, "self").numel())
+        elif term is None and (edge.is_summed or reduction == _SUM):
             term = edge.term("numbers")
         if term is None or term.kind == "all ranks":
             return []

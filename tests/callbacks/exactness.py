@@ -453,6 +453,101 @@ class ClampingBetween(Callback):
                 parameter.clamp_(-0.2, 0.2)
 
 
+class Clipping(Writer):
+    """Changes gradients wherever Lightning lets it, and keeps what stood in them before a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[Tensor] = []
+
+    def on_train_start(self) -> None:
+        self.norms = [torch.zeros(())]
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+        self._clip()
+
+    def _clip(self) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self._clip()
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        optimizer.step(closure)
+        self._clip()
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        """Keeps them, for the next step to add to."""
+
+
+class Halving(Callback):
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.on_after_backward(trainer, pl_module)
+
+
+class CountsWrongly(Writer):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "num_label_tokens": 5}
+
+
+class BareTensors(Classifier):
+    """A batch that is a tensor."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.mse_loss(self.net(batch), torch.zeros(len(batch), WORDS))
+
+
+class Listed(Classifier):
+    """A batch that is a list of samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows, kinds = map(torch.stack, zip(*batch, strict=True))
+        return super().training_step((rows, kinds), batch_idx)
+
+
+class Detached(Writer):
+    """A part of the loss without a gradient, on purpose."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        loss = super().loss(batch)
+        return loss + loss.detach() / 2
+
+
+class Alone(Writer):
+    """The first training step of the replay, after two of the run, raises on rank 1 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = iter(range(1, 100))
+        steps = self.steps
+        self.count_steps = lambda: next(steps)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.count_steps() == 3 and self.global_rank == 1:
+            raise OSError("this rank's disk is full")
+        return loss
+
+
+def rows_of_one_length(rank: int) -> Batches:
+    """Labels in all of a batch's rows alike."""
+    batches = []
+    for number, batch in enumerate(sentences(rank)):
+        length = 2 + (2 * number + rank) % 6
+        labels = torch.randint(
+            0, WORDS, batch["labels"].shape, generator=torch.Generator().manual_seed(number)
+        )
+        labels[:, length:] = -100
+        batches.append({"input_ids": batch["input_ids"], "labels": labels})
+    return batches
+
+
 SAMPLES = {"count": "samples"}
 SLICED = {"context_parallel_size": 2}
 of_images = Training(Classifier, images, options=SAMPLES)
@@ -484,6 +579,50 @@ TRAININGS: dict[str, Training] = {
     "a wrapped forward": Training(Wrapped),
     "rows of a gradient": Training(ZeroingRows, trainer={"gradient_clip_val": 0.1}),
     "rows of a gradient, ddp": Training(ZeroingRows, strategy="ddp", trainer={"gradient_clip_val": 0.1}),
+    # Gradients are judged as autograd leaves them, whatever is done to them later.
+    "overrides": Training(Clipping, callbacks=lambda: [Halving()], check={"steps": 2}),
+    "overrides, ddp": Training(Clipping, strategy="ddp", callbacks=lambda: [Halving()], check={"steps": 2}),
+    "overrides, one process": Training(
+        Clipping,
+        strategy="one",
+        callbacks=lambda: [Halving()],
+        check={"steps": 2},
+        trainer={"accumulate_grad_batches": 1},
+    ),
+    "overrides, lightning": Training(
+        Clipping,
+        strategy="lightning",
+        callbacks=lambda: [Halving()],
+        trainer={"accumulate_grad_batches": 1},
+        verdict="wrong",
+        says="Every micro-batch weighs 50 %, though they hold",
+    ),
+    # What the count cannot be proven by is in the verdict's sentence.
+    "rows of one length": Training(
+        data=rows_of_one_length, options=SAMPLES, says="EXACT for the count given"
+    ),
+    "a wrong count, lightning": Training(
+        CountsWrongly, strategy="lightning", verdict="wrong", says="Every micro-batch weighs 25 %, though"
+    ),
+    "a tensor": Training(
+        BareTensors, lambda rank: [x for x, _ in images(rank)], options=SAMPLES, says="agrees with the loss"
+    ),
+    "a list": Training(
+        Listed,
+        lambda rank: [list(zip(*batch, strict=True)) for batch in images(rank)],
+        options=SAMPLES,
+        verdict="wrong",
+        says="divided by 2 in one micro-batch and by 3 in another, where 8 and 8 samples are counted",
+    ),
+    "detached": Training(
+        Detached,
+        says="EXACT as far as a replay on shards can tell (along the gradients the loss changes by 1.5 of",
+    ),
+    "raises alone": Training(Alone, verdict="not checked", says="OSError: this rank's disk is full"),
+    "raises alone, ddp": Training(
+        Alone, strategy="ddp", verdict="not checked", says="OSError: this rank's disk is full"
+    ),
+    "detached, ddp": Training(Detached, strategy="ddp", says="EXACT in 1 optimizer step"),
     # What is wrong, and why.
     "lightning": Training(strategy="lightning", verdict="wrong", says=WEIGH),
     "lightning, half": Training(

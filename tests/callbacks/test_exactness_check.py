@@ -50,7 +50,20 @@ def test_verdicts(name: str, pool2: RankPool, pool1: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["fsdp2", "random numbers", "half precision", "hooks", "lightning", "contrastive"]
+    "name",
+    [
+        "fsdp2",
+        "random numbers",
+        "half precision",
+        "hooks",
+        "lightning",
+        "contrastive",
+        "a hidden state",
+        "overrides",
+        "overrides, one process",
+        "unrepeatable",
+        "slices, random numbers",
+    ],
 )
 def test_training_has_the_same_bits(name: str, pool2: RankPool) -> None:
     """Weights and random states, with the callback and without it."""
