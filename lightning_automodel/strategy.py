@@ -286,28 +286,18 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        presets: dict[str, tuple[str, dict[str, Any]]] = {
-            "automodel": ("sharded (FSDP2), weighed by label tokens", {}),
-            "automodel_fsdp2": ("sharded (FSDP2), weighed by label tokens", {"data_parallel": "fsdp2"}),
-            "automodel_fsdp2_samples": (
-                "sharded (FSDP2), weighed by rows of a batch",
-                {"data_parallel": "fsdp2", "count": "samples"},
-            ),
-            "automodel_ddp": ("replicated (DDP), weighed by label tokens", {"data_parallel": "ddp"}),
-            "automodel_ddp_samples": (
-                "replicated (DDP), weighed by rows of a batch",
-                {"data_parallel": "ddp", "count": "samples"},
-            ),
-            "automodel_hsdp": (
-                "sharded within each node and replicated over nodes, weighed by label tokens",
-                {"data_parallel_replicate_size": "auto"},
-            ),
-            "automodel_fsdp2_offload": (
-                "sharded (FSDP2) in host memory, weighed by label tokens",
-                {"cpu_offload": True},
-            ),
+        presets: dict[str, dict[str, Any]] = {
+            "automodel": {},
+            "automodel_fsdp2": {"data_parallel": "fsdp2"},
+            "automodel_fsdp2_samples": {"data_parallel": "fsdp2", "count": "samples"},
+            "automodel_ddp": {"data_parallel": "ddp"},
+            "automodel_ddp_samples": {"data_parallel": "ddp", "count": "samples"},
+            "automodel_hsdp": {"data_parallel_replicate_size": "auto"},
+            "automodel_fsdp2_offload": {"cpu_offload": True},
         }
-        for name, (description, keywords) in presets.items():
+        for name, keywords in presets.items():
+            arguments = ", ".join(f"{keyword}={value!r}" for keyword, value in keywords.items())
+            description = f"AutomodelStrategy({arguments})"
             strategy_registry.register(name, cls, description, override=True, **keywords)
 
     def __repr__(self) -> str:

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
+from torch.utils._pytree import tree_all as tree_all
 from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 DATA: Any = Tensor.data
 GRAD: Any = Tensor.grad

@@ -11,8 +11,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_all, tree_map_only
 
+from lightning_automodel.internals.dtensor import tree_all, tree_map_only
 from lightning_automodel.resume import rng
 
 _OF_EVERY_MODULE = vars(pl.LightningModule()).keys()
