@@ -1,7 +1,7 @@
 """The Trainer's steps on slices of sequences."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from lightning_automodel.context_parallel.check import FirstStepCheck
 from lightning_automodel.context_parallel.hugging_face import let_models_attend_across
 from lightning_automodel.context_parallel.slices import SequenceSlices
 from lightning_automodel.distributed.collectives import gather_objects
-from lightning_automodel.gradients.token_loss import has_count
+from lightning_automodel.gradients.token_loss import TokenWeighting, has_count
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.tensor_parallel import check_same_batch
@@ -58,15 +58,16 @@ class ContextParallelSteps:
             self._is_first = False
             check_same_batch(batch, self.group, self._module.device, "context-parallel")
             if self._count_label_tokens is not None:
-                self._check_function(self._count_label_tokens, batch, sliced)
+                counting = TokenWeighting(count_label_tokens=self._count_label_tokens)
+                self._check_function(counting, batch, sliced)
         self._shape = sliced["input_ids"].shape
         self.whole = batch
         return sliced
 
-    def _check_function(self, count: Callable[..., Any], batch: Any, sliced: Any) -> None:
-        """Raise unless the results of ``count`` on slices add up to that on the batch. A collective over the group."""
-        of_whole = torch.as_tensor(count(self.slices.complete(batch)))
-        counts = gather_objects(float(count(sliced)), self.group)
+    def _check_function(self, counting: TokenWeighting, batch: Any, sliced: Any) -> None:
+        """Raise unless the counts of slices add up to that of the batch. A collective over the group."""
+        of_whole = torch.as_tensor(counting.count(self.slices.complete(batch)))
+        counts = gather_objects(float(counting.count(sliced)), self.group)
         tolerance = 0.0
         if of_whole.is_floating_point():
             tolerance = 8 * torch.finfo(of_whole.dtype).eps
