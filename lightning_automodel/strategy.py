@@ -900,7 +900,7 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         Raises:
             CheckpointError: On every rank, if saving failed on any; older checkpoints are unchanged.
             RuntimeError: After the strategy's ``timeout``, if not every rank saves; it names the missing
-                ranks. In the process that has launched the ranks and is none.
+                ranks. In a process that is none of the ranks.
         """
         module = self._module
         if self.world_size > 1 and not dist.is_initialized():

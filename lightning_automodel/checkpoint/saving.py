@@ -238,13 +238,14 @@ class CheckpointSaver:
             file_saver(io)(checkpoint, target)
 
     def refuse(self, path: str | Path) -> None:
-        """Say that this process, which has launched the ranks, saves nothing. Not a collective.
+        """Say that this process, which is no rank, saves nothing. Not a collective.
 
         RuntimeError, or an error in the log while an exception is handled, which another one would hide.
         """
         text = (
-            f"No checkpoint was written at {path}: this process has launched the ranks, and is none. Save in"
-            " hooks of callbacks or the module; the ranks have called on_exception themselves."
+            f"No checkpoint was written at {path}: this process is no rank, since it has launched them, or left"
+            " their process group. Save in hooks of callbacks or the module; the ranks have called on_exception"
+            " themselves."
         )
         if sys.exc_info()[1] is None:
             raise RuntimeError(text)

@@ -193,7 +193,7 @@ def test_pickling_a_sharded_module(pool2: RankPool) -> None:
         assert "(torch: Can't pickle" in message
 
 
-def _notes_and_timeout(options: dict[str, Any], folder: str) -> tuple[list[str], timedelta | None]:
+def _notes_and_timeout(options: dict[str, Any], folder: str) -> tuple[list[str], timedelta]:
     """Log lines about directories, and the timeout of the group that writes in the background."""
     records: list[str] = []
 
@@ -211,8 +211,8 @@ def _notes_and_timeout(options: dict[str, Any], folder: str) -> tuple[list[str],
         )
     finally:
         logger.removeHandler(handler)
-    group = trainer.strategy._saver._group
-    timeout = None if group is None else group[1]._get_backend(torch.device("cpu")).options._timeout
+    group = trainer.strategy._saver._host_group(in_background=True)
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
     return [record for record in records if DIRECTORY_NOTE in record], timeout
 
 

@@ -89,7 +89,7 @@ def test_rank_fails(runs: dict[Any, Future], fault: str) -> None:
     assert re.search(cause, error)
     # OnExceptionCheckpoint is called in the launching process too, and hides no error there.
     if fault == "exception":
-        assert "this process has launched the ranks, and is none" in (folder / "log").read_text()
+        assert "this process is no rank, since it has launched them" in (folder / "log").read_text()
     assert_gone(folder)
 
 
