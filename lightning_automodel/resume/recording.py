@@ -54,6 +54,7 @@ class RecordingSampler(Sampler[Any]):
     def repeat(self, iteration: Iteration, num_skipped: int) -> None:
         """Whenever the loader is iterated, repeat ``iteration`` without its first indices, until :meth:`record`."""
         self._target = iteration, num_skipped
+        self._iterations = [iteration]
 
     def record(self) -> None:
         """Whenever the loader is iterated from now on, record a new iteration."""
@@ -103,7 +104,6 @@ class RecordingSampler(Sampler[Any]):
         yield from self._inner
 
     def _replay(self, iteration: Iteration, num_skipped: int) -> Iterator[Any]:
-        self._iterations = [iteration]
         states = iteration[0]
         now = rng.global_states(self._device)
         generators, _ = rng.own_states(self._loader)

@@ -26,6 +26,11 @@ FOUND: dict[str, dict[str, Any]] = {
         "validate_every": 3,
         "stops": (("on_train_batch_start", 4),),
     },
+    "the order was not known that a resumed run repeats, until it had drawn a batch": {
+        "accumulate": 1,
+        "calm": True,
+        "stops": (("on_validation_batch_end", 1), ("on_validation_end", 1)),
+    },
 }
 """What once was wrong, beside what a case has."""
 PLAIN = {
