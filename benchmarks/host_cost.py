@@ -5,7 +5,9 @@ one row), and measures processor seconds of a rank, which leave out all waiting.
 variants are set up in the same two processes and take turns of an optimizer step; ratios are medians of
 those within a round. The start is from the call of `fit`, or of the loop, to the end of the first optimizer
 step, less one step; what happens once a process, such as imports, comes before, with two layers. A start is
-long and can be repeated; `--starts` does only that.
+long and can be repeated; `--starts` does only that. It leaves out what Python's full garbage collections take
+(0.3 s each at 600 layers): they come when enough objects were made since the last one, and whether that is
+within a start or in the step after it is chance. Their number from `fit` to the fourth step is reported.
 
     python benchmarks/host_cost.py --layers 10 100 300 --output report.md
     python benchmarks/host_cost.py --layers 600 --starts 4
@@ -85,11 +87,15 @@ def compare_starts(layers: int, rounds: int) -> str:
     variants = {variant.key: variant for variant in VARIANTS}
     workload = Workload(width=32, layers=layers, accumulate=1, batch_tokens=16, steps=4)
     starts: dict[str, list[float]] = {key: [] for pair in STARTED.items() for key in pair}
+    collected: dict[str, int] = {}
     for _ in range(rounds):
         for key, of_variant in starts.items():
             training = PausedTraining(partial(variants[key].train, workload))
-            first, *steps = (_timed(training) for _ in range(workload.steps))
+            collections = FullCollections()
+            first, *steps = (_timed(training, collections) for _ in range(workload.steps))
+            collections.close()
             of_variant.append(first - median(steps))
+            collected[key] = collections.number
             training.finish()
             gc.collect()
     rows = []
@@ -99,14 +105,39 @@ def compare_starts(layers: int, rounds: int) -> str:
         if other := STARTED.get(key):
             ratios = [own / base for own, base in zip(of_variant, starts[other], strict=True)]
             ratio = f"{median(ratios):.2f} of {variants[other].title}"
-        rows.append([variants[key].title, seconds, f"{median(of_variant):.2f}", ratio])
-    return f"## Starts at {layers} layers\n\n{table(['', 's of each start', 'median', 'ratio'], rows)}"
+        rows.append([variants[key].title, seconds, f"{median(of_variant):.2f}", ratio, str(collected[key])])
+    header = ["", "s of each start", "median", "ratio", "full collections"]
+    return f"## Starts at {layers} layers\n\n{table(header, rows)}"
 
 
-def _timed(training: PausedTraining) -> float:
+class FullCollections:
+    """Counts Python's full garbage collections in this process, and their processor seconds."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.seconds = 0.0
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, info: dict[str, int]) -> None:
+        if info["generation"] < 2:
+            return
+        if phase == "start":
+            self._start = process_time()
+        else:
+            self.number += 1
+            self.seconds += process_time() - self._start
+
+    def close(self) -> None:
+        """Count no more."""
+        gc.callbacks.remove(self._note)
+
+
+def _timed(training: PausedTraining, left_out: FullCollections | None = None) -> float:
+    collected = left_out.seconds if left_out else 0.0
     start = process_time()
     training.step()
-    return process_time() - start
+    taken = process_time() - start
+    return taken if left_out is None else taken - (left_out.seconds - collected)
 
 
 def format_costs(layers: int, costs: dict[str, Cost]) -> str:
