@@ -91,5 +91,8 @@ class SharedBuffers:
 
 def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The buffers that the state dict of ``module`` holds, which leaves out the names of some wrappers."""
+    buffers = dict(module.named_buffers())
+    if not buffers:
+        return {}
     saved = set(map(without_wrappers, module.state_dict(keep_vars=True)))
-    return {name: buffer for name, buffer in module.named_buffers() if without_wrappers(name) in saved}
+    return {name: buffer for name, buffer in buffers.items() if without_wrappers(name) in saved}

@@ -83,7 +83,7 @@ def _reduce_ex(gathered: Any, protocol: Any) -> Any:
     return nn.Parameter(gathered.detach(), gathered.requires_grad).__reduce_ex__(protocol)
 
 
-class Gathered(nn.Parameter):
+class GatheredTensor:
     """A parameter that FSDP2 has gathered. It shows the gradient of the shard, and counts writes through ``.data``.
 
     Attributes:
@@ -95,19 +95,19 @@ class Gathered(nn.Parameter):
         touched: Those of its unit that were reached through ``.data`` since.
     """
 
+    __slots__ = ()  # torch's tensors have what is given to them
     data = property(_get_data, _set_data)
     grad = property(_get_grad, _set_grad, _del_grad)
     __deepcopy__ = _deepcopy
     __reduce_ex__ = _reduce_ex
 
 
-class GatheredPart(DTensor):
-    """As :class:`Gathered`, of a parameter that tensor parallelism shards too."""
+class Gathered(GatheredTensor, nn.Parameter):
+    """A whole parameter."""
 
-    data = property(_get_data, _set_data)
-    grad = property(_get_grad, _set_grad, _del_grad)
-    __deepcopy__ = _deepcopy
-    __reduce_ex__ = _reduce_ex
+
+class GatheredPart(GatheredTensor, DTensor):
+    """The part of one that tensor parallelism shards too."""
 
 
 class GatheredUnit(Unit):

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.torch import local_tensor
-from lightning_automodel.sharding.gathered import Gathered, GatheredPart
+from lightning_automodel.sharding.gathered import GatheredTensor
 from lightning_automodel.sharding.units import class_name
 
 _NUM_NAMED = 3
@@ -111,7 +111,7 @@ class ModuleParameters:
 
     def _text(self, optimizer: Optimizer, unknown: list[nn.Parameter]) -> str:
         start = f"{len(unknown)} parameters of {type(optimizer).__name__}"
-        if any(isinstance(parameter, Gathered | GatheredPart) for parameter in unknown):
+        if any(isinstance(parameter, GatheredTensor) for parameter in unknown):
             return (
                 f"{start} are those that FSDP2 has gathered for a step, which are freed after it. Take them"
                 " from self.parameters() outside of a step: in configure_optimizers, on_train_batch_start"
@@ -138,7 +138,7 @@ def _is_shown(holder: dict[str, nn.Parameter | None], name: str, own: nn.Paramet
     if name not in holder:  # torch.nn.utils.prune gives it another name
         return any(parameter is own for parameter in holder.values())
     shown = holder[name]
-    if shown is own or isinstance(shown, Gathered | GatheredPart):
+    if shown is own or isinstance(shown, GatheredTensor):
         return True
     is_frozen = not own.requires_grad and (shown is None or not shown.requires_grad)
     return is_frozen and local_tensor(own) is own

@@ -909,7 +909,7 @@ def _by_functional_transforms(net: Trained) -> Any:
 @_writes
 @torch.no_grad()
 def _written_by_functions(net: Trained) -> Any:
-    F.relu(net.weight.grad, inplace=True)
+    F.relu(net.weight.grad, True)
     F.threshold_(net.other.grad, 0.0, 0.1)
     torch.clamp_(input=net.short.grad, min=-0.01, max=0.01)
     F.normalize(net.other.data, dim=1, out=net.other.data)
