@@ -5,10 +5,11 @@ In ``exactness/``, ``moment`` keeps what a step depends on, ``lockstep`` compute
 step, and ``verdict`` judges.
 """
 
-import copy
 import functools
+import pickle
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -33,7 +34,7 @@ from lightning_automodel.callbacks.exactness.lockstep import (
 )
 from lightning_automodel.callbacks.exactness.moment import Moment
 from lightning_automodel.callbacks.exactness.verdict import StepResult
-from lightning_automodel.callbacks.running_strategy import automodel, context_of, weighting_of, windows_of
+from lightning_automodel.callbacks.running_strategy import automodel, context_of, run_of, weighting_of
 from lightning_automodel.data.samplers import distributed_sampler
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 from lightning_automodel.internals import lightning as lightning_internals
@@ -146,10 +147,10 @@ class ExactnessCheck(Callback):
         self._older = {}
         # The engine calls this one when it has prepared weights and buffers.
         self._patches.set(module, "training_step", self._recording(trainer, module))
-        windows = windows_of(trainer)
-        if windows is not None:
-            windows.on_final = self._take_gradients
-            self._patches.callback(setattr, windows, "on_final", None)
+        run = run_of(trainer)
+        if run is not None:
+            run.windows.on_final = self._take_gradients
+            self._patches.callback(setattr, run.windows, "on_final", None)
 
     def _recording(self, trainer: pl.Trainer, module: pl.LightningModule) -> Callable[..., Any]:
         called = module.training_step
@@ -160,7 +161,9 @@ class ExactnessCheck(Callback):
         def record(*args: Any, **kwargs: Any) -> Any:
             before = Moment.of(module, trainer.strategy.root_device)
             batch = args[0] if context is None else context.whole
-            arguments = move_data_to_device(copy.deepcopy((batch, *args[1:])), "cpu")
+            pickled = b""
+            with suppress(Exception):  # such as a lock in the batch
+                pickled = pickle.dumps((move_data_to_device((batch, *args[1:]), "cpu"), before))
             output = called(*args, **kwargs)
             if output is None or (strategy is not None and strategy.is_filler):
                 return output
@@ -168,7 +171,7 @@ class ExactnessCheck(Callback):
             told = self._counting.look(module, args[0], output, loss)
             if strategy is None and loss.requires_grad:
                 self._watch_backward(loss, trainer, is_first=not self._window)
-            self._window.append(MicroBatch(arguments, before, float(loss.detach()), told))
+            self._window.append(MicroBatch(pickled, float(loss.detach()), told))
             return output
 
         return record

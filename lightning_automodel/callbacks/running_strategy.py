@@ -6,9 +6,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
-from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.gradients.token_loss import TokenWeighting
-from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.strategy import AutomodelStrategy
 from lightning_automodel.training_run import TrainingRun
 
@@ -30,7 +28,7 @@ def options_of(trainer: pl.Trainer) -> Mapping[str, Any]:
 
 def weighting_of(trainer: pl.Trainer) -> TokenWeighting | None:
     """How ``AutomodelStrategy`` counts and weighs micro-batches in the present run; None under another strategy."""
-    run = _run_of(trainer)
+    run = run_of(trainer)
     if run is None:
         return None
     return run.windows.weighting
@@ -38,29 +36,14 @@ def weighting_of(trainer: pl.Trainer) -> TokenWeighting | None:
 
 def context_of(trainer: pl.Trainer) -> ContextParallelSteps | None:
     """The steps on slices of ``AutomodelStrategy`` in the present run; None without context parallelism."""
-    run = _run_of(trainer)
+    run = run_of(trainer)
     if run is None:
         return None
     return run.micro_batches.context
 
 
-def engine_of(trainer: pl.Trainer) -> Engine | None:
-    """What distributes the model of ``AutomodelStrategy`` in the present run; None under another strategy."""
-    run = _run_of(trainer)
-    if run is None:
-        return None
-    return run.engine
-
-
-def windows_of(trainer: pl.Trainer) -> GradientWindows | None:
-    """The accumulation windows of ``AutomodelStrategy`` in the present run; None under another strategy."""
-    run = _run_of(trainer)
-    if run is None:
-        return None
-    return run.windows
-
-
-def _run_of(trainer: pl.Trainer) -> TrainingRun | None:
+def run_of(trainer: pl.Trainer) -> TrainingRun | None:
+    """What ``AutomodelStrategy`` owns in the present run; None under another strategy."""
     strategy = automodel(trainer)
     if strategy is None:
         return None

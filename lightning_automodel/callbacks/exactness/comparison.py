@@ -1,7 +1,6 @@
 """Compares the gradients of one step with those of one batch."""
 
 from contextlib import suppress
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -18,7 +17,6 @@ from lightning_automodel.callbacks.exactness.lockstep import (
     MicroBatch,
     ReplayError,
     Turn,
-    local_part,
 )
 from lightning_automodel.callbacks.exactness.slope import Slopes
 from lightning_automodel.callbacks.exactness.verdict import StepResult
@@ -85,7 +83,7 @@ class Comparison:
         known = [(data, [(next(counts), loss) for _, loss in records]) for data, records, _ in by_rank]
         turns = Turn.all_of(known, lockstep.num_slices)
         step = StepResult([turn.count for turn in turns])
-        step.unequal = _unequal(collectives.gather_objects(_replicas(lockstep.parameters)))
+        step.unequal = _unequal(lockstep.parameters)
         with lockstep.apart(own, optimizer):
             step.is_sharded = lockstep.is_sharded
             try:
@@ -154,22 +152,12 @@ def _rounding_unit(trainer: pl.Trainer, parameters: dict[str, nn.Parameter]) -> 
     return max((torch.finfo(p.dtype).eps for p in parameters.values()), default=0.0)
 
 
-def _replicas(parameters: dict[str, nn.Parameter]) -> dict[tuple[str, tuple[int, ...]], float]:
-    """A sum of each parameter's part, by its name and the coordinates of the part."""
-    found = {}
-    for name, parameter in parameters.items():
-        part: tuple[int, ...] = ()
-        if isinstance(parameter, DTensor):
-            placed = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=False)
-            part = tuple(index for index, placement in placed if not placement.is_replicate())
-        found[name, part] = float(local_part(parameter).double().sum())
-    return found
-
-
-def _unequal(by_rank: list[dict[Any, float]]) -> list[str]:
-    """Parameters of which ranks hold different values for the same part."""
-    values: dict[Any, set[float]] = {}
-    for replicas in by_rank:
-        for key, value in replicas.items():
-            values.setdefault(key, set()).add(value)
-    return sorted({name for (name, _), distinct in values.items() if len(distinct) > 1})
+def _unequal(parameters: dict[str, nn.Parameter]) -> list[str]:
+    """Plain parameters of which ranks hold different values. A collective over the world."""
+    sums = {
+        name: float(parameter.detach().double().sum().nan_to_num())
+        for name, parameter in parameters.items()
+        if not isinstance(parameter, DTensor)
+    }
+    by_rank = collectives.gather_objects(sums)
+    return [name for name in sums if len({of_rank[name] for of_rank in by_rank}) > 1]

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.callbacks.exactness.counting import Told
-from lightning_automodel.callbacks.exactness.moment import Moment, leaving_no_trace
+from lightning_automodel.callbacks.exactness.moment import leaving_no_trace
 from lightning_automodel.callbacks.exactness.words import described, listed
-from lightning_automodel.callbacks.running_strategy import automodel, context_of, engine_of, options_of
+from lightning_automodel.callbacks.running_strategy import automodel, context_of, options_of, run_of
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank, group_size
 from lightning_automodel.gradients import rescale_clip
@@ -48,10 +48,9 @@ class ReplayError(RuntimeError):
 
 @dataclass
 class MicroBatch:
-    """One training step of this rank: its whole batch in host memory, and what is known of its weight."""
+    """One training step of this rank: its whole batch and the moment before it, and what is known of its weight."""
 
-    arguments: tuple[Any, ...]
-    before: Moment
+    pickled: bytes  # empty if that is not possible
     loss: float
     told: Told
 
@@ -104,7 +103,8 @@ class LockStep:
         self._weighting = weighting
         self._device = trainer.strategy.root_device
         self._context = context_of(trainer)
-        self._engine = engine_of(trainer)
+        run = run_of(trainer)
+        self._engine = None if run is None else run.engine
         self.num_slices = options_of(trainer).get("context_parallel_size", 1)
         self.parameters = dict(module.named_parameters())
         self.trained = self.parameters
@@ -117,9 +117,9 @@ class LockStep:
         return any(isinstance(parameter, DTensor) for parameter in self.trained.values())
 
     def gradients(self) -> Gradients:
-        """What ``.grad`` holds of trained parameters. Not a collective."""
+        """What ``.grad`` holds. Not a collective."""
         with plain_access():
-            graded = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
+            graded = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
             return {name: local_part(gradient).to("cpu", copy=True) for name, gradient in graded.items()}
 
     @contextmanager
@@ -188,9 +188,14 @@ class LockStep:
 
         Yields [] this rank's part of its share in the loss of one batch, and its own loss.
         """
-        arguments, before = self._received(turn)
+        sent = b""
+        if turn.source == group_rank():
+            sent = self._own[turn.index].pickled
+        received = collectives.broadcast_object(sent, turn.source)
+        if not received:
+            raise ReplayError("a batch cannot be pickled, for other ranks")
         with self._replaying() if self._engine is None else self._engine.replaying():
-            yield self.together(lambda: self._forward(turn, turns, arguments, before))
+            yield self.together(lambda: self._forward(turn, turns, received))
 
     @contextmanager
     def _replaying(self) -> Iterator[None]:
@@ -202,23 +207,8 @@ class LockStep:
                 if isinstance(submodule, FSDPModule):
                     submodule.reshard()
 
-    def _received(self, turn: Turn) -> tuple[tuple[Any, ...], Moment]:
-        sent = b""
-        if turn.source == group_rank():
-            record = self._own[turn.index]
-            try:
-                sent = pickle.dumps((record.arguments, record.before))
-            except Exception:
-                sent = b""  # told below, on all ranks
-        received = collectives.broadcast_object(sent, turn.source)
-        if not received:
-            raise ReplayError("a batch cannot be pickled, for other ranks")
-        found: tuple[tuple[Any, ...], Moment] = pickle.loads(received)
-        return found
-
-    def _forward(
-        self, turn: Turn, turns: Sequence[Turn], arguments: tuple[Any, ...], before: Moment
-    ) -> tuple[Tensor, float]:
+    def _forward(self, turn: Turn, turns: Sequence[Turn], received: bytes) -> tuple[Tensor, float]:
+        arguments, before = pickle.loads(received)
         before.restore(self._module, self._device)
         batch, *rest = move_data_to_device(arguments, self._device)
         if self._context is not None:
