@@ -80,7 +80,7 @@ def parse_arguments() -> argparse.Namespace:
         "--max-steps", type=int, default=120, help="optimizer steps, a multiple of 4 (%(default)s)"
     )
     parser.add_argument("--ckpt-path", help="checkpoint to resume from")
-    parser.add_argument("--check", action="store_true", help="compare the first steps with one process")
+    parser.add_argument("--check", action="store_true", help="compare the first steps with one batch")
     parser.add_argument(
         "--output-dir", type=Path, default=Path("outputs/finetune_docstrings"), help="(%(default)s)"
     )

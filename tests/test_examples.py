@@ -37,8 +37,11 @@ def _run(folder: str, script: str, arguments: list[str]) -> str:
             patch.setattr(sys, "argv", [script, *arguments])
             patch.syspath_prepend(str(EXAMPLES))
             with contextlib.redirect_stdout(io.StringIO()) as printed:
+                handler = logging.StreamHandler(printed)
+                logging.getLogger("lightning_automodel").addHandler(handler)
                 runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     finally:
+        logging.getLogger("lightning_automodel").removeHandler(handler)
         os.chdir(before)
         logger.setLevel(level)
         sys.path[:] = path

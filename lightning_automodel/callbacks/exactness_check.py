@@ -6,6 +6,7 @@ step, and ``verdict`` judges.
 """
 
 import functools
+import logging
 import pickle
 import time
 from collections.abc import Callable
@@ -17,7 +18,6 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -41,6 +41,8 @@ from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 
+log = logging.getLogger(__name__)
+
 
 class ExactnessCheck(Callback):
     """Checks whether the gradients of a training's first steps equal those of one process with one big batch.
@@ -52,7 +54,7 @@ class ExactnessCheck(Callback):
     optimizer. So each of these steps is a collective over all ranks, and takes as long as three steps of a
     single rank on the micro-batches of all.
 
-    The verdict is logged by rank 0; docs/is_my_training_exact.md explains each verdict and its remedy.
+    The verdict is logged by rank 0, as a warning; docs/is_my_training_exact.md explains each verdict and its remedy.
 
     Args:
         steps: Number of optimizer steps to check.
@@ -130,7 +132,7 @@ class ExactnessCheck(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         reason = reason_against(trainer, pl_module)
         if reason is not None:
-            self._say(verdict.NOT_CHECKED, f"ExactnessCheck: NOT CHECKED. {reason}.")
+            self._say(trainer, verdict.NOT_CHECKED, f"ExactnessCheck: NOT CHECKED. {reason}.")
             return
         weighting = weighting_of(trainer) or self._given
         self._counting = Counting(weighting or TokenWeighting(), is_given=weighting is not None)
@@ -246,11 +248,12 @@ class ExactnessCheck(Callback):
         loaders = CombinedLoader(trainer.train_dataloader).flattened
         report += verdict.of_samples(map(distributed_sampler, loaders))
         report.append(verdict.of_cost(self._seconds, size))
-        self._say(found, "\n  ".join(report))
+        self._say(trainer, found, "\n  ".join(report))
         if self._raises and found == verdict.WRONG:
             raise RuntimeError(self.report)
 
-    def _say(self, found: str, report: str) -> None:
+    def _say(self, trainer: pl.Trainer, found: str, report: str) -> None:
         self.verdict = found
         self.report = report
-        rank_zero_info(report)
+        if trainer.is_global_zero:
+            log.warning(report)  # its user has asked for it, and many silence what is below

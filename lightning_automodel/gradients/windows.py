@@ -87,9 +87,8 @@ class GradientWindows:
         self._agrees_on_host = placement.device.type != "cpu" and self.divisor > 1
         self.num_resets = 0  # how often an optimizer stepped, or gradients were zeroed
         self.on_step: Callable[[], None] | None = None  # called after each step
-        self.on_final: Callable[[], None] | None = (
-            None  # called when `.grad` holds a window's final gradients alone
-        )
+        # Called when `.grad` holds a window's final gradients, and nothing older.
+        self.on_final: Callable[[], None] | None = None
 
     @property
     def unsynchronised(self) -> set[nn.Parameter]:

@@ -157,7 +157,6 @@ def test_raises(pool2: RankPool) -> None:
 
 def test_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Of each step, as attributes and for loggers; the report is logged."""
-    caplog.set_level("INFO")
     check = ExactnessCheck(steps=2)
     logger = CSVLogger(tmp_path)
     options = {**SILENT, "logger": logger, "callbacks": [check]}
