@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.strategies import StrategyRegistry
 
 import lightning_automodel
 
@@ -42,6 +43,10 @@ NOT_MESSAGES = {
     ),
     "AutomodelStrategy: …; trainer.strategy.describe() has the details.": "what rank 0 says where all is well",
     "… FSDP units beside the root": "a part of that line",
+    **dict.fromkeys(
+        [registered["description"] for registered in StrategyRegistry.values()],
+        "what a registered name stands for",
+    ),
     "… ranks have joined at … (backend …).": "a log line where all is well",
     "sharded before this set-up (by configure_model or an earlier run); left as they were": "in describe()",
     "manual optimization may step between two forwards of one training step": "in describe()",

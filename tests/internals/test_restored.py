@@ -193,6 +193,26 @@ def _patched_by_name() -> Iterator[tuple[str, str]]:
                     yield ast.unparse(target), str(name.value)
 
 
+def _overwritten() -> set[str]:
+    """Names of the attributes that the package sets for good."""
+    return {
+        str(node.args[1].value)
+        for path in sorted((ROOT / "lightning_automodel").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "overwrite"
+        and isinstance(node.args[1], ast.Constant)
+    }
+
+
+def test_docs_list_what_is_set_for_good() -> None:
+    """Private values of Lightning and torch, by name."""
+    page = (ROOT / "docs/adopting.md").read_text()
+    names = _overwritten()
+    assert len(names) > 5
+    assert {name for name in names if not re.search(rf"`(?:[\w.]+\.)?{name}`", page)} == set()
+
+
 def test_docs_list_what_is_patched() -> None:
     """At most 15 kinds."""
     num_kinds, listed = _listed()
