@@ -203,6 +203,15 @@ class Advice:
             )
 
 
+def stop_iteration_error(where: str) -> RuntimeError:
+    """What to raise for a StopIteration in ``where`` on one of several ranks: the others would wait for this one."""
+    return RuntimeError(
+        f"{where} raised StopIteration. Lightning takes it for the end of the data, and ends the epoch on this rank"
+        " alone, while the others wait. Begin the iterator anew where it ends, or return -1 from"
+        " on_train_batch_start on all ranks to end an epoch early."
+    )
+
+
 def explain_out_of_memory(error: BaseException, describe: Callable[[], Mapping[str, Any]]) -> None:
     """Add to the text of an out-of-memory error what would need less; ``describe`` is the strategy's."""
     is_on_host = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

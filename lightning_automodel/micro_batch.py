@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_automodel.advice import Advice
+from lightning_automodel.advice import Advice, stop_iteration_error
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.gradients import rescale_clip
@@ -104,6 +104,10 @@ class MicroBatches:
 
         try:
             output = self.inputs.train(attending_step)
+        except StopIteration as error:
+            if self.windows.mesh.mesh.size() == 1 or self._draws_its_batches:
+                raise
+            raise stop_iteration_error("training_step") from error
         except RuntimeError as error:
             checks.raise_explanation(error, self.module)
             raise
@@ -222,7 +226,9 @@ class MicroBatches:
         with plain_access():
             if window.ends:
                 # Now `.grad` of `window.final` holds the sum of S over ranks, divided by D.
-                totals = windows.sum_over_ranks(window)  # N, among them
+                trainer = self.module.trainer
+                batch = (trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
+                totals = windows.sum_over_ranks(window, batch)  # N, among them
                 denominator = windows.denominator(window, totals)
                 rescale_clip.divide_(window.final, denominator, windows.divisor, window.scale)
                 if windows.on_final is not None:

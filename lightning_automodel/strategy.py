@@ -29,7 +29,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel.advice import Advice, explain_out_of_memory, summary
+from lightning_automodel.advice import Advice, explain_out_of_memory, stop_iteration_error, summary
 from lightning_automodel.checkpoint import (
     DIRECTORY_NOTE,
     CheckpointForm,
@@ -45,7 +45,6 @@ from lightning_automodel.data.streams import check_counted_ranks
 from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.first_rank import FirstRankPerNode
 from lightning_automodel.distributed.mesh import Placement, RunMesh, adopt_mesh, build_mesh, resolve_sizes
-from lightning_automodel.failure import stop_iteration
 from lightning_automodel.failure.supervisor import Supervisor, check_processes
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.gradients.windows import unwrap
@@ -572,8 +571,6 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
             module, self._options, placement, self.precision_plugin, self._advice, self._patches
         )
         self.model = self._run.model
-        if self.world_size > 1:
-            stop_iteration.explain_stop_iteration(trainer, self._patches)
         self._weight_averages.set_up(module)
 
     def _make_resumable(self, trainer: "pl.Trainer") -> None:
@@ -662,7 +659,7 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         except StopIteration as error:
             if self.world_size == 1:
                 raise
-            raise stop_iteration.explained(error, "transfer_batch_to_device") from error
+            raise stop_iteration_error("A hook of the transfer of a batch") from error
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -781,6 +778,8 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
 
     @override
     def on_validation_start(self) -> None:
+        # A rank whose epoch has ended early would communicate with others' training steps.
+        self.barrier("on_validation_start")
         self._required_run.start_validation()
 
     @override
@@ -804,6 +803,14 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         return self._required_run.evaluation_step(
             super().predict_step, self._begin_evaluation, *args, **kwargs
         )
+
+    @override
+    def on_validation_end(self) -> None:
+        self.barrier("the end of an evaluation")
+        self._required_run.inputs.end_evaluation()
+
+    on_test_end = on_validation_end
+    on_predict_end = on_validation_end
 
     def _begin_evaluation(self) -> bool:
         """Whether all ranks stop after this step. Within a fit they stop only in training steps."""

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_automodel.advice import Advice
+from lightning_automodel.advice import Advice, stop_iteration_error
 from lightning_automodel.context_parallel.slices import SHIFTED_LABELS
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
@@ -24,7 +24,6 @@ from lightning_automodel.distributed.collectives import log_full
 from lightning_automodel.distributed.mesh import EXPERT, Placement
 from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
 from lightning_automodel.expert_parallel.spread import check_spread
-from lightning_automodel.failure import stop_iteration
 from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.learning_rates import check_learning_rates
@@ -341,7 +340,7 @@ class TrainingRun:
                         getattr(self.module, step.__name__)
                     ):
                         raise
-                    raise stop_iteration.explained(error, step.__name__) from error
+                    raise stop_iteration_error(step.__name__) from error
                 except RuntimeError as error:
                     checks.raise_explanation(error, self.module)
                     raise

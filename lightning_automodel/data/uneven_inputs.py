@@ -91,6 +91,9 @@ class UnevenInputs:
         self._uneven: set[str] = set()  # stages of evaluation whose ranks may have unequally many batches
         self._sent: PendingGather | None = None
         self._is_in_step = False
+        self._num_evaluated = (
+            0  # steps of evaluation in this run, with those of others that this rank has joined
+        )
         self._loaders: Any = None  # those of training that _begin_loaders has seen
         self._tracked: TrackedLoader | None = None  # of them, if there is but one
         self._handle: BatchHandle | None = None
@@ -282,6 +285,7 @@ class UnevenInputs:
         Lightning would raise.
         """
         stops = begin()
+        self._num_evaluated += 1
         self._handle = None
         self.is_filler = False
         is_last = False
@@ -301,8 +305,19 @@ class UnevenInputs:
                 raise lightning_internals.SIGTERMException
             self._sent = PendingGather(self._group, Next.END)
             stops = begin()
+            self._num_evaluated += 1
             join()
         return output
+
+    def end_evaluation(self) -> None:
+        """Raise RuntimeError, on every rank, unless all have come through equally many steps. A collective."""
+        found = PendingGather(self._group, self._num_evaluated).received()[:, 0].long().tolist()
+        if len(set(found)) > 1:
+            raise RuntimeError(
+                f"The ranks have evaluated {found} batches, and results are of these alone: a hook or a data set has"
+                " raised StopIteration on some ranks, which Lightning takes for the end of the data. Begin an"
+                " iterator anew where it ends."
+            )
 
     def _is_last(self, dataloader_idx: int) -> bool:
         """Whether the step that begins has this rank's last batch of a loader; ValueError if that is not known."""

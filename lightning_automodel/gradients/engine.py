@@ -28,6 +28,10 @@ SECOND_BACKWARD = (
 """Why a module's own ``backward`` runs one."""
 
 
+NUMBERS = 2**20 - 3
+"""A prime. Of numbers below it, the sums of squares over ranks are exact in float64."""
+
+
 @dataclass(eq=False)
 class Window:
     """One accumulation window, and what its backward that runs, or ran last, is.
@@ -45,7 +49,7 @@ class Window:
     ahead: WindowTotals | None = None
     trained: set[nn.Parameter] = field(default_factory=set)  # in any of its backwards; on all ranks
     used: set[nn.Parameter] = field(default_factory=set)  # those of them that this rank's losses depend on
-    # Of this rank's FSDP units that its forwards have used: a number below 2**20.
+    # Of this rank's FSDP units that its forwards have used: a number below `NUMBERS`.
     order: int = 0
     ends: bool = False  # with this backward; on all ranks
     is_padding: bool = False  # in which no parameter counts as used

@@ -1,6 +1,7 @@
 """Accumulation windows: gradients are kept aside until they are final, and then written to ``.grad``."""
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -9,9 +10,10 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.engine import SECOND_BACKWARD, Engine, Window
+from lightning_automodel.gradients.engine import NUMBERS, SECOND_BACKWARD, Engine, Window
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.token_loss import (
     Count,
@@ -31,6 +33,13 @@ DIFFERENT_UNITS = (
     " them. Or pass data_parallel='ddp' with ddp_kwargs={'find_unused_parameters': True}."
 )
 """What ranks must do that use different units in one forward."""
+
+DIFFERENT_BATCHES = (
+    "A hook, a step or a data set has raised StopIteration on some ranks, which Lightning takes for the end of the"
+    " data; or on_train_batch_start has returned -1 there; or they have left batches out. Begin an iterator anew"
+    " where it ends, and end an epoch early on all ranks."
+)
+"""What ranks must do that have come to different batches."""
 
 
 def unwrap(optimizer: OneOptimizer) -> Optimizer:
@@ -85,6 +94,9 @@ class GradientWindows:
         self.toggled: Optimizer | None = None
         self._host_group = placement.host_group
         self._agrees_on_host = placement.device.type != "cpu" and self.divisor > 1
+        # On an accelerator, what windows have told, until it is read: this rank's numbers, their sums, and when
+        # these are there.
+        self._told: deque[tuple[list[int], Tensor, torch.Event]] = deque()
         self.num_resets = 0  # how often an optimizer stepped, or gradients were zeroed
         self.on_step: Callable[[], None] | None = None  # called after each step
         # Called when `.grad` holds a window's final gradients, and nothing older.
@@ -142,6 +154,7 @@ class GradientWindows:
         self.toggled = None
         self.since_step.clear()
         self.measured.clear()
+        self._told.clear()
         self._forget()
 
     def _forget(self) -> None:
@@ -268,16 +281,22 @@ class GradientWindows:
         self._accumulated = {}
         self._engine.window = window
 
-    def sum_over_ranks(self, window: Window) -> Tensor:
+    def sum_over_ranks(self, window: Window, batch: tuple[int, int]) -> Tensor:
         """[3] the window's sums over all ranks; drops the gradients of parameters that no rank has used in it.
 
-        One all-reduce of three numbers, two for the order of units, and one for each parameter that may have
-        a zero gradient in place of none. A rank that has not used some of these must know on the host
-        whether another rank has: where this occurs in a run's first window, later ones sum these numbers on
-        the host, which no device keeps waiting. Else that rank reads them.
+        One all-reduce of three numbers, six by which ranks tell whether they have used the same units in the
+        same ``batch`` (an epoch, and the index in it), and one for each parameter that may have a zero
+        gradient in place of none. A rank that has not used some of these must know on the host whether
+        another rank has: where this occurs in a run's first window, later ones sum these numbers on the host,
+        which no device keeps waiting. Else that rank reads them.
+
+        Raises RuntimeError, on every rank, if ranks have used different units or are in different batches;
+        on an accelerator in a later window, so that no host waits.
         """
         uses = [parameter in window.used for parameter in window.zero_filled]
-        own = torch.tensor([window.order, window.order**2, *uses], dtype=window.sums.dtype)
+        told = [window.order, *(number % NUMBERS for number in batch)]
+        squares = [number**2 for number in told]
+        own = torch.tensor([*told, *squares, *uses], dtype=window.sums.dtype)
         on_host = self._agrees_on_host and len(uses) > 0
         if on_host:
             summed = window.sums
@@ -290,24 +309,31 @@ class GradientWindows:
         if on_host:
             # From the second window on, only if in the first some rank had not used all parameters.
             dist.all_reduce(own, group=self._host_group)
-            self._agrees_on_host = bool(own[2:].min() < dist.get_world_size())
-            self._drop_unused(window, own, dist.get_world_size())
-        elif not all(uses) or self.device.type == "cpu":
-            self._drop_unused(window, summed[3:], self.divisor)
+            self._agrees_on_host = bool(own[6:].min() < dist.get_world_size())
+            _check_equal(told, own[:6], self._host_group)
+            self._drop_unused(window, own[6:])
+        elif self.device.type == "cpu":
+            _check_equal(told, summed[3:9], self._group)
+            self._drop_unused(window, summed[9:])
+        else:
+            self._check_windows_before(told, summed[3:9])
+            if not all(uses):
+                self._drop_unused(window, summed[9:])
         return summed[:3]
 
-    def _drop_unused(self, window: Window, summed: Tensor, num_ranks: int) -> None:
-        """Drop the gradients of parameters that no rank has used, by the [2 + n] sums of what ranks tell.
+    def _check_windows_before(self, told: list[int], sums: Tensor) -> None:
+        """Keep what this window has ``told``, and check earlier ones as far as the device has come. Waits for nothing."""
+        on_host = sums.to("cpu", non_blocking=True)
+        self._told.append((told, on_host, torch.accelerator.current_stream().record_event()))
+        while self._told and self._told[0][2].query():
+            earlier, sums, _ = self._told.popleft()
+            if any(differs := _differences(sums, self._group.size())):
+                means = [round(total / self._group.size(), 2) for total in sums[:3].tolist()]
+                raise _different(differs, {"all ranks on average": means, "this rank": earlier})
 
-        Reads the device. Raises RuntimeError unless all ranks have used the same FSDP units, in one order.
-        """
-        order, square, *users = summed.tolist()
-        if order * order != square * num_ranks:
-            raise RuntimeError(
-                "Ranks have used different FSDP units in the forwards of one accumulation window,"
-                f" {DIFFERENT_UNITS}"
-            )
-        for parameter, num_users in zip(window.zero_filled, users, strict=True):
+    def _drop_unused(self, window: Window, users: Tensor) -> None:
+        """Drop the gradients of parameters that no rank has used, by the number of ranks that use each. Reads it."""
+        for parameter, num_users in zip(window.zero_filled, users.tolist(), strict=True):
             if num_users == 0:
                 GRAD.__set__(parameter, None)
 
@@ -389,3 +415,37 @@ class GradientWindows:
         if optimizer in self.since_step and optimizer not in self.measured and self.last_step is not None:
             self.measured.add(optimizer)
             self.last_step = replace(self.last_step, grad_norm=norm)
+
+
+def _check_equal(told: list[int], sums: Tensor, group: dist.ProcessGroup) -> None:
+    """Raise RuntimeError, on every rank of ``group``, unless all have told the same, by the [6] ``sums`` over them.
+
+    ``told`` are the order of units, the epoch and the index of the batch. A collective only if they differ.
+    """
+    differs = _differences(sums, group.size())
+    if any(differs):
+        ranks = dist.get_process_group_ranks(group)
+        by_rank = zip(ranks, gather_objects(told, group), strict=True)
+        raise _different(differs, {f"rank {rank}": each for rank, each in by_rank})
+
+
+def _differences(sums: Tensor, num_ranks: int) -> list[bool]:
+    """Which of three numbers differ between ranks, by their sums, and the sums of their squares. Reads the device."""
+    numbers = [int(number) for number in sums.tolist()]
+    return [total**2 != square * num_ranks for total, square in zip(numbers[:3], numbers[3:], strict=True)]
+
+
+def _different(differs: list[bool], told: Mapping[str, Sequence[float]]) -> RuntimeError:
+    """The error for ranks that have not ``told`` the same; those in other batches use other units too."""
+    if not any(differs[1:]):
+        return RuntimeError(
+            "Ranks have used different FSDP units in the forwards of one accumulation window,"
+            f" {DIFFERENT_UNITS}"
+        )
+    first, (_, epoch, batch) = next(iter(told.items()))
+    others = (name for name, each in told.items() if each[1:] != [epoch, batch])
+    other = next(others, first)
+    return RuntimeError(
+        f"Ranks have ended one accumulation window in different batches: {first} in batch {batch} of epoch {epoch},"
+        f" {other} in batch {told[other][2]} of epoch {told[other][1]}. {DIFFERENT_BATCHES}"
+    )

@@ -16,14 +16,12 @@ from typing_extensions import override
 
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.engine import Engine, Window
+from lightning_automodel.gradients.engine import NUMBERS, Engine, Window
 from lightning_automodel.internals import fsdp2, fsdp2_gathers
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.sharding.gathered import GatheredUnit
 from lightning_automodel.sharding.sync_context import Deferral
 from lightning_automodel.sharding.units import fsdp_roots, is_head
-
-_ORDERS = 2**20 - 3  # a prime; sums of squares over ranks stay exact in float64
 
 PENALTY_ON_WEIGHTS = (
     "Add the penalty's gradient where gradients are final, once a step: in on_before_optimizer_step, under"
@@ -321,7 +319,7 @@ class FSDP2Window(Engine):
             if not unit.is_gathered:
                 unit.check_unassigned()
             if gathers:
-                window.order = (window.order * 31 + unit.number) % _ORDERS
+                window.order = (window.order * 31 + unit.number) % NUMBERS
         if window.ends and self._has_two_dtypes:
             for group in self._unit_of:
                 fsdp2.accumulate_in_one_dtype(group)

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -427,65 +428,110 @@ class StopsInDataset(torch.utils.data.Dataset):
 
 def _stop_by_itself(options: dict[str, Any], where: str, stage: str) -> None:
     """In a hook of the module, or of a callback (``Callback.on_...``), or in the dataset."""
-    trainer = make_trainer(AutomodelStrategy(**options))
+    trainer = make_trainer(AutomodelStrategy(**options), max_epochs=2)
     module = Evaluated()
     loader = _loader((4, 4), False)
     if where == "Dataset":
         loader = DataLoader(StopsInDataset(loader.dataset), batch_size=None)
     elif where.startswith("Callback."):
         callback = pl.Callback()
-        setattr(callback, where.partition(".")[2], _stop)
+        hook = where.partition(".")[2]
+        setattr(callback, hook, lambda trainer, *args: None if trainer.current_epoch else _stop())
         trainer.callbacks.append(callback)
     elif where in ("training_step", "validation_step"):
         setattr(module, where, lambda *args: module(_stop(*args)))
     else:
         setattr(module, where, _stop)
-    if stage == "fit":
-        trainer.fit(module, loader, loader)
-    else:
-        getattr(trainer, stage)(module, loader)
-
-
-IN_FIT = ("training_step", "on_before_batch_transfer", "Callback.on_train_batch_start", "Dataset")
+    getattr(trainer, stage)(module, loader)
 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     ("options", "where", "stage"),
     [
-        *((FSDP2, where, "fit") for where in IN_FIT),
+        (FSDP2, "training_step", "fit"),
         (DDP, "training_step", "fit"),
-        (FSDP2, "on_before_batch_transfer", "predict"),
-        (FSDP2, "Callback.on_validation_batch_start", "validate"),
+        (FSDP2, "transfer_batch_to_device", "predict"),
         (FSDP2, "validation_step", "validate"),
-        *(
-            pytest.param(options, where, stage, marks=pytest.mark.sweep)
-            for options, where, stage in (
-                (DDP, "transfer_batch_to_device", "fit"),
-                (FSDP2, "transfer_batch_to_device", "test"),
-                (DDP, "on_after_batch_transfer", "fit"),
-                (FSDP2, "on_after_batch_transfer", "validate"),
-                (FSDP2, "on_train_batch_end", "fit"),
-                (FSDP2, "on_before_optimizer_step", "fit"),
-                (FSDP2, "on_train_epoch_start", "fit"),
-                (FSDP2, "on_validation_start", "fit"),
-                (DDP, "on_test_batch_end", "test"),
-                (DDP, "Callback.on_predict_batch_end", "predict"),
-            )
-        ),
+        pytest.param(DDP, "transfer_batch_to_device", "fit", marks=pytest.mark.sweep),
+        pytest.param(FSDP2, "on_after_batch_transfer", "validate", marks=pytest.mark.sweep),
     ],
 )
-def test_stop_iteration_of_user_code(
-    pool2: RankPool, options: dict[str, Any], where: str, stage: str
-) -> None:
+def test_stop_iteration_of_a_step(pool2: RankPool, options: dict[str, Any], where: str, stage: str) -> None:
     """Lightning would take it for the end of the data on one rank, and the others would wait for it."""
     with pytest.raises(RankError) as raised:
         pool2.run(_stop_by_itself, options, where, stage)
-    told = f"{'what loads a batch' if where == 'Dataset' else where.rpartition('.')[2]} raised StopIteration"
+    told = f"{'A hook of the transfer of a batch' if 'transfer' in where else where} raised StopIteration"
     assert told in raised.value.failures[1]
-    assert re.search(r"test_uneven_inputs\.py:\d+ in _stop\)", raised.value.failures[1])
+    assert re.search(r"test_uneven_inputs\.py\", line \d+, in _stop", raised.value.failures[1])
     assert "RankFailedError: rank 1" in raised.value.failures[0]
     assert told in raised.value.failures[0]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("where", ["Callback.on_train_batch_start", "Dataset"])
+@pytest.mark.parametrize("options", [FSDP2, DDP], ids=["fsdp2", "ddp"])
+def test_an_epoch_that_ends_on_one_rank_alone(pool2: RankPool, options: dict[str, Any], where: str) -> None:
+    """Its next window is one of the next epoch: both ranks raise, with the batches."""
+    with pytest.raises(RankError) as raised:
+        pool2.run(_stop_by_itself, options, where, "fit")
+    for failure in raised.value.failures.values():
+        assert re.search(
+            r"different batches: (rank 0 in batch [02] of epoch 0, rank 1 in batch 0 of epoch 1|all ranks on"
+            r" average in batch [\d.]+ of epoch [\d.]+, this rank in batch \d of epoch [01])\. A hook, a step or a"
+            " data set has raised StopIteration",
+            failure,
+        )
+
+
+def _leave_early(options: dict[str, Any], how: str) -> None:
+    """After two batches of four, on rank 1."""
+    module = Evaluated()
+    trainer = make_trainer(AutomodelStrategy(timeout=timedelta(seconds=4), **options))
+    leaves = dist.get_rank() == 1
+    if how == "should_stop":
+        module.on_train_batch_end = lambda output, batch, index: setattr(
+            trainer, "should_stop", leaves and index == 1
+        )
+    else:
+        module.on_train_batch_start = lambda batch, index: -1 if leaves and index == 2 else None
+    loader = _loader((4, 4), False)
+    trainer.fit(module, loader, loader)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("how", ["should_stop", "-1"])
+@pytest.mark.parametrize("options", [FSDP2, DDP], ids=["fsdp2", "ddp"])
+def test_a_rank_that_leaves_early(pool2: RankPool, options: dict[str, Any], how: str) -> None:
+    """It waits in its validation or at the end, and does not communicate with the other one's training step."""
+    with pytest.raises(RankError) as raised:
+        pool2.run(_leave_early, options, how)
+    said = {
+        "should_stop": "waited in barrier 'on_validation_start'",
+        "-1": "rank 0 is in step 3: give all ranks equally many batches",
+    }
+    assert said[how] in raised.value.failures[1]
+    assert "RankFailedError" in raised.value.failures[0]
+    assert said[how] in raised.value.failures[0]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("options", "where", "stage"),
+    [
+        (DDP, "Callback.on_validation_batch_start", "validate"),
+        (DDP, "on_test_batch_end", "test"),
+        (DDP, "Callback.on_predict_batch_end", "predict"),
+    ],
+)
+def test_an_evaluation_that_ends_on_one_rank_alone(
+    pool2: RankPool, options: dict[str, Any], where: str, stage: str
+) -> None:
+    """Replicas do not communicate in it: both ranks raise at its end, with the numbers of batches."""
+    with pytest.raises(RankError) as raised:
+        pool2.run(_stop_by_itself, options, where, stage)
+    for failure in raised.value.failures.values():
+        assert re.search(r"The ranks have evaluated \[4, \d\] batches", failure)
 
 
 class Leaving(DataLoader):

@@ -26,6 +26,7 @@ from tests.checkpoint.test_saving import (
     test_training_goes_on_while_a_checkpoint_is_written,
 )
 from tests.data.test_padded_training import test_equals_one_process
+from tests.data.test_uneven_inputs import test_an_epoch_that_ends_on_one_rank_alone
 from tests.failure.test_supervisor import test_nothing_is_left_after_a_failure_that_was_caught
 from tests.gradients.test_chunked_loss import test_trained
 from tests.gradients.test_final_gradients import (
@@ -60,6 +61,7 @@ __all__ = [
     "test_a_backward_that_edits_gradients",
     "test_a_failed_backward_leaves_what_stood_there",
     "test_a_missing_checkpoint_raises_on_every_rank",
+    "test_an_epoch_that_ends_on_one_rank_alone",
     "test_around_a_fit",
     "test_backwards_in_a_hook",
     "test_early_stopping",
