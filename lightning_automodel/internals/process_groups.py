@@ -100,10 +100,3 @@ def abort_backends(backends: Iterable[Any]) -> None:
 def abort_process_groups() -> None:
     """Leave all groups as ``destroy_process_group`` does, without waiting for what they have queued."""
     dist.distributed_c10d._abort_process_group()
-
-
-def flight_records() -> bytes:
-    """The newest collectives of this rank, as ``torchfrtrace`` reads them. Waits for no device."""
-    c10d: Any = torch._C._distributed_c10d
-    dump = getattr(c10d, "_dump_nccl_trace", None) or c10d._dump_fr_trace
-    return cast(bytes, dump())

@@ -188,7 +188,7 @@ BY_DEFAULT = (
 
 def _rank(case: Case, rank: int, port: int, folder: Path) -> None:
     become_rank(rank, WORLD_SIZE, port, folder)
-    os.environ.update({devices.VARIABLE: "nccl", "TORCH_FR_DUMP_TEMP_FILE": str(folder / "records_")})
+    os.environ[devices.VARIABLE] = "nccl"
     with (folder / "pids").open("a") as pids:
         pids.write(f"{os.getpid()}\n")
     strategy = AutomodelStrategy(
