@@ -322,7 +322,7 @@ class GradientWindows:
         return summed[:3]
 
     def _check_windows_before(self, told: list[int], sums: Tensor) -> None:
-        """Keep what this window has ``told``, and check earlier ones as far as the device has come. Waits for nothing."""
+        """Keep what this window has ``told``; check earlier ones, as far as the device has come. Waits for nothing."""
         on_host = sums.to("cpu", non_blocking=True)
         self._told.append((told, on_host, torch.accelerator.current_stream().record_event()))
         while self._told and self._told[0][2].query():

@@ -496,7 +496,13 @@ def _leave_early(options: dict[str, Any], how: str) -> None:
     else:
         module.on_train_batch_start = lambda batch, index: -1 if leaves and index == 2 else None
     loader = _loader((4, 4), False)
-    trainer.fit(module, loader, loader)
+    world = dist.group.WORLD
+    assert world is not None
+    world.set_timeout(timedelta(seconds=4))  # the pool's group, which the strategy has not made
+    try:
+        trainer.fit(module, loader, loader)
+    finally:
+        world.set_timeout(timedelta(minutes=30))
 
 
 @pytest.mark.every_case
@@ -506,13 +512,10 @@ def test_a_rank_that_leaves_early(pool2: RankPool, options: dict[str, Any], how:
     """It waits in its validation or at the end, and does not communicate with the other one's training step."""
     with pytest.raises(RankError) as raised:
         pool2.run(_leave_early, options, how)
-    said = {
-        "should_stop": "waited in barrier 'on_validation_start'",
-        "-1": "rank 0 is in step 3: give all ranks equally many batches",
-    }
-    assert said[how] in raised.value.failures[1]
-    assert "RankFailedError" in raised.value.failures[0]
-    assert said[how] in raised.value.failures[0]
+    said = {"should_stop": "on_validation_start", "-1": "give all ranks equally many batches"}
+    for failure in raised.value.failures.values():
+        assert said[how] in failure
+        assert "the process died" not in failure
 
 
 @pytest.mark.every_case
