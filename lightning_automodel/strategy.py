@@ -1,6 +1,5 @@
 """The strategy: its hooks in the order in which the Trainer calls them; each delegates to the module that does it."""
 
-import inspect
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -273,6 +272,7 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         self._supervisor = Supervisor(self._join, self._saver.wait_for_pending_save)
         self._patches = PatchStack()
         self._setup_block = ExitStack()
+        self._barriers: set[str | None] = set()  # names of those in this run
         self._weight_averages = LateAverages()
         self._evaluation_steps = 0
         self._forward_redirection = lightning_internals.DDPForwardRedirection()
@@ -288,9 +288,7 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         presets: dict[str, dict[str, Any]] = {
             "automodel": {},
             "automodel_fsdp2": {"data_parallel": "fsdp2"},
-            "automodel_fsdp2_samples": {"data_parallel": "fsdp2", "count": "samples"},
             "automodel_ddp": {"data_parallel": "ddp"},
-            "automodel_ddp_samples": {"data_parallel": "ddp", "count": "samples"},
             "automodel_hsdp": {"data_parallel_replicate_size": "auto"},
             "automodel_fsdp2_offload": {"cpu_offload": True},
         }
@@ -302,23 +300,6 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
     def __repr__(self) -> str:
         # ``pytorch_lightning``'s own Trainer and Fabric show this when they refuse the strategy.
         return f"<{type(self).__name__}, for lightning.pytorch.Trainer alone>"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "AutomodelStrategy":
-        """The same options and plugins, but no run: groups, stores and shards cannot be copied."""
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        AutomodelStrategy.__init__(copied, **vars(self._options))
-        # Not the properties, which create a default: a Trainer takes that for the user's choice.
-        for argument in inspect.signature(ParallelStrategy).parameters:
-            if argument in vars(self):
-                name = argument
-            else:
-                name = f"_{argument}"
-            setattr(copied, name, vars(self)[name])
-        copied.num_nodes = self.num_nodes
-        if copied.cluster_environment is not None:
-            copied._configure_launcher()
-        return copied
 
     # --- What the Trainer asks before it starts -----------------------------------------------------------------------
 
@@ -453,6 +434,7 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
     def setup_environment(self) -> None:
         """Make the mesh. The supervisor has joined the ranks before, so that they hear of ``configure_callbacks``."""
         timeout = self._options.parsed_timeout
+        self._barriers.clear()
         collectives.host_group(timeout)
         self._mesh = self._make_mesh(timeout)
         lightning_internals.set_device_mesh(self._module, self._mesh.mesh)
@@ -479,8 +461,10 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         """Wait for every rank, on the host; a collective. If ranks are missing, the error names them and the barrier.
 
         Once a rank has failed, no rank waits: they leave one by one. The Trainer calls ``"pre_setup"`` and
-        ``"post_setup"`` around the ``setup`` hooks, and ``"run-stage"`` once checkpoints are loaded.
+        ``"post_setup"`` around the ``setup`` hooks, and ``"run-stage"`` once checkpoints are loaded; no hook
+        comes there.
         """
+        self._barriers.add(name)
         if name == "post_setup":
             self._end_setup_block()
         if self._supervisor.has_failed:
@@ -494,6 +478,14 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         if name == "run-stage" and self._run is not None:
             meta_init.check_initialized(self._module, self.root_device)
             self._loader = CheckpointLoader()  # Lightning has restored the checkpoint
+
+    def _expect_barriers(self, *names: str) -> None:
+        """Raise RuntimeError unless these have come: what is done there would be left out in silence."""
+        if missing := [name for name in names if name not in self._barriers]:
+            raise RuntimeError(
+                f"Lightning {pl.__version__} has not called strategy.barrier({missing[0]!r}), on which"
+                f" {type(self).__name__} relies: install a version that docs/support.md lists."
+            )
 
     def _end_setup_block(self, exception: BaseException | None = None) -> None:
         self._setup_block.__exit__(type(exception) if exception is not None else None, exception, None)
@@ -527,6 +519,7 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
     def setup(self, trainer: "pl.Trainer") -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
         warn_untested()
+        self._expect_barriers("pre_setup", "post_setup")
         self._close_run()  # if an `on_exception` hook raised, Lightning did not tear down the last run
         self._patch_trainer(trainer)
         self._prepare_checkpoints(trainer)
@@ -646,6 +639,7 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
 
     @override
     def on_train_start(self) -> None:
+        self._expect_barriers("run-stage")
         self._required_run.windows.reset()
         if self._resume is not None:
             self._resume.on_train_start()
@@ -778,12 +772,14 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
 
     @override
     def on_validation_start(self) -> None:
+        self._expect_barriers("run-stage")
         # A rank whose epoch has ended early would communicate with others' training steps.
         self.barrier("on_validation_start")
         self._required_run.start_validation()
 
     @override
     def on_test_start(self) -> None:
+        self._expect_barriers("run-stage")
         self._required_run.engine.start_evaluation_loop()
 
     on_predict_start = on_test_start

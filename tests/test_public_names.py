@@ -102,9 +102,7 @@ KEYWORDS: dict[str, Any] = {
 REGISTERED: dict[str, dict[str, Any]] = {
     "automodel": {},
     "automodel_fsdp2": {"data_parallel": "fsdp2"},
-    "automodel_fsdp2_samples": {"data_parallel": "fsdp2", "count": "samples"},
     "automodel_ddp": {"data_parallel": "ddp"},
-    "automodel_ddp_samples": {"data_parallel": "ddp", "count": "samples"},
     "automodel_hsdp": {"data_parallel_replicate_size": "auto"},
     "automodel_fsdp2_offload": {"cpu_offload": True},
 }

@@ -10,11 +10,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from tests.failure.faults import Model
 from tests.rank_pool import RankError, RankPool
-from tests.trainer.runs import make_trainer
+from tests.trainer.exactness import micro_batches
+from tests.trainer.runs import CASE, SILENT, LabelledModule, make_trainer
 
 SLOW_S = 0.3
 
@@ -96,3 +98,23 @@ def test_block_of_the_strategy(pool2: RankPool, tmp_path: Path) -> None:
     """The others find the work done."""
     assert pool2.run(_blocks, tmp_path / "notes") == [(True, True), (False, False)]
     assert (tmp_path / "notes").read_text() == "x"
+
+
+class Renamed(AutomodelStrategy):
+    """As if another version of Lightning had another name for a barrier."""
+
+    renamed = ""
+
+    def barrier(self, name: str | None = None) -> None:
+        super().barrier("another name" if name == self.renamed else name)
+
+
+@pytest.mark.parametrize("name", ["pre_setup", "post_setup", "run-stage"])
+@pytest.mark.parametrize("stage", ["fit", "validate", "predict"])
+def test_a_barrier_that_does_not_come(name: str, stage: str) -> None:
+    """What is done at it is not left out in silence."""
+    strategy = Renamed()
+    strategy.renamed = name
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=1, **SILENT)
+    with pytest.raises(RuntimeError, match=rf"has not called strategy\.barrier\('{name}'\)"):
+        getattr(trainer, stage)(LabelledModule(), DataLoader(micro_batches(CASE)[0], batch_size=None))

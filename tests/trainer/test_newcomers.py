@@ -181,20 +181,6 @@ def test_one_rank_whose_batch_is_not_of_samples(pool2: RankPool, options: dict[s
         assert "has first dimensions of 9, 3: pass count_label_tokens" in raised.value.failures[rank]
 
 
-class CopiesTrainer(Classifier):
-    def on_train_batch_end(self, *_: Any) -> None:
-        strategy = copy.deepcopy(self.trainer).strategy
-        is_alike = strategy.describe() == {"options": self.trainer.strategy.describe()["options"]}
-        self.found = is_alike and strategy.last_step is None
-
-
-def _copy_trainer() -> bool:
-    module = CopiesTrainer()
-    trainer = make_trainer(AutomodelStrategy(data_parallel="ddp", per_token_loss=False))
-    trainer.fit(module, DataLoader(samples(), batch_size=BATCH_SIZE))
-    return module.found
-
-
 def test_a_copied_strategy_and_its_original_leave_plugins_to_the_trainer() -> None:
     """Libraries copy the arguments of a Trainer before each fit."""
     strategy = AutomodelStrategy()
@@ -202,8 +188,3 @@ def test_a_copied_strategy_and_its_original_leave_plugins_to_the_trainer() -> No
         plugins: list[Any] = [TorchCheckpointIO(), Precision(), LightningEnvironment()]
         trainer = Trainer(strategy=each, accelerator="cpu", devices=1, plugins=plugins, logger=False)
         assert trainer.strategy.checkpoint_io is plugins[0]
-
-
-def test_trainer_is_copied_in_mid_fit(pool2: RankPool) -> None:
-    """The copy has the options and no run: groups cannot be copied. FSDP2 refuses copies of what it has sharded."""
-    assert pool2.run(_copy_trainer) == [True, True]

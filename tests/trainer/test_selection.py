@@ -32,24 +32,13 @@ NAMES = {
 }
 
 
-CLASSIFIERS = {
-    "automodel_fsdp2_samples": {"data_parallel": "fsdp2", "count": "samples"},
-    "automodel_ddp_samples": {"data_parallel": "ddp", "count": "samples"},
-}
-
-
 def expected_weights(case: Case = CASE) -> Outcome:
     return Outcome(plain_weights(TinyDecoder(CASE.seed).double(), ACCUMULATE, case), None)
 
 
 def test_registered_names() -> None:
     """All of them, and no others."""
-    assert {name for name in StrategyRegistry.available_strategies() if "automodel" in name} == {
-        *NAMES,
-        *CLASSIFIERS,
-    }
-    for name, options in CLASSIFIERS.items():
-        assert StrategyRegistry.get(name).describe()["options"].items() >= options.items()
+    assert {name for name in StrategyRegistry.available_strategies() if "automodel" in name} == set(NAMES)
 
 
 def _fit_by_name(name: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
