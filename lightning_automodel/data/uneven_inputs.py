@@ -91,9 +91,7 @@ class UnevenInputs:
         self._uneven: set[str] = set()  # stages of evaluation whose ranks may have unequally many batches
         self._sent: PendingGather | None = None
         self._is_in_step = False
-        self._num_evaluated = (
-            0  # steps of evaluation in this run, with those of others that this rank has joined
-        )
+        self._num_evaluated = 0  # steps of evaluation in this run, also of others that this rank has joined
         self._loaders: Any = None  # those of training that _begin_loaders has seen
         self._tracked: TrackedLoader | None = None  # of them, if there is but one
         self._handle: BatchHandle | None = None

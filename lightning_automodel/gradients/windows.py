@@ -316,7 +316,8 @@ class GradientWindows:
             _check_equal(told, summed[3:9], self._group)
             self._drop_unused(window, summed[9:])
         else:
-            self._check_windows_before(told, summed[3:9])
+            if self.divisor > 1:
+                self._check_windows_before(told, summed[3:9])
             if not all(uses):
                 self._drop_unused(window, summed[9:])
         return summed[:3]
