@@ -59,7 +59,7 @@ from lightning_automodel.sharding import checks, meta_init
 from lightning_automodel.sharding.weight_averaging import LateAverages
 from lightning_automodel.training_run import TrainingRun
 
-_TIME_TO_MEET_AFTER_FAILURE = timedelta(seconds=15)
+_TIME_TO_MEET_AFTER_A_STOP = timedelta(seconds=15)
 
 
 class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
@@ -418,17 +418,21 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         super().setup_environment()
         self.set_world_ranks()
         timeout = self._options.parsed_timeout
-        have_just_joined = process_group.join_process_group(
+        self._evaluation_steps = 0
+        process_group.join_process_group(
             cast(ClusterEnvironment, self.cluster_environment),
             self.process_group_backend,
             timeout,
             self.root_device,
             self._options.init_method,
             check_processes,
+            partial(
+                self._supervisor.watch,
+                timeout=timeout,
+                heartbeat_timeout=self._options.parsed_heartbeat_timeout,
+                where=self._where,
+            ),
         )
-        self._evaluation_steps = 0
-        heartbeat_timeout = self._options.parsed_heartbeat_timeout
-        self._supervisor.watch(timeout, heartbeat_timeout, self._where, have_just_joined)
 
     @override
     def setup_environment(self) -> None:
@@ -811,6 +815,7 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
     def _begin_evaluation(self) -> bool:
         """Whether all ranks stop after this step. Within a fit they stop only in training steps."""
         if self._module.trainer.state.fn == TrainerFn.FITTING:
+            self._supervisor.note_progress()
             return False
         self._evaluation_steps += 1
         stops = self._begin_step(self._evaluation_steps, is_training=False)
@@ -832,9 +837,9 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         """Reduce a value over the ranks that hold different tokens (or ``group``): one all-reduce, out of place.
 
         The mean of integers is exact. Non-tensors are returned unchanged. Of a ``DTensor``, the full one is
-        reduced. After a failure for which the other ranks do not come, the value is returned unchanged.
+        reduced. After a failure the value is returned unchanged: the others do not come.
         """
-        if not isinstance(tensor, Tensor) or self._mesh is None or self._supervisor.wait_whether_alone():
+        if not isinstance(tensor, Tensor) or self._mesh is None or self._supervisor.is_alone:
             return tensor
         if self._run is not None:
             self._run.inputs.check_reduction()
@@ -846,12 +851,12 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any, decide so. After a failure for which they do not come, this rank's decision.
+        """Whether all ranks, or any, decide so. After a failure this rank's decision: the others do not come.
 
         ``ModelCheckpoint(save_on_exception=True)`` asks, which would wait for ranks that stand in other
         collectives.
         """
-        if self._supervisor.wait_whether_alone():
+        if self._supervisor.is_alone:
             return decision
         return super().reduce_boolean_decision(decision, all)
 
@@ -932,21 +937,15 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
     def _meet_to_save(self) -> bool:
         """Whether all ranks save together; False if others have left after a failure. A collective.
 
-        RuntimeError after the strategy's timeout, if not every rank saves.
+        RankFailedError after the strategy's timeout, if not every rank saves.
         """
-        if not self._supervisor.has_failed:
-            # Without this barrier, collectives of saving could pair with others of ranks that do not save.
-            collectives.named_barrier("save_checkpoint", self._options.parsed_timeout)
-        if self.world_size == 1:
-            return True
-        if self._supervisor.wait_whether_alone():
+        if self._supervisor.is_alone:
             return False
-        if self._supervisor.has_failed:
-            # The ranks go on together, but not all of them may come to this save.
-            try:
-                collectives.named_barrier("save_after_failure", _TIME_TO_MEET_AFTER_FAILURE)
-            except RuntimeError:
-                return False
+        timeout = self._options.parsed_timeout
+        if self._supervisor.has_failed:  # all ranks stop together, but not all of them may come to this save
+            timeout = min(timeout, _TIME_TO_MEET_AFTER_A_STOP)
+        # Without this barrier, collectives of saving could pair with others of ranks that do not save.
+        collectives.named_barrier("save_checkpoint", timeout)
         return True
 
     def _explain_directory(self, filepath: str | Path) -> None:

@@ -13,7 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.distributed import network, process_group
+from lightning_automodel.distributed import heart, meeting, network, process_group
 from lightning_automodel.distributed.process_group import group_rank, group_size
 
 log = logging.getLogger(__name__)
@@ -37,20 +37,31 @@ def barrier_and_log(message: str = "", *, string: str = "") -> None:
 
 
 def named_barrier(name: str, timeout: timedelta) -> None:
-    """Wait for every rank of the default group, if there is one. A collective on the host, not the device.
+    """Wait for every rank of the default group, if there is one. It goes through the store, not the device.
 
-    If a rank does not call it, the others raise RuntimeError when the timeout ends; rank 0's names the
-    missing ranks.
+    Every rank must call it, with the same name. If one does not within the timeout, the others raise
+    RankFailedError, which names the missing ranks and the barrier.
     """
     if group_size() == 1:
         return
-    try:
-        dist.monitored_barrier(host_group(timeout), timeout=timeout, wait_all_ranks=True)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"Rank {group_rank()} of {group_size()} waited in barrier {name!r}, which every rank must reach"
-            f" (call it on every rank), at most {timeout.total_seconds():g} s: {str(error).strip()}"
-        ) from error
+    rank = group_rank()
+    at = f"barrier {name!r}"
+    number = process_group.next_number("barriers")
+    store = dist.PrefixStore(f"barrier/{number}", process_group.connection(timeout))
+    limit_s = timeout.total_seconds()
+    running = heart.current()
+    if running is None:
+        meeting.meet(store, at, rank, range(group_size()), None, limit_s)
+    else:
+        meeting.meet(
+            store, at, rank, range(group_size()), None, limit_s, running.raise_failure, running.store
+        )
+    # All ranks have come here, and so have read what the barrier before has left.
+    kept = process_group.kept_with_world()
+    if "newest barrier" in kept:
+        before, name_before = kept["newest barrier"]
+        meeting.forget(before, name_before, rank)
+    kept["newest barrier"] = store, at
 
 
 def host_group(timeout: timedelta) -> dist.ProcessGroup:

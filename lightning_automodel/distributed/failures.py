@@ -1,21 +1,22 @@
-"""Heartbeat records and failures of ranks, and how other ranks read them."""
+"""What ranks say of themselves and of each other: heartbeat records, and failures in one sentence each."""
 
 import re
 import socket
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from lightning_automodel.distributed.store import launcher_hosts_store
+
 MAX_MESSAGE_CHARACTERS = 4000
-MISSED_BEATS = 8
 LONGEST_LIST = 16
 LAUNCHER = -1
 PROCESS_ENDED = "process ended"
 MISSED_HEARTBEATS = "missed heartbeats"
-STUCK = "stuck"
+MISSING = "missing"
+WAITED = "waited in vain"
 RUN_ON_ALL_RANKS = (
     "What communicates must run on all ranks, never below `if trainer.is_global_zero` or @rank_zero_only:"
     " calling, saving or exporting a sharded model, self.log(..., sync_dist=True), self.all_gather. And the"
@@ -31,70 +32,22 @@ COMMUNICATING = (
 )
 
 
-class Device(StrEnum):
-    """What is known of a rank's accelerator."""
-
-    NONE = "none"  # or none that communicates
-    UNSEEN = "not looked at"  # because its host goes on
-    IDLE = "idle"  # it has done all that its host has queued
-    BUSY = "busy"
-    FAILED = "failed"
-
-
 @dataclass(frozen=True)
 class Record:
-    """What a rank tells of itself."""
+    """What is true of a rank, in its own words; a new one is also its heartbeat."""
 
-    beat: int = 0  # number of the heartbeat
+    beat: int = 0  # number of the heartbeat; 0 if nothing was heard of the rank
     host: str = "an unknown host"
+    process: str = ""  # what :func:`processes.own_process` says there
     where: str = "set-up"  # the hook or block that it is in
     step: int = 0  # the newest training step that it began
     position: str = ""  # lines of user code that its main thread is at, or that called the failed collective
     waits: bool = False  # whether the main thread is in a collective there
-    stood_s: float = 0.0  # for how long it has been there
-    has_failed: bool = False  # whether its collective failed, so that it waits for the verdict
-    has_ended: bool = False  # whether it has come to the end of its run, where it waits for the others
-    has_left: bool = False  # whether it needs the board no more
-    device: str = Device.NONE  # what its accelerator does
-    device_step: int = 0  # the newest step that this has come to, of those that the host has begun
-    device_stood_s: float = 0.0  # for how long it has been busy, without progress of host or device
-    queued: Mapping[str, int] = field(default_factory=dict)  # collectives, by group of accelerators
-
-
-@dataclass(frozen=True)
-class Sighting:
-    """What a reader has seen of a rank."""
-
-    record: Record | None  # its newest one; None if it has written none
-    changed_at: float  # when the reader first saw that, on the reader's clock
-    missed: int = 0  # how often the reader has found it unchanged since
-    beats: int = 0  # how many records the reader has seen after the first
-    busy: int = 0  # how many of them in a row, up to the newest, showed the rank outside of a collective
-    gap_s: float = 0.0  # the longest time between two of them
-
-    def then(self, record: Record | None, now: float) -> "Sighting":
-        """What is seen after ``record`` was read."""
-        if record is None or record == self.record:
-            return replace(self, missed=self.missed + 1)
-        busy = self.busy + 1
-        if record.waits or record.has_failed or record.has_ended:
-            busy = 0
-        gap_s = max(self.gap_s, now - self.changed_at)
-        return Sighting(record, now, 0, self.beats + 1, busy, gap_s)
-
-    @property
-    def known(self) -> Record:
-        """The record, or one that says that nothing is known."""
-        return self.record or Record()
-
-    def is_silent(self, now: float, limit_s: float) -> bool:
-        """Whether the rank has sent no heartbeat for ``limit_s`` seconds and for several of the reader's."""
-        # If the machine is so busy that the reader itself hardly gets its turn, seconds say little.
-        has_missed = self.missed >= MISSED_BEATS and now - self.changed_at > limit_s
-        return has_missed and not self.known.has_ended
-
-
-UNSEEN = Sighting(None, 0.0)
+    stood_s: float = 0.0  # for how long it has been in this hook without beginning a step
+    has_ended: bool = (
+        False  # whether it has come to the end of its training or run, where it waits for the others
+    )
+    has_left: bool = False  # whether its watch is over
 
 
 @dataclass(frozen=True)
@@ -104,7 +57,9 @@ class RankFailure:
     rank: int  # in the default group; LAUNCHER for the process that started the ranks
     host: str
     where: str  # the hook or block that the rank was in
-    error: str  # an exception's type, PROCESS_ENDED (another process saw it end), MISSED_HEARTBEATS or STUCK
+    error: (
+        str  # an exception's type; else one of the constants above, as others saw it (WAITED: it saw itself)
+    )
     message: str  # that of the exception, cut after some thousand characters
 
     @classmethod
@@ -128,7 +83,8 @@ class RankFailure:
         sentences = {
             PROCESS_ENDED: f"rank {self.rank} on {self.host}{seen}",
             MISSED_HEARTBEATS: f"rank {self.rank} on {self.host} missed heartbeats, last seen in {self.where}",
-            STUCK: f"rank {self.rank} on {self.host} is stuck in {self.where}",
+            MISSING: f"rank {self.rank} on {self.host} is missing, last seen in {self.where}",
+            WAITED: f"rank {self.rank} on {self.host} waited in vain in {self.where}",
             KeyboardInterrupt.__name__: f"rank {self.rank} on {self.host} was interrupted in {self.where}",
         }
         failed = f"rank {self.rank} on {self.host} failed in {self.where}: {self.error}"
@@ -192,37 +148,66 @@ def list_ranks(ranks: Sequence[int], notes: Mapping[int, str] | None = None) -> 
     return listed
 
 
-def list_seen(ranks: Sequence[int], seen: Mapping[int, Sighting]) -> str:
-    """Like :func:`list_ranks`, with the host and the place of each rank that was ``seen``."""
-    known = {rank: seen[rank].known for rank in ranks[:LONGEST_LIST]}
-    return list_ranks(
-        ranks, {rank: f" ({record.host}, in {record.where})" for rank, record in known.items()}
-    )
-
-
-def did_not_arrive(
-    missing: Sequence[int], seen: Mapping[int, Sighting], is_alive: bool, reader: str, unseen: str
+def missing_ranks(
+    missing: Sequence[int], records: Mapping[int, Record], reader: int, at: str, waited_s: float
 ) -> RankFailure:
-    """The failure to report for the ranks ``missing``: that of the first one, which may be alive elsewhere.
+    """The failure to report for ranks that have not come to the meeting ``at``: that of the first one."""
+    first = records[missing[0]]
+    notes = {rank: f" ({record.host}, in {describe(record)})" for rank, record in records.items()}
+    message = (
+        f"rank {reader} waited {waited_s:.1f} s at {at} for ranks {list_ranks(missing, notes)}: stopped, dead, cut"
+        " off, or not arrived yet"
+    )
+    return RankFailure(missing[0], first.host, first.where, MISSING, message)
 
-    ``reader`` says who has waited for how long, and ``unseen`` where a rank is that has written no record.
-    """
-    first = seen[missing[0]]
-    where = first.known.where
-    if first.record is None:
-        where = unseen
-    error = MISSED_HEARTBEATS
-    why = "stopped, dead, cut off, or not arrived yet"
-    if is_alive:
-        error = STUCK
-        why = "alive, but did not arrive"
-    message = f"{reader} for ranks {list_seen(missing, seen)}: {why}"
-    return RankFailure(missing[0], first.known.host, where, error, message)
+
+def describe(record: Record) -> str:
+    """The hook and the line that a rank is in, as far as it has said so."""
+    if not record.position:
+        return record.where
+    return f"{record.where}, at {record.position}"
 
 
 def missed_heartbeats(
-    rank: int, record: Record, reader: int, silent_s: float, more: str = ""
+    rank: int,
+    record: Record,
+    reader: int,
+    state: str,
+    also: Sequence[int] = (),
+    silent_s: float | None = None,
 ) -> RankFailure:
-    """The failure to report for a rank of which ``reader`` has heard nothing for ``silent_s`` seconds."""
-    message = f"rank {reader} has heard nothing of it{more} for {silent_s:.1f} s: stopped, killed or cut off"
+    """The failure to report for a rank of which ``reader`` hears nothing; ``state`` is that of its process, if seen."""
+    more = ""
+    if also:
+        more = f", nor of rank {list_ranks(also)},"
+    since = ""
+    if silent_s is not None:
+        since = f" for {silent_s:.1f} s"
+    why = "stopped, killed or cut off"
+    if state:
+        why = f"its process {state}"
+    message = f"rank {reader} has heard nothing of it{more}{since}: {why}"
     return RankFailure(rank, record.host, record.where, MISSED_HEARTBEATS, message)
+
+
+def ended(rank: int, record: Record, reader: int) -> RankFailure:
+    """The failure to report for a rank whose process is gone, as ``reader`` sees on its own node."""
+    message = f"its process has ended without a word, as rank {reader} sees"
+    return RankFailure(rank, record.host, record.where, PROCESS_ENDED, message)
+
+
+def left_behind(rank: int, record: Record, other: int, step: int) -> RankFailure:
+    """The failure to report for a rank that ended its run before a training step that another one takes."""
+    message = (
+        f"it ended its run after training step {record.step}, but rank {other} is in step {step}: give all ranks"
+        " equally many batches, and set trainer.should_stop on all of them or on none"
+    )
+    return RankFailure(rank, record.host, "fit", "RuntimeError", message)
+
+
+def lost_store(host: Record, what: str) -> RankFailure:
+    """The failure to report if the store does not answer: of the process that holds it, rank 0's or the launcher's."""
+    message = f"which holds the store of the process group, {what}"
+    if launcher_hosts_store():
+        return RankFailure(LAUNCHER, socket.gethostname(), "", MISSED_HEARTBEATS, message)
+    return RankFailure(0, host.host, host.where, MISSED_HEARTBEATS, f"its process, {message}")

@@ -1,27 +1,27 @@
 """First-rank blocks: the first rank of each node runs a block before the others.
 
-A failure reaches every rank. The ranks communicate through a board, that of the run or one made for the
-block, so no collective's timeout applies. Below ``first_rank/<group>/<number of the block>``, the store
-holds `node/...`, the node of each rank; `left/...`, the ranks that have left the block without an error, for
-which others wait at the entry; and how the block ended.
+A failure reaches every rank. A block is two meetings in the store, at its entry and at its end, so no collective's
+timeout applies. Outside of a run its ranks have hearts of their own meanwhile, so that a rank that dies is noticed.
 """
 
 import contextlib
 import os
 import socket
 import weakref
+from collections.abc import Callable
 from contextlib import ContextDecorator
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed import join, process_group
-from lightning_automodel.distributed.board import LINGER_S, Board
+from lightning_automodel.distributed import heart, join, meeting, process_group
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure
-from lightning_automodel.distributed.store import connect_again
+from lightning_automodel.distributed.heart import Heart, ended
+from lightning_automodel.distributed.join import LINGER_S
+from lightning_automodel.distributed.last_resort import end_process
 
 Scope = Literal["node", "global"]
 
@@ -118,20 +118,12 @@ class FirstRankPerNode(ContextDecorator):
         group = self._group or dist.group.WORLD
         if group is None or group.size() == 1:
             return None
-        return _Block(group, self._scope, self._timeout.total_seconds(), makes_group)
+        return _Block(group, self._scope, self._timeout, makes_group)
 
-
-_run_board: Board | None = None
 
 _num_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 _active: "list[_Block | None]" = []
 """Blocks that this process is in, outermost first; None for a part of another one."""
-
-
-def use_board(board: Board | None) -> None:
-    """From now on, communicate through ``board``, that of this process's run; None outside of a run."""
-    global _run_board
-    _run_board = board
 
 
 def is_active() -> bool:
@@ -156,48 +148,48 @@ def first_rank(rank: int, nodes: dict[int, str], scope: Scope) -> int:
 class _Block:
     """One use of :class:`FirstRankPerNode` on this rank; ``members`` are ranks of the default group."""
 
-    def __init__(self, group: dist.ProcessGroup, scope: Scope, timeout_s: float, made_group: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup, scope: Scope, timeout: timedelta, made_group: bool) -> None:
         dist.get_rank(group)  # raises if the group was destroyed
         self.group = group
         self.members = dist.get_process_group_ranks(group)
         self.scope = scope
         self.is_first = False
-        self._timeout_s = timeout_s
+        self._rank = dist.get_rank()
+        self._timeout_s = timeout.total_seconds()
         self._made_group = made_group
-        self._where = f"FirstRankPerNode(scope={scope!r})"
+        self._at = f"FirstRankPerNode(scope={scope!r})"
         # Each member counts its blocks on this group. All enter the same blocks, so the numbers agree. The
         # path holds the lowest rank, since torch may give one name to groups that share no rank.
         _num_blocks[group] = _num_blocks.get(group, 0) + 1
-        self._path = f"first_rank/{group.group_name}.{min(self.members)}/{_num_blocks[group]}"
-        self._makes_board = _run_board is None or not _run_board.is_served
-        if _run_board is not None and not self._makes_board:
-            self._board = _run_board
-        else:
-            connect = connect_again(f"lightning_automodel/{self._path}", timeout_s)
-            where = {"where": self._where}
-            self._board = Board(dist.get_rank(), connect, self._path, self.members, timeout_s, lambda: where)
-            self._board.start()
-        self._board.follow(self._path)
+        path = f"first_rank/{group.group_name}.{min(self.members)}/{_num_blocks[group]}"
+        self._store = dist.PrefixStore(path, process_group.connection(timeout))
+        self._own_heart: Heart | None = None
+        running = heart.current()
+        if running is None:
+            where = {"where": self._at}
+            running = Heart(
+                self._rank, self.members, self._store, self._timeout_s, lambda: where, self._end_if_lost
+            )
+            self._own_heart = running
+            running.start()
+        self._heart = running
 
     def enter(self) -> bool:
         """Wait until all ranks have come, and until the first one has left the block, unless this is it."""
-        board = self._board
-        mine = node_of(board.rank)
-        nodes = board.gather(f"{self._path}/node", self.members, mine, self._path, self._timeout_s)
-        first = first_rank(board.rank, dict(zip(self.members, nodes, strict=True)), self.scope)
-        self.is_first = board.rank == first
+        nodes = self._meet("the entry to", node_of(self._rank), self._timeout_s)
+        first = first_rank(self._rank, dict(zip(self.members, nodes, strict=True)), self.scope)
+        self.is_first = self._rank == first
         if not self.is_first:
-            explain = partial(board.explain_missing, f"{self._path}/left", [first])
-            board.wait_for(f"{self._path}/left/{first}", self._path, LONGEST_WORK_S, explain)
+            at = f"the end of {self._at}"
+            key = f"{at}/{first}"
+            self._wait(partial(meeting.wait, self._store, at, key, self._rank, [first], LONGEST_WORK_S))
         return self.is_first
 
     def leave(self, error: BaseException | None) -> None:
         """Wait until the block has ended on all ranks, unless it has ended with an ``error`` here; end it."""
         try:
             if error is None:
-                # The value is not empty: a rank that makes the key in order to wait for it would replace
-                # that.
-                self._board.gather(f"{self._path}/left", self.members, "left", self._path, LONGEST_WORK_S)
+                self._meet("the end of", None, LONGEST_WORK_S)
         except BaseException as raised:
             error = raised
             raise
@@ -206,17 +198,32 @@ class _Block:
 
     def end(self, error: BaseException | None) -> None:
         """Report how the block ended here, and free what was made for it. Rank 0, the store's host, waits."""
-        board = self._board
         try:
             if error is not None:
-                failure = RankFailure.from_exception(error, board.rank, self._where)
-                with contextlib.suppress(RankFailedError):
-                    board.call(lambda store: board.post(store, self._path, failure), LINGER_S)
-            board.conclude(self._path, len(self.members))
+                with contextlib.suppress(dist.DistError, OSError):
+                    meeting.post(self._store, RankFailure.from_exception(error, self._rank, self._at))
+            meeting.linger(self._store, "end", self._rank, len(self.members), LINGER_S)
         finally:
-            if self._makes_board:
-                board.close()
-            else:
-                board.unfollow(self._path)
+            if self._own_heart is not None:
+                self._own_heart.close()
             if self._made_group:
                 process_group.destroy_global_state()
+
+    def _meet(self, where: str, value: str | None, limit_s: float) -> list[Any]:
+        at = f"{where} {self._at}"
+        met: list[Any] = self._wait(
+            partial(meeting.meet, self._store, at, self._rank, self.members, value, limit_s)
+        )
+        return met
+
+    def _wait(self, wait: Callable[..., Any]) -> Any:
+        """Wait as ``wait`` does, for as long as neither the run nor the store is lost."""
+        try:
+            return wait(check=self._heart.raise_failure, records=self._heart.store)
+        except (dist.DistError, OSError) as error:
+            raise RankFailedError(self._heart.lose_store(ended(error))) from error
+
+    def _end_if_lost(self, failure: RankFailure) -> None:
+        """Outside of a run, the main thread asks for failures; it cannot if the store's host is stopped."""
+        if self._own_heart is not None and self._own_heart.is_stuck:
+            end_process(self._rank, str(failure))

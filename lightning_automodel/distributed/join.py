@@ -1,34 +1,40 @@
 """Joining: where the ranks meet, and what they learn if some do not come.
 
-They meet on a board of their own, in the store that then serves the process group. A store serves several
-rounds, one after the other. Below the round's number it holds, besides the keys of every board,
-`join/terms`, the world size and backend of the first rank, and `left/<rank>` for each rank that no longer
+They meet in the store that then serves the process group. A store serves several rounds, one after the other.
+Below the round's number it holds, besides the keys of every meeting, `pid/<rank>`, the process that has come as
+this rank, `terms`, the world size and backend of the first one, and `left/<rank>` for each rank that no longer
 needs the store.
 """
 
 import contextlib
 import ipaddress
-import json
 import os
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed import network
-from lightning_automodel.distributed.board import LINGER_S, Board
-from lightning_automodel.distributed.failures import RankFailedError, RankFailure
-from lightning_automodel.distributed.store import family_of, launcher_hosts_store, pause_s
+from lightning_automodel.distributed import meeting, network
+from lightning_automodel.distributed.failures import RankFailedError, RankFailure, Record, lost_store
+from lightning_automodel.distributed.last_resort import limited
+from lightning_automodel.distributed.store import (
+    another_connection,
+    family_of,
+    launcher_hosts_store,
+    pause_s,
+)
 
 POLL_S = 0.05
 RESOLVING_S = 5.0
 ENVIRONMENT = "env://"
-JOIN = "join"
+JOIN = "joining"
+LINGER_S = 5.0
+LINGER_AFTER_FAILURE_S = 2.5
+MARGIN_S = 5.0  # for what follows the timeout
 KEYS = "lightning_automodel/joining"
 
 
@@ -183,120 +189,117 @@ def _try_until(deadline: float, function: Callable[[], object]) -> None:
         time.sleep(POLL_S)
 
 
-def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[], None]) -> dist.Store:
-    """Wait until every rank has joined; returns the store. A collective, through the store alone.
+@dataclass(frozen=True)
+class Joined:
+    """All ranks have come."""
+
+    store: dist.Store  # of this round, for torch
+    connection: dist.Store  # another one to it, for this package: hearts and meetings
+
+
+def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[], None]) -> Joined:
+    """Wait until every rank has joined. A collective, through the store alone.
 
     RankFailedError, the same on every rank that has arrived, if ranks do not arrive within ``timeout``, two
-    processes have the same rank, ranks disagree about world size or backend, or the store cannot be used.
+    processes have the same rank, ranks disagree about world size or backend, or the store cannot be used. A
+    store that accepts connections and never answers ends this process, with the cause.
     """
     if found.world_size == 1:
-        store = found.store
-        if store is None:
-            store = dist.HashStore()
-        return store
-    deadline = time.monotonic() + timeout.total_seconds()
-    while True:
-        attempt = _Round(found, backend, timeout, deadline, check)
-        try:
-            return attempt.join()
-        except RankFailedError:
-            # It may have been the store of an earlier group, just before it closed: connect again.
-            is_renewed = found.address is not None and not found.hosts_store
-            if attempt.board.lost is None or not is_renewed or time.monotonic() > deadline:
-                raise
-        time.sleep(POLL_S)
+        store = found.store or dist.HashStore()
+        return Joined(store, store)
+    timeout_s = timeout.total_seconds()
+    deadline = time.monotonic() + timeout_s
+    silent = lost_store(Record(), f"has not answered for {timeout_s + MARGIN_S:g} s")
+    with limited(timeout_s + MARGIN_S, found.rank, f"{silent}; {_hint(found, timeout)}"):
+        while True:
+            try:
+                return _join(found, backend, timeout, deadline, check)
+            except (dist.DistError, OSError) as error:
+                # It may have been the store of an earlier group, just before it closed: connect again.
+                is_renewed = found.address is not None and not found.hosts_store
+                if not is_renewed or time.monotonic() > deadline:
+                    line = next(iter(str(error).splitlines()), "")
+                    what = (
+                        f"ended or is out of reach ({type(error).__name__}: {line}); {_hint(found, timeout)}"
+                    )
+                    host = Record()
+                    if found.hosts_store:
+                        host = Record(host=socket.gethostname(), where=JOIN)
+                    raise RankFailedError(lost_store(host, what)) from None
+            time.sleep(POLL_S)
 
 
-class _Round:
-    """One attempt of all ranks to join."""
-
-    def __init__(
-        self, found: Rendezvous, backend: str, timeout: timedelta, deadline: float, check: Callable[[], None]
-    ) -> None:
-        self._found = found
-        self._timeout = timeout
-        self._deadline = deadline
-        self._terms = f"world size {found.world_size} and backend {backend}"
-        self._me = f"{socket.gethostname()} pid {os.getpid()}"
-        # Longer than connecting may take, which tells more when it fails.
-        patience_s = timeout.total_seconds() + 1.0
-        own = {"where": "joining"}
-        self._ranks = range(found.world_size)
-        self.board = Board(found.rank, self._connect, JOIN, self._ranks, patience_s, lambda: own)
-        self.board.check_while_waiting(check)
-
-    def _connect(self) -> dist.Store:
-        self._rounds = dist.PrefixStore(KEYS, open_store(self._found, self._timeout, self._deadline))
-        self._store = dist.PrefixStore(str(self._rounds.add("round", 0)), self._rounds)
-        return self._store
-
-    def join(self) -> dist.Store:
-        """Enter this rank, wait until all have come, and close the board; returns the store of this round."""
-        board = self.board
-        board.start()
-        try:
-            problem = board.call(self._enter)
-            if problem:
-                raise RankFailedError(RankFailure(board.rank, board.host, "joining", "ValueError", problem))
-            remaining_s = self._deadline - time.monotonic()
-            explain = partial(board.explain_missing, JOIN, self._ranks)
-            board.wait_for(f"{JOIN}/result", JOIN, remaining_s, explain)
-            self._check_network(remaining_s)
-            return self._store
-        except BaseException as error:
-            if isinstance(error, RankFailedError):
-                if board.verdicts[JOIN] is None:
-                    error = self._post(error.failure)
-                board.conclude(JOIN, len(self._ranks))
-            raise error from None
-        finally:
-            board.close()
-
-    def _check_network(self, limit_s: float) -> None:
-        """Raise RankFailedError, the same on all ranks, if gloo would listen where another node cannot reach it."""
-        if self._found.address is not None:
-            network.choose_interface(self._found.address[0])
-        place = json.dumps(network.own_place())
-        places = self.board.gather("network", self._ranks, place, JOIN, limit_s)
-        failure = network.unreachable([json.loads(each) for each in places])
+def _join(
+    found: Rendezvous, backend: str, timeout: timedelta, deadline: float, check: Callable[[], None]
+) -> Joined:
+    """One attempt: enter this rank, and meet all others. What it raises is told to those who have come."""
+    opened = open_store(found, timeout, deadline)
+    rounds = dist.PrefixStore(KEYS, another_connection(opened, timeout))
+    number = meeting.first(rounds, "round", "0")
+    store = dist.PrefixStore(number, rounds)
+    rank = found.rank
+    try:
+        _enter(store, found, backend)
+        if found.address is not None:
+            network.choose_interface(found.address[0])
+        place = network.own_place()
+        remaining_s = deadline - time.monotonic()
+        places = meeting.meet(store, JOIN, rank, range(found.world_size), place, remaining_s, check)
+        failure = network.unreachable(places)
         if failure is not None:
             raise RankFailedError(failure)
+    except (dist.DistError, OSError):
+        raise
+    except BaseException as error:
+        own = RankFailure.from_exception(error, rank, JOIN)
+        if _hint(found, timeout) not in own.message:
+            own = replace(own, message=f"{own.message}; {_hint(found, timeout)}")
+        posted = own
+        with contextlib.suppress(dist.DistError, OSError):
+            posted = meeting.post(store, own)
+            _end_round(rounds, number)
+        meeting.linger(store, JOIN, rank, found.world_size, LINGER_AFTER_FAILURE_S)
+        if isinstance(error, RankFailedError):
+            raise RankFailedError(posted) from None
+        raise
+    _end_round(rounds, number)
+    return Joined(dist.PrefixStore(number, dist.PrefixStore(KEYS, opened)), store)
 
-    def _enter(self, store: dist.Store) -> str:
-        """Enter this rank into the round; returns what is wrong with it, if anything."""
-        came = store.compare_set(f"{JOIN}/{self._found.rank}", "", self._me).decode()
-        if came != self._me:
-            return (
-                f"two processes joined as this rank, {came} and {self._me}: give each process a RANK of its"
-                " own, and each job a port or file. Where one was killed and started again, start all ranks"
-                " again"
-            )
-        terms = store.compare_set(f"{JOIN}/terms", "", self._terms).decode()
-        if terms != self._terms:
-            return f"it has {self._terms}, and others have {terms}: give every rank the same WORLD_SIZE and backend"
-        if store.add(f"{JOIN}/arrived", 1) == self._found.world_size:
-            self._rounds.add("round", 1)  # whoever comes later is in the next round
-            store.set(f"{JOIN}/result", "joined")
-        return ""
 
-    def _post(self, failure: RankFailure) -> RankFailedError:
-        """Post the ``failure``, with what to do, and end the round; returns what to raise."""
-        hint = (
-            f"all ranks must join at {self._found.place} within {self._timeout.total_seconds():g} s: check"
-            " that each process runs, with this address, the same WORLD_SIZE and a RANK of its own"
+def _enter(store: dist.Store, found: Rendezvous, backend: str) -> None:
+    """Enter this rank; RankFailedError if another process has its number, or expects something else.
+
+    Before the meeting, which would not end right: it counts those who come.
+    """
+    host = socket.gethostname()
+    me = f"{host} pid {os.getpid()}"
+    came = meeting.first(store, f"pid/{found.rank}", me)
+    problem = ""
+    if came != me:
+        problem = (
+            f"two processes joined as this rank, {came} and {me}: give each process a RANK of its own, and each"
+            " job a port or file. Where one was killed and started again, start all ranks again"
         )
-        own = replace(failure, message=f"{failure.message}; {hint}")
+    own_terms = f"world size {found.world_size} and backend {backend}"
+    terms = meeting.first(store, "terms", own_terms)
+    if terms != own_terms:
+        problem = (
+            f"it has {own_terms}, and others have {terms}: give every rank the same WORLD_SIZE and backend"
+        )
+    if problem:
+        raise RankFailedError(RankFailure(found.rank, host, JOIN, "ValueError", problem))
 
-        def post(store: dist.Store) -> RankFailure:
-            posted = self.board.post(store, JOIN, own)
-            if posted == own:
-                self._rounds.add("round", 1)
-            return posted
 
-        try:
-            return RankFailedError(self.board.call(post, LINGER_S))
-        except RankFailedError:
-            return RankFailedError(own)
+def _end_round(rounds: dist.Store, number: str) -> None:
+    """Whoever comes later is in the next round. Every rank says so before it may come again."""
+    rounds.compare_set("round", number, str(int(number) + 1))
+
+
+def _hint(found: Rendezvous, timeout: timedelta) -> str:
+    return (
+        f"all ranks must join at {found.place} within {timeout.total_seconds():g} s: check that each process"
+        " runs, with this address, the same WORLD_SIZE and a RANK of its own"
+    )
 
 
 def leave(found: Rendezvous, store: dist.Store, linger_s: float = LINGER_S) -> None:

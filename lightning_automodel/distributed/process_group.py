@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
-from lightning_automodel.distributed import device_groups, join, network
+from lightning_automodel.distributed import device_groups, heart, join, network
+from lightning_automodel.distributed.failures import is_communication_error
+from lightning_automodel.distributed.store import another_connection
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import process_groups
 
@@ -129,6 +131,10 @@ def choose_device(backend: str, local_rank: int) -> torch.device:
 _membership: tuple[int, join.Rendezvous, dist.Store, weakref.ref[dist.ProcessGroup]] | None = None
 _kept: dict[object, Any] = {}
 _kept_for: dist.ProcessGroup | None = None
+_has_failed = False
+"""Whether a run of several ranks has failed, and its group is gone: this process joins no other one."""
+
+OnJoined = Callable[[int, int, dist.Store, bool], None]
 
 
 def initialize_distributed(
@@ -185,23 +191,26 @@ def join_process_group(
     device: torch.device,
     init_method: str | None = None,
     check: Callable[[], None] = lambda: None,
-) -> bool:
+    on_joined: OnJoined = lambda rank, num_ranks, connection, have_just_joined: None,
+) -> None:
     """Join like :func:`initialize_distributed`, as Lightning's cluster environment says; call ``check`` meanwhile.
 
-    Returns whether this made the group, so that all ranks have just joined.
+    As soon as all ranks have come, and before they connect to each other, ``on_joined`` is called with the
+    rank, the number of ranks, a connection to the store, and whether they have come just now: not where the
+    group exists already.
     """
     lightning_internals.reset_seed()
     if dist.is_initialized():
         _use_existing(backend, device)
-        return False
+        on_joined(dist.get_rank(), dist.get_world_size(), connection(timeout), False)
+        return
     address = cluster_environment.main_address
     if ":" in address:
         address = f"[{address}]"
     url = f"tcp://{address}:{cluster_environment.main_port}"
     rank = cluster_environment.global_rank()
     found = join.locate(init_method or url, None, rank, cluster_environment.world_size())
-    _join(found, backend, timeout, None, check)
-    return True
+    _join(found, backend, timeout, None, check, on_joined)
 
 
 def _use_existing(backend: str, device: torch.device) -> DistInfo:
@@ -224,13 +233,21 @@ def _join(
     timeout: timedelta,
     bound: torch.device | None,
     check: Callable[[], None] = lambda: None,
+    on_joined: OnJoined = lambda rank, num_ranks, connection, have_just_joined: None,
 ) -> None:
     """Make the default group. Unless a device is ``bound``, an accelerator connects in its first collective."""
     global _membership
+    if _has_failed and found.world_size > 1:
+        raise RuntimeError(
+            "A run of these ranks has failed, and its connections are gone: end all processes and start them again,"
+            " with fit(..., ckpt_path='last') to go on from the newest checkpoint."
+        )
     destroy_global_state()
-    store = join.meet(found, backend, timeout, check)
+    joined = join.meet(found, backend, timeout, check)
+    store = joined.store
     is_gloo = backend.lower() == dist.Backend.GLOO
     try:
+        on_joined(found.rank, found.world_size, joined.connection, True)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),
@@ -240,14 +257,17 @@ def _join(
             device_id=bound,
         )
     except BaseException as error:
-        error.add_note(network.ADVICE)
-        join.leave(found, store)
+        if is_communication_error(error):
+            error.add_note(network.ADVICE)
+        if heart.current() is None:  # else the run's supervisor tells the others first, and then leaves
+            join.leave(found, store)
         raise
     group = dist.group.WORLD
     assert group is not None
     if is_gloo:
         group.set_timeout(timeout)
     _membership = os.getpid(), found, store, weakref.ref(group)
+    kept_with_world()["connection", os.getpid()] = joined.connection
     # Unlike `atexit`, this also runs in children of `multiprocessing`; from priority 0 on, before it joins
     # children.
     multiprocessing.util.Finalize(None, _leave, kwargs={"is_exiting": True}, exitpriority=0)
@@ -268,6 +288,40 @@ def kept_with_world() -> dict[object, Any]:
         process_groups.forget_meshes()
         _kept_for = dist.group.WORLD
     return _kept
+
+
+def connection(timeout: timedelta) -> dist.Store:
+    """This process's own connection to the default group's store, for hearts and meetings. Not a collective.
+
+    Their calls do not wait in it, so that one serves all of them. A forked child opens another one. Raises
+    DistError or OSError if the store is gone.
+    """
+    kept = kept_with_world()
+    key = "connection", os.getpid()
+    if key not in kept:
+        world = dist.group.WORLD
+        assert world is not None
+        kept[key] = another_connection(
+            dist.PrefixStore("lightning_automodel", world.get_group_store()), timeout
+        )
+    opened: dist.Store = kept[key]
+    return opened
+
+
+def next_number(what: str) -> int:
+    """1, 2, ... in the default group, the same on all ranks that have asked for ``what`` equally often."""
+    kept = kept_with_world()
+    kept[what] = kept.get(what, 0) + 1
+    number: int = kept[what]
+    return number
+
+
+def leave_after_failure(aborts: bool) -> None:
+    """Destroy this package's group after a failed run, waiting for nobody; this process joins no other one."""
+    global _has_failed
+    _has_failed = _has_failed or _membership is not None
+    forget_world()
+    destroy_global_state(linger_s=0.0, aborts=aborts)
 
 
 def forget_world() -> None:

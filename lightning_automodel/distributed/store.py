@@ -2,7 +2,6 @@
 
 import os
 import socket
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -37,19 +36,18 @@ def without_prefixes(store: dist.Store) -> dist.Store:
     return store
 
 
-def connect_again(prefix: str, timeout_s: float) -> Callable[[], dist.Store]:
-    """A function that connects to the default group's store once more, for keys that begin with ``prefix``."""
-    world = dist.group.WORLD
-    assert world is not None
-    store = world.get_group_store()
+def another_connection(store: dist.Store, timeout: timedelta) -> dist.Store:
+    """Another connection to ``store``, with its prefixes: one in which a thread waits serves no other thread.
 
-    def connect() -> dist.Store:
-        innermost = without_prefixes(store)
-        if isinstance(innermost, dist.TCPStore):
-            # Raises at once if the host is gone; a client would retry for longer than the timeout.
-            socket.create_connection((innermost.host, innermost.port), timeout=timeout_s).close()
-        connection = store.clone()  # type: ignore[attr-defined]
-        connection.set_timeout(timedelta(seconds=timeout_s))
-        return dist.PrefixStore(prefix, connection)
-
-    return connect
+    Raises at once if the store's host is gone. A custom store that cannot be cloned is returned itself.
+    """
+    innermost = without_prefixes(store)
+    if isinstance(innermost, dist.TCPStore):
+        # A client would retry for longer than the timeout.
+        socket.create_connection((innermost.host, innermost.port), timeout=timeout.total_seconds()).close()
+    try:
+        connection: dist.Store = store.clone()  # type: ignore[attr-defined]
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return store
+    connection.set_timeout(timeout)
+    return connection

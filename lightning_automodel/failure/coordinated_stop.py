@@ -2,20 +2,19 @@
 
 The states of a rank (:class:`StopState`), which only `StopAgreement._become` changes:
 
-    RUNNING --- a request is known, or the run is over ---> PROMISED --- all have promised ---> DECIDED
+    RUNNING --- a request is known ---> PROMISED --- all have promised ---> DECIDED
 """
 
-import json
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from enum import Enum, auto
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed.board import NONE
+from lightning_automodel.distributed.meeting import NONE, said_by_all, say
 
 STOP = "stop"
-STEPS = f"{STOP}/result"
+STEPS = f"{STOP}/all"
 REQUEUE = "requeue"
 
 
@@ -28,20 +27,20 @@ class StopState(Enum):
 
 
 class StopAgreement:
-    """Decides, through the board, after which step all ranks stop.
+    """Decides, by a meeting at which nobody waits, after which step all ranks stop.
 
     Ranks are not synchronised within a window, so they learn of a request in different steps. Each promises
     not to pass its current step, and waits at the start of the next one. Once all have promised, all stop
     one step after the farthest promised one, which none can have passed. Without a request, no rank
     communicates or waits.
 
-    :data:`STOP` holds the request, ``rank|reason``. ``arrive`` posts the step that this rank promises; once
-    all ranks have posted theirs, :data:`STEPS` holds them.
+    In the store, :data:`STOP` holds the request, ``rank|reason``. Each rank says there the step that it
+    promises; once all have, :data:`STEPS` holds them.
     """
 
-    def __init__(self, rank: int, arrive: Callable[[dist.Store, str], None]) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int]) -> None:
         self._rank = rank
-        self._arrive = arrive
+        self._ranks = ranks
         self._lock = threading.Lock()
         self._reason: str | None = None  # why this rank asks
         self._state = StopState.RUNNING
@@ -84,27 +83,21 @@ class StopAgreement:
             self._may_go_on.wait(longest_wait_s)
         return self.last_step is not None and self.step >= self.last_step
 
-    def leave(self, store: dist.Store) -> None:
-        """Promise to take no further step, so that a later request need not wait for this rank."""
-        if self._state is StopState.RUNNING:
-            self._become(StopState.PROMISED)
-            self._arrive(store, "0")
-
     def release(self) -> None:
         """Let a waiting step go on: there will be no decision."""
         self._may_go_on.set()
 
     def exchange(self, store: dist.Store, request: bytes, steps: bytes) -> None:
-        """Take part; a thread of every rank calls this repeatedly, with the newest values of the two keys."""
-        if request == NONE:
+        """Take part; the heart of every rank calls this with each beat, with the newest values of the two keys."""
+        if request.decode() == NONE:
             if self._reason is not None:
-                store.compare_set(STOP, NONE.decode(), f"{self._rank}|{self._reason}")
+                store.compare_set(STOP, NONE, f"{self._rank}|{self._reason}")
             return
         asked_by, reason = request.decode().split("|")
         self.asked_by = int(asked_by)
-        if steps != NONE:
+        if steps.decode() != NONE:
             self.requeues = reason == REQUEUE
-            self.last_step = 1 + max(map(int, json.loads(steps)))
+            self.last_step = 1 + max(said_by_all(steps, len(self._ranks)))
             self._become(StopState.DECIDED)
         elif self._state is StopState.RUNNING:
             # The lock keeps the main thread from beginning a step between reading its number and promising
@@ -112,4 +105,4 @@ class StopAgreement:
             with self._lock:
                 self._become(StopState.PROMISED)
                 promised = self.step
-            self._arrive(store, str(promised))
+            say(store, STOP, self._rank, self._ranks, promised)

@@ -1,16 +1,7 @@
-"""Runs the Trainer's function so that all ranks leave together.
+"""Runs the Trainer's function so that all ranks leave together; `failure.watch` makes a rank leave.
 
-The states of a rank (:class:`RankState`), which only `Supervisor._become` changes:
-
-    from       to          when
-    any        RUNNING     `run` is called
-    RUNNING    IDLE        the function returns, or the Tuner ends it
-    RUNNING    FAILED      the function raises
-    FAILED     ALONE       another rank's failure was the cause, or the others did not come in time
-    FAILED     TOGETHER    all ranks have failed alike, or stop after the same step, and wait for each other
-
-FAILED, ALONE and TOGETHER last until the next `run`. `failure.main_thread` tells how a rank is made to
-raise.
+A rank is in one of three states (:class:`RankState`), which only `Supervisor._become` changes. FAILED lasts until
+the next `run`. In which of them it must save without the others is :meth:`Supervisor.is_alone`.
 """
 
 import contextlib
@@ -29,8 +20,9 @@ from enum import Enum, auto
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from lightning_automodel.distributed import device_groups, first_rank, process_group
+from lightning_automodel.distributed import device_groups, process_group
 from lightning_automodel.distributed.failures import (
     PROCESS_ENDED,
     RankFailedError,
@@ -39,19 +31,17 @@ from lightning_automodel.distributed.failures import (
     message_of,
 )
 from lightning_automodel.distributed.last_resort import limited
+from lightning_automodel.distributed.meeting import linger
 from lightning_automodel.failure.coordinated_stop import REQUEUE
 from lightning_automodel.failure.position import main_thread_position
-from lightning_automodel.failure.watchdog import Watchdog
+from lightning_automodel.failure.watch import LINGER_S, Watch
 from lightning_automodel.internals import lightning as lightning_internals
 
 log = logging.getLogger(__name__)
 
 SIGTERM_STATUS = 128 + signal.SIGTERM
-LINGER_AFTER_FAILURE_S = 1.0
+LINGER_AFTER_FAILURE_S = 2.5
 LONGEST_LEAVING_S = 30.0
-TIME_TO_MEET_AT_STOP_S = 15.0
-# Less than a rank that stands in a collective is given to leave: `main_thread.TIME_TO_RAISE_S`, twice.
-TIME_TO_MEET_AFTER_FAILURE_S = 2.0
 
 
 class RankState(Enum):
@@ -60,8 +50,6 @@ class RankState(Enum):
     IDLE = auto()  # no function runs, and the last one has not failed
     RUNNING = auto()  # the Trainer's function runs
     FAILED = auto()  # leaving, or left, after an exception of its own or another rank's failure
-    ALONE = auto()  # failed, and the other ranks do not come: this one saves and decides without them
-    TOGETHER = auto()  # failed, and the other ranks come: they save and decide together
 
 
 class Supervisor:
@@ -78,7 +66,7 @@ class Supervisor:
     def __init__(self, join: Callable[[], None], before_telling: Callable[[], None]) -> None:
         self._join = join
         self._before_telling = before_telling
-        self._watchdog: Watchdog | None = None
+        self._watch: Watch | None = None
         self._previous_handler: Any = None
         self._handler_process: int | None = None
         self._state = RankState.IDLE
@@ -123,52 +111,57 @@ class Supervisor:
         ``on_exception`` hooks and tears down: with groups of an accelerator, both would wait for collectives
         that nobody joins any more.
         """
-        watchdog = self._watchdog
+        watch = self._watch
         if isinstance(exception, lightning_internals.SIGTERMException):
             exception.code = exception.code or SIGTERM_STATUS
-            if watchdog is not None and watchdog.stop.is_decided:
-                # All ranks stop after the same step: they may still save together, and nobody is stuck.
-                watchdog.let_leave()
+            if watch is not None and self._stops_together:
+                # They may still save together, watched until `close`, and nobody is stuck.
+                watch.leave()
                 return
-        if watchdog is None:  # a single rank
+        if watch is None:  # a single rank
             return
 
         # What must be said before anything that may not return.
-        if watchdog.failure is None:
-            watchdog.stand_at(main_thread_position(exception))
+        if watch.failure is None:
+            watch.raised_at = main_thread_position(exception)
             _print_first(exception)
             self._before_telling()
 
-        # Who failed: this rank, another one that is known, or one that the verdict names.
-        culprit = watchdog.failure
+        # Who failed: this rank, another one that is known, or one that the records tell.
         try:
-            if isinstance(exception, RankFailedError):
-                culprit = exception.failure
-            elif watchdog.can_post():
-                own = watchdog.raise_own(exception, lightning_internals.failing_hook(exception))
-                if is_communication_error(exception):
-                    culprit = culprit or watchdog.await_verdict(own)
-                else:
-                    watchdog.post(own)
-                    culprit = own
-                if culprit.rank == own.rank:
-                    _add_note(exception, culprit, own)
-                    culprit = None
+            culprit = self._tell(watch, exception)
         finally:
-            watchdog.let_leave()
+            watch.leave()
 
         # The way out.
         if culprit is not None:
             log.error("This rank stops: %s.", str(culprit).rstrip("."))
         _free_device(exception)
         if culprit is not None:
-            # The other rank has raised, and others stand in collectives or leave.
-            self._become(RankState.ALONE)
             if culprit.error == KeyboardInterrupt.__name__:
                 # Ctrl-C reaches all ranks of a terminal, but one that waits in a collective may first learn
                 # of another rank's interrupt. On both it is the user's wish, not a failure with a traceback.
                 raise KeyboardInterrupt from exception
             raise RankFailedError(culprit) from exception
+
+    def _tell(self, watch: Watch, exception: BaseException) -> RankFailure | None:
+        """Tell the others why this rank leaves; returns another rank's failure if that is the cause.
+
+        Whoever has raised keeps its own exception, though another one may have been posted first.
+        """
+        if isinstance(exception, RankFailedError):
+            return watch.heart.tell(exception.failure)
+        hook = lightning_internals.failing_hook(exception) or watch.heart.record.where
+        own = RankFailure.from_exception(exception, watch.rank, hook)
+        watch.own = own
+        if not is_communication_error(exception):
+            watch.heart.tell(own)
+            return None
+        culprit = watch.failure or watch.why(own)
+        if culprit.rank != own.rank:
+            return culprit
+        _add_note(exception, culprit, own)
+        return None
 
     @contextlib.contextmanager
     def tearing_down(self) -> Iterator[None]:
@@ -191,30 +184,44 @@ class Supervisor:
 
     def watch(
         self,
+        rank: int,
+        num_ranks: int,
+        connection: dist.Store,
+        have_just_joined: bool,
         timeout: timedelta,
         heartbeat_timeout: timedelta,
         where: Callable[[], str],
-        have_just_joined: bool = False,
     ) -> None:
         """Start to watch the other ranks; every rank must call it. A thread asks ``where`` this rank is: its hook.
 
-        A collective may wait for ``timeout``. A rank may be silent for ``heartbeat_timeout``, and before its
-        first heartbeat for any time, unless all ranks ``have_just_joined``.
+        Called as soon as the ranks have met in the store, to which the ``connection`` is, and before they connect
+        to each other. A collective may wait for ``timeout``. A rank may be silent for ``heartbeat_timeout``, and
+        before its first heartbeat for any time, unless all ranks ``have_just_joined``.
         """
         self._end()
-        if process_group.group_size() == 1:
+        if num_ranks == 1:
             return
         if not faulthandler.is_enabled():
             # Gloo aborts a process whose collectives do not match, and only this shows where. Notebooks may
             # refuse.
             with contextlib.suppress(Exception):
                 faulthandler.enable()
-        self._watchdog = Watchdog(
-            timeout, where, self._patch_sigterm(), _find_ended, heartbeat_timeout, have_just_joined
+        number = 0 if have_just_joined else process_group.next_number("runs")
+        store = dist.PrefixStore(f"run/{number}", connection)
+        interrupts = self._patch_sigterm() and hasattr(signal, "pthread_kill")
+        self._watch = Watch(
+            rank,
+            num_ranks,
+            store,
+            timeout,
+            heartbeat_timeout,
+            where,
+            _find_ended,
+            interrupts,
+            have_just_joined,
         )
         _current.append(self)
-        first_rank.use_board(self._watchdog.board)
-        self._watchdog.start()
+        self._watch.heart.start()
 
     def begin_step(self, step: int, is_training: bool) -> bool:
         """Begin a step that every rank takes, numbered from 1; return whether all stop after it.
@@ -222,10 +229,10 @@ class Supervisor:
         A rank that ends its run before a training step that others take is at fault. RankFailedError if one
         failed.
         """
-        if self._watchdog is None:
+        if self._watch is None:
             return False
-        is_last = self._watchdog.begin_step(step, is_training)
-        stop = self._watchdog.stop
+        is_last = self._watch.begin_step(step, is_training)
+        stop = self._watch.stop
         if is_last and step == stop.last_step:  # in training, the window's other micro-batches follow
             what = "received SIGTERM"
             if stop.requeues:
@@ -233,81 +240,80 @@ class Supervisor:
             log.warning("Rank %s %s: all ranks stop after this step.", stop.asked_by, what)
         return is_last
 
+    def note_progress(self) -> None:
+        """Note that this rank gets on, where it takes no step that all take, for the warning of a standstill."""
+        if self._watch is not None:
+            self._watch.note_progress()
+
     def await_end_of_training(self) -> None:
         """Wait until no rank trains any more, so that collectives may follow. RankFailedError if some rank does."""
-        if self._watchdog is not None:
-            self._watchdog.await_end_of_training()
+        if self._watch is not None:
+            self._watch.await_end_of_training()
 
     @property
     def requeues(self) -> bool:
         """Whether all ranks stop, or have stopped, after the same step to save and requeue."""
-        return self._watchdog is not None and self._watchdog.stop.requeues
+        return self._watch is not None and self._watch.stop.requeues
 
     def ask_to_requeue(self) -> None:
         """Ask all ranks to stop after the same step, to save and requeue. Safe in a signal handler."""
-        if self._watchdog is not None:
-            self._watchdog.stop.ask(REQUEUE)
+        if self._watch is not None:
+            self._watch.stop.ask(REQUEUE)
+
+    @property
+    def _stops_together(self) -> bool:
+        """Whether all ranks stop, or have stopped, after the same step, and none has failed since."""
+        return self._watch is not None and self._watch.stop.is_decided and self._watch.failure is None
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank is leaving after a failure of its own or of another rank."""
-        return self._state in (RankState.FAILED, RankState.ALONE, RankState.TOGETHER)
+        """Whether this rank is leaving after a failure of its own or of another rank, or a stop of all."""
+        return self._state is RankState.FAILED
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank must save and decide without the others: after a failure, but not after a stop of all."""
+        return self.has_failed and self._watch is not None and not self._stops_together
 
     def save_on_exception(self) -> None:
         """Give this rank time to raise when another one fails, since it then saves a checkpoint alone."""
-        if self._watchdog is not None:
-            self._watchdog.save_on_exception()
-
-    def wait_whether_alone(self) -> bool:
-        """Whether this rank must save and decide without the others after a failure.
-
-        The first call waits for them. They come if all have failed alike, or stop after the same step. If
-        this rank alone has failed, it must leave soon: the others stand in a collective until its
-        connections close.
-        """
-        if self._watchdog is None:  # the run has been torn down, or has a single rank
-            return False
-        if self._state is RankState.FAILED:
-            limit_s = TIME_TO_MEET_AFTER_FAILURE_S
-            if self._watchdog.stop.is_decided:
-                limit_s = TIME_TO_MEET_AT_STOP_S
-            is_together = self._watchdog.come_together(limit_s)
-            self._become(RankState.TOGETHER if is_together else RankState.ALONE)
-        return self._state is RankState.ALONE
+        if self._watch is not None:
+            self._watch.save_on_exception()
 
     def close(self) -> None:
         """After a failure, end the watch and destroy this package's process groups, in half a minute at most."""
         if self._state is RankState.RUNNING:
             return
-        stops_together = False
-        if self.has_failed and self._watchdog is not None:
-            stops_together = self._watchdog.stop.is_decided
-            self._watchdog.conclude(LINGER_AFTER_FAILURE_S)
+        stops_together = self._stops_together
+        watch = self._watch
+        if self.has_failed and watch is not None:
+            if stops_together:
+                linger(watch.heart.store, "stop", watch.rank, len(watch.ranks), LINGER_S)
+            else:
+                watch.heart.linger(LINGER_AFTER_FAILURE_S)
         self._end()
         if self.has_failed and process_group.group_size() > 1:
-            process_group.forget_world()
             why = _why_late(sys.exc_info()[1], "destroying its process groups")
             with limited(LONGEST_LEAVING_S, process_group.group_rank(), why):
-                process_group.destroy_global_state(linger_s=0.0, aborts=not stops_together)
+                process_group.leave_after_failure(aborts=not stops_together)
 
     def _end(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.close()
-            self._watchdog = None
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
             _current.remove(self)
-            watchdogs = [supervisor._watchdog for supervisor in _current if supervisor._watchdog is not None]
-            first_rank.use_board(watchdogs[-1].board if watchdogs else None)
         self._restore_sigterm()
 
     def _raise_what_came_late(self) -> None:
         """Wait for the other ranks: a failure or a SIGTERM after the last step shows in no step."""
-        if self._watchdog is None:
+        if self._watch is None:
             return
-        asked_by = self._watchdog.wait_for_all()
-        self._watchdog.raise_failure()
-        if asked_by is not None:
-            log.warning("Rank %s received SIGTERM: all ranks stop at the end of this run.", asked_by)
-        if asked_by is not None or self._watchdog.stop.is_asked_here:
+        asked = self._watch.end()
+        if any(asked):
+            log.warning(
+                "Rank %s received SIGTERM: all ranks stop at the end of this run.", asked.index(True)
+            )
+        if any(asked) or self._watch.stop.is_asked_here:
             raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
 
     def _patch_sigterm(self) -> bool:
@@ -336,14 +342,16 @@ class Supervisor:
                 self._restore_sigterm()
                 os.kill(os.getpid(), signum)
             return
-        watchdog = self._watchdog
-        if watchdog is not None:
-            watchdog.raise_failure()
+        watch = self._watch
+        if watch is not None and watch.failure is not None:
+            if frame is not None and frame.f_code is Supervisor.run.__code__:
+                return  # the function has returned or raised: what comes next asks for the failure
+            raise RankFailedError(watch.failure)
         if callable(self._previous_handler):
             self._previous_handler(signum, frame)
-        if watchdog is None or watchdog.stop.step == 0:
+        if watch is None or watch.stop.step == 0:
             raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
-        watchdog.stop.ask()
+        watch.stop.ask()
 
 
 def _print_first(exception: BaseException) -> None:

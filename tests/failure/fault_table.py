@@ -25,7 +25,7 @@ RAISED = ("exception", "out of memory", "error in a kernel", "sys.exit", "data e
 
 def cause(cell: Cell, output: str) -> str:
     """The line that names the failed rank; empty if there is none."""
-    marks = (f"rank {cell.rank} on ", f"Rank {cell.rank} received SIGTERM")
+    marks = (f"rank {cell.rank} on ", f"Rank {cell.rank} received SIGTERM", f"rank {cell.rank} goes on ")
     lines = [line for line in output.splitlines() if any(mark in line for mark in marks)]
     return lines[-1].replace(socket.gethostname(), "host") if lines else ""
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 
 import pytest
 import torch.distributed as dist
 
-from lightning_automodel.distributed.board import NONE
+from lightning_automodel.distributed.meeting import NONE, said_by_all
 from lightning_automodel.failure.coordinated_stop import REQUEUE, STEPS, STOP, StopAgreement
 
 WAIT_S = 10.0
@@ -18,16 +17,9 @@ WAIT_S = 10.0
 def make(world_size: int) -> tuple[dist.Store, list[StopAgreement]]:
     """The agreements of all ranks, and a store with the keys that they read."""
     store = dist.HashStore()
-    promises = list[str]()
-    store.set(STOP, NONE.decode())
-    store.set(STEPS, NONE.decode())
-
-    def arrive(store: dist.Store, step: str) -> None:
-        promises.append(step)
-        if len(promises) == world_size:
-            store.set(STEPS, json.dumps(promises))
-
-    return store, [StopAgreement(rank, arrive) for rank in range(world_size)]
+    store.set(STOP, NONE)
+    store.set(STEPS, NONE)
+    return store, [StopAgreement(rank, range(world_size)) for rank in range(world_size)]
 
 
 def exchange(agreements: list[StopAgreement], store: dist.Store) -> None:
@@ -41,7 +33,7 @@ def test_nobody_asks() -> None:
     for step in range(1, 4):
         assert not any(agreement.begin_step(step, WAIT_S) for agreement in agreements)
         exchange(agreements, store)
-    assert store.get(STOP) == NONE
+    assert store.get(STOP).decode() == NONE
 
 
 @pytest.mark.parametrize(
@@ -70,7 +62,7 @@ def test_last_step_is_the_same_and_nobody_has_passed_it(seed: int) -> None:
     while any(thread.is_alive() for thread in threads):
         exchange(draw.sample(agreements, world_size), store)
     assert len(last_steps) == world_size
-    assert set(last_steps.values()) == {1 + max(map(int, json.loads(store.get(STEPS))))}
+    assert set(last_steps.values()) == {1 + max(said_by_all(store.get(STEPS), world_size))}
     assert {agreement.asked_by for agreement in agreements} == {asking}
     assert {agreement.requeues for agreement in agreements} == {not agreements[asking].is_asked_here}
 
@@ -87,25 +79,3 @@ def test_waiting_step_goes_on_when_released() -> None:
     assert not agreement.begin_step(2, WAIT_S)
     released.join()
     assert agreement.last_step is None
-
-
-def test_rank_that_is_done_holds_nobody_up() -> None:
-    """The others decide without it, on a step that they have not passed."""
-    store, (done, asking) = make(2)
-    done.begin_step(9, WAIT_S)
-    asking.begin_step(3, WAIT_S)
-    done.leave(store)
-    asking.ask()
-    for _ in range(3):
-        exchange([asking], store)
-    assert asking.begin_step(4, WAIT_S)
-
-
-def test_ranks_that_leave_without_a_request_decide_nothing() -> None:
-    """So that those which still read the key find none."""
-    store, agreements = make(2)
-    for agreement in agreements:
-        agreement.leave(store)
-    exchange(agreements, store)
-    assert store.get(STOP) == NONE
-    assert {agreement.last_step for agreement in agreements} == {None}

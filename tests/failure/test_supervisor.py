@@ -10,7 +10,6 @@ import tempfile
 import threading
 import time
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +17,9 @@ import torch.distributed as dist
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure
-from lightning_automodel.failure import watchdog
+from lightning_automodel.distributed.meeting import FAILURE, make, parse_failure, post
 from lightning_automodel.failure.supervisor import RankState, Supervisor
+from lightning_automodel.failure.watch import Watch
 from tests.rank_pool import RankPool
 from tests.trainer.runs import LabelledModule, loader, make_trainer
 
@@ -136,23 +136,10 @@ def test_silence_is_not_work(pool2: RankPool) -> None:
     ("timeout_s", "heartbeat_timeout_s", "limit_s"),
     [(1800, 120, 120), (1800, 3600, 1795), (20, 120, 15), (6, 120, 3)],
 )
-def test_how_long_a_rank_may_be_silent(
-    timeout_s: float, heartbeat_timeout_s: float, limit_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_long_a_rank_may_be_silent(timeout_s: float, heartbeat_timeout_s: float, limit_s: float) -> None:
     """Not for half an hour, because a collective may take as long."""
-    world = SimpleNamespace()
-    played = SimpleNamespace(
-        get_rank=lambda: 0, get_world_size=lambda: 2, group=SimpleNamespace(WORLD=_Group())
-    )
-    monkeypatch.setattr(watchdog, "dist", played)
-    monkeypatch.setattr(watchdog, "connect_again", lambda *_: world)
     timeouts = [timedelta(seconds=seconds) for seconds in (timeout_s, heartbeat_timeout_s)]
-    watched = watchdog.Watchdog(timeouts[0], str, False, list, timeouts[1])
-    assert watched.board.timeout_s == limit_s
-
-
-class _Group:
-    """A process group, to count the runs of."""
+    assert Watch(0, 2, dist.HashStore(), *timeouts, str).heart.silence_s == limit_s
 
 
 def test_teardown_after_a_failure_does_not_hide_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -171,66 +158,48 @@ def test_teardown_after_a_failure_does_not_hide_it(caplog: pytest.LogCaptureFixt
     )
 
 
-class Told:
-    """A watchdog's answers: this rank is rank 0, and ``verdict`` is what the board says."""
-
-    failure = None
-    stop = SimpleNamespace(is_decided=False)
-
-    def __init__(self, verdict: RankFailure) -> None:
-        self.verdict = verdict
-        self.posted: list[RankFailure] = []
-        self.has_left = False
-
-    def stand_at(self, position: Any) -> None: ...
-
-    def can_post(self) -> bool:
-        return True
-
-    def raise_own(self, exception: BaseException, hook: str | None) -> RankFailure:
-        return RankFailure.from_exception(exception, 0, hook or "training_step")
-
-    def post(self, failure: RankFailure) -> None:
-        self.posted.append(failure)
-
-    def await_verdict(self, own: RankFailure) -> RankFailure:
-        return self.verdict
-
-    def let_leave(self) -> None:
-        self.has_left = True
-
-
-def _leave(exception: BaseException, told: Told) -> RankState:
+def _leave(
+    exception: BaseException, posted: RankFailure | None = None, **patches: Any
+) -> RankFailure | None:
+    """Let rank 0 of two leave with the exception; returns what the store then has as the failure of the run."""
+    store = dist.HashStore()
+    if posted is not None:
+        post(store, posted)
     supervisor = Supervisor(lambda: None, lambda: None)
-    supervisor._watchdog = told  # type: ignore[assignment]
+    watch = Watch(0, 2, store, timedelta(seconds=60), timedelta(seconds=60), lambda: "training_step")
+    vars(watch).update(patches)
+    supervisor._watch = watch
     supervisor._become(RankState.FAILED)
-    supervisor._leave(exception)
-    return supervisor._state
+    try:
+        supervisor._leave(exception)
+    finally:
+        assert watch._has_left.is_set()
+    make(store, [FAILURE])
+    return parse_failure(store.get(FAILURE))
 
 
-def test_a_rank_that_the_verdict_names_raises_its_own_error() -> None:
+def test_a_rank_that_the_records_name_raises_its_own_error() -> None:
     """With what the others know of it as a note; it does not report itself as another rank's failure."""
     error = dist.DistError("the collective failed")
-    told = Told(RankFailure(0, "here", "training_step", "DistError", "the collective failed at train.py:7"))
-    assert _leave(error, told) is RankState.FAILED
+    found = RankFailure(0, "here", "training_step", "DistError", "the collective failed at train.py:7")
+    assert _leave(error, why=lambda own: found) is None
     assert error.__notes__ == ["at train.py:7"]
-    assert (told.posted, told.has_left) == ([], True)
 
 
 def test_a_rank_whose_collective_failed_raises_the_cause() -> None:
     error = dist.DistError("the collective failed")
-    told = Told(RankFailure(1, "there", "training_step", "ValueError", "bad batch"))
+    found = RankFailure(1, "there", "training_step", "ValueError", "bad batch")
     with pytest.raises(
         RankFailedError, match="rank 1 on there failed in training_step: ValueError: bad batch"
     ) as raised:
-        _leave(error, told)
+        _leave(error, why=lambda own: found)
     assert raised.value.__cause__ is error
-    assert (told.posted, told.has_left) == ([], True)
 
 
 def test_a_rank_that_raises_posts_its_failure() -> None:
-    """And lets its own exception through."""
-    told = Told(RankFailure(1, "there", "training_step", "ValueError", "another"))
-    assert _leave(ValueError("bad batch"), told) is RankState.FAILED
-    assert [failure.message for failure in told.posted] == ["bad batch"]
-    assert told.has_left
+    """And lets its own exception through, also if another rank was faster."""
+    posted = _leave(ValueError("bad batch"))
+    assert posted is not None
+    assert (posted.rank, posted.message) == (0, "bad batch")
+    faster = RankFailure(1, "there", "training_step", "ValueError", "another")
+    assert _leave(ValueError("bad batch"), posted=faster) == faster

@@ -1,0 +1,197 @@
+"""Ranks meet at a key of the store: each says something, and all learn what all have said, or who did not come.
+
+Every agreement between ranks on the host is such a meeting: joining, barriers, first-rank blocks, the end of
+training and of a run, and the last step before a stop. Below its prefix, the store holds
+
+    failure             the first failure that concerns those who meet, if any
+    record/<rank>       the newest `Record` of a rank, written by its heart
+    <at>/<rank>         what a rank has said at a meeting; <at>/came counts them, and <at>/all has all of it
+    <at>/looks/<n>      whether a rank has looked, in the n-th interval of waiting, for those that are missing
+    known/<what>        how many ranks know how something has ended
+
+No call here waits in the store, so that threads may share one connection.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_automodel.distributed import failures
+from lightning_automodel.distributed.failures import RankFailedError, RankFailure, Record
+from lightning_automodel.distributed.store import launcher_hosts_store, pause_s
+
+FAILURE = "failure"
+NONE = "-"
+SEARCH_S = 2.0
+
+
+def make(store: dist.Store, keys: Sequence[str]) -> None:
+    """Give those of ``keys`` that have no value the value :data:`NONE`: reading a missing one would wait for it."""
+    if not store.check(list(keys)):
+        for key in keys:
+            store.compare_set(key, "", NONE)
+
+
+def first(store: dist.Store, key: str, value: str) -> str:
+    """The first value that any rank has given to ``key`` in this way: ``value`` if there was none."""
+    make(store, [key])
+    return store.compare_set(key, NONE, value).decode()
+
+
+def post(store: dist.Store, failure: RankFailure) -> RankFailure:
+    """Post ``failure`` for all ranks; returns the first one that was posted."""
+    return RankFailure(**json.loads(first(store, FAILURE, json.dumps(asdict(failure)))))
+
+
+def parse_failure(value: bytes) -> RankFailure | None:
+    """The failure that a value of :data:`FAILURE` tells of, if any."""
+    if value.decode() == NONE:
+        return None
+    return RankFailure(**json.loads(value))
+
+
+def parse_record(value: bytes) -> Record:
+    """The record that the value of a key tells of; one that says nothing if there is none."""
+    if value.decode() == NONE:
+        return Record()
+    return Record(**json.loads(value))
+
+
+def records_of(store: dist.Store, ranks: Sequence[int]) -> dict[int, Record]:
+    """The newest record of each rank."""
+    keys = [f"record/{rank}" for rank in ranks]
+    make(store, keys)
+    values = store.multi_get(keys)
+    return {rank: parse_record(value) for rank, value in zip(ranks, values, strict=True)}
+
+
+def say(store: dist.Store, at: str, rank: int, ranks: Sequence[int], value: Any = None) -> None:
+    """Say ``value`` at a meeting, without waiting. The last of ``ranks`` collects all, so that each reads one key."""
+    store.set(f"{at}/{rank}", json.dumps(value))
+    if store.add(f"{at}/came", 1) == len(ranks):
+        _collect(store, at, ranks)
+
+
+def _collect(store: dist.Store, at: str, ranks: Sequence[int]) -> None:
+    values = store.multi_get([f"{at}/{rank}" for rank in ranks])
+    said = [value.decode() for value in values]
+    # All ranks read it: where they say the same, once is enough.
+    if len(set(said)) == 1:
+        said = said[:1]
+    store.set(f"{at}/all", json.dumps(said))
+
+
+def said_by_all(value: bytes, num_ranks: int) -> list[Any]:
+    """What all ranks have said, in their order, from the value of ``<at>/all``."""
+    said = [json.loads(each) for each in json.loads(value)]
+    if len(said) == 1:
+        return said * num_ranks
+    return said
+
+
+def meet(
+    store: dist.Store,
+    at: str,
+    rank: int,
+    ranks: Sequence[int],
+    value: Any = None,
+    limit_s: float = float("inf"),
+    check: Callable[[], None] = lambda: None,
+    records: dist.Store | None = None,
+) -> list[Any]:
+    """Say ``value``, and wait until all of ``ranks`` have said theirs; returns what they said, in their order.
+
+    Every one of ``ranks`` must call it with the same ``at``, once. It goes through the store alone.
+
+    Args:
+        store: With a prefix that those who meet have in common; a failure that is posted there ends the wait.
+        at: Name of the meeting, in words: messages have it too.
+        rank: This rank.
+        ranks: All that take part.
+        value: What this rank says; JSON must know its type.
+        limit_s: How long it waits.
+        check: Called now and then while it waits; it may raise.
+        records: Where the ranks' heartbeats are, if elsewhere: those who are missing are described by them.
+
+    Raises:
+        RankFailedError: If a failure was posted; or, after the limit, for the first rank that has not come, the
+            same on all that have.
+    """
+    say(store, at, rank, ranks, value)
+    return said_by_all(wait(store, at, f"{at}/all", rank, ranks, limit_s, check, records), len(ranks))
+
+
+def wait(
+    store: dist.Store,
+    at: str,
+    key: str,
+    rank: int,
+    ranks: Sequence[int],
+    limit_s: float = float("inf"),
+    check: Callable[[], None] = lambda: None,
+    records: dist.Store | None = None,
+) -> bytes:
+    """Wait for ``key``, which has a value as soon as ``ranks`` have spoken at a meeting; the rest is as in `meet`."""
+    began_at = time.monotonic()
+    looks_at_s = limit_s
+    make(store, [key, FAILURE])
+    while True:
+        value, posted = store.multi_get([key, FAILURE])
+        if value.decode() != NONE:
+            return value
+        failure = parse_failure(posted)
+        waited_s = time.monotonic() - began_at
+        if failure is None and waited_s > looks_at_s:
+            looks_at_s = waited_s + SEARCH_S  # if the rank that looks dies meanwhile, another one does
+            failure = _look_for_missing(store, at, rank, ranks, waited_s, records or store)
+        if failure is not None:
+            raise RankFailedError(failure)
+        check()
+        time.sleep(pause_s(waited_s, len(ranks)))
+
+
+def _look_for_missing(
+    store: dist.Store, at: str, rank: int, ranks: Sequence[int], waited_s: float, records: dist.Store
+) -> RankFailure | None:
+    """Post who has not come, unless another rank looks for them already, or they have just come."""
+    if store.add(f"{at}/looks/{waited_s // SEARCH_S:.0f}", 1) > 1:
+        return None
+    missing = [other for other in ranks if not _has_spoken(store, f"{at}/{other}")]
+    if not missing:
+        _collect(store, at, ranks)  # the last one has died before it had collected
+        return None
+    found = records_of(records, missing[: failures.LONGEST_LIST])
+    return post(store, failures.missing_ranks(missing, found, rank, at, waited_s))
+
+
+def _has_spoken(store: dist.Store, key: str) -> bool:
+    return store.check([key]) and store.get(key).decode() != NONE
+
+
+def forget(store: dist.Store, at: str, rank: int) -> None:
+    """Delete what a meeting that all ranks have left holds in the store: this rank's part, and on rank 0 the rest."""
+    keys = [f"{at}/{rank}"]
+    if rank == 0:
+        keys += [f"{at}/came", f"{at}/all", FAILURE]
+    for key in keys:
+        store.delete_key(key)
+
+
+def linger(store: dist.Store, what: str, rank: int, num_ranks: int, limit_s: float, says: int = 1) -> None:
+    """Note that this rank knows ``what``. Rank 0, if it hosts the store, stays until ``num_ranks`` do, or the limit.
+
+    Without it the store would often end before the others have read it. A store that is gone is no error here.
+    """
+    with contextlib.suppress(dist.DistError, OSError):
+        num_known = store.add(f"known/{what}", says)
+        began_at = time.monotonic()
+        waited_s = 0.0
+        while rank == 0 and not launcher_hosts_store() and num_known < num_ranks and waited_s < limit_s:
+            time.sleep(pause_s(waited_s, num_ranks))
+            num_known = store.add(f"known/{what}", 0)
+            waited_s = time.monotonic() - began_at
