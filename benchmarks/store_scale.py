@@ -1,6 +1,6 @@
-"""What the board asks of the store with 64 to 1,024 ranks, and whom they name when one of them fails.
+"""What hearts ask of the store with 64 to 1,024 ranks, and whom they name when one of them fails.
 
-Every rank has the real `Watchdog` and `Board`. One thread lets them send their heartbeats in turn, in random
+Every rank has the real `Watch` and `Heart`. One thread lets them send their heartbeats in turn, in random
 order, on a clock that is played, so that the counts do not depend on how busy the machine is. The store is a
 real `TCPStore` in a process of its own, whose processor time is read (on Linux). What a rank's main thread
 does is played too.
@@ -26,17 +26,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed.failures import MISSED_HEARTBEATS, STUCK, RankFailure
-from lightning_automodel.failure import watchdog as watchdog_module
-from lightning_automodel.failure.watchdog import RUN, Watchdog
+from lightning_automodel.distributed.failures import MISSED_HEARTBEATS, WAITED, RankFailure, Record
+from lightning_automodel.distributed.heart import MISSED_BEATS
+from lightning_automodel.distributed.meeting import records_of
+from lightning_automodel.failure import report
+from lightning_automodel.failure.watch import Watch
 
 SIZES = (64, 128, 256, 512, 1024)
 TIMEOUT = timedelta(minutes=10)
+SILENCE = timedelta(seconds=30)
 MOST_BEATS = 400
 BEAT_OPERATIONS = 2
 MOST_A_BEAT = 3.0
@@ -82,7 +84,7 @@ class World:
         self.store = store
         self._draw = draw
         self.ranks = [Rank(rank, size, self) for rank in range(size)]
-        self.interval_s = self.ranks[0].board.interval_s
+        self.interval_s = self.ranks[0].heart.interval_s
         for _ in range(3):
             self.beat()
 
@@ -96,14 +98,20 @@ class World:
         """The ranks that were not killed."""
         return [rank for rank in self.ranks if not rank.is_dead]
 
-    def verdicts(self) -> set[RankFailure]:
-        """What the living ranks know, once all do."""
-        for _ in range(MOST_BEATS):
+    def learnt(self, failing: Sequence[int]) -> set[RankFailure]:
+        """What the living ranks know, once all do. The first of those whose collective fails reads all records."""
+        reader = self.ranks[failing[0]]
+        before = records_of(reader.store, range(len(self.ranks)))  # type: ignore[arg-type]
+        for beat in range(MOST_BEATS):
             self.beat()
-            verdicts = [rank.board.verdicts[RUN] for rank in self.living()]
-            if all(verdicts):
-                return set(verdicts)  # type: ignore[arg-type]
-        raise TimeoutError(f"{verdicts.count(None)} ranks know nothing after {MOST_BEATS} heartbeats")
+            if beat == MISSED_BEATS and not reader.heart.failure:
+                after = records_of(reader.store, range(len(self.ranks)))  # type: ignore[arg-type]
+                own = RankFailure(reader.rank, "host", "training_step", "RuntimeError", "[gloo] Timed out")
+                reader.heart.tell(report.explain(before, after, own))
+            found = [rank.heart.failure for rank in self.living()]
+            if all(found):
+                return set(found)  # type: ignore[arg-type]
+        raise TimeoutError(f"{found.count(None)} ranks know nothing after {MOST_BEATS} heartbeats")
 
 
 def serve(pipe: Connection) -> None:
@@ -114,53 +122,31 @@ def serve(pipe: Connection) -> None:
 
 
 class Rank:
-    """One rank: its watchdog without its threads, and what its main thread does."""
+    """One rank: its watch without its threads, and what its main thread does."""
 
     def __init__(self, rank: int, size: int, world: World) -> None:
         self.rank = rank
         self.is_dead = False
-        played = SimpleNamespace(
-            get_rank=lambda: rank, get_world_size=lambda: size, group=SimpleNamespace(WORLD=_Group())
-        )
-        real = watchdog_module.dist, watchdog_module.connect_again
-        # Type: ignore[assignment]
-        watchdog_module.dist = played
-        watchdog_module.connect_again = lambda *_: None
-        try:
-            self.watchdog = Watchdog(TIMEOUT, lambda: "training_step", raises_on_sigterm=False)
-        finally:
-            watchdog_module.dist, watchdog_module.connect_again = real
-        self.board = self.watchdog.board
-        self._store = _Counting(world.store, world.counted)
-        self.board.clock = lambda: world.now  # type: ignore[assignment]
-        self.watchdog.begin_step(3, is_training=True)
+        self.store = _Counting(world.store, world.counted)
+        self.watch = Watch(rank, size, self.store, TIMEOUT, SILENCE, lambda: "training_step")  # type: ignore[arg-type]
+        self.heart = self.watch.heart
+        self.heart.clock = lambda: world.now
+        self.heart.record = Record(host="host")  # as if each were on another node: their process is this one
+        self.watch.begin_step(3, is_training=True)
         self.stand_at(True, "train.py:39 in training_step")
 
     def beat(self) -> None:
-        """Send a heartbeat, unless killed."""
-        if not self.is_dead:
-            self.board.beat(self._store)  # type: ignore[arg-type]
+        """Send a heartbeat, unless killed, or it knows of a failure."""
+        if not self.is_dead and self.heart.failure is None:
+            self.heart.beat()
 
     def stand_at(self, waits: bool, line: str) -> None:
         """Let the main thread be there."""
-        self.watchdog.stand_at((waits, line))
-
-    def fail(self, exception: Exception) -> None:
-        """The main thread raises: in a collective a `RuntimeError`, else it posts what it has raised."""
-        own = RankFailure.from_exception(exception, self.rank, "training_step")
-        if isinstance(exception, RuntimeError):
-            self.watchdog._own = own
-            self.beat()
-        else:
-            self.board.post(self._store, RUN, own)  # type: ignore[arg-type]
+        self.watch.raised_at = waits, line
 
     def end(self) -> None:
         """The main thread has come to the end of its run."""
-        self.watchdog._has_ended = True
-
-
-class _Group:
-    """A process group, to count the runs of."""
+        self.watch._has_ended = True
 
 
 class _Counting:
@@ -186,31 +172,29 @@ class _Counting:
 FAULTS = ("killed", "a node is killed", "raised", "stuck", "left behind", "waiting at another line")
 
 
-def inflict(world: World, fault: str, victim: int, failing: Sequence[int]) -> tuple[int | None, str]:
-    """Let it happen, and collectives of the ``failing`` ranks fail; returns the rank to be named, and its error."""
+def inflict(world: World, fault: str, victim: int) -> tuple[range, str, str]:
+    """Let it happen; returns the ranks of which one is to be named, the error, and what the message must have."""
     rank = world.ranks[victim]
-    named: tuple[int | None, str] = (victim, MISSED_HEARTBEATS)
+    anybody = range(len(world.ranks))
     if fault in ("killed", "a node is killed"):
-        for each in world.ranks[victim : victim + (1 if fault == "killed" else 8)]:
+        dead = world.ranks[victim : victim + (1 if fault == "killed" else 8)]
+        for each in dead:
             each.is_dead = True
-    elif fault == "raised":
-        rank.fail(ValueError("no labels here"))
-        named = victim, "ValueError"
-    elif fault == "stuck":
+        return range(victim, victim + len(dead)), MISSED_HEARTBEATS, "stopped, killed or cut off"
+    if fault == "raised":
+        rank.heart.tell(RankFailure(victim, "host", "training_step", "ValueError", "no labels here"))
+        return range(victim, victim + 1), "ValueError", "no labels here"
+    if fault == "stuck":
         rank.stand_at(False, "train.py:12 in read")
-        named = victim, STUCK
-    elif fault == "left behind":
+        return anybody, WAITED, f"  rank {victim} goes on in training_step, step 3, at train.py:12 in read"
+    if fault == "left behind":
         rank.end()
         for other in world.ranks:
             if other is not rank:
-                other.watchdog.begin_step(4, is_training=True)
-        named = victim, "RuntimeError"
-    else:
-        rank.stand_at(True, "train.py:51 in backward")
-        named = None, "RuntimeError"
-    for other in failing:
-        world.ranks[other].fail(RuntimeError("[gloo] Connection closed by peer"))
-    return named
+                other.watch.begin_step(4, is_training=True)
+        return range(victim, victim + 1), "RuntimeError", "it ended its run after training step 3, but rank"
+    rank.stand_at(True, "train.py:51 in backward")
+    return anybody, WAITED, f"  rank {victim} waits in training_step, step 3, at train.py:51 in backward"
 
 
 def random_faults(size: int, number: int, server: Server, draw: random.Random) -> int:
@@ -222,15 +206,11 @@ def random_faults(size: int, number: int, server: Server, draw: random.Random) -
         dead = range(victim, victim + 8) if fault == "a node is killed" else [victim]
         others = [rank for rank in range(size) if rank not in dead]
         world = World(size, server.new_store(), draw)
-        rank, error = inflict(world, fault, victim, draw.sample(others, draw.choice([1, 3, len(others)])))
-        found = world.verdicts()
+        named, error, said = inflict(world, fault, victim)
+        found = world.learnt([draw.choice(others)])
         is_right = len(found) == 1 and all(
-            each.error == error and rank in (None, each.rank) for each in found
+            each.error == error and each.rank in named and said in each.message for each in found
         )
-        if rank is None:
-            is_right = is_right and f"rank {victim}: training_step, at train.py:51 in backward" in str(
-                *found
-            )
         right += is_right
         print(f"{index + 1}: {fault}, rank {victim}: {'right' if is_right else found}", flush=True)
     return right
@@ -247,14 +227,14 @@ def measure(size: int, server: Server, draw: random.Random) -> dict[str, float]:
         world.beat()
     a_beat = (world.counted["operations"] - before["operations"]) / (4 * size)
     before = Counter(world.counted)
-    beats = sum(rank.board.beats for rank in world.ranks)
+    beats = sum(rank.heart.beats for rank in world.ranks)
     began_s = world.now
     store_s = server.seconds()
-    inflict(world, "killed", size // 2, [rank for rank in range(size) if rank != size // 2])
-    found = world.verdicts()
+    inflict(world, "killed", size // 2)
+    found = world.learnt([0])
     assert {each.rank for each in found} == {size // 2}, found
     counted = world.counted - before
-    beats = sum(rank.board.beats for rank in world.ranks) - beats
+    beats = sum(rank.heart.beats for rank in world.ranks) - beats
     return {
         "a beat": a_beat,
         "a second": a_beat * size / world.interval_s,

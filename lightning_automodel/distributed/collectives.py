@@ -66,12 +66,9 @@ def named_barrier(name: str, timeout: timedelta) -> None:
 
 def host_group(timeout: timedelta) -> dist.ProcessGroup:
     """The default group if its backend is gloo, else a separate one. The first call is a collective."""
-    # With TORCH_DISTRIBUTED_DEBUG=DETAIL always a separate one: a monitored barrier counts as more
-    # operations on rank 0 than on the others, and the group's next collective would be refused for its
-    # sequence number (torch 2.13).
     world = dist.group.WORLD
     assert world is not None
-    if dist.get_backend() == dist.Backend.GLOO and dist.get_debug_level() != dist.DebugLevel.DETAIL:
+    if dist.get_backend() == dist.Backend.GLOO:
         return world
     return _kept_group("host", timeout)
 

@@ -251,16 +251,14 @@ def _join(
     except (dist.DistError, OSError):
         raise
     except BaseException as error:
-        own = RankFailure.from_exception(error, rank, JOIN)
-        if _hint(found, timeout) not in own.message:
-            own = replace(own, message=f"{own.message}; {_hint(found, timeout)}")
-        posted = own
+        posted = RankFailure.from_exception(error, rank, JOIN)
         with contextlib.suppress(dist.DistError, OSError):
-            posted = meeting.post(store, own)
+            posted = meeting.post(store, posted)
             _end_round(rounds, number)
         meeting.linger(store, JOIN, rank, found.world_size, LINGER_AFTER_FAILURE_S)
         if isinstance(error, RankFailedError):
-            raise RankFailedError(posted) from None
+            what = f"{posted.message}; {_hint(found, timeout)}"
+            raise RankFailedError(replace(posted, message=what)) from None
         raise
     _end_round(rounds, number)
     return Joined(dist.PrefixStore(number, dist.PrefixStore(KEYS, opened)), store)

@@ -142,9 +142,10 @@ def wait(
     make(store, [key, FAILURE])
     while True:
         value, posted = store.multi_get([key, FAILURE])
-        if value.decode() != NONE:
-            return value
+        # Before the value: whoever comes late completes a meeting that others have left with the failure.
         failure = parse_failure(posted)
+        if failure is None and value.decode() != NONE:
+            return value
         waited_s = time.monotonic() - began_at
         if failure is None and waited_s > looks_at_s:
             looks_at_s = waited_s + SEARCH_S  # if the rank that looks dies meanwhile, another one does

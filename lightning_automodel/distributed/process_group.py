@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -131,6 +132,7 @@ def choose_device(backend: str, local_rank: int) -> torch.device:
 _membership: tuple[int, join.Rendezvous, dist.Store, weakref.ref[dist.ProcessGroup]] | None = None
 _kept: dict[object, Any] = {}
 _kept_for: dist.ProcessGroup | None = None
+_counted: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
 _has_failed = False
 """Whether a run of several ranks has failed, and its group is gone: this process joins no other one."""
 
@@ -310,10 +312,11 @@ def connection(timeout: timedelta) -> dist.Store:
 
 def next_number(what: str) -> int:
     """1, 2, ... in the default group, the same on all ranks that have asked for ``what`` equally often."""
-    kept = kept_with_world()
-    kept[what] = kept.get(what, 0) + 1
-    number: int = kept[what]
-    return number
+    world = dist.group.WORLD
+    assert world is not None
+    counted = _counted.setdefault(world, Counter())
+    counted[what] += 1
+    return counted[what]
 
 
 def leave_after_failure(aborts: bool) -> None:

@@ -1,7 +1,7 @@
 """The watch over one run: this rank's heart, what it says of the run, and the one way out when a rank fails.
 
 When a rank learns of a failure, its main thread is interrupted, the groups of its accelerator are aborted, and
-its process ends if the main thread has not left some seconds later. Nobody else makes a rank leave.
+its process ends if the main thread has not left some seconds later. With gloo alone it first has time to raise.
 """
 
 import contextlib
@@ -27,9 +27,11 @@ log = logging.getLogger(__name__)
 
 SILENT_S = 3.0
 STANDSTILL_S = 60.0
+TIME_TO_RAISE_S = 2.0
+TIME_TO_RAISE_AFTER_SILENCE_S = 0.5
+TIME_TO_RAISE_AND_SAVE_S = 30.0
 TIME_TO_LEAVE_S = 5.0
-TIME_TO_LEAVE_A_SILENT_RANK_S = 1.0
-TIME_TO_LEAVE_AND_SAVE_S = 60.0
+TIME_TO_FAIL_S = 2.0
 LINGER_S = 5.0
 END = "the end of the run"
 
@@ -79,6 +81,8 @@ class Watch:
         self._has_ended = False
         self._stands_at: tuple[str, int] = ("", 0)
         self._stands_since_s = 0.0
+        self._at_line: tuple[bool, str] = (False, "")
+        self._at_line_since_s = 0.0
         self._has_warned = rank != 0
         self._leaving = threading.Lock()
         self._has_left = threading.Event()
@@ -183,6 +187,9 @@ class Watch:
         if (where, self._num_steps) != self._stands_at:
             self._stands_at = where, self._num_steps
             self._stands_since_s = now
+        if (waits, position) != self._at_line:
+            self._at_line = waits, position
+            self._at_line_since_s = now
         return {
             "where": where,
             "step": self._step,
@@ -201,6 +208,7 @@ class Watch:
                 ended = f"its process {how}"
                 heart.tell(RankFailure(rank, record.host, record.where, failures.PROCESS_ENDED, ended))
         self._warn_of_standstill()
+        self._end_what_never_ends()
 
     def _warn_of_standstill(self) -> None:
         """On rank 0, log once where all ranks are, if none has got on for a minute, or half of the timeout."""
@@ -215,11 +223,35 @@ class Watch:
                 f" here {self._timeout_s:g} s."
             )
 
+    def _end_what_never_ends(self) -> None:
+        """Post the table if the main thread is in a collective that should have failed: NCCL connects without a limit."""
+        own = self.heart.record
+        waited_s = self.heart.clock() - self._at_line_since_s
+        may_wait = self._has_ended or self._has_left.is_set() or first_rank.is_active()
+        if not own.waits or may_wait or waited_s < self._timeout_s + TIME_TO_FAIL_S:
+            return
+        if device_groups.exist():
+            table = report.table(records_of(self.heart.store, self.ranks))
+            message = f"a collective neither ends nor fails after {waited_s:.0f} s\nThey are at:\n{table}"
+            self.heart.tell(RankFailure(self.rank, own.host, own.where, failures.WAITED, message))
+
     # --- The way out, on the thread of the heart's switch -------------------------------------------
 
     def _make_leave(self, failure: RankFailure) -> None:
         """Make the main thread leave because of ``failure``: interrupt it, free it from its device, end the process."""
         self.stop.release()
+        patience_s = TIME_TO_LEAVE_S
+        if not device_groups.exist():
+            # A rank that has raised closes its connections, which frees this one; it may also raise alike.
+            # One that is stopped does not.
+            time_to_raise_s = TIME_TO_RAISE_S
+            if self._saves_on_exception:
+                time_to_raise_s = TIME_TO_RAISE_AND_SAVE_S
+                patience_s = TIME_TO_RAISE_AND_SAVE_S
+            elif failure.error == failures.MISSED_HEARTBEATS:
+                time_to_raise_s = TIME_TO_RAISE_AFTER_SILENCE_S
+                patience_s = TIME_TO_RAISE_AFTER_SILENCE_S
+            self._has_left.wait(time_to_raise_s)
         with self._leaving:  # no signal once it leaves by itself: its handler may be gone
             if self._has_left.is_set():
                 return
@@ -227,16 +259,10 @@ class Watch:
                 # Sent to the main thread itself, the signal also interrupts a system call in which it sleeps.
                 # The abort comes after it: the signal is handled as soon as the call that it ends has returned.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-        patience_s = TIME_TO_LEAVE_S
         if device_groups.exist():
             threading.Thread(
                 target=device_groups.abort, name="lightning_automodel abort", daemon=True
             ).start()
-        elif self._saves_on_exception:
-            patience_s = TIME_TO_LEAVE_AND_SAVE_S
-        elif failure.error == failures.MISSED_HEARTBEATS:
-            # A rank that is stopped keeps its connections, and so the main thread in gloo's collective.
-            patience_s = TIME_TO_LEAVE_A_SILENT_RANK_S
         if not self._has_left.wait(patience_s):
             why = str(failure)
             if self.own is not None and self.own != failure:

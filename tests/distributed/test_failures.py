@@ -16,8 +16,8 @@ import torch.distributed as dist
 from lightning_automodel.distributed.failures import (
     MAX_MESSAGE_CHARACTERS,
     MISSED_HEARTBEATS,
+    MISSING,
     PROCESS_ENDED,
-    STUCK,
     RankFailedError,
     RankFailure,
     is_communication_error,
@@ -73,7 +73,7 @@ def test_silence_is_no_exception() -> None:
     [
         ("fit", PROCESS_ENDED, "rank 1 on host was last seen in fit: its process ended"),
         ("", PROCESS_ENDED, "rank 1 on host: its process ended"),
-        ("fit", STUCK, "rank 1 on host is stuck in fit: its process ended"),
+        ("fit", MISSING, "rank 1 on host is missing, last seen in fit: its process ended"),
     ],
 )
 def test_what_others_saw(where: str, error: str, said: str) -> None:

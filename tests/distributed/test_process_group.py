@@ -290,16 +290,6 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[O
                     f"{LOOPBACK}:{busy} (env://)",
                 ],
             ),
-            "no store": Case(
-                [Launched(_wait_briefly, {}, **_place(busy, 1, 2))],
-                [
-                    "rank 0 on an unknown host",
-                    "holds the store",
-                    "has not answered for 4 s",
-                    f"{LOOPBACK}:{busy}",
-                    waited,
-                ],
-            ),
             "twins": Case(
                 [Launched(_join_by, {}, **_place(ports["twins"], rank, 3)) for rank in (0, 1, 1)],
                 [
@@ -329,7 +319,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[O
 
 CASES = [
     *("environment", "tcp", "file", "store", "launcher", "no host", "lightning"),
-    *("port in use", "no store", "twins", "sizes", "backends"),
+    *("port in use", "twins", "sizes", "backends"),
 ]
 
 
@@ -384,17 +374,46 @@ def _claim_and_die() -> None:
 
 
 @pytest.mark.sweep
-def test_a_stopped_host_is_told_from_one_that_is_late() -> None:
+def test_a_stopped_host_is_told_from_one_that_is_late(tmp_path: Path) -> None:
     """The system accepts connections in its place, and nobody answers on them."""
     port = _free_port()
     host = Launched(_claim_and_die, **_place(port, 0, 2))
     _await_listener(port)
     os.kill(host.process.pid, signal.SIGSTOP)
-    outcome = Launched(_wait_briefly, {}, **_place(port, 1, 2)).outcome()
-    os.kill(host.process.pid, signal.SIGKILL)
-    host.process.join()
-    assert "rank 0 on an unknown host missed heartbeats" in outcome.error
-    assert "has not answered for 4 s" in outcome.error
+    try:
+        _check_that_it_ends_itself(port, tmp_path)
+    finally:
+        os.kill(host.process.pid, signal.SIGKILL)
+        host.process.join()
+
+
+def test_what_listens_is_no_store(tmp_path: Path) -> None:
+    """It accepts connections too."""
+    with _listener() as port:
+        _check_that_it_ends_itself(port, tmp_path)
+
+
+def _check_that_it_ends_itself(port: int, folder: Path) -> None:
+    """A call to such a store never returns: the process ends, and says why."""
+    process = forked().Process(target=_join_into_a_log, args=(folder / "log", _place(port, 1, 2)))
+    process.start()
+    process.join(PATIENCE_S)
+    printed = (folder / "log").read_text()
+    assert process.exitcode == 1, printed
+    assert " stops: rank 0 on an unknown host missed heartbeats" in printed
+    assert (
+        "which holds the store of the process group, has not answered for 8 s; all ranks must join at"
+        in printed
+    )
+    assert f"{LOOPBACK}:{port} (env://) within 3 s" in printed
+
+
+def _join_into_a_log(log: Path, environment: dict[str, str]) -> None:
+    with open(log, "wb", buffering=0) as file:
+        os.dup2(file.fileno(), 2)
+    sys.stderr = os.fdopen(2, "w", 1, closefd=False)
+    os.environ.update(environment, GLOO_SOCKET_IFNAME=LOOPBACK_INTERFACE)
+    _wait_briefly({})
 
 
 def _await_listener(port: int) -> None:

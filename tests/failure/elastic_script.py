@@ -7,6 +7,7 @@ import random
 import signal
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_automodel import AutomodelStrategy
+from lightning_automodel.distributed import process_group
+from lightning_automodel.distributed.meeting import FAILURE
 from lightning_automodel.failure.coordinated_stop import STOP
 from tests.checkpoint.checkpoints import ACCUMULATE, AdamModule, batches
 from tests.trainer.exactness import full_weights
@@ -39,8 +42,8 @@ class FailsOnce(Callback):
         self.found: list[str] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        store = dist.PrefixStore("lightning_automodel/run/1", dist.group.WORLD.get_group_store().clone())  # type: ignore[attr-defined]
-        self.found = [store.get(key).decode() for key in (STOP, "run/verdict")]
+        store = dist.PrefixStore("run/0", process_group.connection(timedelta(minutes=1)))
+        self.found = [store.get(key).decode() for key in (STOP, FAILURE)]
 
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Any) -> None:
         is_first_attempt = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"

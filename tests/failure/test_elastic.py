@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_automodel.distributed.board import NONE
+from lightning_automodel.distributed.meeting import NONE
 from tests.checkpoint.killed import expected_weights
 from tests.failure import elastic_script
 from tests.failure.elastic_script import NUM_STEPS
@@ -42,7 +42,7 @@ def check(folder: Path) -> None:
         end = torch.load(folder / f"end{rank}.pt", weights_only=True)
         assert end["attempt"] == 1, "nobody failed"
         assert end["from"].endswith("last.ckpt"), "the second attempt began anew"
-        assert (end["world_size"], end["found"], end["threads"]) == (2, [NONE.decode()] * 2, [])
+        assert (end["world_size"], end["found"], end["threads"]) == (2, [NONE] * 2, [])
         worst = max(
             float((value - expected[f"model.{name}"]).abs().max()) for name, value in end["weights"].items()
         )

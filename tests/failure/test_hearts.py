@@ -1,0 +1,347 @@
+"""Hearts, meetings and the way out on ranks whose beats come in any order: all learn one cause, and nobody waits on.
+
+`benchmarks/store_scale.py` plays the ranks, on a store in this process and a clock that is played, with many more
+ranks than a machine has. What real processes do is asked in `test_races.py` and `test_faults.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_automodel.distributed import meeting, processes
+from lightning_automodel.distributed.failures import (
+    MISSED_HEARTBEATS,
+    PROCESS_ENDED,
+    WAITED,
+    RankFailedError,
+    RankFailure,
+    Record,
+)
+from lightning_automodel.distributed.heart import Heart
+from lightning_automodel.failure import report
+from lightning_automodel.failure.watch import Watch
+
+SEED = 3
+MINUTE = timedelta(minutes=1)
+OWN = RankFailure(0, "host", "training_step", "RuntimeError", "[gloo] Timed out")
+
+
+@pytest.fixture
+def scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import store_scale
+
+    yield store_scale
+    del sys.modules["store_scale"]
+
+
+@pytest.fixture
+def server() -> Any:
+    """A store for each world, in this process."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    numbers = iter(range(1000))
+    return SimpleNamespace(
+        new_store=lambda: dist.PrefixStore(str(next(numbers)), store), seconds=lambda: 0.0
+    )
+
+
+# --- What the store is asked ------------------------------------------------------------------------------------------
+
+
+def test_work_grows_with_the_ranks(scale: Any, server: Any) -> None:
+    """Two operations a heartbeat, however many ranks; a failure costs each a few more."""
+    rows = [scale.measure(size, server, random.Random(SEED)) for size in (16, 32)]
+    assert [row["a beat"] for row in rows] == [2.0, 2.0]
+    assert all(row["a rank"] < 5 for row in rows)
+    assert rows[1]["operations"] < 2.2 * rows[0]["operations"]
+
+
+def test_operations_of_a_thousand_ranks(scale: Any, server: Any) -> None:
+    """Still two a heartbeat, and each of the keys once, whatever the rank."""
+    world = scale.World(1024, server.new_store(), random.Random(SEED))
+    before = world.counted["operations"]
+    world.beat()
+    assert world.counted["operations"] - before == 2 * 1024
+    assert world.interval_s * 1000 >= 1024
+
+
+# --- What all learn ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "seed", [SEED, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(20))]
+)
+def test_all_learn_one_cause(scale: Any, server: Any, seed: int) -> None:
+    """The right one, in faults of every kind, in whatever order the heartbeats come."""
+    number = 2 * len(scale.FAULTS)
+    assert scale.random_faults(16, number, server, random.Random(seed)) == number
+
+
+@pytest.mark.parametrize(
+    "seed", [SEED, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(20))]
+)
+def test_many_raise_and_each_knows_the_first(scale: Any, server: Any, seed: int) -> None:
+    """Whoever is slower learns of it from its own attempt to post."""
+    draw = random.Random(seed)
+    world = scale.World(6, server.new_store(), draw)
+    raising = draw.sample(world.ranks, draw.randint(2, 6))
+    failures = [
+        RankFailure(rank.rank, "host", "training_step", "ValueError", str(rank.rank)) for rank in raising
+    ]
+    found = [rank.heart.tell(failure) for rank, failure in zip(raising, failures, strict=True)]
+    assert found == [failures[0]] * len(raising)
+    world.beat()
+    assert {rank.heart.failure for rank in world.ranks} == {failures[0]}
+    assert world.store.add("known/failure", 0) == 6, "each acknowledges once"
+
+
+def test_the_first_failure_stays(server: Any) -> None:
+    """Whichever thread learns of it, and however often."""
+    watch = Watch(0, 2, server.new_store(), MINUTE, MINUTE, str)
+    learnt: list[RankFailure] = []
+    failures = [replace(OWN, message=str(index)) for index in range(20)]
+    threads = [
+        threading.Thread(target=lambda each=each: learnt.append(watch.heart.learn(each)))
+        for each in failures
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(learnt) == {watch.failure}
+    assert watch.heart.store.add("known/failure", 0) == 1
+
+
+def test_an_exception_of_its_thread_is_named_as_such() -> None:
+    """Once it was taken for the end of rank 0, which holds the store."""
+
+    def describe() -> dict[str, Any]:
+        if len(written) == 2:
+            raise KeyError("device")
+        written.append(1)
+        return {"where": "training_step"}
+
+    written: list[int] = []
+    store = dist.HashStore()
+    heart = Heart(1, range(2), store, 8.0, describe, lambda failure: None)
+    heart.start()
+    assert heart.has_news.wait(20)
+    heart.close()
+    assert str(heart.failure) == (
+        f"rank 1 on {heart.record.host} failed in training_step: KeyError: 'device', raised in the thread that"
+        " sends this rank's heartbeats"
+    )
+    assert meeting.parse_failure(store.get(meeting.FAILURE)) == heart.failure
+
+
+@pytest.mark.parametrize(("expects_all", "error"), [(True, MISSED_HEARTBEATS), (False, None)])
+def test_a_rank_that_never_came(expects_all: bool, error: str | None) -> None:
+    """Where all have just joined it is missed like one that has fallen silent; else it may come later."""
+    now = 0.0
+    heart = Heart(0, range(2), dist.HashStore(), 8.0, dict, lambda failure: None, expects_all)
+    heart.clock = lambda: now
+    heart._heard_at = now
+    for _ in range(20):
+        now += 1.0
+        heart.beat()
+    assert (heart.failure and heart.failure.error) == error
+
+
+# --- A heart whose store does not answer ------------------------------------------------------------------------------
+
+
+class _Stuck:
+    """A store of which no call returns, as where its host is stopped."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: self.release.wait(30)
+
+
+def test_the_switch_ends_a_wait_for_a_stopped_host() -> None:
+    """In turns of its own; the heart's thread hangs in the store."""
+    told: list[RankFailure] = []
+    told_once = threading.Event()
+
+    def on_failure(failure: RankFailure) -> None:
+        told.append(failure)
+        told_once.set()
+
+    store = _Stuck()
+    heart = Heart(1, range(2), store, 0.5, dict, on_failure)  # type: ignore[arg-type]
+    for thread in heart._threads:
+        thread.start()
+    assert told_once.wait(20)
+    store.release.set()
+    heart.close()
+    assert heart.is_stuck
+    assert [failure.error for failure in told] == [MISSED_HEARTBEATS]
+    assert "which holds the store of the process group, has not answered for 0.5 s" in told[0].message
+
+
+# --- Meetings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "seed", [SEED, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(20))]
+)
+def test_all_meet_or_all_are_told_who_is_missing(seed: int) -> None:
+    """Many meetings, with random delays; at some of them somebody does not come."""
+    draw = random.Random(seed)
+    for number in range(10):
+        store = dist.HashStore()
+        size = draw.randint(2, 5)
+        absent = {rank for rank in range(size - 1) if draw.random() < 0.2} if number % 2 else set()
+        came = [rank for rank in range(size) if rank not in absent]
+        outcomes: dict[int, Any] = {}
+
+        def come(
+            rank: int, store: Any = store, size: int = size, outcomes: dict[int, Any] = outcomes
+        ) -> None:
+            try:
+                outcomes[rank] = meeting.meet(store, "here", rank, range(size), rank * rank, 0.3)
+            except RankFailedError as error:
+                outcomes[rank] = error.failure
+
+        threads = [threading.Timer(draw.random() / 20, come, (rank,)) for rank in came]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert len(outcomes) == len(came)
+        if absent:
+            (failure,) = set(outcomes.values())
+            assert failure.rank == min(absent)
+            assert f"s at here for ranks {min(absent)} (an unknown host, in set-up)" in failure.message
+        else:
+            assert list(outcomes.values()) == [[rank * rank for rank in range(size)]] * size
+
+
+def test_the_last_one_dies_before_it_has_collected() -> None:
+    """Somebody else does it."""
+    store = dist.HashStore()
+    for rank in (0, 1):
+        store.set(f"here/{rank}", "7")
+        store.add("here/came", 1)
+    assert meeting.wait(store, "here", "here/all", 0, range(2), 0.1) is not None
+    assert meeting.said_by_all(store.get("here/all"), 2) == [7, 7]
+
+
+def test_a_failure_ends_a_wait() -> None:
+    """At once, whoever has posted it."""
+    store = dist.HashStore()
+    meeting.post(store, OWN)
+    with pytest.raises(RankFailedError) as raised:
+        meeting.meet(store, "here", 1, range(2))
+    assert raised.value.failure == OWN
+
+
+# --- What records tell ------------------------------------------------------------------------------------------------
+
+
+def _records(**changes: Any) -> dict[int, Record]:
+    waiting = Record(
+        5, "host", where="training_step", step=3, position="train.py:39 in training_step", waits=True
+    )
+    return {0: waiting, 1: replace(waiting, **changes), 2: waiting}
+
+
+def _beaten(records: dict[int, Record], *silent: int) -> dict[int, Record]:
+    return {
+        rank: record if rank in silent else replace(record, beat=record.beat + 9)
+        for rank, record in records.items()
+    }
+
+
+def test_silence_is_named() -> None:
+    """Of a rank on another node, with the others that are silent too."""
+    records = _records()
+    failure = report.explain(records, _beaten(records, 1, 2), OWN)
+    assert (failure.rank, failure.error) == (1, MISSED_HEARTBEATS)
+    assert failure.message == "rank 0 has heard nothing of it, nor of rank 2,: stopped, killed or cut off"
+
+
+def test_a_process_on_the_own_node_is_looked_at() -> None:
+    """Gone is named before silent; alive is a row of the table, however long a call keeps Python's lock."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    gone = f"{processes._here()} {ended.pid} 1"
+    ended.wait()
+    assert processes.state_of(gone) == processes.GONE
+    assert processes.state_of(processes.own_process()) == processes.ALIVE
+    assert processes.state_of("another machine 1 1") == processes.UNSEEN
+    records = _records(process=gone)
+    failure = report.explain(records, _beaten(records, 0, 1), OWN)
+    assert (failure.rank, failure.error) == (1, PROCESS_ENDED)
+    records = _records(process=processes.own_process(), waits=False)
+    failure = report.explain(records, _beaten(records, 1), OWN)
+    assert (failure.rank, failure.error) == (0, WAITED)
+    assert (
+        "\n  rank 1 is alive, but a call keeps Python's lock, in training_step, step 3, at "
+        in failure.message
+    )
+
+
+def test_a_process_number_that_was_given_again() -> None:
+    """Another process has it now."""
+    here, pid, started = processes.own_process().rsplit(" ", 2)
+    assert pid == str(os.getpid())
+    assert processes.state_of(f"{here} {pid} {int(started) + 1}") == processes.GONE
+
+
+def test_the_table() -> None:
+    """Those that do not wait come first; equal places are one line."""
+    text = report.table(_records(waits=False, position="train.py:12 in read", stood_s=7.0))
+    assert text.splitlines()[:2] == [
+        "  rank 1 goes on in training_step, step 3, at train.py:12 in read, for 7 s",
+        "  rank 0, 2 waits in training_step, step 3, at train.py:39 in training_step, for 0 s",
+    ]
+    ended = report.table(_records(has_ended=True))
+    assert ended.startswith(
+        "  rank 1 has ended its training or run, and waits for the others in training_step"
+    )
+
+
+@pytest.mark.parametrize(("stood_s", "has_table"), [(59.0, False), (61.0, True)])
+def test_a_standstill(stood_s: float, has_table: bool) -> None:
+    """Only if nobody has got on."""
+    records = {rank: replace(record, stood_s=61.0) for rank, record in _records().items()}
+    records[2] = replace(records[2], stood_s=stood_s)
+    assert (report.standstill(records, 60.0) is not None) == has_table
+
+
+# --- The way out ------------------------------------------------------------------------------------------------------
+
+
+def test_whoever_leaves_by_itself_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that does not is, and its process ends, with the cause and with what it has raised itself."""
+    from lightning_automodel.failure import watch as module
+
+    done: list[Any] = []
+    monkeypatch.setattr(module, "TIME_TO_RAISE_S", 0.05)
+    monkeypatch.setattr(module, "TIME_TO_LEAVE_S", 0.05)
+    monkeypatch.setattr(module, "end_process", lambda rank, why: done.append(why))
+    monkeypatch.setattr(module.signal, "pthread_kill", lambda thread, signum: done.append(signum))
+    failure = replace(OWN, rank=1)
+    leaving = Watch(0, 2, dist.HashStore(), MINUTE, MINUTE, str, interrupts=True)
+    leaving.leave()
+    leaving._make_leave(failure)
+    assert done == []
+    staying = Watch(0, 2, dist.HashStore(), MINUTE, MINUTE, str, interrupts=True)
+    staying.own = replace(OWN, error="ValueError", message="bad batch")
+    staying._make_leave(failure)
+    assert done == [module.signal.SIGTERM, f"{failure}; this rank itself: {staying.own}"]
