@@ -299,10 +299,12 @@ def test_sigint_is_ignored_meanwhile_and_its_handler_put_back(
     handler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(process_group, "forget_world", lambda: seen.append(signal.getsignal(signal.SIGINT)))
     before = signal.signal(signal.SIGINT, handler)
     try:
         initialize_distributed("gloo")
+        monkeypatch.setattr(
+            process_group, "forget_world", lambda: seen.append(signal.getsignal(signal.SIGINT))
+        )
         destroy_global_state()
         assert (seen, signal.getsignal(signal.SIGINT)) == ([signal.SIG_IGN], handler)
     finally:
