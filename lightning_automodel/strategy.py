@@ -837,9 +837,9 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         """Reduce a value over the ranks that hold different tokens (or ``group``): one all-reduce, out of place.
 
         The mean of integers is exact. Non-tensors are returned unchanged. Of a ``DTensor``, the full one is
-        reduced. After a failure the value is returned unchanged: the others do not come.
+        reduced. After a failure for which the other ranks do not come, the value is returned unchanged.
         """
-        if not isinstance(tensor, Tensor) or self._mesh is None or self._supervisor.is_alone:
+        if not isinstance(tensor, Tensor) or self._mesh is None or self._supervisor.wait_whether_alone():
             return tensor
         if self._run is not None:
             self._run.inputs.check_reduction()
@@ -851,12 +851,12 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks, or any, decide so. After a failure this rank's decision: the others do not come.
+        """Whether all ranks, or any, decide so. After a failure for which they do not come, this rank's decision.
 
         ``ModelCheckpoint(save_on_exception=True)`` asks, which would wait for ranks that stand in other
         collectives.
         """
-        if self._supervisor.is_alone:
+        if self._supervisor.wait_whether_alone():
             return decision
         return super().reduce_boolean_decision(decision, all)
 
@@ -939,7 +939,7 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
 
         RankFailedError after the strategy's timeout, if not every rank saves.
         """
-        if self._supervisor.is_alone:
+        if self._supervisor.wait_whether_alone():
             return False
         timeout = self._options.parsed_timeout
         if self._supervisor.has_failed:  # all ranks stop together, but not all of them may come to this save

@@ -5,44 +5,15 @@ process. Only an abort frees it before.
 """
 
 import threading
-import weakref
-
-import torch.distributed as dist
 
 from lightning_automodel.internals import process_groups
 
 _aborting = threading.Lock()
-_looked_at: tuple[weakref.ref[dist.ProcessGroup], tuple[str, ...], bool] | None = None
 
 
 def exist() -> bool:
-    """Whether this process is in such a group. Not a collective, nor are the others."""
-    global _looked_at
-    world = dist.group.WORLD
-    if world is None:
-        return False
-    known = _looked_at
-    names = process_groups.group_names()
-    # This is asked in each step, and listing all backends takes longer than anything else there. A reference
-    # to them would keep their connections.
-    if known is None or known[0]() is not world or known[1] != names:
-        known = weakref.ref(world), names, bool(process_groups.accelerator_backends())
-        _looked_at = known
-    return known[2]
-
-
-def num_queued() -> dict[str, int]:
-    """How many collectives this rank has queued, by group; nothing of backends that do not count them.
-
-    A group has the same name on all of its ranks.
-    """
-    counted = {}
-    for name, backend in process_groups.accelerator_backends().items():
-        try:
-            counted[name] = process_groups.num_queued(backend)
-        except RuntimeError:
-            continue
-    return counted
+    """Whether this process is in such a group. Not a collective, nor is the other. It looks at every group."""
+    return bool(process_groups.accelerator_backends())
 
 
 def abort() -> None:
@@ -52,4 +23,4 @@ def abort() -> None:
     to call twice, and from two threads: the second one waits for the first.
     """
     with _aborting:
-        process_groups.abort_backends(list(process_groups.accelerator_backends().values())[::-1])
+        process_groups.abort_backends(process_groups.accelerator_backends()[::-1])

@@ -40,6 +40,7 @@ class Record:
     host: str = "an unknown host"
     process: str = ""  # what :func:`processes.own_process` says there
     where: str = "set-up"  # the hook or block that it is in
+    training: int = 1  # which training of the run it is in, or has ended: a tuner trains too
     step: int = 0  # the newest training step that it began
     position: str = ""  # lines of user code that its main thread is at, or that called the failed collective
     waits: bool = False  # whether the main thread is in a collective there

@@ -100,10 +100,8 @@ class Heart:
         self._lock = threading.Lock()
         self._saying = threading.Lock()
         self._turned_at = time.monotonic()  # the newest turn of the switch
-        self._away = (
-            0.0,
-            self._turned_at,
-        )  # for how long this process did not run, the last time, and until when
+        # For how long this process did not run, the last time, and until when.
+        self._away = 0.0, self._turned_at
         self._host = Record()  # rank 0's newest record
         self._watched = rank
         self._watch_next()
@@ -142,6 +140,8 @@ class Heart:
 
     def tell(self, failure: RankFailure) -> RankFailure:
         """Post ``failure`` for all ranks; returns the first that was posted, or why the store does not answer."""
+        if not self.store_answers:  # a call might not return
+            return self.learn(failure)
         try:
             failure = post(self.store, failure)
         except (dist.DistError, OSError) as error:
@@ -171,6 +171,11 @@ class Heart:
             is_one_dead = self.failure.error in (failures.PROCESS_ENDED, failures.MISSED_HEARTBEATS)
             linger(self.store, FAILURE, self.rank, len(self.ranks) - is_one_dead, limit_s, says=0)
 
+    def retire(self) -> None:
+        """From now on barriers and first-rank blocks of this process do without this heart: its rank leaves."""
+        if self in running:
+            running.remove(self)
+
     def close(self) -> None:
         """Say that this rank has left, unless there is a failure, and end the threads, unless one is stuck."""
         if self.failure is None and self.is_beating:
@@ -178,8 +183,7 @@ class Heart:
             with contextlib.suppress(dist.DistError, OSError):
                 self._say()
         self.has_news.set()
-        if self in running:
-            running.remove(self)
+        self.retire()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(JOIN_S + 2 * self.interval_s)
@@ -246,7 +250,8 @@ class Heart:
         if record.has_left or (record.has_ended and is_gone):
             self._watch_next()
         elif record.has_ended:
-            if self.record.step > record.step and not self.record.has_ended:
+            own = self.record
+            if own.step > record.step and own.training == record.training and not own.has_ended:
                 self.tell(failures.left_behind(self._watched, record, self.rank, self.record.step))
         elif record != self._heard:
             self._heard = record

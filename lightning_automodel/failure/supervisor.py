@@ -1,7 +1,7 @@
 """Runs the Trainer's function so that all ranks leave together; `failure.watch` makes a rank leave.
 
 A rank is in one of three states (:class:`RankState`), which only `Supervisor._become` changes. FAILED lasts until
-the next `run`. In which of them it must save without the others is :meth:`Supervisor.is_alone`.
+the next `run`. Whether it must save without the others, :meth:`Supervisor.wait_whether_alone` asks them.
 """
 
 import contextlib
@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 
 SIGTERM_STATUS = 128 + signal.SIGTERM
 LINGER_AFTER_FAILURE_S = 2.5
+TIME_TO_MEET_AT_STOP_S = 15.0
+# Less than a rank that stands in a collective has until it is interrupted, and then until its process is ended.
+TIME_TO_MEET_AFTER_FAILURE_S = 2.0
 LONGEST_LEAVING_S = 30.0
 
 
@@ -70,6 +73,7 @@ class Supervisor:
         self._previous_handler: Any = None
         self._handler_process: int | None = None
         self._state = RankState.IDLE
+        self._is_alone: bool | None = None  # after a failure, once it is known
         self._failed_at = 0.0  # when it came to RankState.FAILED, on the monotonic clock
         self.weights_only: bool | None = None
 
@@ -79,6 +83,7 @@ class Supervisor:
             # A callback's `on_exception` raised in an earlier run, so that Lightning did not tear it down.
             supervisor.close()
         self._become(RankState.RUNNING)
+        self._is_alone = None
         self.weights_only = lightning_internals.told_weights_only(function, args, kwargs)
         try:
             self._join()
@@ -138,6 +143,7 @@ class Supervisor:
             log.error("This rank stops: %s.", str(culprit).rstrip("."))
         _free_device(exception)
         if culprit is not None:
+            self._is_alone = True  # that one has raised, and others stand in collectives or leave
             if culprit.error == KeyboardInterrupt.__name__:
                 # Ctrl-C reaches all ranks of a terminal, but one that waits in a collective may first learn
                 # of another rank's interrupt. On both it is the user's wish, not a failure with a traceback.
@@ -270,10 +276,24 @@ class Supervisor:
         """Whether this rank is leaving after a failure of its own or of another rank, or a stop of all."""
         return self._state is RankState.FAILED
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether this rank must save and decide without the others: after a failure, but not after a stop of all."""
-        return self.has_failed and self._watch is not None and not self._stops_together
+    def wait_whether_alone(self) -> bool:
+        """Whether this rank must save and decide without the others after a failure.
+
+        The first call waits for them. They come if all have failed alike, or stop after the same step. If
+        this rank alone has failed, it must leave soon: the others stand in a collective until its
+        connections close.
+        """
+        watch = self._watch
+        if watch is None or not self.has_failed:  # or the run has been torn down, or has a single rank
+            return False
+        if self._is_alone is None:
+            limit_s = TIME_TO_MEET_AFTER_FAILURE_S
+            if self._stops_together:
+                limit_s = TIME_TO_MEET_AT_STOP_S
+            why = _why_late(sys.exc_info()[1], "asking the other ranks")
+            with limited(LONGEST_LEAVING_S, watch.rank, why):
+                self._is_alone = not watch.come_together(limit_s)
+        return self._is_alone
 
     def save_on_exception(self) -> None:
         """Give this rank time to raise when another one fails, since it then saves a checkpoint alone."""

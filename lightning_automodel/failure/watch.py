@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_automodel.distributed import device_groups, failures, first_rank
-from lightning_automodel.distributed.failures import RankFailure
+from lightning_automodel.distributed.failures import RankFailedError, RankFailure
 from lightning_automodel.distributed.heart import MISSED_BEATS, Heart
 from lightning_automodel.distributed.last_resort import end_process
 from lightning_automodel.distributed.meeting import first, linger, meet, records_of
@@ -34,6 +34,8 @@ TIME_TO_LEAVE_S = 5.0
 TIME_TO_FAIL_S = 2.0
 LINGER_S = 5.0
 END = "the end of the run"
+TOGETHER = "together"
+ALONE = "alone"
 
 
 class Watch:
@@ -66,10 +68,9 @@ class Watch:
         self.rank = rank
         self.ranks = range(num_ranks)
         self.stop = StopAgreement(rank, self.ranks)
-        self.raised_at: tuple[bool, str] | None = (
-            None  # after an exception the main thread is in this package
-        )
         self.own: RankFailure | None = None  # what this rank has raised
+        # After an exception the main thread is in this package.
+        self.raised_at: tuple[bool, str] | None = None
         self._timeout_s = timeout.total_seconds()
         self._where = where
         self._find_ended = find_ended
@@ -77,7 +78,7 @@ class Watch:
         self._saves_on_exception = False
         self._step = 0
         self._num_steps = 0
-        self._num_trainings = 0
+        self._training = 1
         self._has_ended = False
         self._stands_at: tuple[str, int] = ("", 0)
         self._stands_since_s = 0.0
@@ -125,9 +126,11 @@ class Watch:
 
         RankFailedError if a rank has failed, does not come, or takes further training steps.
         """
-        self._num_trainings += 1
-        self._meet_at(f"the end of training {self._num_trainings}", None)
-        self._has_ended = False
+        self._meet_at(f"the end of training {self._training}", None)
+        self._has_ended = (
+            False  # first: between the two lines a record must not say that the next one has ended
+        )
+        self._training += 1
 
     def end(self) -> list[bool]:
         """Wait until every rank has left its last hook, and return which were asked to stop. A meeting of all ranks.
@@ -163,10 +166,30 @@ class Watch:
             heart.has_news.wait(patience_s)
             return heart.failure or own
 
+    def come_together(self, limit_s: float) -> bool:
+        """Whether every rank calls this after a failure, within the limit; the same on each that does.
+
+        Only through the store: in a collective, a rank would wait for those that stand in another one.
+        """
+        if not self.heart.store_answers:
+            return False
+        store = dist.PrefixStore("after the failure", self.heart.store)
+        word = TOGETHER
+        try:
+            try:
+                meet(store, "saving", self.rank, self.ranks, None, limit_s)
+            except RankFailedError:
+                word = ALONE
+            # Who comes just as another one gives up may have met all: the first word counts.
+            return first(store, "decision", word) == TOGETHER
+        except (dist.DistError, OSError):
+            return False
+
     def leave(self) -> None:
         """From now on the main thread leaves by itself, and is not interrupted."""
         with self._leaving:
             self._has_left.set()
+        self.heart.retire()
 
     def close(self) -> None:
         """End the watch. Not a collective; may be called twice."""
@@ -192,6 +215,7 @@ class Watch:
             self._at_line_since_s = now
         return {
             "where": where,
+            "training": self._training,
             "step": self._step,
             "position": position,
             "waits": waits,
@@ -224,7 +248,7 @@ class Watch:
             )
 
     def _end_what_never_ends(self) -> None:
-        """Post the table if the main thread is in a collective that should have failed: NCCL connects without a limit."""
+        """Post the table if the main thread is in a collective that should have failed: NCCL may connect for ever."""
         own = self.heart.record
         waited_s = self.heart.clock() - self._at_line_since_s
         may_wait = self._has_ended or self._has_left.is_set() or first_rank.is_active()

@@ -48,34 +48,22 @@ def make_group(partition: list[list[int]]) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, own)
 
 
-def accelerator_backends() -> dict[str, Any]:
-    """Backends of the accelerator in all groups of this process, by a name that each rank of the group has for it.
+def accelerator_backends() -> list[Any]:
+    """Backends of the accelerator in all groups of this process, in the order in which they were made.
 
     Nothing public lists the groups, or returns the backend of a device. Those of gloo are left out: its
     collectives block and raise, whatever the device.
     """
     device = torch.accelerator.current_accelerator()
     if device is None or not dist.is_initialized():
-        return {}
-    found = {}
+        return []
+    found = []
     for group in list(dist.distributed_c10d._world.pg_names):
         with suppress(RuntimeError):  # a group of hosts
             backend = group._get_backend(device)
             if backend.name().lower() != dist.Backend.GLOO:
-                # Groups that share no rank may have one name.
-                lowest_rank = min(dist.get_process_group_ranks(group))
-                found[f"{group.group_name} of rank {lowest_rank}"] = backend
+                found.append(backend)
     return found
-
-
-def group_names() -> tuple[str, ...]:
-    """Names of all groups of this process, in the order in which they were made; cheap enough for each step."""
-    return tuple(dist.distributed_c10d._world.pg_names.values())
-
-
-def num_queued(backend: Any) -> int:
-    """Collectives that this rank has queued; the group's own method raises for backends of others."""
-    return int(backend._get_sequence_number_for_group())
 
 
 def abort_backends(backends: Iterable[Any]) -> None:
