@@ -192,6 +192,7 @@ class Heart:
 
     def _beat_on(self) -> None:
         try:
+            self.beat()
             while not self.has_news.wait(self.interval_s):
                 self.beat()
         except (dist.DistError, OSError) as error:

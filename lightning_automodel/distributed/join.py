@@ -205,7 +205,9 @@ def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[]
     store that accepts connections and never answers ends this process, with the cause.
     """
     if found.world_size == 1:
-        store = found.store or dist.HashStore()
+        store = found.store
+        if store is None:
+            store = dist.HashStore()
         return Joined(store, store)
     timeout_s = timeout.total_seconds()
     deadline = time.monotonic() + timeout_s

@@ -94,7 +94,7 @@ class Cell:
 
     @property
     def timeout_s(self) -> float:
-        """That of the strategy: a rank that is stuck is named when three quarters of it have passed."""
+        """That of the strategy: where no rank fails, rank 0 logs where all are when half of it has passed."""
         return LONG_TIMEOUT_S if self.fault in (HANG, SKIP) else TIMEOUT_S
 
     @property
