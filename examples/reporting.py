@@ -71,10 +71,7 @@ def compare_first_steps(dataset: DocstringDataset, rank: int) -> FirstSteps:
         name: (median(each.errors), relative_distance(each.weights - start, truth - start))
         for name, each in found.items()
     }
-    print(
-        f"\nThe first {COMPARED_STEPS} steps once more, against one process that takes each window as one"
-        " batch"
-    )
+    print("\nThree steps drawn for this comparison, against one process that takes each window as one batch")
     print(f"  {NUM_RANKS} ranks".ljust(25), "gradients off by".rjust(17), "weights off by".rjust(17))
     for name, (gradients, weights) in first_steps.items():
         print(f"  {name:<23} {percent(gradients):>17} {percent(weights):>17}")
@@ -101,7 +98,7 @@ def draw_picture(
     colors = ["#0072B2", "#D55E00"]
     bars = right.barh(list(first_steps), [gradients for gradients, _ in first_steps.values()], color=colors)
     right.bar_label(bars, [percent(gradients) for gradients, _ in first_steps.values()], padding=4)
-    right.set(title=f"Gradient error, first {COMPARED_STEPS} steps", xscale="log", xlim=(1e-8, 100))
+    right.set(title=f"Gradient error, {COMPARED_STEPS} compared steps", xscale="log", xlim=(1e-8, 100))
     right.set_xlabel("distance from one process, relative")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)

@@ -392,15 +392,18 @@ def test_glossary() -> None:
 
 
 def test_first_screen() -> None:
-    """What a reader asks, in the order of asking, in 120 lines."""
+    """What a reader asks, in the order of asking, in 110 lines: first the change that keeps the layout."""
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 120
+    assert len(text.splitlines()) <= 110
     order = [
         "```diff",
+        'AutomodelStrategy(data_parallel="ddp")',
+        'leave `data_parallel="ddp"` out',
         "ExactnessCheck()",
         "| your training |",
-        "<!-- main command -->",
         "**Status:**",
+        "## Install",
+        "<!-- main command -->",
         "## Tell",
     ]
     places = [text.index(part) for part in order]

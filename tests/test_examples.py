@@ -140,7 +140,7 @@ def test_main_job_resumes(folder: Folder) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize(("strategy", "verdict"), [("ddp", "WRONG"), ("automodel_ddp", "EXACT")])
 def test_main_job_under_another_strategy(folder: Folder, strategy: str, verdict: str) -> None:
-    """As its first lines offer, and with the verdict that README shows."""
+    """As its first lines offer, and with the verdict that docs/examples.md promises."""
     printed = folder.run(MAIN, "--max-steps", "2", "--strategy", strategy, "--check")
     before, after = numbers(HELD_BACK, printed)
     assert before - 0.3 > after
@@ -219,7 +219,7 @@ PERPLEXITIES = r"  ([\d.]+) by two ranks in training\n  ([\d.]+) by one process"
 
 @pytest.mark.sweep
 def test_hugging_face(folder: Folder) -> None:
-    """The export has the perplexity of the run, and README's command writes the same from the checkpoint."""
+    """The export has the perplexity of the run, and the documented command writes the same from the checkpoint."""
     ranks, alone = numbers(PERPLEXITIES, folder.run("hugging_face.py", "--rows", "40", "--epochs", "1"))
     assert alone == pytest.approx(ranks, rel=1e-4)
     outputs = folder.path / "outputs/hugging_face"
