@@ -19,6 +19,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 
+from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import (
     CheckpointError,
     CheckpointForm,
@@ -27,9 +28,9 @@ from lightning_automodel.checkpoint import (
     shard_writer,
     single_file,
 )
-from tests.checkpoint.checkpoints import FORMS, files_of, fit, forms, leftovers, load_only, save
+from tests.checkpoint.checkpoints import FORMS, AdamModule, files_of, fit, forms, leftovers, load_only, save
 from tests.rank_pool import RankError, RankPool
-from tests.trainer.exactness import full_weights
+from tests.trainer.exactness import SILENT, full_weights
 
 PATIENCE_S = 60
 
@@ -383,3 +384,18 @@ def test_saving_alone_makes_directories(tmp_path: Path) -> None:
     saver = CheckpointSaver(form, in_background=False, timeout=timedelta(minutes=1))
     saver.save_alone({"state_dict": {}}, tmp_path / "new" / "last.ckpt", TorchCheckpointIO())
     assert (tmp_path / "new" / "last.ckpt").exists()
+
+
+def test_a_process_that_is_no_rank(tmp_path: Path) -> None:
+    """One that has launched the ranks, as of a notebook, knows at once that nothing was saved."""
+    trainer = Trainer(
+        strategy=AutomodelStrategy(start_method="fork"), accelerator="cpu", devices=2, **SILENT
+    )
+    trainer.strategy.connect(AdamModule())
+    with pytest.raises(RuntimeError, match="this process is no rank, since it has launched them"):
+        trainer.strategy.save_checkpoint({}, tmp_path / "last.ckpt")
+    try:
+        raise ValueError("of a rank")
+    except ValueError:  # which another error would hide
+        trainer.strategy.save_checkpoint({}, tmp_path / "last.ckpt")
+    assert list(tmp_path.iterdir()) == []
