@@ -95,7 +95,7 @@ class GatheredTensor:
         touched: Those of its unit that were reached through ``.data`` since.
     """
 
-    __slots__ = ()  # torch's tensors have what is given to them
+    __slots__ = ()  # or a parameter could not be given the classes below
     data = property(_get_data, _set_data)
     grad = property(_get_grad, _set_grad, _del_grad)
     __deepcopy__ = _deepcopy
