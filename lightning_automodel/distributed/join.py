@@ -239,9 +239,13 @@ def _join(
     rounds = dist.PrefixStore(KEYS, another_connection(opened, timeout))
     number = meeting.first(rounds, "round", "0")
     store = dist.PrefixStore(number, rounds)
+    for_torch = dist.PrefixStore(number, dist.PrefixStore(KEYS, opened))
     rank = found.rank
     try:
         _enter(store, found, backend)
+        if not for_torch.check([f"pid/{rank}"]):
+            # Rank 0 has closed the store of an earlier group, and opened another one, between two connections.
+            raise ConnectionError("two connections have reached two stores")
         if found.address is not None:
             network.choose_interface(found.address[0])
         place = network.own_place()
@@ -263,7 +267,7 @@ def _join(
             raise RankFailedError(replace(posted, message=what)) from None
         raise
     _end_round(rounds, number)
-    return Joined(dist.PrefixStore(number, dist.PrefixStore(KEYS, opened)), store)
+    return Joined(for_torch, store)
 
 
 def _enter(store: dist.Store, found: Rendezvous, backend: str) -> None:

@@ -345,3 +345,26 @@ def test_whoever_leaves_by_itself_is_not_interrupted(monkeypatch: pytest.MonkeyP
     staying.own = replace(OWN, error="ValueError", message="bad batch")
     staying._make_leave(failure)
     assert done == [module.signal.SIGTERM, f"{failure}; this rank itself: {staying.own}"]
+
+
+@pytest.mark.parametrize(("waited_s", "has_devices", "ends"), [(63, True, True), (61, True, False), (63, False, False)])
+def test_a_collective_that_never_ends(
+    waited_s: float, has_devices: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL connects without a limit: past the timeout all leave with the table. Gloo's collectives fail themselves."""
+    from lightning_automodel.failure import watch as module
+
+    monkeypatch.setattr(module.device_groups, "exist", lambda: has_devices)
+    now = 0.0
+    watch = Watch(1, 2, dist.HashStore(), MINUTE, MINUTE, lambda: "on_train_start")
+    watch.heart.clock = lambda: now
+    watch.heart._heard_at = now
+    watch.raised_at = True, "train.py:39 in training_step"
+    watch.heart.beat()
+    now += waited_s
+    watch.heart.beat()
+    assert (watch.failure is not None) == ends
+    if watch.failure is not None:
+        assert watch.failure.error == WAITED
+        assert "a collective neither ends nor fails after 63 s\nThey are at:\n" in watch.failure.message
+        assert "  rank 1 waits in on_train_start, step 0, at train.py:39 in training_step" in watch.failure.message

@@ -61,10 +61,6 @@ def all_are_interrupted(model: Faulty, batch: dict[str, Tensor]) -> None:
             os.kill(int(pid), signal.SIGINT)
 
 
-def hangs_before_groups_connect(model: Faulty, batch: dict[str, Tensor]) -> None:
-    """In a hook: the others' first collective connects, and waits for this rank without a limit."""
-
-
 def dies_before_its_first_heartbeat(model: Faulty, batch: dict[str, Tensor]) -> None:
     """Before it is asked to: once all have joined."""
 
@@ -81,12 +77,6 @@ class Faulty(Model):
     @property
     def is_bad(self) -> bool:
         return int(os.environ["RANK"]) == BAD
-
-    def on_train_start(self) -> None:
-        if self.fault is hangs_before_groups_connect:
-            note(self.folder)
-            while self.is_bad:
-                time.sleep(0.2)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.num_calls += 1
@@ -132,7 +122,7 @@ class Case:
         return f"{self.fault.__name__}-{self.engine}"
 
 
-ENDED = "rank 1 on HOST was last seen in training_step: its process has ended without a word"
+ENDED = r"rank 1 on HOST was last seen in \w+: its process has ended without a word"
 CASES = [
     Case(raises, "fsdp2", f"rank 1 on HOST failed in training_step: ValueError: {MESSAGE}"),
     Case(raises, "ddp", f"rank 1 on HOST failed in training_step: ValueError: {MESSAGE}"),
@@ -147,13 +137,6 @@ CASES = [
     Case(is_killed, "fsdp2", ENDED, 40.0, 20.0, (1, -signal.SIGKILL, 1)),
     Case(is_killed, "ddp", ENDED, 40.0, 20.0, (1, -signal.SIGKILL, 1)),
     Case(all_are_interrupted, "fsdp2", ""),
-    Case(
-        hangs_before_groups_connect,
-        "fsdp2",
-        "rank . on HOST waited in vain in .*: a collective neither ends nor fails after 1. s",
-        8.0,
-        limit_s=30.0,
-    ),
     Case(
         dies_before_its_first_heartbeat,
         "fsdp2",
