@@ -347,7 +347,9 @@ def test_whoever_leaves_by_itself_is_not_interrupted(monkeypatch: pytest.MonkeyP
     assert done == [module.signal.SIGTERM, f"{failure}; this rank itself: {staying.own}"]
 
 
-@pytest.mark.parametrize(("waited_s", "has_devices", "ends"), [(63, True, True), (61, True, False), (63, False, False)])
+@pytest.mark.parametrize(
+    ("waited_s", "has_devices", "ends"), [(63, True, True), (61, True, False), (63, False, False)]
+)
 def test_a_collective_that_never_ends(
     waited_s: float, has_devices: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -367,4 +369,7 @@ def test_a_collective_that_never_ends(
     if watch.failure is not None:
         assert watch.failure.error == WAITED
         assert "a collective neither ends nor fails after 63 s\nThey are at:\n" in watch.failure.message
-        assert "  rank 1 waits in on_train_start, step 0, at train.py:39 in training_step" in watch.failure.message
+        assert (
+            "  rank 1 waits in on_train_start, step 0, at train.py:39 in training_step"
+            in watch.failure.message
+        )
