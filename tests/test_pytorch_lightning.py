@@ -45,7 +45,7 @@ class StepCounter(pytorch_lightning.Callback):
 
 def test_its_trainer_says_whose_strategy_it_got() -> None:
     """It refuses the strategy before that could say anything; docs/troubleshooting.md has the message."""
-    with pytest.raises(ValueError, match=r"<AutomodelStrategy for lightning\.pytorch\.Trainer>"):
+    with pytest.raises(ValueError, match=r"<AutomodelStrategy, for lightning\.pytorch\.Trainer alone>"):
         pytorch_lightning.Trainer(strategy=AutomodelStrategy(), **ALONE)
 
 

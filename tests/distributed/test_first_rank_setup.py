@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy
+from lightning_automodel import AutomodelStrategy, destroy_global_state
 from tests.failure.faults import Model
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import micro_batches
@@ -118,3 +118,4 @@ def test_a_barrier_that_does_not_come(name: str, stage: str) -> None:
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=1, **SILENT)
     with pytest.raises(RuntimeError, match=rf"has not called strategy\.barrier\('{name}'\)"):
         getattr(trainer, stage)(LabelledModule(), DataLoader(micro_batches(CASE)[0], batch_size=None))
+    destroy_global_state()
