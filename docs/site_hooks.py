@@ -60,7 +60,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     if page.file.src_uri in WIDE_PAGES:
         page.meta.setdefault("hide", []).append("toc")
     if "/" in page.file.src_uri:
-        return markdown  # from a folder outside of docs/
+        return markdown.replace("../docs/", "../")  # of a page from a folder beside docs/
     markdown = markdown.replace("](docs/", "](")  # of a page that lies beside docs/
     markdown = OUTSIDE.sub(lambda found: f"]({_page_of(found[1])}", markdown)
     return re.sub(r"^Options: (.*?)\n\n", lambda found: _option_list(found[1]), markdown, flags=re.M | re.S)
@@ -102,17 +102,12 @@ def _with_diagrams(markdown: str, page: str) -> str:
     return MERMAID.sub(drawn, markdown)
 
 
-def _class(module: str, name: str) -> Any:
-    path = ROOT / "lightning_automodel" / f"{module}.py"
-    return griffe.visit(module, filepath=path, code=path.read_text())[name]
-
-
 def _option_list(names: str) -> str:
-    """Options of the strategy with type, default and meaning, as its docstring has them."""
-    options = _class("options", "StrategyOptions")
-    sections = _class("strategy", "AutomodelStrategy").docstring.parse(
-        "google", warn_missing_types=False, warn_unknown_params=False
-    )
+    """Options of the strategy with type and default, as in its signature, and meaning, as its docstring has them."""
+    path = ROOT / "lightning_automodel" / "strategy.py"
+    strategy = griffe.visit("strategy", filepath=path, code=path.read_text())["AutomodelStrategy"]
+    options = strategy["__init__"].parameters
+    sections = strategy.docstring.parse("google", warn_missing_types=False, warn_unknown_params=False)
     parsed = [entry for section in sections if section.kind.value == "parameters" for entry in section.value]
     meanings = {entry.name: " ".join(entry.description.split()) for entry in parsed}
     items = []
@@ -121,7 +116,7 @@ def _option_list(names: str) -> str:
             LOG.warning("the docstring of AutomodelStrategy has no option %s", name)
             continue
         option = options[name]
-        items.append(f"- **`{name}`** `{option.annotation}` = `{option.value}`<br>{meanings[name]}")
+        items.append(f"- **`{name}`** `{option.annotation}` = `{option.default}`<br>{meanings[name]}")
     return "\n".join(items) + "\n\n"
 
 
