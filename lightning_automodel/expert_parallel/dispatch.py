@@ -33,7 +33,7 @@ def dispatch_tokens(
         chosen: The experts of each token, from 0 to ``num_experts - 1``, [n, k].
         weights: The weight of each of them, [n, k].
         num_experts: Experts on all ranks together. Each rank holds the same number, in the order of the
-            ranks, as :func:`spread_experts` leaves them.
+            ranks, as ``spread_experts`` leaves them.
         compute: Gets rows [r, d], sorted by the experts of this rank, and how many rows each of these gets;
             returns [r, d]. It may get no rows: its result must depend on the rows and on the parameters even
             then, so that all ranks communicate in the backward. ``torch.cat`` over the experts does.

@@ -19,7 +19,7 @@ def spread_experts(module: nn.Module, mesh: DeviceMesh, names: Iterable[str] | N
     strategy has ``expert_parallel_size`` > 1. The first dimension of each parameter counts the experts: of E
     experts, rank r of n keeps those from ``r * E / n`` to ``(r + 1) * E / n``. The parameters become
     DTensors. In the forward their ``to_local()`` has this rank's experts, and the module sends each token to
-    the rank that holds its experts, as :func:`dispatch_tokens` does.
+    the rank that holds its experts, as ``dispatch_tokens`` does.
 
     A collective over ``mesh``: every rank must call it with the same modules in the same order. If a rank
     does not, the others raise when the group's timeout ends. All ranks get the values of the mesh's first
