@@ -77,10 +77,6 @@ strategy, load_or_build_cache = AutomodelStrategy(), dict
     "docs/launchers.md": """
 import os
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", RANK="0", WORLD_SIZE="2")
-class MyModule(Shown):
-    pass
-def MyDataModule():
-    return loader
 """,
     "docs/resume.md": """
 trainer = Trainer(strategy=AutomodelStrategy(data_parallel="ddp"), max_steps=1)
