@@ -483,7 +483,10 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
             self._loader = CheckpointLoader()  # Lightning has restored the checkpoint
 
     def _expect_barriers(self, *names: str) -> None:
-        """Raise RuntimeError unless these have come: what is done there would be left out in silence."""
+        """Raise RuntimeError unless these have come: what is done there would be left out in silence.
+
+        Not asked for "run-stage" in a fit: LearningRateFinder and BatchSizeFinder run their loops before it.
+        """
         if missing := [name for name in names if name not in self._barriers]:
             raise RuntimeError(
                 f"Lightning {pl.__version__} has not called strategy.barrier({missing[0]!r}), on which"
@@ -642,7 +645,6 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
 
     @override
     def on_train_start(self) -> None:
-        self._expect_barriers("run-stage")
         self._required_run.windows.reset()
         if self._resume is not None:
             self._resume.on_train_start()
@@ -775,7 +777,8 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
 
     @override
     def on_validation_start(self) -> None:
-        self._expect_barriers("run-stage")
+        if self._module.trainer.state.fn == TrainerFn.VALIDATING:
+            self._expect_barriers("run-stage")
         # A rank whose epoch has ended early would communicate with others' training steps.
         self.barrier("on_validation_start")
         self._required_run.start_validation()

@@ -50,12 +50,6 @@ from tests.doc_blocks import Shown, batches
 module, loader = Shown(), DataLoader(batches(), batch_size=None)
 """
 SETUP = {
-    "README.md": """
-trainer = Trainer(strategy=AutomodelStrategy(), max_steps=1)
-trainer.fit(module, loader)
-trainer.save_checkpoint("checkpoints/last.ckpt")
-trainer = Trainer(strategy=AutomodelStrategy())
-""",
     "docs/api.md": """
 trainer = Trainer(strategy=AutomodelStrategy())
 """,

@@ -1,5 +1,6 @@
 """Where the main thread is in the user's code, and whether it waits in a collective there."""
 
+import gc
 import sys
 import threading
 import traceback
@@ -54,9 +55,15 @@ def _main_thread_frames() -> list[tuple[FrameType, int]]:
     # If it went on meanwhile, the walk could read frames that are gone: Python 3.11 then returns other
     # objects.
     sys.setswitchinterval(1.0)
+    # Python 3.11 holds its lock of threads while it lists them, and may collect garbage there. A tensor that is freed
+    # gives Python's own lock away: with a main thread that starts another one, neither would ever go on.
+    collects_garbage = gc.isenabled()
+    gc.disable()
     try:
         return list(traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0)))
     except AttributeError:  # another object, on a machine that is so busy that it has gone on
         return []
     finally:
+        if collects_garbage:
+            gc.enable()
         sys.setswitchinterval(interval)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from pathlib import Path
@@ -109,8 +110,14 @@ class Renamed(AutomodelStrategy):
         super().barrier("another name" if name == self.renamed else name)
 
 
-@pytest.mark.parametrize("name", ["pre_setup", "post_setup", "run-stage"])
-@pytest.mark.parametrize("stage", ["fit", "validate", "predict"])
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [
+        ("fit", "pre_setup"),
+        ("fit", "post_setup"),
+        *itertools.product(["validate", "predict"], ["pre_setup", "post_setup", "run-stage"]),
+    ],
+)
 def test_a_barrier_that_does_not_come(name: str, stage: str) -> None:
     """What is done at it is not left out in silence."""
     strategy = Renamed()

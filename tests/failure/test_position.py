@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_automodel.failure.position import main_thread_position
+from tests.processes import run_anew
 from tests.rank_pool import RankPool
 
 
@@ -47,3 +50,42 @@ def test_position_of_what_was_raised() -> None:
     line = raised.traceback[0].lineno + 1
     name = "test_position_of_what_was_raised"
     assert main_thread_position(raised.value) == (True, f"{__file__}:{line} in {name}")
+
+
+COLLECTING = """
+import gc, threading, time
+from lightning_automodel.failure.position import main_thread_position
+
+class Garbage:
+    # In a cycle. Like a tensor, it gives Python's lock away where it is freed.
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        time.sleep(0.001)
+
+def look():
+    while not is_over.is_set():
+        Garbage()
+        main_thread_position()
+
+gc.collect()
+gc.freeze()
+gc.set_threshold(1)
+is_over = threading.Event()
+looking = threading.Thread(target=look)
+looking.start()
+for _ in range(50):
+    thread = threading.Thread(target=Garbage)
+    thread.start()
+    thread.join()
+is_over.set()
+looking.join()
+print(f"collects garbage: {gc.isenabled()}")
+"""
+
+
+def test_garbage_is_not_collected_while_threads_are_listed(tmp_path: Path) -> None:
+    """With Python 3.11, a thread that starts meanwhile would never run, nor the one that starts it."""
+    status, printed = run_anew([sys.executable, "-c", COLLECTING], tmp_path, timeout_s=60)
+    assert (status, printed.splitlines()[-1]) == (0, "collects garbage: True"), printed

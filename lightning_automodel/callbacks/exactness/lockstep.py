@@ -174,7 +174,15 @@ class LockStep:
                 )
         if self.is_sharded:
             patience = _TIME_FOR_ALL if problem is None else _TIME_AFTER_ERROR
-            collectives.named_barrier(f"ExactnessCheck: {problem}", patience)
+            try:
+                collectives.named_barrier("ExactnessCheck", patience)
+            except RuntimeError as error:
+                if problem is None:
+                    raise
+                raise RuntimeError(
+                    f"ExactnessCheck: {problem}, on this rank alone and within a forward that the others are"
+                    " still in. Remove the check, or the cause."
+                ) from error
         first = next(filter(None, collectives.gather_objects(problem)), None)
         if first is not None:
             raise ReplayError(first)
