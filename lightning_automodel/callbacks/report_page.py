@@ -8,6 +8,8 @@ from pprint import pformat
 from string import Template
 from typing import Any
 
+from lightning_automodel.distributed.failures import list_first
+
 # Names that StepMonitor logs below "train/", with the heading and caption of each.
 _CURVES = {
     "grad_norm": ("Gradient norm", "Before clipping"),
@@ -95,11 +97,7 @@ def _chart(heading: str, caption: str, curves: _Curves) -> tuple[str, Any]:
             line={"width": 1.5},
         )
         if broken := [str(step) for step, value in points.items() if not math.isfinite(value)]:
-            if len(broken) > 10:
-                more = f" and {len(broken) - 10} more"
-            else:
-                more = ""
-            caption += f"; not finite in {name} at step {', '.join(broken[:10])}{more}"
+            caption += f"; not finite in {name} at step {list_first(broken, 10)}"
     text = (
         f'<figure class="half"><h2>{_escape(heading)}</h2>'
         f'<figcaption>{_escape(caption.removeprefix("; "))}</figcaption><div class="chart"></div></figure>'

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_automodel.distributed.collectives import gather_objects
+from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.distributed.process_group import group_rank, group_size
 
 
@@ -87,7 +88,4 @@ def _combined(what: str, failed: Mapping[int, str]) -> CheckpointError:
 
 def some(names: list[Any]) -> str:
     """The first of ``names``, and how many others there are."""
-    listed = ", ".join(map(str, names[:5]))
-    if len(names) > 5:
-        listed += f" and {len(names) - 5} more"
-    return listed
+    return list_first(names, 5)

@@ -5,6 +5,7 @@ import socket
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -141,12 +142,17 @@ def _tells_of_communication(exception: RuntimeError) -> bool:
     return any(part in innermost.filename for part in COMMUNICATING)
 
 
+def list_first(items: Sequence[Any], most: int) -> str:
+    """The first ``most`` of ``items``, and how many more there are."""
+    first = ", ".join(map(str, items[:most]))
+    if len(items) > most:
+        return f"{first} and {len(items) - most} more"
+    return first
+
+
 def list_ranks(ranks: Sequence[int], notes: Mapping[int, str] | None = None) -> str:
     """The first of ``ranks``, each with its note, and how many more there are."""
-    listed = ", ".join(f"{rank}{(notes or {}).get(rank, '')}" for rank in ranks[:LONGEST_LIST])
-    if len(ranks) > LONGEST_LIST:
-        listed += f" and {len(ranks) - LONGEST_LIST} more"
-    return listed
+    return list_first([f"{rank}{(notes or {}).get(rank, '')}" for rank in ranks], LONGEST_LIST)
 
 
 def missing_ranks(

@@ -397,6 +397,17 @@ def started_ranks(target: Callable[..., None], case: Any, folder: Path) -> list[
     return processes
 
 
+def exit_statuses(processes: list[Any], patience_s: float) -> tuple[int | None, ...]:
+    """How the processes have ended within ``patience_s``; None for one that has not."""
+    running = {process.sentinel for process in processes}
+    deadline = time.monotonic() + patience_s
+    while running and (ended := wait(list(running), max(0.0, deadline - time.monotonic()))):
+        running -= set(ended)
+    for process in processes:
+        process.join(0 if process.is_alive() else None)
+    return tuple(process.exitcode for process in processes)
+
+
 @contextlib.contextmanager
 def killed_at_the_end(processes: list[Any]) -> Iterator[None]:
     """Kill the processes that are left when the block ends."""

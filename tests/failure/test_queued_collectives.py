@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,15 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed import collectives
 from tests import devices
-from tests.failure.faults import MESSAGE, Model, Ragged, become_rank, killed_at_the_end, started_ranks
+from tests.failure.faults import (
+    MESSAGE,
+    Model,
+    Ragged,
+    become_rank,
+    exit_statuses,
+    killed_at_the_end,
+    started_ranks,
+)
 from tests.trainer.runs import SILENT
 
 WORLD_SIZE = 3
@@ -203,14 +210,8 @@ class Outcome:
 def _run(case: Case, folder: Path) -> Outcome:
     processes = started_ranks(_rank, case, folder)
     with killed_at_the_end(processes):
-        running = {process.sentinel for process in processes}
-        deadline = time.monotonic() + PATIENCE_S
-        while running and (ended := wait(list(running), max(0.0, deadline - time.monotonic()))):
-            running -= set(ended)
+        statuses = exit_statuses(processes, PATIENCE_S)
         end = time.monotonic()
-        for process in processes:
-            process.join(0 if process.is_alive() else None)
-        statuses = tuple(process.exitcode for process in processes)
     happened = folder / "happened"
     since = float(happened.read_text()) if happened.exists() else float("nan")
     outputs = [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(WORLD_SIZE)]

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from tests.failure.faults import Model, Ragged, become_rank, killed_at_the_end, started_ranks
+from tests.failure.faults import (
+    Model,
+    Ragged,
+    become_rank,
+    exit_statuses,
+    killed_at_the_end,
+    started_ranks,
+)
 from tests.trainer.runs import SILENT
 
 STEP = 3
@@ -149,13 +155,7 @@ def _be_rank(row: Row, rank: int, port: int, folder: Path) -> None:
 def _run(row: Row, folder: Path) -> tuple[tuple[int | None, ...], list[str]]:
     ranks = started_ranks(_be_rank, row, folder)
     with killed_at_the_end(ranks):
-        running = {rank.sentinel for rank in ranks}
-        deadline = time.monotonic() + PATIENCE_S
-        while running and (ended := wait(list(running), max(0.0, deadline - time.monotonic()))):
-            running -= set(ended)
-        for rank in ranks:
-            rank.join(0 if rank.is_alive() else None)
-        statuses = tuple(rank.exitcode for rank in ranks)
+        statuses = exit_statuses(ranks, PATIENCE_S)
     return statuses, [(folder / f"rank{rank}.log").read_text(errors="replace") for rank in range(3)]
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from lightning_automodel.distributed.failures import list_first
+
 _NAMED = 4  # parameters, at most
 
 
@@ -44,7 +46,4 @@ def plural(noun: str) -> str:
 
 def listed(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
-    first = ", ".join(names[:_NAMED])
-    if len(names) > _NAMED:
-        return f"{first} and {len(names) - _NAMED} more"
-    return first
+    return list_first(names, _NAMED)
