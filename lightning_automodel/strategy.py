@@ -264,22 +264,24 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         )
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._options = options
+        self.num_nodes = 1
+        # Of all runs of this strategy.
+        self._advice = Advice()
         self._form = CheckpointForm(options.is_sharded, options.save_distributed_checkpoint)
         self._saver = CheckpointSaver(self._form, options.async_checkpoint, options.parsed_timeout)
-        self._loader = CheckpointLoader()
-        self.num_nodes = 1
         self._supervisor = Supervisor(self._join, self._saver.wait_for_pending_save)
-        self._patches = PatchStack()
-        self._setup_block = ExitStack()
-        self._barriers: set[str | None] = set()  # names of those in this run
         self._weight_averages = LateAverages()
-        self._evaluation_steps = 0
         self._forward_redirection = lightning_internals.DDPForwardRedirection()
-        self._mesh: RunMesh | None = None
-        self._run: TrainingRun | None = None
-        self._advice = Advice()
-        self._resume: Resume | None = None
-        self._stops = False  # all ranks, where this window ends
+        # Of one run, from `setup_environment` to `teardown`.
+        self._patches = PatchStack()  # on the Trainer, its callbacks and the module
+        self._mesh: RunMesh | None = None  # once the ranks have joined
+        self._barriers: set[str | None] = set()  # names of those that Lightning has called
+        self._setup_block = ExitStack()  # `first_rank_setup`, between two barriers
+        self._run: TrainingRun | None = None  # the distributed model, from `setup` on; kept for `last_step`
+        self._resume: Resume | None = None  # of a fit
+        self._loader = CheckpointLoader()  # of the checkpoint that Lightning restores
+        self._evaluation_steps = 0  # outside of a fit
+        self._stops = False  # whether all ranks stop where this window ends
 
     @classmethod
     @override
@@ -448,14 +450,14 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         if options.device_mesh is not None:
             return adopt_mesh(options.device_mesh, device_type, options.data_parallel, options.given_sizes())
         sizes = resolve_sizes(
-            options.data_parallel,
-            options.data_parallel_size,
-            options.data_parallel_replicate_size,
-            options.tensor_parallel_size,
-            self.world_size,
-            self.num_nodes,
-            options.context_parallel_size,
-            options.expert_parallel_size,
+            data_parallel=options.data_parallel,
+            data_parallel_size=options.data_parallel_size,
+            data_parallel_replicate_size=options.data_parallel_replicate_size,
+            tensor_parallel_size=options.tensor_parallel_size,
+            context_parallel_size=options.context_parallel_size,
+            expert_parallel_size=options.expert_parallel_size,
+            world_size=self.world_size,
+            num_nodes=self.num_nodes,
         )
         return build_mesh(device_type, sizes, timeout)
 

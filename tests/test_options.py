@@ -170,6 +170,18 @@ def test_timeout_that_no_clock_can_hold(timeout: float) -> None:
         parse_timeout(timeout)
 
 
+def _resolve(**sizes: Any) -> MeshSizes:
+    """Sizes of a mesh of one node, where ``sizes`` say nothing else."""
+    defaults: dict[str, Any] = {
+        "data_parallel": "fsdp2",
+        "data_parallel_size": "auto",
+        "data_parallel_replicate_size": 1,
+        "tensor_parallel_size": 1,
+        "num_nodes": 1,
+    }
+    return resolve_sizes(**{**defaults, **sizes})
+
+
 @pytest.mark.parametrize(
     ("engine", "size", "replicas", "tensor", "world_size", "num_nodes", "sizes"),
     [
@@ -188,7 +200,14 @@ def test_sizes(
     engine: Any, size: Any, replicas: Any, tensor: int, world_size: int, num_nodes: int, sizes: MeshSizes
 ) -> None:
     """`auto` and numbers become sizes that multiply to the world; replicas hold different data too."""
-    resolved = resolve_sizes(engine, size, replicas, tensor, world_size, num_nodes)
+    resolved = _resolve(
+        data_parallel=engine,
+        data_parallel_size=size,
+        data_parallel_replicate_size=replicas,
+        tensor_parallel_size=tensor,
+        world_size=world_size,
+        num_nodes=num_nodes,
+    )
     assert resolved == sizes
     assert resolved.data_parallel * resolved.tensor == world_size
 
@@ -225,7 +244,7 @@ def test_sizes(
 def test_sizes_that_are_not_the_world(engine: Any, size: Any, tensor: int, message: str) -> None:
     """The message says both ways out."""
     with pytest.raises(ValueError, match="does not") as raised:
-        resolve_sizes(engine, size, 1, tensor, world_size=4, num_nodes=1)
+        _resolve(data_parallel=engine, data_parallel_size=size, tensor_parallel_size=tensor, world_size=4)
     rest = "sizes that multiply to 4; 'auto' finds data_parallel_size where the others divide it."
     assert str(raised.value) == f"{message} {rest}"
 
@@ -234,7 +253,7 @@ def test_sizes_that_are_not_the_world(engine: Any, size: Any, tensor: int, messa
 def test_replicas_that_do_not_divide(replicas: Any, num_nodes: int, shown: int) -> None:
     """The message names both numbers."""
     with pytest.raises(ValueError, match="does not divide") as raised:
-        resolve_sizes("fsdp2", "auto", replicas, 1, world_size=6, num_nodes=num_nodes)
+        _resolve(data_parallel_replicate_size=replicas, world_size=6, num_nodes=num_nodes)
     assert str(raised.value) == (
         f"data_parallel_replicate_size={shown} does not divide the 6 data-parallel ranks: valid sizes are 1,"
         " 2, 3, 6."

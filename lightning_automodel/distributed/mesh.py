@@ -57,6 +57,7 @@ class MeshSizes:
 
 
 def resolve_sizes(
+    *,
     data_parallel: Literal["fsdp2", "ddp"],
     data_parallel_size: int | Literal["auto"],
     data_parallel_replicate_size: int | Literal["auto"],

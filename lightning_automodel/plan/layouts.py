@@ -40,8 +40,15 @@ class Plan:
         self.nodes = -(-world_size // ranks_per_node)
         tensor = options.tensor_parallel_size
         context = options.context_parallel_size
-        data = options.data_parallel, options.data_parallel_size, options.data_parallel_replicate_size
-        self.sizes = resolve_sizes(*data, tensor, world_size, self.nodes, context)
+        self.sizes = resolve_sizes(
+            data_parallel=options.data_parallel,
+            data_parallel_size=options.data_parallel_size,
+            data_parallel_replicate_size=options.data_parallel_replicate_size,
+            tensor_parallel_size=tensor,
+            context_parallel_size=context,
+            world_size=world_size,
+            num_nodes=self.nodes,
+        )
         self._shards = self.sizes.shard * context
         self._is_sharded = options.data_parallel == "fsdp2"
         self._frees = bool(options.reshard_during_accumulation)
