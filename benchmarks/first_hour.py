@@ -10,10 +10,8 @@ own, so that a rank that is killed or hangs ends its check alone, and the next o
 
 import argparse
 import json
-import math
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -21,19 +19,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
+from first_hour_checks import MEBIBYTE, STEPS, Place
 from report import describe_environment, table
-from torch import Tensor, nn
 
-MEBIBYTE = 1 << 20
 EXACT = 1e-12  # distance of float64 weights from one process, as a share of how far training has moved them
-FAULT_STEP = 3
 LEAVE_S = 60.0  # within which all ranks must have left after one was killed
 LINKS = {
     "node": "within a node",
@@ -41,23 +34,6 @@ LINKS = {
     "all": "over all ranks",
 }
 MEMORY_RATIO = 1.15  # of the plan, plus what contexts take
-STEPS = 3  # before the save, and after it
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this rank is."""
-
-    rank: int
-    world_size: int
-    local_world_size: int
-
-    @classmethod
-    def from_environment(cls) -> "Place":
-        """As torchrun tells it."""
-        if "RANK" not in os.environ:
-            sys.exit("Start this by torchrun, as docs/first_hour.md shows: it sets RANK and WORLD_SIZE.")
-        return cls(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")))
 
 
 @dataclass(frozen=True)
@@ -125,7 +101,8 @@ class Driver:
         environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         environment.pop("TORCHELASTIC_ERROR_FILE", None)
         described = {**vars(self.args), "output": str(self.args.output), **arguments}
-        command = [sys.executable, __file__, "--child", check, json.dumps(described)]
+        script = Path(__file__).with_name("first_hour_checks.py")
+        command = [sys.executable, str(script), check, json.dumps(described)]
         log = self.args.output / f"{check}{arguments.get('way', '')}.rank{self.place.rank}.log"
         started = time.time()
         with log.open("w") as file:
@@ -151,266 +128,6 @@ class Driver:
 def _free_port() -> int:
     with socket.create_server(("", 0)) as server:
         return int(server.getsockname()[1])
-
-
-def say(**values: Any) -> None:
-    """Print one JSON line, which the driver reads."""
-    print(json.dumps(values), flush=True)
-
-
-# --- What runs in processes of its own --------------------------------------------------------------------------------
-
-
-def links(arguments: dict[str, Any]) -> None:
-    """Versions of this rank; seconds of an all-reduce in its node, across nodes and over all ranks, by torch alone."""
-    place = Place.from_environment()
-    device = arguments["device"]
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(dist.get_default_backend_for_device(device))
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else "-"
-    say(
-        host=socket.gethostname(),
-        versions={
-            **{name: version(name) for name in ("torch", "lightning")},
-            **{"python": sys.version.split()[0], "CUDA": str(torch.version.cuda), "NCCL": nccl},
-        },
-        device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
-    )
-    size = (256 if device == "cuda" else 4) * MEBIBYTE
-    own = place.local_world_size
-    nodes = [list(range(start, start + own)) for start in range(0, place.world_size, own)]
-    between = [list(ranks) for ranks in zip(*nodes, strict=True)]
-    groups = {"all": [list(range(place.world_size))], "node": nodes, "between": between}
-    rates = {}
-    for name, ranks in groups.items():
-        if len(ranks[0]) == 1:
-            continue
-        made, _ = dist.new_subgroups_by_enumeration(ranks)
-        tensor = torch.ones(size // 4, device=device)
-        for repeat in range(4):
-            if repeat == 1:  # the first connects
-                _synchronize(device)
-                started = time.perf_counter()
-            dist.all_reduce(tensor, group=made)
-        _synchronize(device)
-        seconds = (time.perf_counter() - started) / 3
-        n = len(ranks[0])
-        rates[name] = 2 * (n - 1) / n * size / seconds / 1e9
-    say(rates=rates)
-    dist.destroy_process_group()
-
-
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-class Tokens(nn.Module):
-    """A model of next to nothing, with blocks that FSDP2 shards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.embedding = nn.Embedding(32, 16)
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.head = nn.Linear(16, 32)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.embedding(ids)
-        for block in self.blocks:
-            hidden = hidden + torch.tanh(block(hidden))
-        return self.head(hidden)
-
-
-def ragged_batches(rank: int, number: int) -> list[dict[str, Tensor]]:
-    """Batches of a rank: rows and lengths that differ between ranks, and positions without a label."""
-    batches = []
-    for index in range(number):
-        generator = torch.Generator().manual_seed(1000 * rank + index)
-        shape = tuple(torch.randint(1, 9, (2,), generator=generator).tolist())
-        ids, labels = (torch.randint(32, shape, generator=generator) for _ in range(2))
-        labels[torch.rand(shape, generator=generator) < 0.4] = -100
-        batches.append({"input_ids": ids, "labels": labels})
-    return batches
-
-
-def token_losses(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The sum of the losses of a batch."""
-    return F.cross_entropy(
-        model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum"
-    )
-
-
-def make_module(hook: Callable[[Any, int], None] | None = None) -> Any:
-    """A LightningModule of `Tokens`, which calls ``hook`` at the start of each step."""
-    import lightning as L  # noqa: N812
-
-    class Module(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = Tokens()
-
-        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-            if hook is not None:
-                hook(self, batch_idx)
-            return token_losses(self.model, batch) / (batch["labels"] != -100).sum().clamp(min=1)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-    return Module()
-
-
-def make_trainer(arguments: dict[str, Any], **options: Any) -> Any:
-    """A Trainer of all ranks, with the options of the strategy under ``strategy``."""
-    import lightning as L  # noqa: N812
-
-    from lightning_automodel import AutomodelStrategy
-
-    place = Place.from_environment()
-    strategy = AutomodelStrategy(timeout=arguments["timeout"] / 60, **options.pop("strategy", {}))
-    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    return L.Trainer(
-        accelerator="gpu" if arguments["device"] == "cuda" else "cpu",
-        devices=place.local_world_size,
-        num_nodes=place.world_size // place.local_world_size,
-        strategy=strategy,
-        use_distributed_sampler=False,
-        **{**dict.fromkeys(off, False), **options},
-    )
-
-
-def loader(batches: list[dict[str, Tensor]]) -> Any:
-    """A loader of whole batches."""
-    from torch.utils.data import DataLoader
-
-    return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
-
-
-def whole(parameter: Tensor) -> Tensor:
-    """A parameter's full value on the host. A collective where it is sharded."""
-    if isinstance(parameter, dist.tensor.DTensor):
-        parameter = parameter.full_tensor()
-    return parameter.detach().cpu()
-
-
-def exact(arguments: dict[str, Any]) -> None:
-    """Weights of float64 after two windows of two micro-batches, beside those of one process with all the data."""
-    place = Place.from_environment()
-    layouts: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
-    if place.world_size >= 4 and place.world_size % 2 == 0:
-        layouts["hsdp"] = {"data_parallel_replicate_size": 2}
-    expected = Tokens().double()
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
-    for start in (0, 2):
-        window = [
-            batch for rank in range(place.world_size) for batch in ragged_batches(rank, 4)[start : start + 2]
-        ]
-        optimizer.zero_grad()
-        count = sum(int((batch["labels"] != -100).sum()) for batch in window)
-        (torch.stack([token_losses(expected, batch) for batch in window]).sum() / count).backward()
-        optimizer.step()
-    for name, strategy in layouts.items():
-        module = make_module()
-        trainer = make_trainer(
-            arguments, strategy=strategy, precision="64-true", accumulate_grad_batches=2, max_epochs=1
-        )
-        trainer.fit(module, loader(ragged_batches(place.rank, 4)))
-        own, right, start = (
-            torch.cat([whole(parameter).flatten() for parameter in model.parameters()])
-            for model in (module.model, expected, Tokens().double())
-        )
-        say(**{name: float((own - right).norm() / (right - start).norm())})
-
-
-def speed(arguments: dict[str, Any]) -> None:
-    """Seconds and memory of a step of a Llama by one way; see `llama.py`."""
-    import llama
-
-    class WallMeter(llama.Meter):
-        def __init__(self, case: llama.Case) -> None:
-            super().__init__(case)
-            self.clock = time.perf_counter
-
-        def start(self) -> None:
-            say(began=time.time())
-            super().start()
-
-    llama.run(llama.Case.from_fields(arguments["case"]), WallMeter)
-
-
-def fault(arguments: dict[str, Any]) -> None:
-    """A run whose last rank gets a signal within a step."""
-    place = Place.from_environment()
-
-    def at_step(module: Any, index: int) -> None:
-        say(step=index)
-        if index == FAULT_STEP and place.rank == place.world_size - 1:
-            say(signalled=time.time())
-            os.kill(os.getpid(), getattr(signal, arguments["way"]))
-        time.sleep(0.05)
-
-    module = make_module(at_step)
-    trainer = make_trainer(arguments, max_epochs=1)
-    try:
-        trainer.fit(module, loader(ragged_batches(place.rank, 10_000)))
-    finally:
-        say(stopped=trainer.global_step, left=time.time())
-
-
-def digest(module: nn.Module) -> list[float]:
-    """Sums of all whole parameters. A collective."""
-    return [float(whole(parameter).double().sum()) for parameter in module.parameters()]
-
-
-def save(arguments: dict[str, Any]) -> None:
-    """Train, and save."""
-    module, trainer, path, data = _resumable(arguments, max_epochs=1)
-    trainer.fit(module, data)
-    say(digest=digest(module))
-    started = time.perf_counter()
-    trainer.save_checkpoint(path)
-    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    say(saved_s=time.perf_counter() - started, mebibytes=size / MEBIBYTE)
-
-
-def resume(arguments: dict[str, Any]) -> None:
-    """Load on fewer ranks, and train on."""
-    import lightning as L  # noqa: N812
-
-    started = time.perf_counter()
-
-    class Compares(L.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            say(loaded_s=time.perf_counter() - started, digest=digest(pl_module))
-
-    module, trainer, path, data = _resumable(arguments, max_epochs=2, callbacks=[Compares()])
-    trainer.fit(module, data, ckpt_path=path, weights_only=False)
-    say(step=trainer.global_step, finite=all(map(math.isfinite, digest(module))))
-
-
-def _resumable(arguments: dict[str, Any], **options: Any) -> tuple[Any, Any, Path, Any]:
-    import llama
-
-    case = llama.Case.from_fields(arguments["case"])
-    llama.torch.set_num_threads(1)
-    precision = "bf16-true" if case.device == "cuda" else "32-true"
-    trainer = make_trainer(arguments, precision=precision, limit_train_batches=STEPS, **options)
-    return llama.LlamaModule(case), trainer, Path(arguments["output"]) / "checkpoint.ckpt", case.batches()
-
-
-CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "links": links,
-    "exact": exact,
-    "speed": speed,
-    "fault": fault,
-    "save": save,
-    "resume": resume,
-}
-
-
-# --- What is expected of them -----------------------------------------------------------------------------------------
 
 
 def failed(ended: list[Ended]) -> list[Row]:
@@ -631,7 +348,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        CHECKS[sys.argv[2]](json.loads(sys.argv[3]))
-    else:
-        sys.exit(main())
+    sys.exit(main())
