@@ -50,6 +50,9 @@ REFUSALS: dict[str, Callable[[Case], Any]] = {
     r"_is_any_true.default does not have a sharding": lambda c: (
         c.penalty == "full_tensor" and has(c, "detect_anomaly")
     ),
+    r"Selective activation checkpointing recomputes a block for one backward alone": lambda c: (
+        has(c, "activation_checkpointing") and c.inner
+    ),
     r"manual_backward is called again for the same batch": lambda c: c.manual == "chunks",
     # Torch's own: the option leaves what an evaluation in mid-window has gathered, and the hook writes to
     # that.
