@@ -3,6 +3,7 @@
 The states of a rank (:class:`StopState`), which only `StopAgreement._become` changes:
 
     RUNNING --- a request is known ---> PROMISED --- all have promised ---> DECIDED
+       └─────────── a request came after the last step: at the end of the run ──┘
 """
 
 import threading
@@ -69,6 +70,10 @@ class StopAgreement:
     def ask(self, reason: str = "") -> None:
         """Ask all ranks to stop, with :data:`REQUEUE` to save and requeue. Safe in a signal handler."""
         self._reason = reason
+
+    def decide_at_end(self) -> None:
+        """All ranks stop, since all have learned at the end of their run that one of them was asked to."""
+        self._become(StopState.DECIDED)
 
     def begin_step(self, step: int, longest_wait_s: float) -> bool:
         """Begin ``step``, which all ranks take, and return whether it is the last.

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.distributed import process_group
+from lightning_automodel.distributed import meeting, process_group
 from lightning_automodel.failure import supervisor
 from lightning_automodel.failure.supervisor import LONGEST_LEAVING_S, SIGTERM_STATUS, RankState, Supervisor
 from tests.failure.faults import Model, Ragged, become_rank, killed_at_the_end
@@ -90,7 +90,14 @@ def host_dies_in_its_last_hook(rank: int, world_size: int) -> None:
 
 
 def sigterm_in_the_last_hook(rank: int, world_size: int) -> None:
-    model = _fails_in("on_fit_end", lambda model: _send(signal.SIGTERM) if rank == 1 else None)
+    def stop(model: Model) -> None:
+        if rank == 1:
+            time.sleep(0.5)  # rank 0 waits for it by then, and learns late that it has come
+            _send(signal.SIGTERM)
+        else:
+            meeting.pause_s = lambda *_: 1.0  # type: ignore[assignment]
+
+    model = _fails_in("on_fit_end", stop)
     trainer = _trainer(2)
     trainer.fit(model, _data())
     trainer.validate(model, _data())
