@@ -219,7 +219,8 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
     # A block that is a part of a unit cannot be called by itself.
     (
         lambda c: (
-            c.functional is not None and c.container in ("groups", "iterated", "indexed", "dict_of_groups")
+            c.functional is not None
+            and c.container in ("nested", "groups", "iterated", "indexed", "dict_of_groups")
         ),
         {"container": "list"},
     ),
