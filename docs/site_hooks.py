@@ -22,7 +22,7 @@ LOG = logging.getLogger("mkdocs.hooks")
 OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)")
 MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.M | re.S)
 LANGUAGES = {".py": "python", ".yaml": "yaml"}
-WIDE_PAGES = ("CONTRIBUTING.md", "faults.md", "scale.md", "support.md")
+WIDE_PAGES = ("CONTRIBUTING.md", "scale.md", "support.md")
 """Their tables need the room of the table of contents."""
 SHORT_CELL = 20
 """Characters. A phone shows a table of short cells beside a first column that stays; rows of others become blocks."""

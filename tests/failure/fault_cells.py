@@ -1,4 +1,4 @@
-"""The faults of `docs/faults.md`, on gloo and on collectives that behave as NCCL's, and which a default run takes."""
+"""The faults of `docs/failures.md`, on gloo and on collectives that behave as NCCL's, and which a default run takes."""
 
 from __future__ import annotations
 

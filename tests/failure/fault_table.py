@@ -1,4 +1,4 @@
-"""What became of faults, as the tables of `docs/faults.md`."""
+"""What became of faults: a record of each, and the summaries of `docs/failures.md`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ import lightning
 import torch
 
 from tests.failure.faults import HEARTBEAT_TIMEOUT_S, LONG_TIMEOUT_S, TIMEOUT_S, WORLD_SIZE, Cell, Outcome
+from tests.markdown import write_record
 
 COMMAND = (
-    'python -m pytest tests/failure/test_faults.py -m "sweep or not sweep" --fault-table docs/faults.md'
+    'python -m pytest tests/failure/test_faults.py -m "sweep or not sweep" --fault-table docs/failures.md'
 )
 COLLECTIVES = {"cpu": "gloo", "nccl": "the collectives of the second device that behave as NCCL's"}
+NAMES = {"cpu": "gloo", "nccl": "nccl_like"}
+TITLE = "What happens when one rank fails"
+RECORD_TITLES = ["fault", "hook", "rank", "engine", "raised", "left", "statuses", "message"]
+SUMMARY_TITLES = ["fault", "runs", "raised, s", "ended, s", "statuses", "a message"]
+LONGEST_MESSAGE = 80
 RAISED = ("exception", "out of memory", "error in a kernel", "sys.exit", "data ends")
 """Faults that are an exception of the rank itself."""
 
@@ -30,47 +36,79 @@ def cause(cell: Cell, output: str) -> str:
     return lines[-1].replace(socket.gethostname(), "host") if lines else ""
 
 
-def write(path: Path, outcomes: dict[Cell, Outcome]) -> None:
-    """Replace the tables of the page for which something was run."""
-    page = path.read_text()
+def write(page: Path, outcomes: dict[Cell, Outcome]) -> None:
+    """Write a record with a row for each fault that was run, and its summary between the markers of the page."""
     for device in COLLECTIVES:
         found = {cell: outcome for cell, outcome in outcomes.items() if cell.device == device}
         if found:
-            written = f"<!-- {device} -->\n{table(found, device)}<!-- /{device} -->"
-            page = re.sub(
-                f"<!-- {device} -->.*<!-- /{device} -->", lambda _, text=written: text, page, flags=re.DOTALL
-            )
-    path.write_text(page)
+            rows = [_row(cell, outcome) for cell, outcome in found.items()]
+            text = f"{_setting(found, device)}\n\n{_markdown(RECORD_TITLES, rows)}"
+            record = write_record(f"faults_{NAMES[device]}", f"# {TITLE}\n\n{text}")
+            replace_summary(page, device, rows, record)
 
 
-def table(outcomes: dict[Cell, Outcome], device: str) -> str:
-    """What the other ranks printed, as Markdown."""
-    lines = [
+def replace_summary(page: Path, device: str, rows: list[list[str]], record: Path) -> None:
+    """Replace what stands between the markers of a device."""
+    count = f"{len(rows)} faults in real runs of {WORLD_SIZE} ranks with {COLLECTIVES[device]}"
+    intro = f"{count}, one machine of 2 cores ([each of them](../{record})), by `{COMMAND}`:"
+    written = f"<!-- {device} -->\n{intro}\n\n{summary(rows)}<!-- /{device} -->"
+    text = re.sub(
+        f"<!-- {device} -->.*<!-- /{device} -->", lambda _: written, page.read_text(), flags=re.DOTALL
+    )
+    page.write_text(text)
+
+
+def summary(rows: list[list[str]]) -> str:
+    """Faults of one kind that ended alike are one row: how many, the longest times, and the first message."""
+    groups: dict[tuple[str, str], list[list[str]]] = {}
+    for row in rows:
+        groups.setdefault((row[0], row[6]), []).append(row)
+    lines = []
+    for (fault, statuses), group in groups.items():
+        raised = [float(row[4]) for row in group if row[4]]
+        longest_raised = f"{max(raised):.1f}" if len(raised) == len(group) else "-"
+        longest_left = f"{max(float(row[5]) for row in group):.1f}"
+        message = group[0][7]
+        if len(message) > LONGEST_MESSAGE:
+            message = f"{message[:LONGEST_MESSAGE].rpartition(' ')[0]} ..."
+        lines.append([fault, str(len(group)), longest_raised, longest_left, statuses, message])
+    return _markdown(SUMMARY_TITLES, lines)
+
+
+def _setting(outcomes: dict[Cell, Outcome], device: str) -> str:
+    return (
         f"{datetime.date.today()}: {len(outcomes)} faults in real runs of {WORLD_SIZE} ranks with"
         f" {COLLECTIVES[device]}, on one machine (2 cores), `timeout` {TIMEOUT_S:g} s (hang, skip:"
         f" {LONG_TIMEOUT_S:g} s), `heartbeat_timeout` {HEARTBEAT_TIMEOUT_S:g} s, Linux, Python"
         f" {platform.python_version()}, torch {torch.__version__}, Lightning {lightning.__version__}, load"
         f" {os.getloadavg()[2]:.0f} meanwhile. Written by `{COMMAND}`. Where a rank raised, the others"
-        f" raised after {_median_raised(outcomes)} s (median).",
-        "",
-        "| fault | hook | rank | engine | raised | left | statuses | message |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        f" raised after {_median_raised(outcomes)} s (median)."
+    )
+
+
+def _row(cell: Cell, outcome: Outcome) -> list[str]:
+    """What the other ranks did and printed."""
+    others = [rank for rank in range(WORLD_SIZE) if rank != cell.rank]
+    message = re.sub(r"/\S*/(tests|lightning_automodel)/", r"\1/", cause(cell, outcome.outputs[others[-1]]))
+    message = message.rpartition("RankFailedError: ")[2].replace("|", "\\|").replace(str(Path.home()), "~")
+    raised = "" if outcome.raised_s is None else f"{outcome.raised_s:.1f}"
+    statuses = ", ".join(str(outcome.statuses[rank]) for rank in others)
+    hook = f"`{cell.hook}`"
+    return [
+        cell.fault,
+        hook,
+        str(cell.rank),
+        cell.engine,
+        raised,
+        f"{outcome.seconds:.1f}",
+        statuses,
+        message,
     ]
-    for cell, outcome in outcomes.items():
-        others = [rank for rank in range(WORLD_SIZE) if rank != cell.rank]
-        statuses = ", ".join(str(outcome.statuses[rank]) for rank in others)
-        message = re.sub(
-            r"/\S*/(tests|lightning_automodel)/", r"\1/", cause(cell, outcome.outputs[others[-1]])
-        )
-        message = (
-            message.rpartition("RankFailedError: ")[2].replace("|", "\\|").replace(str(Path.home()), "~")
-        )
-        raised = "" if outcome.raised_s is None else f"{outcome.raised_s:.1f}"
-        lines.append(
-            f"| {cell.fault} | `{cell.hook}` | {cell.rank} | {cell.engine} | {raised} |"
-            f" {outcome.seconds:.1f} | {statuses} | {message} |"
-        )
-    return "\n".join(lines) + "\n"
+
+
+def _markdown(titles: list[str], rows: list[list[str]]) -> str:
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _median_raised(outcomes: dict[Cell, Outcome]) -> str:

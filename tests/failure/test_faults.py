@@ -1,7 +1,7 @@
 """Faults of one rank in a real run, in many hooks: all ranks leave, with the cause.
 
 A default run takes every fault and both engines; the sweep takes the other cells. `fault_table.COMMAND` runs
-all and writes the tables of docs/faults.md; with `-k nccl` the second one alone.
+all and writes the tables of docs/failures.md; with `-k nccl` the second one alone.
 """
 
 from __future__ import annotations
