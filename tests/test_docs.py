@@ -35,9 +35,9 @@ NOT_RUN = {
     "docs/api.md": 1,
     "docs/context_parallelism.md": 1,
     "docs/expert_parallelism.md": 1,
-    "docs/loggers.md": 1,
     "docs/recipes.md": 12,
     "docs/several_nodes.md": 1,  # tests/launch/test_two_nodes.py runs it
+    "docs/watching.md": 1,
 }
 WITH_PYTHON = [page for page in PAGES if blocks(page, "python", "diff")]
 
