@@ -35,7 +35,6 @@ NOT_RUN = {
     "docs/api.md": 1,
     "docs/context_parallelism.md": 1,
     "docs/expert_parallelism.md": 1,
-    "docs/recipes.md": 12,
     "docs/several_nodes.md": 1,  # tests/launch/test_two_nodes.py runs it
     "docs/watching.md": 1,
 }

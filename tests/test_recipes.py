@@ -1,7 +1,8 @@
-"""docs/recipes.md: each of its modules, on two ranks with unequal batches, has the weights of one process."""
+"""examples/recipes.py: each of its modules, on two ranks with unequal batches, has the weights of one process."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from tests.doc_blocks import BLOCK
 from tests.processes import ROOT
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import SILENT, full_weights, relative_error
@@ -178,19 +178,19 @@ RECIPES: dict[str, tuple[Callable[[type], L.LightningModule], Callable[..., Any]
 
 
 def recipe(name: str) -> tuple[L.LightningModule, dict[str, Any]]:
-    """The module as the page has it, but for its optimizer, and the strategy's options; float64."""
+    """The module as users copy it, but for its optimizer, and the strategy's options; float64."""
+    source = (ROOT / "examples" / "recipes.py").read_text()
     (text,) = [
-        m["text"]
-        for m in BLOCK.finditer((ROOT / "docs/recipes.md").read_text())
-        if f"class {name}(" in m["text"]
+        ast.unparse(node)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == name
     ]
     # Adam would hide a factor; a small rate, everything.
     text = re.sub(r"AdamW\((.+), lr=.+?\)", r"SGD(\1, lr=0.5)", text)
-    given: dict[str, Any] = {}
-    scope = {"L": L, "torch": torch, "F": F, "AutomodelStrategy": lambda **options: given.update(options)}
+    scope: dict[str, Any] = {"L": L, "torch": torch, "F": F, "AutomodelStrategy": dict}
     exec(text, scope)
     torch.manual_seed(0)
-    return RECIPES[name][0](scope[name]).double(), given
+    return RECIPES[name][0](scope[name]).double(), scope[name].make_strategy()
 
 
 def batches(name: str) -> list[list[Any]]:
