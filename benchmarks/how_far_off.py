@@ -1,8 +1,8 @@
 """How far weights are from those of one process, by kind of training: Lightning's `ddp` and this strategy.
 
-Two ranks, accumulation 4, one epoch of 83 micro-batches a rank (21 steps, of which the last has three), plain SGD, float64.
-One process takes each window of all ranks as one batch. Distances are a share of how far its weights have
-moved.
+Two ranks, accumulation 4, one epoch of 83 micro-batches a rank (21 steps, of which the last has three), plain
+SGD, float64. One process takes each window of all ranks as one batch. Distances are a share of how far its weights
+have moved.
 
     python benchmarks/how_far_off.py
 """
