@@ -23,8 +23,7 @@ COLLECTIVES = {"cpu": "gloo", "nccl": "the collectives of the second device that
 NAMES = {"cpu": "gloo", "nccl": "nccl_like"}
 TITLE = "What happens when one rank fails"
 RECORD_TITLES = ["fault", "hook", "rank", "engine", "raised", "left", "statuses", "message"]
-SUMMARY_TITLES = ["fault", "runs", "raised, s", "ended, s", "statuses", "a message"]
-LONGEST_MESSAGE = 80
+SUMMARY_TITLES = ["fault", "runs", "raised, s", "ended, s", "statuses"]
 RAISED = ("exception", "out of memory", "error in a kernel", "sys.exit", "data ends")
 """Faults that are an exception of the rank itself."""
 
@@ -49,8 +48,7 @@ def write(page: Path, outcomes: dict[Cell, Outcome]) -> None:
 
 def replace_summary(page: Path, device: str, rows: list[list[str]], record: Path) -> None:
     """Replace what stands between the markers of a device."""
-    count = f"{len(rows)} faults in real runs of {WORLD_SIZE} ranks with {COLLECTIVES[device]}"
-    intro = f"{count}, one machine of 2 cores ([each of them](../{record})), by `{COMMAND}`:"
+    intro = f"{len(rows)} faults with {COLLECTIVES[device]} ([each of them, with its message](../{record})):"
     written = f"<!-- {device} -->\n{intro}\n\n{summary(rows)}<!-- /{device} -->"
     text = re.sub(
         f"<!-- {device} -->.*<!-- /{device} -->", lambda _: written, page.read_text(), flags=re.DOTALL
@@ -59,7 +57,7 @@ def replace_summary(page: Path, device: str, rows: list[list[str]], record: Path
 
 
 def summary(rows: list[list[str]]) -> str:
-    """Faults of one kind that ended alike are one row: how many, the longest times, and the first message."""
+    """Faults of one kind that ended alike are one row: how many, and the longest times."""
     groups: dict[tuple[str, str], list[list[str]]] = {}
     for row in rows:
         groups.setdefault((row[0], row[6]), []).append(row)
@@ -68,10 +66,7 @@ def summary(rows: list[list[str]]) -> str:
         raised = [float(row[4]) for row in group if row[4]]
         longest_raised = f"{max(raised):.1f}" if len(raised) == len(group) else "-"
         longest_left = f"{max(float(row[5]) for row in group):.1f}"
-        message = group[0][7]
-        if len(message) > LONGEST_MESSAGE:
-            message = f"{message[:LONGEST_MESSAGE].rpartition(' ')[0]} ..."
-        lines.append([fault, str(len(group)), longest_raised, longest_left, statuses, message])
+        lines.append([fault, str(len(group)), longest_raised, longest_left, statuses])
     return _markdown(SUMMARY_TITLES, lines)
 
 
