@@ -84,7 +84,7 @@ class World:
         self.store = store
         self._draw = draw
         self.ranks = [Rank(rank, size, self) for rank in range(size)]
-        self.interval_s = self.ranks[0].heart.interval_s
+        self.interval_s = self.ranks[0].watch.interval_s
         for _ in range(3):
             self.beat()
 
@@ -104,11 +104,11 @@ class World:
         before = records_of(reader.store, range(len(self.ranks)))  # type: ignore[arg-type]
         for beat in range(MOST_BEATS):
             self.beat()
-            if beat == MISSED_BEATS and not reader.heart.failure:
+            if beat == MISSED_BEATS and not reader.watch.failure:
                 after = records_of(reader.store, range(len(self.ranks)))  # type: ignore[arg-type]
                 own = RankFailure(reader.rank, "host", "training_step", "RuntimeError", "[gloo] Timed out")
-                reader.heart.tell(report.explain(before, after, own))
-            found = [rank.heart.failure for rank in self.living()]
+                reader.watch.tell(report.explain(before, after, own))
+            found = [rank.watch.failure for rank in self.living()]
             if all(found):
                 return set(found)  # type: ignore[arg-type]
         raise TimeoutError(f"{found.count(None)} ranks know nothing after {MOST_BEATS} heartbeats")
@@ -129,16 +129,15 @@ class Rank:
         self.is_dead = False
         self.store = _Counting(world.store, world.counted)
         self.watch = Watch(rank, size, self.store, TIMEOUT, SILENCE, lambda: "training_step")  # type: ignore[arg-type]
-        self.heart = self.watch.heart
-        self.heart.clock = lambda: world.now
-        self.heart.record = Record(host="host")  # as if each were on another node: their process is this one
+        self.watch.clock = lambda: world.now
+        self.watch.record = Record(host="host")  # as if each were on another node: their process is this one
         self.watch.begin_step(3, is_training=True)
         self.stand_at(True, "train.py:39 in training_step")
 
     def beat(self) -> None:
         """Send a heartbeat, unless killed, or it knows of a failure."""
-        if not self.is_dead and self.heart.failure is None:
-            self.heart.beat()
+        if not self.is_dead and self.watch.failure is None:
+            self.watch.beat()
 
     def stand_at(self, waits: bool, line: str) -> None:
         """Let the main thread be there."""
@@ -146,7 +145,7 @@ class Rank:
 
     def end(self) -> None:
         """The main thread has come to the end of its run."""
-        self.watch._has_ended = True
+        self.watch.record.has_ended = True
 
 
 class _Counting:
@@ -182,7 +181,7 @@ def inflict(world: World, fault: str, victim: int) -> tuple[range, str, str]:
             each.is_dead = True
         return range(victim, victim + len(dead)), MISSED_HEARTBEATS, "stopped, killed or cut off"
     if fault == "raised":
-        rank.heart.tell(RankFailure(victim, "host", "training_step", "ValueError", "no labels here"))
+        rank.watch.tell(RankFailure(victim, "host", "training_step", "ValueError", "no labels here"))
         return range(victim, victim + 1), "ValueError", "no labels here"
     if fault == "stuck":
         rank.stand_at(False, "train.py:12 in read")
@@ -227,14 +226,14 @@ def measure(size: int, server: Server, draw: random.Random) -> dict[str, float]:
         world.beat()
     a_beat = (world.counted["operations"] - before["operations"]) / (4 * size)
     before = Counter(world.counted)
-    beats = sum(rank.heart.beats for rank in world.ranks)
+    beats = sum(rank.watch.record.beat for rank in world.ranks)
     began_s = world.now
     store_s = server.seconds()
     inflict(world, "killed", size // 2)
     found = world.learnt([0])
     assert {each.rank for each in found} == {size // 2}, found
     counted = world.counted - before
-    beats = sum(rank.heart.beats for rank in world.ranks) - beats
+    beats = sum(rank.watch.record.beat for rank in world.ranks) - beats
     return {
         "a beat": a_beat,
         "a second": a_beat * size / world.interval_s,

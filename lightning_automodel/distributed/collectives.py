@@ -48,14 +48,13 @@ def named_barrier(name: str, timeout: timedelta) -> None:
     at = f"barrier {name!r}"
     number = process_group.next_number("barriers")
     store = dist.PrefixStore(f"barrier/{number}", process_group.connection(timeout))
+    ranks = range(group_size())
     limit_s = timeout.total_seconds()
     running = heart.current()
     if running is None:
-        meeting.meet(store, at, rank, range(group_size()), None, limit_s)
+        meeting.meet(store, at, rank, ranks, limit_s=limit_s)
     else:
-        meeting.meet(
-            store, at, rank, range(group_size()), None, limit_s, running.raise_failure, running.store
-        )
+        running.meet(store, at, ranks, limit_s=limit_s)
     # All ranks have come here, and so have read what the barrier before has left.
     kept = process_group.kept_with_world()
     if "newest barrier" in kept:

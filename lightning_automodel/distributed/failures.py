@@ -33,22 +33,24 @@ COMMUNICATING = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Record:
-    """What is true of a rank, in its own words; a new one is also its heartbeat."""
+    """What is true of a rank, in its own words; a new one is also its heartbeat.
+
+    The rank's main thread writes the fields from ``training`` on, its heart the others, and the heart alone reads
+    them for the store, one after the other. In this order, a rank that has ended is never given a step of before.
+    """
 
     beat: int = 0  # number of the heartbeat; 0 if nothing was heard of the rank
     host: str = "an unknown host"
     process: str = ""  # what :func:`processes.own_process` says there
     where: str = "set-up"  # the hook or block that it is in
-    training: int = 1  # which training of the run it is in, or has ended: a tuner trains too
-    step: int = 0  # the newest training step that it began
     position: str = ""  # lines of user code that its main thread is at, or that called the failed collective
     waits: bool = False  # whether the main thread is in a collective there
     stood_s: float = 0.0  # for how long it has been in this hook without beginning a step
-    has_ended: bool = (
-        False  # whether it has come to the end of its training or run, where it waits for the others
-    )
+    training: int = 1  # which training of the run it is in, or has ended: a tuner trains too
+    has_ended: bool = False  # whether it waits for the others at the end of its training or run
+    step: int = 0  # the newest training step that it began
     has_left: bool = False  # whether its watch is over
 
 

@@ -1,27 +1,27 @@
 """First-rank blocks: the first rank of each node runs a block before the others.
 
-A failure reaches every rank. A block is two meetings in the store, at its entry and at its end, so no collective's
-timeout applies. Outside of a run its ranks have hearts of their own meanwhile, so that a rank that dies is noticed.
+A failure reaches every rank. A block is meetings in the store, at its entry, when the first rank of a node has done
+its work, and at the end, so no collective's timeout applies. Outside of a run its ranks have hearts meanwhile, so
+that a rank that dies is noticed.
 """
 
 import contextlib
 import os
 import socket
 import weakref
-from collections.abc import Callable
-from contextlib import ContextDecorator
+from collections.abc import Iterator
+from contextlib import ContextDecorator, ExitStack
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch.distributed as dist
 
 from lightning_automodel.distributed import heart, join, meeting, process_group
-from lightning_automodel.distributed.failures import RankFailedError, RankFailure
-from lightning_automodel.distributed.heart import Heart, ended
+from lightning_automodel.distributed.failures import RankFailure
+from lightning_automodel.distributed.heart import Heart
 from lightning_automodel.distributed.join import LINGER_S
-from lightning_automodel.distributed.last_resort import end_process
 
 Scope = Literal["node", "global"]
 
@@ -76,37 +76,35 @@ class FirstRankPerNode(ContextDecorator):
             RankFailedError: If another rank failed, did not join, or was silent, or the store was lost.
             ValueError: If the block around this one has another group or scope.
         """
-        outer = next((block for block in _active if block is not None), None)
-        if outer is None:
-            block = self._open()
-        elif (self._group or dist.group.WORLD) is outer.group and self._scope == outer.scope:
-            block = None
-        else:
-            # Ranks that wait at the outer block's entry cannot take part in another order.
-            raise ValueError(
-                "A FirstRankPerNode block cannot be inside a block of another group or scope, here of ranks"
-                f" {outer.members} with scope={outer.scope!r}: leave that one first, or give both the same."
-            )
-        _active.append(block)
-        if block is None:
-            return outer is None or outer.is_first
-        try:
-            return block.enter()
-        except BaseException as error:
-            _active.pop()
-            block.end(error)
-            raise
+        outer = _active[-1] if _active else _Block()
+        inner = _Block(self._scope)
+        with ExitStack() as stack:
+            _active.append(inner)
+            stack.callback(_active.remove, inner)
+            if outer.group is None:
+                stack.enter_context(self._open(inner))
+            elif (self._group or dist.group.WORLD) is outer.group and self._scope == outer.scope:
+                inner.group = outer.group
+                inner.is_first = outer.is_first
+            else:
+                # Ranks that wait at the outer block's entry cannot take part in another order.
+                members = dist.get_process_group_ranks(outer.group)
+                raise ValueError(
+                    "A FirstRankPerNode block cannot be inside a block of another group or scope, here of ranks"
+                    f" {members} with scope={outer.scope!r}: leave that one first, or give both the same."
+                )
+            inner.ends = stack.pop_all()
+        return inner.is_first
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Report how the block ended, and wait until it has ended on all ranks, or one failed."""
-        block = _active.pop()
-        if block is not None:
-            block.leave(error)
+        _active[-1].ends.__exit__(kind, error, traceback)
 
-    def _open(self) -> "_Block | None":
-        """The block to enter; None if there is nobody to wait for."""
+    @contextlib.contextmanager
+    def _open(self, block: "_Block") -> Iterator[None]:
+        """Context of a block that is in no other one, with a group that is made for it, where there is none."""
         makes_group = (
             self._group is None
             and not dist.is_initialized()
@@ -115,15 +113,32 @@ class FirstRankPerNode(ContextDecorator):
         )
         if makes_group:
             process_group.initialize_distributed("gloo", self._timeout)
-        group = self._group or dist.group.WORLD
-        if group is None or group.size() == 1:
-            return None
-        return _Block(group, self._scope, self._timeout, makes_group)
+        try:
+            group = self._group or dist.group.WORLD
+            if group is None or group.size() == 1:
+                yield
+            else:
+                block.group = group
+                with _in_order(block, group, self._timeout):
+                    yield
+        finally:
+            if makes_group:
+                process_group.destroy_global_state()
 
 
+@dataclass(eq=False)
+class _Block:
+    """One use of :class:`FirstRankPerNode` on this rank."""
+
+    scope: Scope = "node"
+    group: dist.ProcessGroup | None = None  # None if there is nobody to wait for
+    is_first: bool = True
+    ends: ExitStack = field(default_factory=ExitStack)  # what is to be done when it ends
+
+
+_active: list[_Block] = []
+"""Blocks that this process is in, outermost first."""
 _num_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-_active: "list[_Block | None]" = []
-"""Blocks that this process is in, outermost first; None for a part of another one."""
 
 
 def is_active() -> bool:
@@ -140,90 +155,57 @@ def node_of(rank: int) -> str:
     return name
 
 
-def first_rank(rank: int, nodes: dict[int, str], scope: Scope) -> int:
-    """The lowest rank on the node of ``rank``, or of all ranks for scope ``"global"``; ``nodes`` by rank."""
-    return min(other for other, node in nodes.items() if scope == "global" or node == nodes[rank])
+def peers_of(rank: int, nodes: dict[int, str], scope: Scope) -> list[int]:
+    """Ranks on the node of ``rank``, or all for scope ``"global"``: the lowest goes first. ``nodes`` are by rank."""
+    return [other for other, node in nodes.items() if scope == "global" or node == nodes[rank]]
 
 
-class _Block:
-    """One use of :class:`FirstRankPerNode` on this rank; ``members`` are ranks of the default group."""
-
-    def __init__(self, group: dist.ProcessGroup, scope: Scope, timeout: timedelta, made_group: bool) -> None:
-        dist.get_rank(group)  # raises if the group was destroyed
-        self.group = group
-        self.members = dist.get_process_group_ranks(group)
-        self.scope = scope
-        self.is_first = False
-        self._rank = dist.get_rank()
-        self._timeout_s = timeout.total_seconds()
-        self._made_group = made_group
-        self._at = f"FirstRankPerNode(scope={scope!r})"
-        # Each member counts its blocks on this group. All enter the same blocks, so the numbers agree. The
-        # path holds the lowest rank, since torch may give one name to groups that share no rank.
-        _num_blocks[group] = _num_blocks.get(group, 0) + 1
-        path = f"first_rank/{group.group_name}.{min(self.members)}/{_num_blocks[group]}"
-        self._store = dist.PrefixStore(path, process_group.connection(timeout))
-        self._own_heart: Heart | None = None
-        running = heart.current()
-        if running is None:
-            where = {"where": self._at}
-            running = Heart(
-                self._rank, self.members, self._store, self._timeout_s, lambda: where, self._end_if_lost
-            )
-            self._own_heart = running
-            running.start()
-        self._heart = running
-
-    def enter(self) -> bool:
-        """Wait until all ranks have come, and until the first one has left the block, unless this is it."""
-        nodes = self._meet("the entry to", node_of(self._rank), self._timeout_s)
-        first = first_rank(self._rank, dict(zip(self.members, nodes, strict=True)), self.scope)
-        self.is_first = self._rank == first
-        if not self.is_first:
-            at = f"the end of {self._at}"
-            key = f"{at}/{first}"
-            self._wait(partial(meeting.wait, self._store, at, key, self._rank, [first], LONGEST_WORK_S))
-        return self.is_first
-
-    def leave(self, error: BaseException | None) -> None:
-        """Wait until the block has ended on all ranks, unless it has ended with an ``error`` here; end it."""
+@contextlib.contextmanager
+def _in_order(block: _Block, group: dist.ProcessGroup, timeout: timedelta) -> Iterator[None]:
+    """Context in which this rank may run the block; what leaves it reaches the others. A collective of the group."""
+    rank = dist.get_rank()
+    dist.get_rank(group)  # raises if the group was destroyed
+    members = dist.get_process_group_ranks(group)
+    # Each member counts its blocks on this group. All enter the same blocks, so the numbers agree. The path
+    # holds the lowest rank, since torch may give one name to groups that share no rank.
+    _num_blocks[group] = _num_blocks.get(group, 0) + 1
+    path = f"first_rank/{group.group_name}.{min(members)}/{_num_blocks[group]}"
+    store = dist.PrefixStore(path, process_group.connection(timeout))
+    name = f"FirstRankPerNode(scope={block.scope!r})"
+    with _heart(store, rank, members, name, timeout) as beating:
         try:
-            if error is None:
-                self._meet("the end of", None, LONGEST_WORK_S)
-        except BaseException as raised:
-            error = raised
+            limit_s = timeout.total_seconds()
+            nodes = beating.meet(store, f"the entry to {name}", members, node_of(rank), limit_s)
+            peers = peers_of(rank, dict(zip(members, nodes, strict=True)), block.scope)
+            block.is_first = rank == min(peers)
+            work = f"the work of rank {min(peers)} in {name}"
+            if not block.is_first:
+                beating.meet(store, work, peers, limit_s=LONGEST_WORK_S)
+            yield
+            if block.is_first:
+                beating.meet(store, work, peers, limit_s=LONGEST_WORK_S)
+            beating.meet(store, f"the end of {name}", members, limit_s=LONGEST_WORK_S)
+        except BaseException as error:
+            with contextlib.suppress(dist.DistError, OSError):
+                meeting.post(store, RankFailure.from_exception(error, rank, name))
             raise
         finally:
-            self.end(error)
+            meeting.linger(store, "end", rank, members, LINGER_S)
 
-    def end(self, error: BaseException | None) -> None:
-        """Report how the block ended here, and free what was made for it. Rank 0, the store's host, waits."""
-        try:
-            if error is not None:
-                with contextlib.suppress(dist.DistError, OSError):
-                    meeting.post(self._store, RankFailure.from_exception(error, self._rank, self._at))
-            meeting.linger(self._store, "end", self._rank, len(self.members), LINGER_S)
-        finally:
-            if self._own_heart is not None:
-                self._own_heart.close()
-            if self._made_group:
-                process_group.destroy_global_state()
 
-    def _meet(self, where: str, value: str | None, limit_s: float) -> list[Any]:
-        at = f"{where} {self._at}"
-        met: list[Any] = self._wait(
-            partial(meeting.meet, self._store, at, self._rank, self.members, value, limit_s)
-        )
-        return met
-
-    def _wait(self, wait: Callable[..., Any]) -> Any:
-        """Wait as ``wait`` does, for as long as neither the run nor the store is lost."""
-        try:
-            return wait(check=self._heart.raise_failure, records=self._heart.store)
-        except (dist.DistError, OSError) as error:
-            raise RankFailedError(self._heart.lose_store(ended(error))) from error
-
-    def _end_if_lost(self, failure: RankFailure) -> None:
-        """Outside of a run, the main thread asks for failures; it cannot if the store's host is stopped."""
-        if self._own_heart is not None and self._own_heart.is_stuck:
-            end_process(self._rank, str(failure))
+@contextlib.contextmanager
+def _heart(
+    store: dist.Store, rank: int, members: list[int], name: str, timeout: timedelta
+) -> Iterator[Heart]:
+    """The heart of the run that this process is in, else one for the block."""
+    running = heart.current()
+    if running is not None:
+        yield running
+        return
+    own = Heart(rank, members, store, timeout.total_seconds())
+    own.record.where = name
+    own.start()
+    try:
+        yield own
+    finally:
+        own.close()

@@ -2,8 +2,7 @@
 
 They meet in the store that then serves the process group. A store serves several rounds, one after the other.
 Below the round's number it holds, besides the keys of every meeting, `pid/<rank>`, the process that has come as
-this rank, `terms`, the world size and backend of the first one, and `left/<rank>` for each rank that no longer
-needs the store.
+this rank, and `terms`, the world size and backend of the first one.
 """
 
 import contextlib
@@ -25,7 +24,6 @@ from lightning_automodel.distributed.store import (
     another_connection,
     family_of,
     launcher_hosts_store,
-    pause_s,
 )
 
 POLL_S = 0.05
@@ -261,7 +259,7 @@ def _join(
         with contextlib.suppress(dist.DistError, OSError):
             posted = meeting.post(store, posted)
             _end_round(rounds, number)
-        meeting.linger(store, JOIN, rank, found.world_size, LINGER_AFTER_FAILURE_S)
+        meeting.linger(store, JOIN, rank, range(found.world_size), LINGER_AFTER_FAILURE_S)
         if isinstance(error, RankFailedError):
             what = f"{posted.message}; {_hint(found, timeout)}"
             raise RankFailedError(replace(posted, message=what)) from None
@@ -308,14 +306,6 @@ def _hint(found: Rendezvous, timeout: timedelta) -> str:
 
 def leave(found: Rendezvous, store: dist.Store, linger_s: float = LINGER_S) -> None:
     """Post that this rank no longer needs the store; its host waits up to ``linger_s`` seconds for all posts."""
-    if found.world_size == 1:
-        return
-    with contextlib.suppress(RuntimeError):
-        # Unlike other operations, this one does not wait for an answer: the store's host may be stopped.
-        store.set(f"left/{found.rank}", "1")
-        left = [f"left/{rank}" for rank in range(found.world_size)]
-        began_at = time.monotonic()
-        waited_s = 0.0
-        while found.hosts_store and waited_s < linger_s and not store.check(left):
-            time.sleep(pause_s(waited_s, found.world_size))
-            waited_s = time.monotonic() - began_at
+    if not found.hosts_store:
+        linger_s = 0.0
+    meeting.linger(store, "the group", found.rank, range(found.world_size), linger_s)

@@ -5,9 +5,10 @@ training and of a run, and the last step before a stop. Below its prefix, the st
 
     failure             the first failure that concerns those who meet, if any
     record/<rank>       the newest `Record` of a rank, written by its heart
-    <at>/<rank>         what a rank has said at a meeting; <at>/came counts them, and <at>/all has all of it
+    <at>/<rank>         what a rank has said at a meeting; <at>/came counts them
+    <at>/outcome        what all have said there, or the failure of a rank that did not come: whichever was first
     <at>/looks/<n>      whether a rank has looked, in the n-th interval of waiting, for those that are missing
-    known/<what>        how many ranks know how something has ended
+    known/<what>/<rank> whether a rank knows how something has ended
 
 No call here waits in the store, so that threads may share one connection.
 """
@@ -83,12 +84,20 @@ def _collect(store: dist.Store, at: str, ranks: Sequence[int]) -> None:
     # All ranks read it: where they say the same, once is enough.
     if len(set(said)) == 1:
         said = said[:1]
-    store.set(f"{at}/all", json.dumps(said))
+    first(store, f"{at}/outcome", json.dumps(said))
 
 
-def said_by_all(value: bytes, num_ranks: int) -> list[Any]:
-    """What all ranks have said, in their order, from the value of ``<at>/all``."""
-    said = [json.loads(each) for each in json.loads(value)]
+def outcome_of(value: bytes, num_ranks: int) -> list[Any] | None:
+    """What all ranks have said, in their order, from the value of ``<at>/outcome``; None if there is none yet.
+
+    RankFailedError if a rank did not come.
+    """
+    if value.decode() == NONE:
+        return None
+    outcome = json.loads(value)
+    if isinstance(outcome, dict):
+        raise RankFailedError(RankFailure(**outcome))
+    said = [json.loads(each) for each in outcome]
     if len(said) == 1:
         return said * num_ranks
     return said
@@ -123,76 +132,63 @@ def meet(
             same on all that have.
     """
     say(store, at, rank, ranks, value)
-    return said_by_all(wait(store, at, f"{at}/all", rank, ranks, limit_s, check, records), len(ranks))
-
-
-def wait(
-    store: dist.Store,
-    at: str,
-    key: str,
-    rank: int,
-    ranks: Sequence[int],
-    limit_s: float = float("inf"),
-    check: Callable[[], None] = lambda: None,
-    records: dist.Store | None = None,
-) -> bytes:
-    """Wait for ``key``, which has a value as soon as ``ranks`` have spoken at a meeting; the rest is as in `meet`."""
     began_at = time.monotonic()
     looks_at_s = limit_s
-    make(store, [key, FAILURE])
+    keys = [FAILURE, f"{at}/outcome"]
+    make(store, keys)
     while True:
-        value, posted = store.multi_get([key, FAILURE])
-        # Before the value: whoever comes late completes a meeting that others have left with the failure.
+        posted, outcome = store.multi_get(keys)
+        # Before the outcome: whoever comes late completes a meeting that others have left with the failure.
         failure = parse_failure(posted)
-        if failure is None and value.decode() != NONE:
-            return value
-        waited_s = time.monotonic() - began_at
-        if failure is None and waited_s > looks_at_s:
-            looks_at_s = waited_s + SEARCH_S  # if the rank that looks dies meanwhile, another one does
-            failure = _look_for_missing(store, at, rank, ranks, waited_s, records or store)
         if failure is not None:
             raise RankFailedError(failure)
+        said = outcome_of(outcome, len(ranks))
+        if said is not None:
+            return said
         check()
-        time.sleep(pause_s(waited_s, len(ranks)))
+        waited_s = time.monotonic() - began_at
+        if waited_s > looks_at_s:
+            looks_at_s = waited_s + SEARCH_S  # if the rank that looks dies meanwhile, another one does
+            _look_for_missing(store, at, rank, ranks, waited_s, records or store)
+        else:
+            time.sleep(pause_s(waited_s, len(ranks)))
 
 
 def _look_for_missing(
     store: dist.Store, at: str, rank: int, ranks: Sequence[int], waited_s: float, records: dist.Store
-) -> RankFailure | None:
-    """Post who has not come, unless another rank looks for them already, or they have just come."""
+) -> None:
+    """End the meeting with those who have not come, unless another rank looks already, or they have just come."""
     if store.add(f"{at}/looks/{waited_s // SEARCH_S:.0f}", 1) > 1:
-        return None
-    missing = [other for other in ranks if not _has_spoken(store, f"{at}/{other}")]
-    if not missing:
+        return
+    missing = [other for other in ranks if not store.check([f"{at}/{other}"])]
+    if missing:
+        found = records_of(records, missing[: failures.LONGEST_LIST])
+        failure = failures.missing_ranks(missing, found, rank, at, waited_s)
+        first(store, f"{at}/outcome", json.dumps(asdict(failure)))
+    else:
         _collect(store, at, ranks)  # the last one has died before it had collected
-        return None
-    found = records_of(records, missing[: failures.LONGEST_LIST])
-    return post(store, failures.missing_ranks(missing, found, rank, at, waited_s))
-
-
-def _has_spoken(store: dist.Store, key: str) -> bool:
-    return store.check([key]) and store.get(key).decode() != NONE
 
 
 def forget(store: dist.Store, at: str, rank: int) -> None:
     """Delete what a meeting that all ranks have left holds in the store: this rank's part, and on rank 0 the rest."""
     keys = [f"{at}/{rank}"]
     if rank == 0:
-        keys += [f"{at}/came", f"{at}/all", FAILURE]
+        keys += [f"{at}/came", f"{at}/outcome", FAILURE]
     for key in keys:
         store.delete_key(key)
 
 
-def linger(store: dist.Store, what: str, rank: int, num_ranks: int, limit_s: float, says: int = 1) -> None:
-    """Note that this rank knows ``what``. Rank 0, if it hosts the store, stays until ``num_ranks`` do, or the limit.
+def linger(store: dist.Store, what: str, rank: int, ranks: Sequence[int], limit_s: float) -> None:
+    """Note that this rank knows ``what``. Rank 0, if it hosts the store, stays until ``ranks`` do, or the limit.
 
     Without it the store would often end before the others have read it. A store that is gone is no error here.
     """
     with contextlib.suppress(dist.DistError, OSError):
-        num_known = store.add(f"known/{what}", says)
+        # Unlike other operations, this one does not wait for an answer: the store's host may be stopped.
+        store.set(f"known/{what}/{rank}", "1")
+        known = [f"known/{what}/{other}" for other in ranks]
         began_at = time.monotonic()
         waited_s = 0.0
-        while rank == 0 and not launcher_hosts_store() and num_known < num_ranks and waited_s < limit_s:
-            time.sleep(pause_s(waited_s, num_ranks))
-            num_known = store.add(f"known/{what}", 0)
+        while rank == 0 and not launcher_hosts_store() and waited_s < limit_s and not store.check(known):
+            time.sleep(pause_s(waited_s, len(ranks)))
             waited_s = time.monotonic() - began_at

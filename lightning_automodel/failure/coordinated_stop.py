@@ -12,10 +12,10 @@ from enum import Enum, auto
 
 import torch.distributed as dist
 
-from lightning_automodel.distributed.meeting import NONE, said_by_all, say
+from lightning_automodel.distributed.meeting import NONE, outcome_of, say
 
 STOP = "stop"
-STEPS = f"{STOP}/all"
+STEPS = f"{STOP}/outcome"
 REQUEUE = "requeue"
 
 
@@ -100,9 +100,10 @@ class StopAgreement:
             return
         asked_by, reason = request.decode().split("|")
         self.asked_by = int(asked_by)
-        if steps.decode() != NONE:
+        promised_by_all = outcome_of(steps, len(self._ranks))
+        if promised_by_all is not None:
             self.requeues = reason == REQUEUE
-            self.last_step = 1 + max(said_by_all(steps, len(self._ranks)))
+            self.last_step = 1 + max(promised_by_all)
             self._become(StopState.DECIDED)
         elif self._state is StopState.RUNNING:
             # The lock keeps the main thread from beginning a step between reading its number and promising

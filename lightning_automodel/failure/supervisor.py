@@ -141,7 +141,7 @@ class Supervisor:
         # The way out.
         if culprit is not None:
             log.error("This rank stops: %s.", str(culprit).rstrip("."))
-        _free_device(exception)
+        _free_device()
         if culprit is not None:
             self._is_alone = True  # that one has raised, and others stand in collectives or leave
             if culprit.error == KeyboardInterrupt.__name__:
@@ -156,12 +156,12 @@ class Supervisor:
         Whoever has raised keeps its own exception, though another one may have been posted first.
         """
         if isinstance(exception, RankFailedError):
-            return watch.heart.tell(exception.failure)
-        hook = lightning_internals.failing_hook(exception) or watch.heart.record.where
+            return watch.tell(exception.failure)
+        hook = lightning_internals.failing_hook(exception) or watch.record.where
         own = RankFailure.from_exception(exception, watch.rank, hook)
         watch.own = own
         if not is_communication_error(exception):
-            watch.heart.tell(own)
+            watch.tell(own)
             return None
         culprit = watch.failure or watch.why(own)
         if culprit.rank != own.rank:
@@ -178,8 +178,7 @@ class Supervisor:
         if not self.has_failed:
             yield
             return
-        why = _why_late(sys.exc_info()[1], "tearing down")
-        with limited(LONGEST_LEAVING_S, process_group.group_rank(), why):
+        with _limited("tearing down"):
             try:
                 yield
             except Exception as error:
@@ -227,7 +226,7 @@ class Supervisor:
             have_just_joined,
         )
         _current.append(self)
-        self._watch.heart.start()
+        self._watch.start()
 
     def begin_step(self, step: int, is_training: bool) -> bool:
         """Begin a step that every rank takes, numbered from 1; return whether all stop after it.
@@ -290,8 +289,7 @@ class Supervisor:
             limit_s = TIME_TO_MEET_AFTER_FAILURE_S
             if self._stops_together:
                 limit_s = TIME_TO_MEET_AT_STOP_S
-            why = _why_late(sys.exc_info()[1], "asking the other ranks")
-            with limited(LONGEST_LEAVING_S, watch.rank, why):
+            with _limited("asking the other ranks"):
                 self._is_alone = not watch.come_together(limit_s)
         return self._is_alone
 
@@ -308,13 +306,12 @@ class Supervisor:
         watch = self._watch
         if self.has_failed and watch is not None:
             if stops_together:
-                linger(watch.heart.store, "stop", watch.rank, len(watch.ranks), LINGER_S)
+                linger(watch.store, "stop", watch.rank, watch.ranks, LINGER_S)
             else:
-                watch.heart.linger(LINGER_AFTER_FAILURE_S)
+                watch.linger(LINGER_AFTER_FAILURE_S)
         self._end()
         if self.has_failed and process_group.group_size() > 1:
-            why = _why_late(sys.exc_info()[1], "destroying its process groups")
-            with limited(LONGEST_LEAVING_S, process_group.group_rank(), why):
+            with _limited("destroying its process groups"):
                 process_group.leave_after_failure(aborts=not stops_together)
 
     def _end(self) -> None:
@@ -394,23 +391,23 @@ def _add_note(exception: BaseException, verdict: RankFailure, own: RankFailure) 
         exception.add_note(note)
 
 
-def _free_device(exception: BaseException) -> None:
+def _free_device() -> None:
     """Abort the groups of accelerators, in half a minute at most. Those of the host stay, to save a checkpoint."""
     if not device_groups.exist():
         return
-    why = _why_late(exception, "aborting its process groups")
-    with limited(LONGEST_LEAVING_S, process_group.group_rank(), why), contextlib.suppress(Exception):
+    with _limited("aborting its process groups"), contextlib.suppress(Exception):
         device_groups.abort()
         # What `on_exception` hooks read has no limit: end here if the device is not free.
         torch.accelerator.synchronize()
 
 
-def _why_late(exception: BaseException | None, what: str) -> str:
-    """Why a process ends that leaves with ``exception``, and is too long about it."""
-    cause = ""
+def _limited(what: str) -> contextlib.AbstractContextManager[None]:
+    """Context of ``what`` a rank does as it leaves: after half a minute its process ends, with what it has raised."""
+    why = f"{what} took over {LONGEST_LEAVING_S:g} s"
+    exception = sys.exception()
     if exception is not None:
-        cause = f"{type(exception).__name__}: {message_of(exception)}; "
-    return f"{cause}{what} took over {LONGEST_LEAVING_S:g} s"
+        why = f"{type(exception).__name__}: {message_of(exception)}; {why}"
+    return limited(LONGEST_LEAVING_S, process_group.group_rank(), why)
 
 
 _current: list[Supervisor] = []

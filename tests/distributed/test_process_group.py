@@ -537,7 +537,7 @@ def test_a_multiprocessing_child_leaves_when_it_ends(how: str, exit_code: int) -
     for child in children:
         child.join(PATIENCE_S)
     assert [child.exitcode for child in children] == [exit_code, exit_code]
-    assert store.check([f"lightning_automodel/joining/0/left/{rank}" for rank in (0, 1)])
+    assert store.check([f"lightning_automodel/joining/0/known/the group/{rank}" for rank in (0, 1)])
 
 
 def _bare_child(how: str, environment: dict[str, str]) -> None:

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from lightning_automodel.distributed.meeting import NONE, said_by_all
+from lightning_automodel.distributed.meeting import NONE, outcome_of
 from lightning_automodel.failure.coordinated_stop import REQUEUE, STEPS, STOP, StopAgreement
 
 WAIT_S = 10.0
@@ -62,7 +62,9 @@ def test_last_step_is_the_same_and_nobody_has_passed_it(seed: int) -> None:
     while any(thread.is_alive() for thread in threads):
         exchange(draw.sample(agreements, world_size), store)
     assert len(last_steps) == world_size
-    assert set(last_steps.values()) == {1 + max(said_by_all(store.get(STEPS), world_size))}
+    promised = outcome_of(store.get(STEPS), world_size)
+    assert promised is not None
+    assert set(last_steps.values()) == {1 + max(promised)}
     assert {agreement.asked_by for agreement in agreements} == {asking}
     assert {agreement.requeues for agreement in agreements} == {not agreements[asking].is_asked_here}
 

@@ -101,11 +101,11 @@ def test_many_raise_and_each_knows_the_first(scale: Any, server: Any, seed: int)
     failures = [
         RankFailure(rank.rank, "host", "training_step", "ValueError", str(rank.rank)) for rank in raising
     ]
-    found = [rank.heart.tell(failure) for rank, failure in zip(raising, failures, strict=True)]
+    found = [rank.watch.tell(failure) for rank, failure in zip(raising, failures, strict=True)]
     assert found == [failures[0]] * len(raising)
     world.beat()
-    assert {rank.heart.failure for rank in world.ranks} == {failures[0]}
-    assert world.store.add("known/failure", 0) == 6, "each acknowledges once"
+    assert {rank.watch.failure for rank in world.ranks} == {failures[0]}
+    assert world.store.check([f"known/failure/{rank}" for rank in range(6)]), "each says that it knows"
 
 
 def test_the_first_failure_stays(server: Any) -> None:
@@ -114,31 +114,29 @@ def test_the_first_failure_stays(server: Any) -> None:
     learnt: list[RankFailure] = []
     failures = [replace(OWN, message=str(index)) for index in range(20)]
     threads = [
-        threading.Thread(target=lambda each=each: learnt.append(watch.heart.learn(each)))
-        for each in failures
+        threading.Thread(target=lambda each=each: learnt.append(watch.learn(each))) for each in failures
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert set(learnt) == {watch.failure}
-    assert watch.heart.store.add("known/failure", 0) == 1
+    assert watch.store.check(["known/failure/0"])
 
 
 def test_an_exception_of_its_thread_is_named_as_such() -> None:
     """Once it was taken for the end of rank 0, which holds the store."""
 
-    def describe() -> dict[str, Any]:
-        if len(written) == 2:
-            raise KeyError("device")
-        written.append(1)
-        return {"where": "training_step"}
+    class Raises(Heart):
+        def describe(self) -> None:
+            if self.record.beat == 2:
+                raise KeyError("device")
+            self.record.where = "training_step"
 
-    written: list[int] = []
     store = dist.HashStore()
-    heart = Heart(1, range(2), store, 8.0, describe, lambda failure: None)
+    heart = Raises(1, range(2), store, 8.0)
     heart.start()
-    assert heart.has_news.wait(20)
+    assert heart.is_over.wait(20)
     heart.close()
     assert str(heart.failure) == (
         f"rank 1 on {heart.record.host} failed in training_step: KeyError: 'device', raised in the thread that"
@@ -151,7 +149,7 @@ def test_an_exception_of_its_thread_is_named_as_such() -> None:
 def test_a_rank_that_never_came(expects_all: bool, error: str | None) -> None:
     """Where all have just joined it is missed like one that has fallen silent; else it may come later."""
     now = 0.0
-    heart = Heart(0, range(2), dist.HashStore(), 8.0, dict, lambda failure: None, expects_all)
+    heart = Heart(0, range(2), dist.HashStore(), 8.0, expects_all)
     heart.clock = lambda: now
     heart._heard_at = now
     for _ in range(20):
@@ -178,12 +176,13 @@ def test_the_switch_ends_a_wait_for_a_stopped_host() -> None:
     told: list[RankFailure] = []
     told_once = threading.Event()
 
-    def on_failure(failure: RankFailure) -> None:
-        told.append(failure)
-        told_once.set()
+    class Tells(Heart):
+        def make_leave(self, failure: RankFailure) -> None:
+            told.append(failure)
+            told_once.set()
 
     store = _Stuck()
-    heart = Heart(1, range(2), store, 0.5, dict, on_failure)  # type: ignore[arg-type]
+    heart = Tells(1, range(2), store, 0.5)  # type: ignore[arg-type]
     for thread in heart._threads:
         thread.start()
     assert told_once.wait(20)
@@ -235,11 +234,9 @@ def test_all_meet_or_all_are_told_who_is_missing(seed: int) -> None:
 def test_the_last_one_dies_before_it_has_collected() -> None:
     """Somebody else does it."""
     store = dist.HashStore()
-    for rank in (0, 1):
-        store.set(f"here/{rank}", "7")
-        store.add("here/came", 1)
-    assert meeting.wait(store, "here", "here/all", 0, range(2), 0.1) is not None
-    assert meeting.said_by_all(store.get("here/all"), 2) == [7, 7]
+    store.set("here/1", "7")
+    store.add("here/came", 2)  # this rank has been counted, and no rank will be the last
+    assert meeting.meet(store, "here", 0, range(2), 7, 0.1) == [7, 7]
 
 
 def test_a_failure_ends_a_wait() -> None:
@@ -339,11 +336,11 @@ def test_whoever_leaves_by_itself_is_not_interrupted(monkeypatch: pytest.MonkeyP
     failure = replace(OWN, rank=1)
     leaving = Watch(0, 2, dist.HashStore(), MINUTE, MINUTE, str, interrupts=True)
     leaving.leave()
-    leaving._make_leave(failure)
+    leaving.make_leave(failure)
     assert done == []
     staying = Watch(0, 2, dist.HashStore(), MINUTE, MINUTE, str, interrupts=True)
     staying.own = replace(OWN, error="ValueError", message="bad batch")
-    staying._make_leave(failure)
+    staying.make_leave(failure)
     assert done == [module.signal.SIGTERM, f"{failure}; this rank itself: {staying.own}"]
 
 
@@ -359,12 +356,12 @@ def test_a_collective_that_never_ends(
     monkeypatch.setattr(module.device_groups, "exist", lambda: has_devices)
     now = 0.0
     watch = Watch(1, 2, dist.HashStore(), MINUTE, MINUTE, lambda: "on_train_start")
-    watch.heart.clock = lambda: now
-    watch.heart._heard_at = now
+    watch.clock = lambda: now
+    watch._heard_at = now
     watch.raised_at = True, "train.py:39 in training_step"
-    watch.heart.beat()
+    watch.beat()
     now += waited_s
-    watch.heart.beat()
+    watch.beat()
     assert (watch.failure is not None) == ends
     if watch.failure is not None:
         assert watch.failure.error == WAITED

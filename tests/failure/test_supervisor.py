@@ -139,7 +139,7 @@ def test_silence_is_not_work(pool2: RankPool) -> None:
 def test_how_long_a_rank_may_be_silent(timeout_s: float, heartbeat_timeout_s: float, limit_s: float) -> None:
     """Not for half an hour, because a collective may take as long."""
     timeouts = [timedelta(seconds=seconds) for seconds in (timeout_s, heartbeat_timeout_s)]
-    assert Watch(0, 2, dist.HashStore(), *timeouts, str).heart.silence_s == limit_s
+    assert Watch(0, 2, dist.HashStore(), *timeouts, str).silence_s == limit_s
 
 
 def test_teardown_after_a_failure_does_not_hide_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -173,7 +173,7 @@ def _leave(
     try:
         supervisor._leave(exception)
     finally:
-        assert watch._has_left.is_set()
+        assert watch.leaves_by_itself.is_set()
     make(store, [FAILURE])
     return parse_failure(store.get(FAILURE))
 
