@@ -220,3 +220,9 @@ def lost_store(host: Record, what: str) -> RankFailure:
     if launcher_hosts_store():
         return RankFailure(LAUNCHER, socket.gethostname(), "", MISSED_HEARTBEATS, message)
     return RankFailure(0, host.host, host.where, MISSED_HEARTBEATS, f"its process, {message}")
+
+
+def how_lost(error: Exception) -> str:
+    """What is known of a store of which a call raised ``error``."""
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"ended or is out of reach ({type(error).__name__}: {first_line})"

@@ -8,7 +8,6 @@ that a rank that dies is noticed.
 import contextlib
 import os
 import socket
-import weakref
 from collections.abc import Iterator
 from contextlib import ContextDecorator, ExitStack
 from dataclasses import dataclass, field
@@ -138,7 +137,6 @@ class _Block:
 
 _active: list[_Block] = []
 """Blocks that this process is in, outermost first."""
-_num_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def is_active() -> bool:
@@ -168,8 +166,8 @@ def _in_order(block: _Block, group: dist.ProcessGroup, timeout: timedelta) -> It
     members = dist.get_process_group_ranks(group)
     # Each member counts its blocks on this group. All enter the same blocks, so the numbers agree. The path
     # holds the lowest rank, since torch may give one name to groups that share no rank.
-    _num_blocks[group] = _num_blocks.get(group, 0) + 1
-    path = f"first_rank/{group.group_name}.{min(members)}/{_num_blocks[group]}"
+    number = process_group.next_number("blocks", group)
+    path = f"first_rank/{group.group_name}.{min(members)}/{number}"
     store = dist.PrefixStore(path, process_group.connection(timeout))
     name = f"FirstRankPerNode(scope={block.scope!r})"
     with _heart(store, rank, members, name, timeout) as beating:

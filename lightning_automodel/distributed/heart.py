@@ -150,7 +150,7 @@ class Heart:
                 store, at, self.rank, ranks, value, limit_s, self.raise_failure, records=self.store
             )
         except (dist.DistError, OSError) as error:
-            raise RankFailedError(self.lose_store(ended(error))) from error
+            raise RankFailedError(self.lose_store(failures.how_lost(error))) from error
 
     def tell(self, failure: RankFailure) -> RankFailure:
         """Post ``failure`` for all ranks; returns the first that was posted, or why the store does not answer."""
@@ -159,7 +159,7 @@ class Heart:
         try:
             failure = post(self.store, failure)
         except (dist.DistError, OSError) as error:
-            return self.lose_store(ended(error))
+            return self.lose_store(failures.how_lost(error))
         return self.learn(failure)
 
     def learn(self, failure: RankFailure) -> RankFailure:
@@ -209,7 +209,7 @@ class Heart:
                 self._say()  # that this rank has left
         except (dist.DistError, OSError) as error:
             if not self.is_over.is_set() and not self._host.has_left:  # else there is no failure to tell of
-                self.lose_store(ended(error))
+                self.lose_store(failures.how_lost(error))
             self.is_over.set()
         except Exception as error:
             log.exception("The thread that sends this rank's heartbeats has failed.")
@@ -321,9 +321,3 @@ running: list[Heart] = []
 def current() -> Heart | None:
     """The heart of the run that this process is in, if any."""
     return next((heart for heart in reversed(running) if heart.is_beating), None)
-
-
-def ended(error: Exception) -> str:
-    """What is known of a store of which a call raised ``error``."""
-    first_line = next(iter(str(error).splitlines()), "")
-    return f"ended or is out of reach ({type(error).__name__}: {first_line})"

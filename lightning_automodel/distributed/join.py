@@ -18,7 +18,13 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from lightning_automodel.distributed import meeting, network
-from lightning_automodel.distributed.failures import RankFailedError, RankFailure, Record, lost_store
+from lightning_automodel.distributed.failures import (
+    RankFailedError,
+    RankFailure,
+    Record,
+    how_lost,
+    lost_store,
+)
 from lightning_automodel.distributed.last_resort import limited
 from lightning_automodel.distributed.store import (
     another_connection,
@@ -34,6 +40,8 @@ LINGER_S = 5.0
 LINGER_AFTER_FAILURE_S = 2.5
 MARGIN_S = 5.0  # for what follows the timeout
 KEYS = "lightning_automodel/joining"
+
+Stores = tuple[dist.Store, dist.Store]
 
 
 @dataclass(frozen=True)
@@ -187,16 +195,10 @@ def _try_until(deadline: float, function: Callable[[], object]) -> None:
         time.sleep(POLL_S)
 
 
-@dataclass(frozen=True)
-class Joined:
-    """All ranks have come."""
-
-    store: dist.Store  # of this round, for torch
-    connection: dist.Store  # another one to it, for this package: hearts and meetings
-
-
-def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[], None]) -> Joined:
+def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[], None]) -> Stores:
     """Wait until every rank has joined. A collective, through the store alone.
+
+    Returns the store of this round, for torch, and another connection to it, for this package's hearts and meetings.
 
     RankFailedError, the same on every rank that has arrived, if ranks do not arrive within ``timeout``, two
     processes have the same rank, ranks disagree about world size or backend, or the store cannot be used. A
@@ -206,7 +208,7 @@ def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[]
         store = found.store
         if store is None:
             store = dist.HashStore()
-        return Joined(store, store)
+        return store, store
     timeout_s = timeout.total_seconds()
     deadline = time.monotonic() + timeout_s
     silent = lost_store(Record(), f"has not answered for {timeout_s + MARGIN_S:g} s")
@@ -218,20 +220,17 @@ def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[]
                 # It may have been the store of an earlier group, just before it closed: connect again.
                 is_renewed = found.address is not None and not found.hosts_store
                 if not is_renewed or time.monotonic() > deadline:
-                    line = next(iter(str(error).splitlines()), "")
-                    what = (
-                        f"ended or is out of reach ({type(error).__name__}: {line}); {_hint(found, timeout)}"
-                    )
                     host = Record()
                     if found.hosts_store:
                         host = Record(host=socket.gethostname(), where=JOIN)
+                    what = f"{how_lost(error)}; {_hint(found, timeout)}"
                     raise RankFailedError(lost_store(host, what)) from None
             time.sleep(POLL_S)
 
 
 def _join(
     found: Rendezvous, backend: str, timeout: timedelta, deadline: float, check: Callable[[], None]
-) -> Joined:
+) -> Stores:
     """One attempt: enter this rank, and meet all others. What it raises is told to those who have come."""
     opened = open_store(found, timeout, deadline)
     rounds = dist.PrefixStore(KEYS, another_connection(opened, timeout))
@@ -265,7 +264,7 @@ def _join(
             raise RankFailedError(replace(posted, message=what)) from None
         raise
     _end_round(rounds, number)
-    return Joined(for_torch, store)
+    return for_torch, store
 
 
 def _enter(store: dist.Store, found: Rendezvous, backend: str) -> None:

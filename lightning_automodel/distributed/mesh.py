@@ -198,23 +198,20 @@ def num_expert_ranks(tensor: Tensor) -> int:
 def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMesh:
     """Build the mesh over the default group, or return the equal one that was built before.
 
-    A collective over the world. Process groups last as long as the default group, and all dimensions of all
-    meshes that have the same ranks share one: a communicator takes memory of the device, and time to
+    A collective over the world. Process groups last as long as the default group, and all dimensions of the
+    mesh that have the same ranks share one: a communicator takes memory of the device, and time to
     connect. Tensor-parallel peers are neighbours, then context peers, then ranks with different experts,
     then the other shards of one replica. ``timeout`` is for collectives on the mesh's groups.
     """
     kept = process_group.kept_with_world()
     if (device_type, sizes) not in kept:
-        dimensions = {REPLICATE: sizes.replicate, SHARD: sizes.shard}
+        shards = {SHARD: sizes.shard}
         if sizes.expert > 1:
-            dimensions = {
-                REPLICATE: sizes.replicate,
-                EXPERT_SHARD: sizes.shard // sizes.expert,
-                EXPERT: sizes.expert,
-            }
+            shards = {EXPERT_SHARD: sizes.shard // sizes.expert, EXPERT: sizes.expert}
+        context = {}
         if sizes.context > 1:
-            dimensions[CONTEXT] = sizes.context
-        dimensions[TENSOR] = sizes.tensor
+            context = {CONTEXT: sizes.context}
+        dimensions = {REPLICATE: sizes.replicate, **shards, **context, TENSOR: sizes.tensor}
         views = view_mesh(_make_mesh(device_type, dimensions), sizes, (REPLICATE, SHARD), TENSOR)
         # For user code that names it so, as under ModelParallelStrategy. Where torch makes a second group of
         # the same ranks, that connects to nothing before it is used.
@@ -223,25 +220,18 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
     built: RunMesh = kept[device_type, sizes]
     for group in built.all_groups() - {dist.group.WORLD}:
         group.set_timeout(timeout)
-        kept_groups().setdefault(tuple(dist.get_process_group_ranks(group)), group)
     return built
 
 
-def kept_groups() -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """This rank's groups that this package's meshes use, by their ranks; they last as long as the default group."""
-    kept: dict[tuple[int, ...], dist.ProcessGroup] = process_group.kept_with_world().setdefault("groups", {})
-    return kept
-
-
 def _make_mesh(device_type: str, dimensions: Mapping[str, int]) -> DeviceMesh:
-    """A mesh of the world whose dimensions share the groups of equal ranks. A collective over the world.
+    """A mesh of the world. A collective over the world.
 
-    ``init_device_mesh`` makes a group for each dimension, which costs a communicator.
+    ``init_device_mesh`` makes a group for each dimension, which costs a communicator. Here a dimension of all
+    ranks has the default group, and those of one rank share a group.
     """
     ranks = torch.arange(dist.get_world_size(), device="cpu").view(*dimensions.values())
-    groups = kept_groups()
     assert dist.group.WORLD is not None
-    groups.setdefault(tuple(range(dist.get_world_size())), dist.group.WORLD)
+    groups = {tuple(range(ranks.numel())): dist.group.WORLD}
     along = []
     for axis, size in enumerate(ranks.shape):
         partition = ranks.movedim(axis, -1).reshape(-1, size).tolist()
@@ -274,29 +264,35 @@ def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor:
             return view(*larger)  # which has a group of these ranks
         return process_groups.flatten_mesh(view(*names), name)
 
+    def with_replicas(shards: DeviceMesh) -> DeviceMesh:
+        if sizes.replicate == 1 or len(data) == 1:
+            return shards
+        return view(data[0], *shards.mesh_dim_names or ())
+
     unflattened = data
     if sizes.expert > 1:
         process_groups.flatten_mesh(view(EXPERT_SHARD, EXPERT), SHARD)
         unflattened = (*data[:-1], EXPERT_SHARD, EXPERT)  # a flattened dimension cannot be flattened again
-    data_parallel = tokens = fsdp = view(*data)
-    context_parallel = view(CONTEXT) if sizes.context > 1 else None
-    if len(data) == 2:
-        data_parallel = tokens = flatten(DATA, *data)
-        fsdp = fsdp if sizes.replicate > 1 else view(data[-1])
-    if context_parallel is not None:
-        tokens = fsdp = flatten(TOKENS, *unflattened, CONTEXT)
-        if sizes.replicate > 1:
-            shards = flatten(SHARD_CONTEXT, *unflattened[1:], CONTEXT)
-            fsdp = view(data[0], *shards.mesh_dim_names or ())
-    tensor_parallel = None if tensor is None else view(tensor)
-    expert_fsdp = None
-    if sizes.expert > 1:
-        expert_fsdp = view(EXPERT_SHARD)
-        if context_parallel is not None:
-            expert_fsdp = flatten(EXPERT_SHARD_CONTEXT, EXPERT_SHARD, CONTEXT)
-        if sizes.replicate > 1:
-            expert_fsdp = view(REPLICATE, *expert_fsdp.mesh_dim_names or ())
-    return RunMesh(mesh, sizes, data_parallel, tokens, fsdp, tensor_parallel, context_parallel, expert_fsdp)
+    shards = view(data[-1])
+    expert_shards = view(EXPERT_SHARD) if sizes.expert > 1 else None
+    data_parallel = tokens = flatten(DATA, *data) if len(data) == 2 else shards
+    context_parallel = None
+    if sizes.context > 1:
+        context_parallel = view(CONTEXT)
+        tokens = flatten(TOKENS, *unflattened, CONTEXT)
+        shards = flatten(SHARD_CONTEXT, *unflattened[1:], CONTEXT) if sizes.replicate > 1 else tokens
+        if expert_shards is not None:
+            expert_shards = flatten(EXPERT_SHARD_CONTEXT, EXPERT_SHARD, CONTEXT)
+    return RunMesh(
+        mesh,
+        sizes,
+        data_parallel,
+        tokens,
+        with_replicas(shards),
+        None if tensor is None else view(tensor),
+        context_parallel,
+        None if expert_shards is None else with_replicas(expert_shards),
+    )
 
 
 def adopt_mesh(
@@ -326,13 +322,11 @@ def adopt_mesh(
         )
     names = _names_by_role(mesh, data_parallel)
     size = {role: mesh.shape[(mesh.mesh_dim_names or ("",)).index(name)] for role, name in names.items()}
-    replicate = size.get(REPLICATE, 1)
-    shard = size.get(SHARD) or size.get(DATA, 1)
     tensor = size.get(TENSOR, 1)
-    sizes = MeshSizes(replicate, shard, tensor)
+    sizes = MeshSizes(size.get(REPLICATE, 1), size.get(SHARD) or size.get(DATA, 1), tensor)
     if data_parallel == "ddp":
         _refuse_tensor_parallel_ddp(tensor)
-        sizes = MeshSizes(replicate * shard, 1)
+        sizes = MeshSizes(sizes.data_parallel, 1)
     actual = {
         "data_parallel_size": sizes.data_parallel,
         "data_parallel_replicate_size": sizes.replicate,

@@ -1,4 +1,12 @@
-"""Joining and leaving the process group, and this process's rank in it."""
+"""Joining and leaving the process group, and this process's rank in it.
+
+What this process knows of its default group:
+
+    _membership         the group that this package has made, until it has left; None for a group of the caller
+    _kept, _kept_for    meshes, groups and the connection that last as long as the default group
+    _counted            how many runs, barriers and blocks there were in a group, the same on all ranks
+    _has_failed         a run of several ranks has failed, so that this process joins no other group
+"""
 
 import contextlib
 import gc
@@ -132,7 +140,7 @@ def choose_device(backend: str, local_rank: int) -> torch.device:
 _membership: tuple[int, join.Rendezvous, dist.Store, weakref.ref[dist.ProcessGroup]] | None = None
 _kept: dict[object, Any] = {}
 _kept_for: dist.ProcessGroup | None = None
-_counted: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+_counted: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 _has_failed = False
 """Whether a run of several ranks has failed, and its group is gone: this process joins no other one."""
 
@@ -217,16 +225,14 @@ def join_process_group(
 
 def _use_existing(backend: str, device: torch.device) -> DistInfo:
     network.choose_interface(os.environ.get("MASTER_ADDR", ""))  # for the groups that are still to be made
-    config = str(dist.distributed_c10d.get_backend_config())
-    names = {pair.rpartition(":")[2] for pair in config.split(",")}
-    if len(names) > 1:
-        actual = config
-    else:
-        actual = next(iter(names))
-    if not {pair.rpartition(":")[2] for pair in backend.lower().split(",")} <= names:
+    actual = str(dist.distributed_c10d.get_backend_config())  # "cpu:gloo,cuda:gloo" for gloo alone
+    names = {pair.rpartition(":")[2] for pair in actual.split(",")}
+    if len(names) == 1:
+        (actual,) = names
+    if any(pair.rpartition(":")[2] not in names for pair in backend.lower().split(",")):
         message = "The default process group exists already, with backend %s: %s has no effect."
         log.warning(message, actual, backend)
-    return DistInfo(actual, dist.get_rank(), dist.get_world_size(), device, dist.get_rank() == 0)
+    return DistInfo(actual, group_rank(), group_size(), device, group_rank() == 0)
 
 
 def _join(
@@ -245,11 +251,10 @@ def _join(
             " with fit(..., ckpt_path='last') to go on from the newest checkpoint."
         )
     destroy_global_state()
-    joined = join.meet(found, backend, timeout, check)
-    store = joined.store
+    store, own_connection = join.meet(found, backend, timeout, check)
     is_gloo = backend.lower() == dist.Backend.GLOO
     try:
-        on_joined(found.rank, found.world_size, joined.connection, True)
+        on_joined(found.rank, found.world_size, own_connection, True)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),
@@ -269,7 +274,7 @@ def _join(
     if is_gloo:
         group.set_timeout(timeout)
     _membership = os.getpid(), found, store, weakref.ref(group)
-    kept_with_world()["connection", os.getpid()] = joined.connection
+    kept_with_world()["connection", os.getpid()] = own_connection
     # Unlike `atexit`, this also runs in children of `multiprocessing`; from priority 0 on, before it joins
     # children.
     multiprocessing.util.Finalize(None, _leave, kwargs={"is_exiting": True}, exitpriority=0)
@@ -310,21 +315,33 @@ def connection(timeout: timedelta) -> dist.Store:
     return opened
 
 
-def next_number(what: str) -> int:
-    """1, 2, ... in the default group, the same on all ranks that have asked for ``what`` equally often."""
-    world = dist.group.WORLD
-    assert world is not None
-    counted = _counted.setdefault(world, Counter())
+def next_number(what: str, group: dist.ProcessGroup | None = None) -> int:
+    """1, 2, ... in the group, else the default one: the same on its ranks that have asked for ``what`` equally often."""
+    counted = _counted.setdefault(group or dist.group.WORLD, Counter())
     counted[what] += 1
     return counted[what]
 
 
 def leave_after_failure(aborts: bool) -> None:
-    """Destroy this package's group after a failed run, waiting for nobody; this process joins no other one."""
+    """Destroy this package's group after a failed run, waiting for nobody; this process joins no other one.
+
+    ``aborts``: otherwise, groups of an accelerator would wait for what they have queued, and so for ranks that
+    are gone.
+    """
     global _has_failed
     _has_failed = _has_failed or _membership is not None
     forget_world()
-    destroy_global_state(linger_s=0.0, aborts=aborts)
+    _leave(linger_s=0.0, aborts=aborts)
+
+
+def destroy_global_state() -> None:
+    """Destroy the process group that this package made, subgroups first. Do nothing if it made none.
+
+    Not a collective, though every rank should call it: the rank that hosts the store waits some seconds for
+    the others' last reads. It may be called twice, in an exception handler, and at exit, where it runs anyway.
+    Threads and sockets of groups that the caller refers to remain.
+    """
+    _leave()
 
 
 def forget_world() -> None:
@@ -334,19 +351,7 @@ def forget_world() -> None:
     _kept.clear()
 
 
-def destroy_global_state(linger_s: float = join.LINGER_S, aborts: bool = False) -> None:
-    """Destroy the process group that this package made, subgroups first. Do nothing if it made none.
-
-    Not a collective, though every rank should call it: the rank that hosts the store waits ``linger_s``
-    seconds at most for the others' last reads. It may be called twice, in an exception handler, and at exit,
-    where it runs anyway. Threads and sockets of groups that the caller refers to remain. ``aborts`` is for
-    the time after a failure: otherwise, groups of an accelerator would wait for what they have queued, and
-    so for ranks that are gone.
-    """
-    _leave(linger_s, aborts=aborts)
-
-
-def _leave(linger_s: float = join.LINGER_S, is_exiting: bool = False, aborts: bool = False) -> None:
+def _leave(linger_s: float = join.LINGER_S, aborts: bool = False, is_exiting: bool = False) -> None:
     global _membership
     membership = _membership
     _membership = None

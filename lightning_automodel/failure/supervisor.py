@@ -1,7 +1,14 @@
 """Runs the Trainer's function so that all ranks leave together; `failure.watch` makes a rank leave.
 
-A rank is in one of three states (:class:`RankState`), which only `Supervisor._become` changes. FAILED lasts until
-the next `run`. Whether it must save without the others, :meth:`Supervisor.wait_whether_alone` asks them.
+What a supervisor knows of its rank:
+
+    _state              where it is in its run (:class:`RankState`); only `Supervisor._become` changes it
+    _watch              the watch over the others; None before they have joined, after the run, and on a single rank
+    _is_alone           after a failure, once it is known: whether it must save without the others
+    _previous_handler   of SIGTERM, while ours is set
+
+    IDLE --- run ---> RUNNING --- returns, and all ranks have come to the end ---> IDLE
+                              --- raises ---> FAILED, until the next run
 """
 
 import contextlib
@@ -13,7 +20,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from enum import Enum, auto
@@ -166,7 +172,9 @@ class Supervisor:
         culprit = watch.failure or watch.why(own)
         if culprit.rank != own.rank:
             return culprit
-        _add_note(exception, culprit, own)
+        note = culprit.message.removeprefix(own.message).strip()  # what the records tell besides
+        if note:
+            exception.add_note(note)
         return None
 
     @contextlib.contextmanager
@@ -234,16 +242,7 @@ class Supervisor:
         A rank that ends its run before a training step that others take is at fault. RankFailedError if one
         failed.
         """
-        if self._watch is None:
-            return False
-        is_last = self._watch.begin_step(step, is_training)
-        stop = self._watch.stop
-        if is_last and step == stop.last_step:  # in training, the window's other micro-batches follow
-            what = "received SIGTERM"
-            if stop.requeues:
-                what = "was told to save and requeue"
-            log.warning("Rank %s %s: all ranks stop after this step.", stop.asked_by, what)
-        return is_last
+        return self._watch is not None and self._watch.begin_step(step, is_training)
 
     def note_progress(self) -> None:
         """Note that this rank gets on, where it takes no step that all take, for the warning of a standstill."""
@@ -376,19 +375,8 @@ class Supervisor:
 def _print_first(exception: BaseException) -> None:
     """Print the traceback, where what comes next may not return: a device that others leave waiting, or that failed."""
     is_told_otherwise = isinstance(exception, lightning_internals.SIGTERMException | KeyboardInterrupt)
-    if is_told_otherwise or not device_groups.exist():
-        return
-    with contextlib.suppress(Exception):
-        print(f"rank {process_group.group_rank()} raised, and leaves:", file=sys.stderr)
-        traceback.print_exception(exception)
-        sys.stderr.flush()
-
-
-def _add_note(exception: BaseException, verdict: RankFailure, own: RankFailure) -> None:
-    """Add to this rank's exception what the verdict, which names this rank, knows besides."""
-    note = verdict.message.removeprefix(own.message).strip()
-    if note:
-        exception.add_note(note)
+    if device_groups.exist() and not is_told_otherwise:
+        log.error("rank %d raised, and leaves:", process_group.group_rank(), exc_info=exception)
 
 
 def _free_device() -> None:

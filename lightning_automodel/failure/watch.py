@@ -100,6 +100,9 @@ class Watch(Heart):
         self.note_progress()
         is_last = self.stop.begin_step(step, self._timeout_s)
         self.raise_failure()
+        if step == self.stop.last_step:  # in training, the window's other micro-batches follow
+            what = "was told to save and requeue" if self.stop.requeues else "received SIGTERM"
+            log.warning("Rank %s %s: all ranks stop after this step.", self.stop.asked_by, what)
         return is_last
 
     def note_progress(self) -> None:

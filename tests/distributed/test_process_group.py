@@ -24,6 +24,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from lightning_automodel.distributed import process_group
 from lightning_automodel.distributed.failures import RankFailedError
 from lightning_automodel.distributed.process_group import (
     DistInfo,
@@ -471,7 +472,7 @@ def _read_late(linger_s: float) -> str:
     """Rank 0 leaves at once, rank 1 reads from the store that lives in rank 0 some time later."""
     info = initialize_distributed("gloo", TIMEOUT)
     if info.is_main:
-        destroy_global_state(linger_s)
+        process_group._leave(linger_s)
         return ""
     time.sleep(1.0 if linger_s else 0.0)
     store = dist.distributed_c10d._get_default_store()
@@ -500,7 +501,7 @@ def _leave_alone() -> float:
     if not info.is_main:
         os.kill(os.getpid(), signal.SIGKILL)
     started_at = time.monotonic()
-    destroy_global_state(linger_s=1.0)
+    process_group._leave(linger_s=1.0)
     return time.monotonic() - started_at
 
 
