@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_automodel.distributed import processes
 from lightning_automodel.distributed.store import launcher_hosts_store
 
 MAX_MESSAGE_CHARACTERS = 4000
@@ -177,32 +178,22 @@ def describe(record: Record) -> str:
     return f"{record.where}, at {record.position}"
 
 
-def missed_heartbeats(
-    rank: int,
-    record: Record,
-    reader: int,
-    state: str,
-    also: Sequence[int] = (),
-    silent_s: float | None = None,
-) -> RankFailure:
-    """The failure to report for a rank of which ``reader`` hears nothing; ``state`` is that of its process, if seen."""
-    more = ""
-    if also:
-        more = f", nor of rank {list_ranks(also)},"
+def silence(rank: int, record: Record, reader: int, silent_s: float | None = None) -> RankFailure | None:
+    """The failure to report for a rank of which ``reader`` hears nothing; None if it sees that its process lives."""
+    state = processes.state_of(record.process)
+    if state == processes.ALIVE:
+        return None
+    if state == processes.GONE:
+        message = f"its process has ended without a word, as rank {reader} sees"
+        return RankFailure(rank, record.host, record.where, PROCESS_ENDED, message)
     since = ""
     if silent_s is not None:
         since = f" for {silent_s:.1f} s"
     why = "stopped, killed or cut off"
-    if state:
+    if state == processes.STOPPED:
         why = f"its process {state}"
-    message = f"rank {reader} has heard nothing of it{more}{since}: {why}"
+    message = f"rank {reader} has heard nothing of it{since}: {why}"
     return RankFailure(rank, record.host, record.where, MISSED_HEARTBEATS, message)
-
-
-def ended(rank: int, record: Record, reader: int) -> RankFailure:
-    """The failure to report for a rank whose process is gone, as ``reader`` sees on its own node."""
-    message = f"its process has ended without a word, as rank {reader} sees"
-    return RankFailure(rank, record.host, record.where, PROCESS_ENDED, message)
 
 
 def left_behind(rank: int, record: Record, other: int, step: int) -> RankFailure:

@@ -248,8 +248,7 @@ class Heart:
     def _hear(self, record: Record) -> None:
         """Judge the watched rank by its record: whether it has ended before the others, or its record stands still."""
         own = self.record
-        state = processes.state_of(record.process)
-        if record.has_left or (record.has_ended and state == processes.GONE):
+        if record.has_left or (record.has_ended and processes.state_of(record.process) == processes.GONE):
             self._watch_next()
         elif record.has_ended:
             if own.step > record.step and own.training == record.training and not own.has_ended:
@@ -260,20 +259,19 @@ class Heart:
             self._missed = 0
         else:
             self._missed += 1
-            self._judge(record, state)
+            self._judge(record)
 
-    def _judge(self, record: Record, state: str) -> None:
+    def _judge(self, record: Record) -> None:
         """Name the watched rank, whose record stands still, unless its process lives, or this one was away."""
-        failure = None
         silent_s = self.clock() - self._heard_at
+        failure = failures.silence(self._watched, record, self.rank, silent_s)
+        if failure is None or not (record.beat or self._expects_all):
+            return
         # In the machine's seconds and in beats of this rank: where it hardly gets its turn, seconds say little.
         is_silent = silent_s > self.silence_s and self._missed >= MISSED_BEATS
-        if state == processes.GONE and self._missed >= BEATS_TO_NAME_HOW_IT_ENDED:
-            # A launcher that has started it says more, and has had the time.
-            failure = failures.ended(self._watched, record, self.rank)
-        elif is_silent and state != processes.ALIVE and (record.beat or self._expects_all):
-            failure = failures.missed_heartbeats(self._watched, record, self.rank, state, silent_s=silent_s)
-        if failure is not None:
+        # A launcher that has started it says more, and has had the time.
+        is_gone = failure.error == failures.PROCESS_ENDED and self._missed >= BEATS_TO_NAME_HOW_IT_ENDED
+        if is_silent or is_gone:
             self.tell(self._was_away() or failure)
 
     # --- The dead man's switch ----------------------------------------------------------------------

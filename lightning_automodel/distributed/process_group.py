@@ -316,7 +316,7 @@ def connection(timeout: timedelta) -> dist.Store:
 
 
 def next_number(what: str, group: dist.ProcessGroup | None = None) -> int:
-    """1, 2, ... in the group, else the default one: the same on its ranks that have asked for ``what`` equally often."""
+    """1, 2, ... in the group, else the default one: the same on ranks that have asked for ``what`` equally often."""
     counted = _counted.setdefault(group or dist.group.WORLD, Counter())
     counted[what] += 1
     return counted[what]

@@ -5,9 +5,10 @@ Only silence is judged. Everything else is one table of all ranks, those that do
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from lightning_automodel.distributed import failures, processes
-from lightning_automodel.distributed.failures import WAITED, RankFailure, Record
+from lightning_automodel.distributed import failures
+from lightning_automodel.distributed.failures import PROCESS_ENDED, WAITED, RankFailure, Record
 
 MOST_LINES = 8
 
@@ -20,16 +21,16 @@ def explain(before: Mapping[int, Record], after: Mapping[int, Record], own: Rank
     ``own``, with the table.
     """
     silent = [rank for rank, record in after.items() if record == before[rank] and not record.has_ended]
-    states = {rank: processes.state_of(after[rank].process) for rank in silent}
-    gone = [rank for rank in silent if states[rank] == processes.GONE]
-    lost = [rank for rank in silent if states[rank] != processes.ALIVE]
-    if gone:
-        return failures.ended(gone[0], after[gone[0]], own.rank)
-    if lost:
-        named = lost[0]
-        return failures.missed_heartbeats(named, after[named], own.rank, states[named], lost[1:])
-    text = f"{own.message}\nAll ranks are alive. They were at:\n{table(after, silent)}"
-    return RankFailure(own.rank, own.host, own.where, WAITED, text)
+    named = [failures.silence(rank, after[rank], own.rank) for rank in silent]
+    lost = [failure for failure in named if failure is not None]
+    if not lost:
+        text = f"{own.message}\nAll ranks are alive. They were at:\n{table(after, silent)}"
+        return RankFailure(own.rank, own.host, own.where, WAITED, text)
+    first, *others = sorted(lost, key=lambda failure: failure.error != PROCESS_ENDED)
+    if others:
+        ranks = failures.list_ranks([failure.rank for failure in others])
+        return replace(first, message=f"{first.message}; nor has it heard of rank {ranks}")
+    return first
 
 
 def standstill(records: Mapping[int, Record], limit_s: float) -> str | None:

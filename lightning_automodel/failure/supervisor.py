@@ -5,7 +5,7 @@ What a supervisor knows of its rank:
     _state              where it is in its run (:class:`RankState`); only `Supervisor._become` changes it
     _watch              the watch over the others; None before they have joined, after the run, and on a single rank
     _is_alone           after a failure, once it is known: whether it must save without the others
-    _previous_handler   of SIGTERM, while ours is set
+    _handler            of SIGTERM, while it is set, with the process that it is for, and the one before it
 
     IDLE --- run ---> RUNNING --- returns, and all ranks have come to the end ---> IDLE
                               --- raises ---> FAILED, until the next run
@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -76,8 +75,9 @@ class Supervisor:
         self._join = join
         self._before_telling = before_telling
         self._watch: Watch | None = None
+        self._handler = contextlib.ExitStack()  # of SIGTERM, while it is set
+        self._handler_process = 0
         self._previous_handler: Any = None
-        self._handler_process: int | None = None
         self._state = RankState.IDLE
         self._is_alone: bool | None = None  # after a failure, once it is known
         self._failed_at = 0.0  # when it came to RankState.FAILED, on the monotonic clock
@@ -318,7 +318,7 @@ class Supervisor:
             self._watch.close()
             self._watch = None
             _current.remove(self)
-        self._restore_sigterm()
+        self._handler.close()
 
     def _raise_what_came_late(self) -> None:
         """Wait for the other ranks: a failure or a SIGTERM after the last step shows in no step."""
@@ -335,16 +335,11 @@ class Supervisor:
             raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
 
     def _patch_sigterm(self) -> bool:
-        if threading.current_thread() is not threading.main_thread():
-            return False
-        self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        """Set the handler, where this is the main thread; returns whether it is set."""
+        self._previous_handler = signal.getsignal(signal.SIGTERM)
         self._handler_process = os.getpid()
-        return True
-
-    def _restore_sigterm(self) -> None:
-        if self._handler_process is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._previous_handler or signal.SIG_DFL)
-            self._handler_process = None
+        self._handler.enter_context(process_group.patched_signal(signal.SIGTERM, self._on_sigterm))
+        return signal.getsignal(signal.SIGTERM) == self._on_sigterm
 
     def _on_sigterm(self, signum: int, frame: Any) -> None:
         """Before the first step, leave at once; later, leave with all ranks after the same step."""
@@ -357,7 +352,7 @@ class Supervisor:
             # A launcher sends SIGTERM to the remaining ranks: let this one report the cause first, but not
             # for ever.
             if time.monotonic() - self._failed_at > LONGEST_LEAVING_S:
-                self._restore_sigterm()
+                self._handler.close()
                 os.kill(os.getpid(), signum)
             return
         watch = self._watch

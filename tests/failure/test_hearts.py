@@ -270,7 +270,9 @@ def test_silence_is_named() -> None:
     records = _records()
     failure = report.explain(records, _beaten(records, 1, 2), OWN)
     assert (failure.rank, failure.error) == (1, MISSED_HEARTBEATS)
-    assert failure.message == "rank 0 has heard nothing of it, nor of rank 2,: stopped, killed or cut off"
+    assert failure.message == (
+        "rank 0 has heard nothing of it: stopped, killed or cut off; nor has it heard of rank 2"
+    )
 
 
 def test_a_process_on_the_own_node_is_looked_at() -> None:
