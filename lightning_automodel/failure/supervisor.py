@@ -247,7 +247,7 @@ class Supervisor:
     def note_progress(self) -> None:
         """Note that this rank gets on, where it takes no step that all take, for the warning of a standstill."""
         if self._watch is not None:
-            self._watch.note_progress()
+            self._watch.gets_on = True
 
     def await_end_of_training(self) -> None:
         """Wait until no rank trains any more, so that collectives may follow. RankFailedError if some rank does."""
@@ -295,7 +295,7 @@ class Supervisor:
     def save_on_exception(self) -> None:
         """Give this rank time to raise when another one fails, since it then saves a checkpoint alone."""
         if self._watch is not None:
-            self._watch.save_on_exception()
+            self._watch.saves_on_exception = True
 
     def close(self) -> None:
         """After a failure, end the watch and destroy this package's process groups, in half a minute at most."""

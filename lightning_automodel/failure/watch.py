@@ -8,6 +8,8 @@ What a watch holds of its rank, besides its heart:
     record                what the others are told; the main thread writes how far it is
     own, raised_at        what this rank has raised, and where: its main thread is in this package then
     stop                  the agreement on a last step
+    gets_on               set by the main thread, so that no standstill is told of; each beat unsets it
+    saves_on_exception    it needs time to leave when another one fails: it then saves a checkpoint alone
     leaves_by_itself      the main thread is not to be interrupted any more
 """
 
@@ -82,8 +84,8 @@ class Watch(Heart):
         self._where = where
         self._find_ended = find_ended
         self._interrupts = interrupts
-        self._saves_on_exception = False
-        self._gets_on = True  # since the last beat
+        self.saves_on_exception = False
+        self.gets_on = True
         self._stands_since_s = 0.0
         self._at_line_since_s = 0.0
         self._has_warned = rank != 0
@@ -97,21 +99,13 @@ class Watch(Heart):
         """
         if is_training:
             self.record.step = step
-        self.note_progress()
+        self.gets_on = True
         is_last = self.stop.begin_step(step, self._timeout_s)
         self.raise_failure()
         if step == self.stop.last_step:  # in training, the window's other micro-batches follow
             what = "was told to save and requeue" if self.stop.requeues else "received SIGTERM"
             log.warning("Rank %s %s: all ranks stop after this step.", self.stop.asked_by, what)
         return is_last
-
-    def note_progress(self) -> None:
-        """Note that this rank gets on, for the warning of a standstill."""
-        self._gets_on = True
-
-    def save_on_exception(self) -> None:
-        """Give this rank time to leave when another one fails: it then saves a checkpoint alone."""
-        self._saves_on_exception = True
 
     def await_end_of_training(self) -> None:
         """Wait until no rank trains any more. A meeting of all ranks.
@@ -192,8 +186,8 @@ class Watch(Heart):
         if self.own is not None:
             where = self.own.where
         now = self.clock()
-        if self._gets_on or where != own.where:
-            self._gets_on = False
+        if self.gets_on or where != own.where:
+            self.gets_on = False
             self._stands_since_s = now
         if (waits, position) != (own.waits, own.position):
             self._at_line_since_s = now
@@ -248,7 +242,7 @@ class Watch(Heart):
             # A rank that has raised closes its connections, which frees this one; it may also raise alike.
             # One that is stopped does not.
             time_to_raise_s = TIME_TO_RAISE_S
-            if self._saves_on_exception:
+            if self.saves_on_exception:
                 time_to_raise_s = TIME_TO_RAISE_AND_SAVE_S
                 patience_s = TIME_TO_RAISE_AND_SAVE_S
             elif failure.error == failures.MISSED_HEARTBEATS:

@@ -1,4 +1,4 @@
-"""Meshes share groups: one for each set of ranks, and nothing that connects where a rank is alone."""
+"""Dimensions of a mesh share groups: one for each set of ranks, and nothing that connects where a rank is alone."""
 
 from __future__ import annotations
 
@@ -79,22 +79,20 @@ def test_one_group_for_each_set_of_ranks(pool4: RankPool, sizes: MeshSizes, num_
         assert sums
 
 
-def _fit_often() -> int:
-    before = len(dist.distributed_c10d._world.pg_map)
-    for sizes in (
-        MeshSizes(2, 2),
-        MeshSizes(1, 2, tensor=2),
-        MeshSizes(2, 2),
-        MeshSizes(1, 4),
-        MeshSizes(4, 1),
-    ):
+def _fit_often() -> list[int]:
+    counts = []
+    for sizes in (MeshSizes(2, 2), MeshSizes(1, 2, tensor=2), MeshSizes(2, 2), MeshSizes(1, 2, tensor=2)):
+        before = len(dist.distributed_c10d._world.pg_map)
         _sums(build_mesh("cpu", sizes, TIMEOUT))
-    return len(dist.distributed_c10d._world.pg_map) - before
+        counts.append(len(dist.distributed_c10d._world.pg_map) - before)
+    return counts
 
 
-def test_later_meshes_use_the_same_groups(pool4: RankPool) -> None:
-    """Two kinds of pairs, one group alone and ``data_parallel`` beside tensor parallelism, however many are built."""
-    assert pool4.run(_fit_often) == [4] * 4
+def test_a_later_mesh_of_the_same_sizes_uses_the_same_groups(pool4: RankPool) -> None:
+    """However many runs there are in a process."""
+    for first, other, *again in pool4.run(_fit_often):
+        assert min(first, other) > 0
+        assert again == [0, 0]
 
 
 def _data_parallel(sizes: MeshSizes) -> list[int]:

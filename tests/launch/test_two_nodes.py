@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,14 +68,21 @@ def test_training(run: tuple[list[NodeResult], Path]) -> None:
 
 @pytest.mark.sweep  # six processes import everything anew
 def test_failure_crosses_the_network(run: tuple[list[NodeResult], Path]) -> None:
-    """The last rank of the second node fails; all others say which rank, in which hook, and why."""
+    """The last rank of the second node fails; all others say which rank, in which hook, and why.
+
+    Gloo keeps a rank in a collective until the process of its peer has ended, which here waits for another one. On a
+    busy machine that takes so long that a rank is ended before it has raised, but not without a word.
+    """
     results, folder = run
     assert all(result.status != 0 for result in results), results
-    errors = {rank: (folder / f"error_of_{rank}").read_text() for rank in range(4)}
-    assert errors.pop(FAILING_RANK) == "ValueError: no labels here"
-    for error in errors.values():
-        assert error.startswith(f"RankFailedError: rank {FAILING_RANK} on ")
-        assert error.endswith("failed in on_train_batch_start: ValueError: no labels here")
+    assert (folder / f"error_of_{FAILING_RANK}").read_text() == "ValueError: no labels here"
+    cause = rf"rank {FAILING_RANK} on \S+ failed in on_train_batch_start: ValueError: no labels here"
+    for result, others in zip(results, (2, 1), strict=True):
+        assert len(re.findall(f" stops: {cause}", result.output)) == others, result.output
+    for rank in range(FAILING_RANK):
+        raised = folder / f"error_of_{rank}"
+        if raised.exists():
+            assert re.fullmatch(f"RankFailedError: {cause}", raised.read_text())
 
 
 @pytest.mark.sweep  # six processes import everything anew
