@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Module
@@ -33,8 +33,8 @@ from lightning_automodel.checkpoint import (
     CheckpointForm,
     CheckpointLoader,
     CheckpointSaver,
+    NamedOptimizer,
     differing_extra_states,
-    file_saver,
     note_on_hyper_parameters,
 )
 from lightning_automodel.data.batches import PendingGather
@@ -893,15 +893,13 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = unwrap(optimizer)
         is_together = not self._supervisor.has_failed
-        return self._saver.optimizer_state(self._module, optimizer, self._owned(optimizer), is_together)
+        return self._saver.optimizer_state(self._named(optimizer), is_together)
 
-    def _owned(self, optimizer: Optimizer) -> dict[nn.Parameter, bool]:
-        """The parameters of ``optimizer`` that are stepped whole, and whether this rank owns them."""
-        if self._run is None:
-            return {}
-        return self._run.owned(optimizer)
+    def _named(self, optimizer: Optimizer) -> NamedOptimizer:
+        optimizer = unwrap(optimizer)
+        owned = {} if self._run is None else self._run.owned(optimizer)
+        return NamedOptimizer(self._module, optimizer, owned)
 
     @override
     def save_checkpoint(
@@ -929,13 +927,9 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         if not is_together:
             self._saver.save_alone(checkpoint, filepath, self.checkpoint_io)
             return
-        target = self._saver.agree_on_target(filepath, self.checkpoint_io, storage_options)
-        self._saver.finish()
         state = module.trainer.state
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-        save_file = file_saver(self.checkpoint_io, storage_options)
-        write = self._saver.prepare(checkpoint, module, target, save_file, goes_on)
-        self._saver.write(write, target, module.device, goes_on)
+        self._saver.save(checkpoint, module, filepath, self.checkpoint_io, storage_options, goes_on)
         self._explain_directory(filepath)
 
     def _meet_to_save(self) -> bool:
@@ -983,14 +977,14 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         optimizers = None
         if self._module.trainer.state.fn == TrainerFn.FITTING:
-            optimizers = self.optimizers
+            optimizers = [self._named(optimizer) for optimizer in self.optimizers]
         edited = cast(dict[str, Any], checkpoint)
-        self._loader.fill_model(edited, self._module, optimizers, self._owned, strict)
+        self._loader.fill_model(edited, self._module, optimizers, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         edited = cast(dict[str, Any], checkpoint)
-        self._loader.fill_optimizers(edited, self._module, self.optimizers, self._owned)
+        self._loader.fill_optimizers(edited, [self._named(optimizer) for optimizer in self.optimizers])
 
     @property
     @override

@@ -6,8 +6,9 @@ from lightning_automodel.checkpoint.extra_states import differing_extra_states
 from lightning_automodel.checkpoint.form import CheckpointForm
 from lightning_automodel.checkpoint.hyper_parameters import note_on_hyper_parameters
 from lightning_automodel.checkpoint.loading import CheckpointLoader
+from lightning_automodel.checkpoint.optimizer_names import NamedOptimizer
 from lightning_automodel.checkpoint.reading import load_directories
-from lightning_automodel.checkpoint.saving import DIRECTORY_NOTE, CheckpointSaver, file_saver
+from lightning_automodel.checkpoint.saving import DIRECTORY_NOTE, CheckpointSaver
 from lightning_automodel.checkpoint.state_dict import model_state, whole
 
 __all__ = [
@@ -16,10 +17,10 @@ __all__ = [
     "CheckpointForm",
     "CheckpointLoader",
     "CheckpointSaver",
+    "NamedOptimizer",
     "check_export",
     "differing_extra_states",
     "export_hugging_face",
-    "file_saver",
     "model_state",
     "note_on_hyper_parameters",
     "whole",

@@ -34,7 +34,7 @@ def on_every_rank(what: str, group: dist.ProcessGroup | None = None) -> Iterator
     except Exception as raised:
         error = raised
     # Ranks that succeeded take part too, to learn of the others' errors.
-    errors = gather_objects(None if error is None else _described(error), group)
+    errors = gather_objects(None if error is None else describe(error), group)
     if failed := {rank: text for rank, text in enumerate(errors) if text is not None}:
         raise _combined(what, failed) from error
 
@@ -48,14 +48,14 @@ def on_this_rank(what: str) -> Iterator[None]:
     try:
         yield
     except CheckpointException as failure:
-        failed = {rank: _described(cause) for rank, (cause, _) in failure.failures.items()}
+        failed = {rank: describe(cause) for rank, (cause, _) in failure.failures.items()}
         raise _combined(what, failed) from failure
     except Exception as error:
-        raise _combined(what, {group_rank(): _described(error)}) from error
+        raise _combined(what, {group_rank(): describe(error)}) from error
 
 
-def _described(error: BaseException) -> str:
-    """Describe ``error``, or the earliest ``OSError`` in its chain if there is one.
+def describe(error: BaseException) -> str:
+    """The text of ``error``, or the earliest ``OSError`` in its chain if there is one.
 
     After an ``OSError``, ``torch.save`` raises a ``RuntimeError`` that explains nothing.
     """

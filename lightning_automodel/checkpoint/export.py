@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
+from lightning_automodel.checkpoint.mapped_files import new_tensor
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals.torch import without_wrappers
@@ -84,24 +85,21 @@ def check_export(module: nn.Module, path: str | Path, **options: Any) -> None:
 
 def _chosen(module: nn.Module, adapter_only: bool, prefix: str | None, max_shard_size: str | int) -> Any:
     """The model to export; CheckpointError if it cannot be exported, as far as that can be known before."""
-    models: dict[str | None, Any] = dict(_models(module))
+    models = list(_models(module))
     if not models:
         raise CheckpointError(
             f"{type(module).__name__} holds no model of transformers or PEFT, and from_pretrained reads no"
             " other. For torch.load, save a checkpoint and run"
             " `python -m lightning_automodel.checkpoint consolidate CHECKPOINT FILE`"
         )
-    if prefix is None and len(models) == 1:
-        (prefix,) = models
-    if prefix:
-        prefix = prefix.rstrip(".")
-    if prefix not in models:
-        known = ", ".join(f"{name}. ({_class_name(model)})" for name, model in models.items())
+    chosen = [model for name, model in models if prefix in (None, name, f"{name}.")]
+    if len(chosen) != 1:
+        known = ", ".join(f"{name}. ({_class_name(model)})" for name, model in models)
         raise CheckpointError(
             "choose a Hugging Face model by its prefix (--key on the command line, prefix= in Python):"
             f" {known}"
         )
-    model = models[prefix]
+    (model,) = chosen
     _check(model, adapter_only)
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -109,7 +107,7 @@ def _chosen(module: nn.Module, adapter_only: bool, prefix: str | None, max_shard
     return model
 
 
-def _models(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _models(module: nn.Module, name: str = "") -> Iterator[tuple[str, Any]]:
     """The outermost models of transformers or PEFT at or below ``module``, by name. Imports neither."""
     if _is_a(module, "PreTrainedModel", "PeftModel"):
         yield without_wrappers(name), module
@@ -162,30 +160,23 @@ def _check(model: Any, adapter_only: bool) -> None:
 def _gather(
     model: nn.Module, dtype: torch.dtype | None, folder: Path | None, what: str
 ) -> dict[str, Tensor]:
-    """The model's whole tensors, mapped to files in ``folder``; none on ranks without one. A collective.
+    """The model's whole tensors, mapped to files in ``folder``; its own on ranks without one. A collective.
 
     A tensor with several names is gathered once, on all ranks alike, and stays one: ``save_pretrained``
     knows ties by that.
     """
     state = {without_wrappers(name): value for name, value in model.state_dict(keep_vars=True).items()}
-    tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}
     gathered: dict[int, Tensor] = {}
-    for identity, tensor in tensors.items():
-        whole = collectives.full(tensor).detach()
+    for value in state.values():
+        if not isinstance(value, Tensor) or id(value) in gathered:
+            continue
+        whole = collectives.full(value).detach()
+        gathered[id(value)] = value
         with on_every_rank(what):
             if folder is not None:
-                if dtype is not None and whole.is_floating_point():
-                    whole = whole.to(dtype)
-                gathered[identity] = _in_file(whole, folder / f"{identity}.pt")
+                new_dtype = dtype if dtype is not None and whole.is_floating_point() else whole.dtype
+                gathered[id(value)] = new_tensor(folder, whole.shape, new_dtype).copy_(whole)
     return {name: gathered[id(value)] for name, value in state.items() if id(value) in gathered}
-
-
-def _in_file(tensor: Tensor, path: Path) -> Tensor:
-    """A copy of ``tensor`` that is mapped to a file, so that the system may drop it from memory."""
-    with path.open("wb") as file:  # torch itself would not tell why it cannot write
-        torch.save(tensor.cpu().clone(memory_format=torch.contiguous_format), file)  # and not all of a view
-    mapped: Tensor = torch.load(path, mmap=True)
-    return mapped
 
 
 def _write(

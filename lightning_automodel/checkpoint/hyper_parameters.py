@@ -37,7 +37,6 @@ def _parts_of_models(hyper_parameters: dict[str, Any]) -> list[str]:
     held: list[str] = []
     for name, value in hyper_parameters.items():
         modules = [leaf for _, leaf in leaves(value) if isinstance(leaf, nn.Module)]
-        parameters = [parameter for part in modules for parameter in part.parameters()]
-        if any(isinstance(parameter, DTensor) for parameter in parameters):
+        if any(isinstance(parameter, DTensor) for part in modules for parameter in part.parameters()):
             held.append(name)
     return held

@@ -13,7 +13,7 @@ Target = Callable[[Path, Tensor], Tensor | None]
 """A new tensor that a tensor of the checkpoint is read into, by its path; None if it stays as it is."""
 
 
-def owner_of(tensor: Tensor, own: Mapping[Any, Any], names: Iterable[Any]) -> Tensor | None:
+def first_alike(tensor: Tensor, own: Mapping[Any, Any], names: Iterable[Any]) -> Tensor | None:
     """The first of the tensors in ``own`` with one of these ``names`` and the shape of ``tensor``."""
     for name in names:
         owner = own.get(name)
@@ -33,29 +33,20 @@ class Layouts:
         self.own = own
         self._sharded = [value for value in own.values() if isinstance(value, DTensor)]
 
-    def target(self, leaf: Tensor, names: Iterable[Any], was_sharded: bool = False) -> Tensor | None:
-        """The target of ``leaf``: laid out like what the model has under one of these ``names``.
+    def target(self, leaf: Tensor, owner: Tensor | None, was_sharded: bool = False) -> Tensor | None:
+        """The target of ``leaf``: laid out like its ``owner``, a tensor of the run of that shape.
 
-        If it has nothing of that shape there, and the leaf ``was_sharded``, like one of its shape, or whole on
-        all ranks of the mesh; else whole.
+        If it has none, and the leaf ``was_sharded``, like a sharded one of its shape, or whole on all ranks
+        of the mesh; else whole.
         """
-        owner = owner_of(leaf, self.own, names)
         if owner is None and was_sharded and self._sharded:
             alike = [shard for shard in self._sharded if shard.shape == leaf.shape]
             owner = alike[0] if alike else _replicated(leaf, self._sharded[0])
         if isinstance(owner, DTensor):
-            return torch.empty_like(owner, dtype=leaf.dtype)
+            return torch.empty_like(owner.detach(), dtype=leaf.dtype)
         if isinstance(leaf, Entry):
             return torch.empty(leaf.shape, dtype=leaf.dtype)
         return None
-
-    def of_model(self, path: Path, leaf: Tensor) -> Tensor | None:
-        """The target of a tensor of the model. Only a module that renames entries reads unknown ones."""
-        name, *within = path
-        if name not in self.own:
-            return None
-        # What an extra state keeps in shards was sharded.
-        return self.target(leaf, [name], was_sharded=bool(within) and isinstance(leaf, Entry))
 
 
 def _replicated(leaf: Tensor, shard: DTensor) -> DTensor:

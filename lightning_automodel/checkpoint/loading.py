@@ -1,27 +1,19 @@
 """Loads a checkpoint, as hooks have edited it: read into new tensors, which their owners load."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.layouts import Layouts, Target
-from lightning_automodel.checkpoint.optimizer_loading import (
-    OptimizerLoading,
-    check_number,
-    no_optimizer_state,
-)
-from lightning_automodel.checkpoint.optimizers import named_parameters, parameter_names
+from lightning_automodel.checkpoint.layouts import Layouts, Target, first_alike
+from lightning_automodel.checkpoint.optimizer_loading import OptimizerLoading, check_number
+from lightning_automodel.checkpoint.optimizer_names import NamedOptimizer
 from lightning_automodel.checkpoint.shard_directory import ShardDirectory, is_shard_directory
 from lightning_automodel.checkpoint.single_file import load_file
 from lightning_automodel.checkpoint.state_dict import (
@@ -29,7 +21,6 @@ from lightning_automodel.checkpoint.state_dict import (
     OPTIMIZERS,
     SHARDED,
     SHARDS,
-    STATES,
     model_state,
     under_own_names,
 )
@@ -40,31 +31,36 @@ from lightning_automodel.internals.torch import module_versions, without_wrapper
 from lightning_automodel.sharding import weight_averaging
 from lightning_automodel.sharding.whole_copies import write_part
 
-OwnedParameters = Callable[[Optimizer], Mapping[nn.Parameter, bool]]
-"""The parameters that an optimizer steps whole, and whether this rank owns them."""
-
 
 class CheckpointLoader:
     """Loads one checkpoint. Its methods are collectives unless they say otherwise.
 
-    Lightning calls :meth:`open`, the user's hooks, :meth:`fill_model`, the callbacks' hooks and
-    :meth:`fill_optimizers`, in this order.
+    Lightning calls them in this order:
+
+    ========================  ==========================================  ==================================
+    call                      what is read                                what has changed in the run
+    ========================  ==========================================  ==================================
+    :meth:`open`              all but what lies in shards                 nothing
+    the module's hook         the entries with whose values it computes   what the hook does
+    :meth:`fill_model`        each rank's part of all other entries       the model, once all of it is read
+    the callbacks' hooks      as the module's                             callbacks
+    :meth:`fill_optimizers`   what hooks have put in the place of others  optimizers
+    ========================  ==========================================  ==================================
     """
 
     def __init__(self) -> None:
+        self._what = ""  # what an error says first
         self._shards: ShardDirectory | None = None
         self._loaded: dict[str, Any] = {}
-        self._loops: str | None = None
+        self._versions: dict[str, dict[str, Any]] = {}  # of the model's modules
+        self._sharded: frozenset[Any] = (
+            frozenset()
+        )  # what was sharded beside model and optimizers, in one file
         self._holds_optimizers = False
-        self._versions: dict[str, dict[str, Any]] = {}
-        self._sharded: frozenset[Any] = frozenset()
+        self._loops: str | None = None
+        self._layouts = Layouts({})
         self._read: dict[str, Tensor] = {}
         self._used: set[str] = set()
-        self._path = ""
-
-    @property
-    def _what(self) -> str:
-        return f"Cannot load {self._path}"
 
     def open(
         self, path: str | Path, weights_only: bool | None, io: CheckpointIO, is_first_on_node: bool
@@ -75,21 +71,28 @@ class CheckpointLoader:
         :class:`CheckpointError`. If it is one file, the first rank of each node compares the content with
         its checksums; a directory's shards are compared where they are read.
         """
-        self._path = paths.normalize(collectives.broadcast_object(path, 0))
+        place = paths.normalize(collectives.broadcast_object(path, 0))
+        self._what = f"Cannot load {place}"
         loaded: dict[str, Any] = {}
         with on_every_rank(self._what):
             is_ours = type(io) is TorchCheckpointIO
-            if paths.is_directory(self._path) and (is_ours or is_shard_directory(self._path)):
-                self._shards = ShardDirectory(self._path, weights_only)
+            if paths.is_directory(place) and (is_ours or is_shard_directory(place)):
+                self._shards = ShardDirectory(place, weights_only)
                 loaded = self._shards.tree
             elif is_ours:
-                loaded = load_file(self._path, weights_only, reads_content=is_first_on_node)
+                loaded = load_file(place, weights_only, reads_content=is_first_on_node)
             else:
                 # A copy, since the plugin may keep the dict that it returned.
-                loaded = dict(io.load_checkpoint(self._path, weights_only=weights_only))
+                loaded = dict(io.load_checkpoint(place, weights_only=weights_only))
             self._versions = module_versions(loaded.get(MODEL, {}))
             self._sharded = frozenset([*loaded.pop(SHARDED, ()), *loaded.pop(SHARDS, ())])
-        _check_same_moment(loaded, self._what)
+        moments = set(collectives.gather_objects((loaded.get("epoch"), loaded.get("global_step"))))
+        if len(moments) > 1:
+            raise CheckpointError(
+                f"{self._what}: ranks have read different checkpoints there (epoch and step"
+                f" {', '.join(map(str, moments))}). If a run that saves has replaced it meanwhile, load it"
+                " again; else give all ranks the same file system"
+            )
         self._holds_optimizers = bool(loaded.get(OPTIMIZERS))
         self._loaded = loaded
         return loaded
@@ -106,8 +109,7 @@ class CheckpointLoader:
         self,
         checkpoint: dict[str, Any],
         module: "pl.LightningModule",
-        optimizers: list[Optimizer] | None,
-        owned: OwnedParameters,
+        optimizers: list[NamedOptimizer] | None,
         strict: bool,
     ) -> None:
         """Fill the model from :meth:`open`'s ``checkpoint``, after the module's ``on_load_checkpoint``.
@@ -117,48 +119,37 @@ class CheckpointLoader:
         do not match, every rank raises :class:`CheckpointError`.
         """
         module.zero_grad()  # ends open windows, in case a hook loads weights within a fit
-        jobs: list[tuple[Any, Target]] = []
-        own: dict[str, Any] = {}
+        loadings: list[OptimizerLoading] = []
+        tree = {MODEL: checkpoint.get(MODEL)}
         with on_every_rank(self._what):
-            if not isinstance(checkpoint.get(MODEL), dict):
+            if not isinstance(tree[MODEL], dict):
                 raise CheckpointError("on_load_checkpoint has left no dict in checkpoint['state_dict']")
-            own = model_state(module)
-            layouts = Layouts(own)
-            jobs.append((checkpoint[MODEL], layouts.of_model))
+            self._layouts = Layouts(model_state(module))
             if optimizers is not None:
-                rest = {key: value for key, value in checkpoint.items() if key not in STATES}
-                jobs.append((rest, partial(self._target_of_rest, layouts)))
-                for loading in self._loadings(checkpoint, module, optimizers, owned, layouts):
-                    jobs.append((loading.state, loading.target))
-        self._fetch(jobs)
-        state = self._filled(*jobs[0])
+                tree = {key: value for key, value in checkpoint.items() if key != OPTIMIZERS}
+                loadings = self._loadings(checkpoint, optimizers)
+        self._fetch([(tree, self._target), *((loading.state, loading.target) for loading in loadings)])
+        filled = self._filled(tree, self._target)
         with on_every_rank(self._what):
-            self._load_model(module, own, state, module_versions(checkpoint[MODEL]), strict)
-        if optimizers is not None:
-            checkpoint.update(self._filled(*jobs[1]))
+            self._load_model(module, filled[MODEL], strict)
         # Lightning's WeightAveraging reads the weights from this entry, and loads the average by itself.
-        if weight_averaging.averaged_models(module):
-            checkpoint[MODEL] = state
+        if not weight_averaging.averaged_models(module):
+            del filled[MODEL]
+        checkpoint.update(filled)
         self._read = {key: value for key, value in self._read.items() if key.startswith(f"{OPTIMIZERS}.")}
 
-    def _load_model(
-        self,
-        module: nn.Module,
-        own: Mapping[str, Any],
-        state: dict[str, Any],
-        versions: Mapping[str, dict[str, Any]],
-        strict: bool,
-    ) -> None:
+    def _load_model(self, module: nn.Module, state: dict[str, Any], strict: bool) -> None:
         """Pass ``state`` to the module's ``load_state_dict``. Not a collective."""
-        names = set(map(without_wrappers, state))
+        own = self._layouts.own
+        is_another = own.keys().isdisjoint(map(without_wrappers, state))
         # Even without ``strict``: training would silently start from scratch.
-        if own and names.isdisjoint(own) and type(module).load_state_dict is nn.Module.load_state_dict:
+        if own and is_another and type(module).load_state_dict is nn.Module.load_state_dict:
             raise CheckpointError(
                 f"it does not match the model, of which it holds nothing: {', '.join(list(own)[:3])}"
             )
+        versions = module_versions(state) or self._versions  # a hook may have made another dict, without
         try:
-            # A hook may have made another dict, which has none.
-            module.load_state_dict(under_own_names(module, state, versions or self._versions), strict=strict)
+            module.load_state_dict(under_own_names(module, state, versions), strict=strict)
         except CheckpointError:  # of an entry that a module has read
             raise
         except RuntimeError as error:
@@ -167,13 +158,7 @@ class CheckpointLoader:
                 " that only one of the two has are skipped)"
             ) from error
 
-    def fill_optimizers(
-        self,
-        checkpoint: dict[str, Any],
-        module: "pl.LightningModule",
-        optimizers: list[Optimizer],
-        owned: OwnedParameters,
-    ) -> None:
+    def fill_optimizers(self, checkpoint: dict[str, Any], optimizers: list[NamedOptimizer]) -> None:
         """Fill the optimizers, after the callbacks' hooks, which may edit the ``checkpoint`` too.
 
         An optimizer that had not stepped when it was saved, or a parameter that had no gradients yet, starts
@@ -182,28 +167,21 @@ class CheckpointLoader:
         Raises :class:`CheckpointError`, and changes no optimizer, if they differ from the saved ones.
         """
         loadings: list[OptimizerLoading] = []
-        jobs: list[tuple[Any, Target]] = []
-        saved_dtypes: dict[str, torch.dtype] = {}
         with on_every_rank(self._what):
-            layouts = Layouts(model_state(module))
-            loadings = self._loadings(checkpoint, module, optimizers, owned, layouts)
-            jobs = [(loading.state, loading.target) for loading in loadings]
-            for name, value in checkpoint.get(MODEL, {}).items():
-                if isinstance(value, Tensor):
-                    saved_dtypes[without_wrappers(name)] = value.dtype
-        self._fetch(jobs)
-        states = [self._filled(*job) for job in jobs]
+            loadings = self._loadings(checkpoint, optimizers)
+        self._fetch([(loading.state, loading.target) for loading in loadings])
+        states = [self._filled(loading.state, loading.target) for loading in loadings]
+        saved_dtypes = {
+            without_wrappers(name): value.dtype
+            for name, value in checkpoint.get(MODEL, {}).items()
+            if isinstance(value, Tensor)
+        }
         with on_every_rank(self._what):
             for loading, state in zip(loadings, states, strict=True):
                 loading.load(state, saved_dtypes)
 
     def _loadings(
-        self,
-        checkpoint: dict[str, Any],
-        module: "pl.LightningModule",
-        optimizers: list[Optimizer],
-        owned: OwnedParameters,
-        layouts: Layouts,
+        self, checkpoint: dict[str, Any], optimizers: list[NamedOptimizer]
     ) -> list[OptimizerLoading]:
         """What loads each optimizer; empty if a hook has emptied the saved list: they start afresh."""
         if self._loops not in (None, repr(checkpoint.get("loops"))):
@@ -214,34 +192,41 @@ class CheckpointLoader:
                 " without ckpt_path"
             )
         states = checkpoint.get(OPTIMIZERS)
-        if self._holds_optimizers and states == []:
-            return []
         # Lightning's mock optimizer, for modules without one, has no state.
-        optimizers = [optimizer for optimizer in optimizers if optimizer.state_dict()]
-        if not optimizers:
+        optimizers = [named for named in optimizers if named.optimizer.state_dict()]
+        if not optimizers or (self._holds_optimizers and states == []):
             return []
         if not self._holds_optimizers:
-            raise no_optimizer_state()
+            raise CheckpointError(
+                "it holds no state of optimizer 0: it was saved with save_weights_only=True, or with fewer"
+                " optimizers, or it is a directory of another program, of which weights alone are read (to"
+                " go on from a run of ModelParallelStrategy, let it write one file:"
+                " save_distributed_checkpoint=False; Lightning's consolidate_checkpoint reads FSDPStrategy's"
+                " directories alone); validate, test and predict can load it"
+            )
         if not isinstance(states, list):
             raise CheckpointError("on_load_checkpoint has left no list in checkpoint['optimizer_states']")
         states = [state for state in states if state]
         check_number("optimizers", len(states), len(optimizers))
-        parameters = named_parameters(module)
-        loadings: list[OptimizerLoading] = []
-        for index, (state, optimizer) in enumerate(zip(states, optimizers, strict=True)):
-            names = parameter_names(parameters, optimizer)
-            of_ranks = owned(optimizer)
-            is_owned = {name: of_ranks[value] for name, value in parameters.items() if value in of_ranks}
-            loadings.append(OptimizerLoading(state, optimizer, names, index, layouts, is_owned))
-        return loadings
+        pairs = enumerate(zip(states, optimizers, strict=True))
+        return [OptimizerLoading(state, named, index, self._layouts) for index, (state, named) in pairs]
 
-    def _target_of_rest(self, layouts: Layouts, path: TreePath, leaf: Tensor) -> Tensor | None:
-        """The target of a tensor beside model and optimizers, such as an average of a parameter."""
+    def _target(self, path: TreePath, leaf: Tensor) -> Tensor | None:
+        """The target of a tensor of the model, or beside model and optimizers: see :data:`.layouts.Target`.
+
+        It may belong to a parameter of its name, such as an average.
+        """
+        is_of_model = path[0] == MODEL
+        # Only a module that renames entries reads unknown ones.
+        if is_of_model and without_wrappers(str(path[1])) not in self._layouts.own:
+            return None
+        is_nested = not is_of_model or len(path) > 2  # in what callbacks keep, or in an extra state
         # Older files list keys, or the dicts that hold them.
         listed = (path, key_of(path), "/".join(map(str, path[:-1])))
-        if self._sharded.isdisjoint(listed) and not isinstance(leaf, Entry):
+        if is_nested and not isinstance(leaf, Entry) and self._sharded.isdisjoint(listed):
             return None
-        return layouts.target(leaf, [without_wrappers(str(path[-1]))], was_sharded=True)
+        owner = first_alike(leaf, self._layouts.own, [without_wrappers(str(path[-1]))])
+        return self._layouts.target(leaf, owner, was_sharded=is_nested)
 
     def _fetch(self, jobs: list[tuple[Any, Target]]) -> None:
         """Read what lies in shards into the targets of trees, for each rank its part of it. A collective."""
@@ -279,14 +264,3 @@ class CheckpointLoader:
             return into
 
         return mapped(tree, value)
-
-
-def _check_same_moment(loaded: Mapping[str, Any], what: str) -> None:
-    """Raise CheckpointError unless all ranks have loaded the same epoch and step. A collective."""
-    moments = set(collectives.gather_objects((loaded.get("epoch"), loaded.get("global_step"))))
-    if len(moments) > 1:
-        raise CheckpointError(
-            f"{what}: ranks have read different checkpoints there (epoch and step"
-            f" {', '.join(map(str, moments))}). If a run that saves has replaced it meanwhile, load it"
-            " again; else give all ranks the same file system"
-        )

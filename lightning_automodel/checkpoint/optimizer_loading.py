@@ -11,31 +11,27 @@ from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError, some
 from lightning_automodel.checkpoint.layouts import Layouts
-from lightning_automodel.checkpoint.optimizers import (
-    NOTES,
-    Names,
+from lightning_automodel.checkpoint.optimizer_names import (
+    NamedOptimizer,
     by_name,
-    flat,
     has_groups,
     ids_of,
-    owner_names,
     renamed,
 )
-from lightning_automodel.checkpoint.tree import Path, keys_of, leaves, mapped
+from lightning_automodel.checkpoint.optimizer_saving import NOTES
+from lightning_automodel.checkpoint.tree import Path, keyed_tensors, leaves, mapped
 
 _AS_SAVED = "configure the optimizers that the run was saved with"
 
 
 class OptimizerLoading:
-    """Loads one optimizer.
+    """Loads one optimizer: :attr:`state` is read into the targets of its tensors, and then loaded.
 
     Args:
         saved: The saved state.
-        optimizer: The optimizer.
-        names: Names of its parameters by group.
-        index: Number of the optimizer.
+        named: The optimizer.
+        index: Its number.
         layouts: The layouts of the model.
-        owned: The names of parameters that are stepped whole, and whether this rank owns them.
 
     Raises:
         CheckpointError: If the state was saved for another optimizer.
@@ -44,20 +40,10 @@ class OptimizerLoading:
         state: The state by this run's names, without what other ranks own.
     """
 
-    def __init__(
-        self,
-        saved: dict[str, Any],
-        optimizer: Optimizer,
-        names: Names,
-        index: int,
-        layouts: Layouts,
-        owned: Mapping[str, bool],
-    ) -> None:
-        self._optimizer = optimizer
-        self._names = names
+    def __init__(self, saved: dict[str, Any], named: NamedOptimizer, index: int, layouts: Layouts) -> None:
+        self._named = named
         self._layouts = layouts
-        self._owned = owned
-        state = by_name({key: value for key, value in saved.items() if key != NOTES}, flat(names))
+        state = by_name({key: value for key, value in saved.items() if key != NOTES}, named.names)
         notes = saved.get(NOTES, {})
         if "local" in notes.values():
             raise CheckpointError(
@@ -65,26 +51,23 @@ class OptimizerLoading:
                 " version of lightning_automodel that saved them restores: resume with that version, or load"
                 " the weights alone (load_from_checkpoint)"
             )
-        # Of leaves, which live as long as the checkpoint: parameters may have other names here.
-        keys = keys_of(state, with_values=True)
-        self._notes = {id(leaf): notes.get(keys[path]) for path, leaf in leaves(state) if path in keys}
+        # By tensor, which lives as long as the checkpoint: parameters may have other names here.
+        self._notes = {id(tensor): notes.get(key) for key, _, tensor in keyed_tensors(state)}
         if has_groups(state):
-            groups = state["param_groups"]
-            _check_groups(optimizer, groups, index)
-            saved_names = [list(group["params"]) for group in groups]
-            state = renamed(state, _new_names(saved_names, names, layouts.own, index))
-            state["state"] = {
-                name: value for name, value in state["state"].items() if owned.get(name) is not False
-            }
+            _check_options(named.optimizer, state["param_groups"], index)
+            state = renamed(state, _names_here(state["param_groups"], named, index))
+            for name, is_owned in named.owned.items():
+                if not is_owned:
+                    state["state"].pop(name, None)
         self.state = state
 
     def target(self, path: Path, leaf: Tensor) -> Tensor | None:
         """See :data:`.layouts.Target`."""
         note = self._notes.get(id(leaf))
-        if note == "whole" or not self._owned.keys().isdisjoint(path[1:2]):
-            return self._layouts.target(leaf, ())
-        names = owner_names(path, leaf, self._names)
-        return self._layouts.target(leaf, names, was_sharded=note == "sharded")
+        owner = self._named.parameter_like(path, leaf)
+        if note == "whole" or not self._named.owned.keys().isdisjoint(path[1:2]):
+            owner = None
+        return self._layouts.target(leaf, owner, was_sharded=note == "sharded")
 
     def load(self, state: dict[str, Any], saved_dtypes: Mapping[str, torch.dtype]) -> None:
         """Load :attr:`state` with values. Not a collective.
@@ -92,20 +75,20 @@ class OptimizerLoading:
         ``saved_dtypes`` are those of parameters in the checkpoint. Where a parameter has another one now,
         torch casts its state to that; elsewhere it stays as it was saved.
         """
-        packed = self._optimizer.state_dict()
-        names = flat(self._names)
-        if not has_groups(state) or not has_groups(packed):
-            numbers = {name: number for number, name in enumerate(names)}
-            self._optimizer.load_state_dict(renamed(state, numbers))
+        optimizer = self._named.optimizer
+        names = self._named.names
+        numbered = renamed(state, {name: number for number, name in enumerate(names)})
+        packed = optimizer.state_dict()
+        if not has_groups(numbered) or not has_groups(packed):
+            optimizer.load_state_dict(numbered)
             return
-        groups = zip(packed["param_groups"], state["param_groups"], strict=True)
-        numbered = renamed(state, dict(zip(names, ids_of(packed), strict=True)))
         # Options that were not saved stay this run's, such as flags that newer releases of torch have added.
+        groups = zip(packed["param_groups"], numbered["param_groups"], strict=True)
         numbered["param_groups"] = [{**own, **saved, "params": own["params"]} for own, saved in groups]
-        own = self._layouts.own
-        keeps = [name in own and own[name].dtype == saved_dtypes.get(name) for name in names]
-        with _uncast(self._optimizer, keeps):
-            self._optimizer.load_state_dict({**packed, **numbered})
+        parameters = self._named.parameters
+        keeps = [name in parameters and parameters[name].dtype == saved_dtypes.get(name) for name in names]
+        with _uncast(optimizer, keeps):
+            optimizer.load_state_dict({**packed, **numbered})
 
 
 @contextmanager
@@ -149,24 +132,13 @@ def _as_saved(loaded: Mapping[Path, Any], path: Path, saved: Any) -> Any:
     return saved.to(value.device)
 
 
-def no_optimizer_state() -> CheckpointError:
-    """The error for a checkpoint without states of optimizers."""
-    return CheckpointError(
-        "it holds no state of optimizer 0: it was saved with save_weights_only=True, or with fewer"
-        " optimizers, or it is a directory of another program, of which weights alone are read (to"
-        " go on from a run of ModelParallelStrategy, let it write one file:"
-        " save_distributed_checkpoint=False; Lightning's consolidate_checkpoint reads FSDPStrategy's"
-        " directories alone); validate, test and predict can load it"
-    )
-
-
 def check_number(what: str, saved: int, own: int) -> None:
     """Raise CheckpointError unless the number that was saved is this run's own."""
     if saved != own:
         raise CheckpointError(f"it holds {saved} {what}, and this run has {own}: {_AS_SAVED}")
 
 
-def _check_groups(optimizer: Optimizer, saved: list[dict[str, Any]], index: int) -> None:
+def _check_options(optimizer: Optimizer, saved: list[dict[str, Any]], index: int) -> None:
     """Raise CheckpointError unless the ``saved`` groups are as many as the optimizer's, and have its options.
 
     Flags may be missing: newer releases of torch have added some.
@@ -174,43 +146,35 @@ def _check_groups(optimizer: Optimizer, saved: list[dict[str, Any]], index: int)
     check_number(f"groups of parameters of optimizer {index}", len(saved), len(optimizer.param_groups))
     defaults = optimizer.defaults.items()
     needed = {name for name, value in defaults if value is not None and not isinstance(value, bool)}
-    for settings in saved:
-        if missing := sorted(needed - set(settings)):
+    for options in saved:
+        if missing := sorted(needed - options.keys()):
             raise CheckpointError(
                 f"optimizer {index} is a {type(optimizer).__name__}, and the checkpoint lacks its"
                 f" {some(missing)}: {_AS_SAVED}"
             )
 
 
-def _new_names(saved: Names, own: Names, known: Mapping[str, Any], index: int) -> dict[Any, Any]:
-    """This run's names of the ``saved`` parameters of an optimizer.
+def _names_here(saved: list[dict[str, Any]], named: NamedOptimizer, index: int) -> dict[Any, Any]:
+    """This run's names of the parameters in the ``saved`` groups of an optimizer.
 
     Saved names that the model does not have are taken for renamed parameters, matched by position, if the
     group has as many parameters as the saved one. Raises CheckpointError if the optimizer trains other
     parameters.
-
-    Args:
-        saved: Saved names by group.
-        own: This run's names by group.
-        known: Names of all parameters of this run's model.
-        index: Number of the optimizer.
     """
     found: dict[Any, Any] = {}
-    for number, (there, here) in enumerate(zip(saved, own, strict=True)):
+    for number, (options, here) in enumerate(zip(saved, named.groups, strict=True)):
+        there = list(options["params"])
+        followed = [old if old in named.parameters else new for old, new in zip(there, here, strict=False)]
         if set(there) == set(here):
-            found.update(zip(there, there, strict=True))
-            continue
-        pairs = list(zip(there, here, strict=False))
-        if len(there) == len(here) and all(old == new or old not in known for old, new in pairs):
-            found.update(pairs)
-            continue
-        differing: list[str] = []
-        if only_saved := [name for name in there if name not in here]:
-            differing.append(f"only saved: {some(only_saved)}")
-        if only_here := [name for name in here if name not in there]:
-            differing.append(f"only here: {some(only_here)}")
-        raise CheckpointError(
-            f"optimizer {index} trains other parameters in group {number} than when it was saved"
-            f" ({'; '.join(differing)}): {_AS_SAVED}"
-        )
+            followed = there
+        elif len(there) != len(here) or followed != here:
+            raise CheckpointError(
+                f"optimizer {index} trains other parameters in group {number} than when it was saved (only"
+                f" saved: {_missing(there, here)}; only here: {_missing(here, there)}): {_AS_SAVED}"
+            )
+        found.update(zip(there, followed, strict=True))
     return found
+
+
+def _missing(names: list[Any], others: list[Any]) -> str:
+    return some([name for name in names if name not in others]) or "none"

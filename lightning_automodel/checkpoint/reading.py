@@ -23,16 +23,19 @@ def open_directory(path: str, weights_only: bool | None) -> ShardDirectory:
         return ShardDirectory(path, weights_only)
 
 
-def open_tree(path: str, weights_only: bool | None, reads_content: bool = True) -> dict[str, Any]:
+def open_tree(path: str, weights_only: bool | None, checks_shards: bool = False) -> dict[str, Any]:
     """A checkpoint of either form; what lies in shards is read when it is used (:class:`.Entry`). Not a collective.
 
-    Raises CheckpointError if the checkpoint is damaged or missing, or if it holds code and ``weights_only``
-    is not False. A file is compared with its checksums now, if it ``reads_content``.
+    A file is compared with its checksums, and a directory if that ``checks_shards``. Raises CheckpointError
+    if the checkpoint is damaged or missing, or if it holds code and ``weights_only`` is not False.
     """
-    if paths.is_directory(path):
-        return open_directory(path, weights_only).tree
     with on_this_rank(f"Cannot load {path}"):
-        return load_file(path, weights_only, reads_content)
+        if not paths.is_directory(path):
+            return load_file(path, weights_only)
+        shards = ShardDirectory(path, weights_only)
+        if checks_shards:
+            shards.check()
+        return shards.tree
 
 
 @cache

@@ -14,39 +14,31 @@ from typing_extensions import override
 from lightning_automodel.checkpoint.errors import CheckpointError
 
 
-class NotPlainDataError(CheckpointError):
-    """A file can be loaded only by running code; ``names`` are the classes and functions that it needs."""
-
-    def __init__(self, what: str, names: list[str], reason: str) -> None:
-        super().__init__(
-            f"{what} holds more than plain data, which can run code when it is loaded"
-            f" ({', '.join(names) or reason}): if you trust its source, pass weights_only=False to the"
-            " Trainer's method, or allow the class with torch.serialization.add_safe_globals"
-        )
-        self.names = names
-
-
 def load_plain_data(source: str | io.BytesIO, what: str, weights_only: bool) -> Any:
     """``torch.load`` to host memory; a local file is mapped, so only the parts in use are read.
 
-    Raises NotPlainDataError about ``what`` if it holds other objects. With ``weights_only=False`` this runs
-    their code instead.
+    Raises CheckpointError about ``what`` if loading it needs code, with the names of classes and functions.
+    With ``weights_only=False`` this runs that code instead.
     """
+    is_mapped = isinstance(source, str)
     if isinstance(source, io.BytesIO):
         source.seek(0)
     try:
-        return torch.load(
-            source, map_location="cpu", weights_only=weights_only, mmap=isinstance(source, str)
-        )
+        return torch.load(source, map_location="cpu", weights_only=weights_only, mmap=is_mapped)
     except pickle.UnpicklingError as error:
         if not weights_only:
             raise
-        names: list[str] = []
+        needed = str(error)[:500]
         with contextlib.suppress(RuntimeError, ValueError, pickle.UnpicklingError):
             if isinstance(source, io.BytesIO):
                 source.seek(0)
-            names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(source))
-        raise NotPlainDataError(what, names, str(error)[:500]) from error
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
+            needed = ", ".join(sorted(names)) or needed
+        raise CheckpointError(
+            f"{what} holds more than plain data, which can run code when it is loaded ({needed}): if you"
+            " trust its source, pass weights_only=False to the Trainer's method, or allow the class with"
+            " torch.serialization.add_safe_globals"
+        ) from error
 
 
 class MetadataUnpickler(pickle.Unpickler):

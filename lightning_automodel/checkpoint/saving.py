@@ -3,7 +3,7 @@
 import concurrent.futures
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -15,16 +15,14 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint import paths, single_file, state_dict
 from lightning_automodel.checkpoint.errors import on_every_rank
 from lightning_automodel.checkpoint.form import CheckpointForm
 from lightning_automodel.checkpoint.hyper_parameters import without_shards
-from lightning_automodel.checkpoint.optimizers import named_parameters
-from lightning_automodel.checkpoint.restorable import optimizer_state, restorable_state
+from lightning_automodel.checkpoint.optimizer_names import NamedOptimizer, named_parameters
+from lightning_automodel.checkpoint.optimizer_saving import state_to_save
 from lightning_automodel.checkpoint.shard_writer import prepare_shards
 from lightning_automodel.checkpoint.single_file import prepare_file
 from lightning_automodel.checkpoint.tree import check_pickled, leaves
@@ -51,8 +49,15 @@ Write = Callable[[dist.ProcessGroup | None], None]
 class CheckpointSaver:
     """Saves the checkpoints of one strategy. Its methods are collectives unless they say otherwise.
 
-    A save calls :meth:`agree_on_target`, :meth:`finish`, :meth:`prepare` and :meth:`write`, in this order. A
-    save, and then the links to it and the removals that wait for it, have these states:
+    Lightning asks for :meth:`model_state` and :meth:`optimizer_state`, lets hooks edit its checkpoint, and
+    calls :meth:`save`, which
+
+    1. agrees on rank 0's path,
+    2. waits for the save before,
+    3. completes the checkpoint in the run's form, and makes a place for it,
+    4. writes it, at once or in the background.
+
+    A save, and then the links to it and the removals that wait for it, have these states:
 
     =====================  ============  =============================================
     state                  ``_pending``  links and removals run
@@ -62,7 +67,7 @@ class CheckpointSaver:
     being written          a future      there too, once it is written
     =====================  ============  =============================================
 
-    ``write`` and ``close`` choose the state, ``finish`` ends a save.
+    ``save`` and ``close`` choose the state, ``finish`` ends a save.
 
     Args:
         form: The form of the strategy's checkpoints.
@@ -71,13 +76,13 @@ class CheckpointSaver:
     """
 
     def __init__(self, form: CheckpointForm, in_background: bool, timeout: timedelta) -> None:
-        self.in_background = in_background
+        self._in_background = in_background
         self._form = form
         self._timeout = timeout
         self._pending: Future[None] | None = None
         self._pending_path = ""
         self._defers = False
-        self._deferred: list[Callable[[], None]] = []
+        self._deferred: list[Callable[[], None]] = []  # of rank 0
         self._thread: ThreadPoolExecutor | None = None
 
     def patch_callbacks(self, trainer: "pl.Trainer", patches: PatchStack) -> None:
@@ -97,22 +102,12 @@ class CheckpointSaver:
         """
         return self._in_form(state_dict.model_state(module), is_together)
 
-    def optimizer_state(
-        self,
-        module: "pl.LightningModule",
-        optimizer: Optimizer,
-        owned: Mapping[nn.Parameter, bool],
-        is_together: bool,
-    ) -> dict[str, Any]:
-        """Like :meth:`model_state`, of an optimizer. A collective of a sharded model's ranks that are together.
-
-        ``owned`` are the parameters that are stepped whole, and whether this rank owns them.
-        """
+    def optimizer_state(self, named: NamedOptimizer, is_together: bool) -> dict[str, Any]:
+        """Like :meth:`model_state`, of an optimizer. A collective of a sharded model's ranks that are together."""
         if not self._form.is_sharded or not is_together:
-            return optimizer_state(module, optimizer)
+            return named.state()
         collectives.named_barrier("save_checkpoint", self._timeout)
-        group = self._host_group()
-        state = restorable_state(module, optimizer, group, owned, for_one_file=not self._form.as_directory)
+        state = state_to_save(named, self._host_group(), for_one_file=not self._form.as_directory)
         return self._in_form(state, is_together)
 
     def _in_form(self, state: dict[str, Any], is_together: bool) -> dict[str, Any]:
@@ -121,13 +116,27 @@ class CheckpointSaver:
         collectives.named_barrier("state_dict", self._timeout)
         return state_dict.whole(state, keep=group_rank() == 0)
 
-    # --- One save, step by step -------------------------------------------------------------------
+    # --- One save ---------------------------------------------------------------------------------
 
-    def agree_on_target(self, path: str | Path, io: CheckpointIO, storage_options: Any | None) -> str:
-        """Rank 0's ``path``, normalized. Ranks may disagree: it may hold a time, or a version that is free.
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        module: "pl.LightningModule",
+        path: str | Path,
+        io: CheckpointIO,
+        storage_options: Any | None,
+        goes_on: bool,
+    ) -> None:
+        """Save ``checkpoint`` at rank 0's ``path``, where it appears in one step or not at all.
 
-        Raises TypeError if ``storage_options`` would have no effect.
+        If training ``goes_on``, links and removals wait for its next step, and the state may be copied and
+        written in the background: an error then rises in :meth:`check`, or in the next save.
+
+        Raises:
+            CheckpointError: On every rank, if one cannot save; older checkpoints are unchanged.
+            TypeError: If ``storage_options`` would have no effect.
         """
+        # Ranks may disagree: it may hold a time, or a version that is free.
         target = paths.normalize(collectives.broadcast_object(path, 0))
         if storage_options is not None and (self._form.as_directory or type(io) is TorchCheckpointIO):
             raise TypeError(
@@ -135,7 +144,20 @@ class CheckpointSaver:
                 " (fsspec.config.conf), or save one file with save_distributed_checkpoint=False and a"
                 " CheckpointIO that takes them."
             )
-        return target
+        self.finish()
+        in_background = self._in_background and goes_on
+        write = self._prepare(checkpoint, module, target, _file_saver(io, storage_options), in_background)
+        self._defers = goes_on
+        if in_background:
+            self._pending_path = target
+            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            group = self._host_group(in_background=True)
+            self._pending = self._thread.submit(_write_beside_training, module.device, write, group)
+            return
+        self._pending_path = ""
+        write(self._host_group())
+        if not goes_on:
+            self.finish()  # no later step runs the links and removals that wait for this save
 
     def finish(self) -> None:
         """Wait for the pending save, or raise its CheckpointError; then run deferred links and removals.
@@ -149,25 +171,18 @@ class CheckpointSaver:
         self._deferred = []
         if pending is not None:
             pending.result()  # if it raises, the older checkpoint stays the newest
-        if group_rank() == 0:
-            for action in deferred:
-                action()
+        for action in deferred:
+            action()
 
-    def prepare(
+    def _prepare(
         self,
         checkpoint: dict[str, Any],
         module: "pl.LightningModule",
         target: str,
         save_file: Callable[[dict[str, Any], str], None],
-        goes_on: bool,
+        copies: bool,
     ) -> Write:
-        """Complete ``checkpoint`` in the run's form, and return what writes it.
-
-        Copies the state if it is going to be written in the background while training ``goes_on``. If a rank
-        cannot, every rank raises :class:`CheckpointError`, and older checkpoints are unchanged.
-        ``save_file`` writes a single file.
-        """
-        copies = self._writes_in_background(goes_on)
+        """Complete ``checkpoint`` in the run's form, and return what writes it; ``save_file`` writes one file."""
         if self._form.is_sharded:
             with on_every_rank(f"Cannot save {target}"):
                 without_shards(checkpoint, module)
@@ -184,28 +199,6 @@ class CheckpointSaver:
             ]
             checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
         return prepare_file(checkpoint, target, save_file, copies)
-
-    def write(self, write: Write, target: str, device: torch.device, goes_on: bool) -> None:
-        """Write what :meth:`prepare` returned at ``target``, where it appears in one step or not at all.
-
-        In the background only while training ``goes_on``: an error then rises in :meth:`check`, or in the
-        next save.
-        """
-        self._defers = goes_on
-        if self._writes_in_background(goes_on):
-            self._pending_path = target
-            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            self._pending = self._thread.submit(
-                _write_beside_training, device, write, self._host_group(in_background=True)
-            )
-            return
-        self._pending_path = ""
-        write(self._host_group())
-        if not goes_on:
-            self.finish()  # no later step runs the links and removals that wait for this save
-
-    def _writes_in_background(self, goes_on: bool) -> bool:
-        return self.in_background and goes_on
 
     def _host_group(self, in_background: bool = False) -> dist.ProcessGroup | None:
         """A group for objects: in one of accelerators they would wait for queued work and take device memory.
@@ -235,7 +228,7 @@ class CheckpointSaver:
         elif group_rank() == 0:
             target = paths.normalize(path)
             paths.prepare_place(target)
-            file_saver(io)(checkpoint, target)
+            _file_saver(io, None)(checkpoint, target)
 
     def refuse(self, path: str | Path) -> None:
         """Say that this process, which is no rank, saves nothing. Not a collective.
@@ -256,14 +249,16 @@ class CheckpointSaver:
         remove = paths.remove
         if not self._form.as_directory and type(io) is not TorchCheckpointIO:
             remove = io.remove_checkpoint
-        self._deferred.append(partial(remove, paths.normalize(path)))
-        if not self._defers:
-            self.finish()
+        self._defer(len(self._deferred), partial(remove, paths.normalize(path)))
 
     def _link(self, path: str, link: str) -> None:
         """Point ``link`` to the checkpoint at ``path`` on rank 0, once that is on disk. Not a collective."""
         # Before removals: until the links point to the new checkpoint, they need the old one.
-        self._deferred.insert(0, partial(paths.link, Path(path), Path(link)))
+        self._defer(0, partial(paths.link, Path(path), Path(link)))
+
+    def _defer(self, place: int, action: Callable[[], None]) -> None:
+        if group_rank() == 0:
+            self._deferred.insert(place, action)
         if not self._defers:
             self.finish()
 
@@ -292,7 +287,7 @@ class CheckpointSaver:
             concurrent.futures.wait([self._pending], PENDING_SAVE_LIMIT_S)
 
 
-def file_saver(io: CheckpointIO, storage_options: Any = None) -> Callable[[dict[str, Any], str], None]:
+def _file_saver(io: CheckpointIO, storage_options: Any | None) -> Callable[[dict[str, Any], str], None]:
     """The function that writes a file: this package's, or that of the Trainer's plugin if it has one."""
     if type(io) is TorchCheckpointIO:
         return single_file.save_file

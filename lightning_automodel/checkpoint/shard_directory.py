@@ -11,11 +11,9 @@ import json
 import warnings
 import zlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
 from torch import Tensor
@@ -26,11 +24,12 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lightning_automodel.checkpoint import paths
-from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
+from lightning_automodel.checkpoint.errors import CheckpointError, on_this_rank
 from lightning_automodel.checkpoint.safe_load import MetadataUnpickler, load_plain_data
-from lightning_automodel.checkpoint.single_file import check_content
+from lightning_automodel.checkpoint.single_file import check_content, check_model
 from lightning_automodel.checkpoint.state_dict import MODEL, STATES
-from lightning_automodel.checkpoint.tree import Entry, keys_of, leaves, mapped
+from lightning_automodel.checkpoint.tree import Entry, leaves, mapped, mapped_tensors
+from lightning_automodel.checkpoint.tree import Path as TreePath
 from lightning_automodel.internals.dtensor import plain_dtensor
 
 REST = "meta.pt"
@@ -67,7 +66,7 @@ def open_table(path: str, manifest: bytes | None) -> tuple[str, Metadata]:
             written = content["format"]
             within = content["folder"]
             crc32 = content["crc32"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except Exception as error:  # damaged content can raise anything
             raise CheckpointError(f"{MANIFEST} is damaged ({len(manifest)} bytes)") from error
         if written != FORMAT:
             raise CheckpointError(
@@ -110,11 +109,6 @@ def checksum(content: bytes) -> str:
     return f"{zlib.crc32(content):08x}"
 
 
-def empty_on_host(size: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A new tensor in host memory."""
-    return torch.empty(size, dtype=dtype)
-
-
 class ShardDirectory:
     """A directory of shards, open for loading. Opening is not a collective.
 
@@ -131,18 +125,15 @@ class ShardDirectory:
         self.path = path
         self._manifest = read_manifest(path)
         self._folder, self._metadata = open_table(path, self._manifest)
+        self._reader = _CheckingReader(self._folder, self._metadata, self._check_unreplaced)
         self._check_sizes()
         content = io.BytesIO(paths.read_file(f"{self._folder}/{REST}"))
         check_content(content, REST)
         tree = load_plain_data(content, f"{REST} of {path}", weights_only is not False)
-        if not isinstance(tree, dict):
-            raise CheckpointError(f"{REST} holds a {type(tree).__name__}, which is not a checkpoint's rest")
-        if self._manifest is None:
+        if self._manifest is None and isinstance(tree, dict):
             tree[MODEL] = self._foreign_model()
-        elif not isinstance(tree.get(MODEL), dict):
-            raise CheckpointError(f"{REST} has no {MODEL!r}: this is not a checkpoint of a LightningModule")
-        self._keys = keys_of(tree)
-        self.tree: dict[str, Any] = mapped(tree, self._with_entry)
+        check_model(tree, REST)
+        self.tree: dict[str, Any] = mapped_tensors(tree, self._with_entry)
         self._check_unreplaced()
 
     def _foreign_model(self) -> dict[str, Tensor]:
@@ -155,54 +146,43 @@ class ShardDirectory:
             if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
         }
 
-    def _with_entry(self, path: tuple[Any, ...], leaf: Any) -> Any:
-        if path not in self._keys:
-            return leaf
-        key = self._keys[path]
-        entry = self._metadata.state_dict_metadata.get(key)
-        if entry is None and path[0] not in STATES:
-            return leaf  # a tensor without values of somebody's own
-        if getattr(entry, "size", None) != leaf.shape:  # the dtype is compared when it is read
+    def _with_entry(self, key: str, path: TreePath, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        saved = self._metadata.state_dict_metadata.get(key)
+        if saved is None and path[0] not in STATES:
+            return tensor  # without values, of somebody's own
+        if getattr(saved, "size", None) != tensor.shape:  # the dtype is compared when it is read
             raise CheckpointError(f"{METADATA} and {REST} do not agree on {key}")
-        return Entry.of(leaf, key, partial(self._read_alone, key, leaf.shape, leaf.dtype))
+        return Entry.of(tensor, key, self.read_all)
 
     def read(self, targets: dict[str, Tensor], is_alone: bool = False) -> None:
         """Overwrite the ``targets``, by key, each rank its part of them. A collective, unless ``is_alone``.
 
         Raises CheckpointError, then on every rank, if what is read does not have its checksum.
         """
-        what = f"Cannot load {self.path}"
-        is_alone = is_alone or not (dist.is_available() and dist.is_initialized())
-        with on_this_rank(what), warnings.catch_warnings():
+        with on_this_rank(f"Cannot load {self.path}"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(
                 {key: plain_dtensor(target) for key, target in targets.items()},
-                storage_reader=_CheckingReader(self._folder, self._metadata),
+                storage_reader=self._reader,
                 no_dist=is_alone,
             )
-        with on_this_rank(what) if is_alone else on_every_rank(what):
-            self._check_unreplaced()
 
-    def _read_alone(self, key: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
-        target = empty_on_host(size, dtype)
-        self.read({key: target}, is_alone=True)
-        return target
-
-    def read_all(self, tree: Any, make: Callable[[torch.Size, torch.dtype], Tensor] = empty_on_host) -> Any:
+    def read_all(self, tree: Any, make: Callable[..., Tensor] = torch.empty) -> Any:
         """``tree``, a part of this directory's, with whole tensors of this process's alone. Not a collective.
 
-        ``make`` makes the tensors that are filled.
+        ``make(size, dtype=)`` makes the tensors that are filled.
         """
         found = [leaf for _, leaf in leaves(tree) if isinstance(leaf, Entry)]
-        targets = {entry.key: make(entry.shape, entry.dtype) for entry in found}
+        targets = {entry.key: make(entry.shape, dtype=entry.dtype) for entry in found}
         self.read(targets, is_alone=True)
         return mapped(tree, lambda _, leaf: targets[leaf.key] if isinstance(leaf, Entry) else leaf)
 
     def check(self) -> None:
         """Read all entries, and raise CheckpointError if one does not have its checksum. Not a collective."""
-        reader = _CheckingReader(self._folder, self._metadata)
         for place in self._metadata.storage_data.values():
-            reader.content(place)
+            self._reader.content(place)
 
     def _check_sizes(self) -> None:
         """Raise CheckpointError if a file is missing, cut off, or not a regular file."""
@@ -224,11 +204,12 @@ class ShardDirectory:
 
 
 class _CheckingReader(FileSystemReader):
-    """Reads with the given ``metadata``, and compares entries with their checksums first."""
+    """Reads with the given ``metadata``; compares entries with their checksums first, and calls ``check`` at last."""
 
-    def __init__(self, folder: str, metadata: Metadata) -> None:
+    def __init__(self, folder: str, metadata: Metadata, check: Callable[[], None]) -> None:
         super().__init__(folder)
         self._metadata = metadata
+        self._check = check
         self._filesystem, self._folder = url_to_fs(folder)
 
     @override
@@ -261,6 +242,7 @@ class _CheckingReader(FileSystemReader):
                 )
             target.copy_(stored)
             planner.commit_tensor(item, target)
+        self._check()  # torch raises on all ranks what one of them raises here
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -17,15 +17,15 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
-from torch.utils.serialization import config as serialization_config
 from typing_extensions import override
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank, some
 from lightning_automodel.checkpoint.shard_directory import FORMAT, MANIFEST, METADATA, REST, checksum
+from lightning_automodel.checkpoint.single_file import with_checksums
 from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, copied, is_extra_state
 from lightning_automodel.checkpoint.tree import Path as TreePath
-from lightning_automodel.checkpoint.tree import keys_of, mapped
+from lightning_automodel.checkpoint.tree import mapped_tensors
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals import torch as torch_internals
@@ -50,7 +50,7 @@ class ShardWriter(torch_internals.FsspecWriter):
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with serialization_config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
+        with with_checksums():
             written = super().write_data(plan, planner)
         if paths.is_local(self._folder):
             for name in {result.storage_data.relative_path for result in written.wait()}:
@@ -94,24 +94,22 @@ def taken_apart(
     rank a share, and on rank 0 the other tensors of the model's state: buffers may differ between ranks,
     and rank 0's are saved, as in one file. None for what other ranks write.
     """
-    own: dict[TreePath, Tensor | None] = {}
+    own: dict[str, Tensor | None] = {}
 
-    def placed(path: TreePath, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.layout != torch.strided or leaf.is_quantized:
-            return leaf
-        is_everywhere = isinstance(leaf, DTensor) or (path[0] == OPTIMIZERS and leaf.dim() > 0)
+    def placed(key: str, path: TreePath, tensor: Tensor) -> Tensor:
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            return tensor
+        is_everywhere = isinstance(tensor, DTensor) or (path[0] == OPTIMIZERS and tensor.dim() > 0)
         if not is_everywhere:
             # Extra states may have another size on each rank.
             if path[0] != MODEL or is_extra_state(path[1]):
-                return leaf
+                return tensor
             is_everywhere = path[1] in parameters
-        is_own = not leaf.is_meta and (is_everywhere or group_rank() == 0)
-        own[path] = leaf if is_own else None
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        is_own = not tensor.is_meta and (is_everywhere or group_rank() == 0)
+        own[key] = tensor if is_own else None
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    tree = mapped(checkpoint, placed)
-    keys = keys_of(tree)
-    return tree, {keys[path]: leaf for path, leaf in own.items()}
+    return mapped_tensors(checkpoint, placed), own
 
 
 def prepare_shards(

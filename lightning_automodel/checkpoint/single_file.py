@@ -7,6 +7,8 @@ import io
 import os
 import zipfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,7 +19,7 @@ from torch.utils.serialization import config as serialization_config
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.optimizers import by_name, flat
+from lightning_automodel.checkpoint.optimizer_names import by_name
 from lightning_automodel.checkpoint.safe_load import load_plain_data
 from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, copied
 from lightning_automodel.distributed.process_group import group_rank
@@ -55,13 +57,14 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
         if filesystem.isdir(place):  # an object store can hold both, and the directory would be loaded
             raise CheckpointError(f"{path} is a directory: remove it, or choose another path")
         stream = io.BytesIO()
-        _save_with_checksums(checkpoint, stream)
+        with with_checksums():
+            torch.save(checkpoint, stream)
         filesystem.pipe_file(place, stream.getvalue())
         return
     temporary = Path(path).with_name(paths.temporary_name())
     try:
-        with open(temporary, "wb") as file:
-            _save_with_checksums(checkpoint, file)
+        with open(temporary, "wb") as file, with_checksums():
+            torch.save(checkpoint, file)
         paths.sync(temporary)
         paths.replace(temporary, Path(path))
     except BaseException:
@@ -69,9 +72,9 @@ def save_file(checkpoint: dict[str, Any], path: str) -> None:
         raise
 
 
-def _save_with_checksums(checkpoint: dict[str, Any], file: Any) -> None:
-    with serialization_config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
-        torch.save(checkpoint, file)
+def with_checksums() -> AbstractContextManager[None]:
+    """Context in which ``torch.save`` writes a checksum of each record, whatever the user has configured."""
+    return serialization_config.patch("save.compute_crc32", True)  # type: ignore[attr-defined]
 
 
 def load_file(path: str, weights_only: bool | None, reads_content: bool = True) -> dict[str, Any]:
@@ -96,12 +99,17 @@ def load_file(path: str, weights_only: bool | None, reads_content: bool = True) 
         if reads_content:
             check_content(source)
     checkpoint = load_plain_data(source, path, weights_only is not False)
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(MODEL), dict):
-        raise CheckpointError(f"it has no {MODEL!r}: this is not a checkpoint of a LightningModule")
+    check_model(checkpoint, "it")
     if OPTIMIZERS in checkpoint and PARAMETER_NAMES in checkpoint:
         states = zip(checkpoint[OPTIMIZERS], checkpoint.pop(PARAMETER_NAMES), strict=True)
-        checkpoint[OPTIMIZERS] = [by_name(state, flat(names)) for state, names in states]
+        checkpoint[OPTIMIZERS] = [by_name(state, list(chain(*names))) for state, names in states]
     return checkpoint
+
+
+def check_model(checkpoint: Any, name: str) -> None:
+    """Raise CheckpointError unless what was loaded is a dict with the state of a model."""
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(MODEL), dict):
+        raise CheckpointError(f"{name} has no {MODEL!r}: this is not a checkpoint of a LightningModule")
 
 
 def check_content(file: IO[bytes], name: str = "it") -> None:

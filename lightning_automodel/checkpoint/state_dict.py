@@ -59,18 +59,10 @@ def under_own_names(
     model: nn.Module, state: Mapping[str, Any], versions: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """``state`` for ``model.load_state_dict``: under names with wrappers, and with its modules' ``versions``."""
-    own = model.state_dict().keys()
-    own_name = {without_wrappers(name): name for name in own}
-    renamed: dict[str, Any] = {}
-    for name, value in state.items():
-        if name not in own:
-            name = own_name.get(without_wrappers(name), name)
-        renamed[name] = value
-    own_versions: dict[str, dict[str, Any]] = {}
-    for path, _ in model.named_modules():
-        name = without_wrappers(f"{path}.").removesuffix(".")
-        if name in versions:
-            own_versions[path] = versions[name]
+    own_names = {without_wrappers(name): name for name in model.state_dict()}
+    renamed = {own_names.get(without_wrappers(name), name): value for name, value in state.items()}
+    paths = {path: without_wrappers(f"{path}.").removesuffix(".") for path, _ in model.named_modules()}
+    own_versions = {path: versions[name] for path, name in paths.items() if name in versions}
     return with_module_versions(renamed, own_versions)
 
 

@@ -1,6 +1,7 @@
 """A checkpoint as one tree: Lightning's dict, with an :class:`Entry` for what lies in shards."""
 
 import copy
+import io
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -46,10 +47,10 @@ class Entry(Tensor):
     refuses_use = False  # a shard that it is used with leaves the call to this class
     key: str
     value: Tensor | None
-    _read: Callable[[], Tensor]
+    _read: Callable[["Entry"], Tensor]
 
     @classmethod
-    def of(cls, meta: Tensor, key: str, read: Callable[[], Tensor]) -> "Entry":
+    def of(cls, meta: Tensor, key: str, read: Callable[["Entry"], Tensor]) -> "Entry":
         """The entry with this ``key``, like a tensor without values; ``read`` returns its values."""
         entry = meta.as_subclass(cls)
         entry.key = key
@@ -60,7 +61,7 @@ class Entry(Tensor):
     def read(self) -> Tensor:
         """Its values, whole and in host memory, which it keeps."""
         if self.value is None:
-            self.value = self._read()
+            self.value = self._read(self)
         return self.value
 
     @classmethod
@@ -107,10 +108,8 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 def mapped(tree: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
     """A copy of ``tree`` with ``change(path, leaf)`` for each leaf, in collections of the same classes."""
     if isinstance(tree, dict):
-        items = {key: mapped(value, change, (*path, key)) for key, value in tree.items()}
-        if type(tree) is dict:
-            return items
         new = copy.copy(tree)  # keeps a default factory, and the modules' versions of a state dict
+        items = {key: mapped(value, change, (*path, key)) for key, value in tree.items()}
         dict.update(new, items)  # a Counter's own would add
         return new
     if _is_list(tree):
@@ -126,18 +125,22 @@ def key_of(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def keys_of(tree: Any, with_values: bool = False) -> dict[Path, str]:
-    """A key for each tensor without values in ``tree``, or for any tensor, by path; no two are the same."""
-    keys: dict[Path, str] = {}
+def keyed_tensors(tree: Any) -> Iterator[tuple[str, Path, Tensor]]:
+    """Each tensor of ``tree`` with its path, and a key that no other has: of the path, which two may share as text."""
     used: set[str] = set()
     for path, leaf in leaves(tree):
-        if isinstance(leaf, Tensor) and (with_values or leaf.is_meta):
+        if isinstance(leaf, Tensor):
             key = key_of(path)
             while key in used:  # {"a.b": ..., "a": {"b": ...}}
                 key += "'"
             used.add(key)
-            keys[path] = key
-    return keys
+            yield key, path, leaf
+
+
+def mapped_tensors(tree: Any, change: Callable[[str, Path, Tensor], Any]) -> Any:
+    """A copy of ``tree`` with ``change(key, path, tensor)`` for each tensor."""
+    changed = {path: change(key, path, tensor) for key, path, tensor in keyed_tensors(tree)}
+    return mapped(tree, lambda path, leaf: changed.get(path, leaf))
 
 
 def check_pickled(tree: Any) -> None:
@@ -162,19 +165,11 @@ def check_pickled(tree: Any) -> None:
             )
 
 
-class _Nowhere:
-    """A file that discards what is written."""
-
-    def write(self, content: Any) -> int:
-        """Discard ``content``."""
-        return len(content)
-
-
 class _Survey(pickle.Pickler):
-    """Looks for sharded tensors."""
+    """Looks for sharded tensors in what it pickles."""
 
     def __init__(self) -> None:
-        super().__init__(_Nowhere(), protocol=pickle.HIGHEST_PROTOCOL)
+        super().__init__(io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
         self.has_shards = False
 
     @override
@@ -182,5 +177,5 @@ class _Survey(pickle.Pickler):
         if isinstance(value, DTensor):
             self.has_shards = True
         if isinstance(value, Tensor):
-            return 0
+            return 0  # its values are not pickled
         return None

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.checkpoint import CheckpointError
+from lightning_automodel.checkpoint import CheckpointError, NamedOptimizer
 from lightning_automodel.checkpoint.shard_directory import MANIFEST, ShardDirectory, _CheckingReader
 from tests.checkpoint.checkpoints import FORMS, AdamModule, batches, files_of, fit, forms, save
 from tests.rank_pool import RankPool
@@ -80,7 +80,8 @@ def fill(options: dict[str, Any], path: str, module: AdamModule) -> None:
     checkpoint = strategy._loader.open(
         path, None, TorchCheckpointIO(), is_first_on_node=dist.get_rank() == 0
     )
-    strategy._loader.fill_model(checkpoint, module, optimizers, lambda _: {}, strict=True)
+    named = [NamedOptimizer(module, optimizer, {}) for optimizer in optimizers]
+    strategy._loader.fill_model(checkpoint, module, named, strict=True)
 
 
 def opened(options: dict[str, Any], path: str) -> str:

@@ -50,8 +50,8 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], None], str]] = {
         of_metadata(lambda metadata: setattr(metadata, "planner_data", [])),
         ".metadata is damaged (",
     ),
-    "list": (put("meta.pt", [1]), "meta.pt holds a list"),
-    "string": (put("meta.pt", "text"), "meta.pt holds a str"),
+    "list": (put("meta.pt", [1]), "meta.pt has no 'state_dict'"),
+    "string": (put("meta.pt", "text"), "meta.pt has no 'state_dict'"),
     "no model": (put("meta.pt", {"state_dict": 3}), "meta.pt has no 'state_dict'"),
     "other entries": (
         put("meta.pt", {"state_dict": {"model.weight": torch.empty(2, device="meta")}}),
@@ -80,9 +80,7 @@ def check_commands(path: Path, capsys: pytest.CaptureFixture[str], message: str)
     """Each ends with status 1, one line that holds ``message``, and no file left."""
     out = str(path.parent / "out")
     started = time.process_time()
-    for verify in ([], ["--verify"]):
-        (report,) = inspected(capsys, str(path), *verify, status=1)["checkpoints"]
-        assert (message if verify or path.is_dir() else "Cannot load ") in report["damage"]
+    assert message in inspected(capsys, str(path), status=1)["problem"]
     commands = [["export", str(path), out, *CLASS], ["consolidate", str(path), out]]
     for command in commands if path.is_dir() else commands[:1]:
         assert main(command) == 1
@@ -117,7 +115,7 @@ def test_terminal_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     """Names are not obeyed."""
     torch.save({"state_dict": MODEL, "\x1b[2J\x9b1m\nform: x": 1}, tmp_path / "a.ckpt")
     assert main(["inspect", str(tmp_path / "a.ckpt")]) == 0
-    assert 'rest:         ["\\u001b[2J\\u009b1m\\nform: x"]' in capsys.readouterr().out.splitlines()
+    assert '"\\u001b[2J\\u009b1m\\nform: x"' in capsys.readouterr().out
     forged = {"state_dict": {"\x1b]0;x\x07a.b": torch.ones(2)}, "pytorch-lightning_version": "2.6.6"}
     torch.save(forged, tmp_path / "b.ckpt")
     assert main(["export", str(tmp_path / "b.ckpt"), str(tmp_path / "out"), *CLASS]) == 1
