@@ -53,14 +53,13 @@ class CheckpointLoader:
         self._shards: ShardDirectory | None = None
         self._loaded: dict[str, Any] = {}
         self._versions: dict[str, dict[str, Any]] = {}  # of the model's modules
-        self._sharded: frozenset[Any] = (
-            frozenset()
-        )  # what was sharded beside model and optimizers, in one file
+        # Of one file: paths of what was sharded beside model and optimizers.
+        self._sharded: frozenset[Any] = frozenset()
         self._holds_optimizers = False
         self._loops: str | None = None
         self._layouts = Layouts({})
-        self._read: dict[str, Tensor] = {}
-        self._used: set[str] = set()
+        self._read: dict[str, Tensor] = {}  # by the key of its entry
+        self._used: set[str] = set()  # keys of which a tensor has been handed out
 
     def open(
         self, path: str | Path, weights_only: bool | None, io: CheckpointIO, is_first_on_node: bool
