@@ -48,8 +48,9 @@ def rescale_gradients(
     parameters = list_parameters(model)
     share_experts_gradients_(parameters)
     device = _reduction_device(parameters)
-    total = torch.as_tensor(num_tokens_for_grad_scaling).reshape(())
-    total = total.to(device, wide_dtype(device), copy=True)
+    # A number of Python's goes straight to float64: torch would make a float32 of it first.
+    total = torch.as_tensor(num_tokens_for_grad_scaling, dtype=wide_dtype(device), device=device)
+    total = total.reshape(()).clone()
     divisor = 1
     if dp_group is not None:
         dist.all_reduce(total, group=dp_group)

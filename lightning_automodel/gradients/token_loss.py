@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_automodel.data.tensors import tensors_in
+from lightning_automodel.distributed.collectives import HOST
 
 Count = int | float | Tensor
 """Number of label tokens (or their total weight): a Python number, or a tensor [] that stays on its device."""
@@ -370,13 +371,14 @@ def reduce_loss(
         >>> float(loss / denominator)
         2.0
     """
-    tokens = torch.as_tensor(total_num_tokens)
-    device = loss_store[0].device if loss_store else tokens.device
+    device = next(
+        (each.device for each in (*loss_store, total_num_tokens) if isinstance(each, Tensor)), HOST
+    )
     dtype = wide_dtype(device)
     sums = torch.zeros(2, dtype=dtype, device=device)
     if loss_store:
         sums[0] = torch.stack([loss.detach().to(device, dtype).reshape(()) for loss in loss_store]).sum()
-    sums[1] = tokens.to(device, dtype) if per_token_loss else float(len(loss_store))
+    sums[1] = total_num_tokens if per_token_loss else len(loss_store)
     if dp_group is not None:
         dist.all_reduce(sums, group=dp_group)
     result_dtype = torch.promote_types(loss_store[0].dtype, torch.float32) if loss_store else dtype

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_automodel import clip_gradients, rescale_gradients
+from lightning_automodel import clip_gradients, reduce_loss, rescale_gradients
 from lightning_automodel.gradients.rescale_clip import (
     check_finite,
     clip_gradient_values,
@@ -171,6 +171,16 @@ def test_rescaling_alone(count: int | Tensor) -> None:
         assert gradient.equal(original / 4)
     assert parameters[-1].grad is None
     assert torch.equal(torch.as_tensor(count).reshape(()).long(), torch.tensor(4))
+
+
+def test_a_count_of_python_is_not_rounded() -> None:
+    """A sum of class weights, or more tokens than float32 can tell apart."""
+    for count in (0.1, 2.0**25 + 1):
+        parameter = nn.Parameter(torch.zeros((), dtype=torch.float64))
+        parameter.grad = torch.ones_like(parameter)
+        rescale_gradients(parameter, count)
+        assert parameter.grad.item() == 1 / count
+        assert reduce_loss([], count)[1].item() == round(count)
 
 
 def test_rescaling_by_nothing_gives_exact_zeros() -> None:

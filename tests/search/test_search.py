@@ -9,6 +9,7 @@ from collections.abc import Callable
 from unittest import mock
 
 import pytest
+import torch
 
 from lightning_automodel.gradients import rescale_clip, windows
 from tests.rank_pool import RankPool
@@ -18,7 +19,7 @@ from tests.search.harness import TOLERANCE, judge
 from tests.search.ranks import train
 from tests.search.reference import Outcome
 from tests.search.rules import made_valid
-from tests.search.user_code import SNIPPETS
+from tests.search.user_code import SNIPPETS, as_number
 
 SEED = 23
 BY_DEFAULT = 6
@@ -109,6 +110,11 @@ def test_random_cases_with_snippets(request: pytest.FixtureRequest) -> None:
     drawn = [draw_case(SEED, number, kinds=("snippet",)) for number in range(12)]
     for case in [case for case in drawn if case.num_ranks == 2][:4]:
         assert_no_finding(request, case)
+
+
+def test_numbers_of_snippets_are_not_rounded() -> None:
+    """Torch makes a float32 of a number of Python's, and two that differ by rounding would then differ by 1e-7."""
+    assert as_number([0.1, torch.tensor(0.2, dtype=torch.float64)]) == 0.1 + 0.2 / 2
 
 
 @pytest.mark.sweep

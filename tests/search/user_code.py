@@ -316,16 +316,20 @@ def run_snippet(case: Case, net: Any, optimizer: torch.optim.Optimizer) -> list[
         return []
     with torch.random.fork_rng(devices=[]):
         returned = SNIPPETS[case.snippet](Trained(*touched, None, net, optimizer))
-    return [_as_number(returned)]
+    return [as_number(returned)]
 
 
-def _as_number(returned: Any) -> float:
+def as_number(returned: Any) -> float:
     """A number that tells whether something was returned that is not equal."""
     if isinstance(returned, (list, tuple)):
-        return sum(_as_number(part) / (index + 1) for index, part in enumerate(returned))
+        return sum(as_number(part) / (index + 1) for index, part in enumerate(returned))
     if returned is None or isinstance(returned, str):
         return float(len(returned or ""))
-    values = full(torch.as_tensor(returned)).detach().double().nan_to_num(nan=3.0).abs().flatten()
+    if isinstance(returned, float):
+        values = torch.tensor(returned, dtype=torch.float64)  # by itself torch would make it a float32
+    else:
+        values = full(torch.as_tensor(returned))
+    values = values.detach().double().nan_to_num(nan=3.0).abs().flatten()
     return float((values / torch.arange(1, len(values) + 1)).sum())
 
 
