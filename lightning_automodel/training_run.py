@@ -375,7 +375,7 @@ class TrainingRun:
         """Restore what :meth:`state` returned."""
         self.windows.scaling.restore_range(state["range_scale"])
         if state["last_step"] is not None:
-            self.windows.restore_report(StepReport(**move_data_to_device(state["last_step"], self.device)))
+            self.windows.last_step = StepReport(**move_data_to_device(state["last_step"], self.device))
 
     def describe(self) -> dict[str, Any]:
         """What was decided for this run, and why."""

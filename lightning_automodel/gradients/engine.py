@@ -1,14 +1,12 @@
-"""What a window is, and what the strategy and the algebra ask of an engine, here without any communication."""
+"""What the strategy and the algebra ask of an engine, here without any communication."""
 
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from lightning_automodel.gradients.token_loss import WindowTotals
+from lightning_automodel.gradients.window import Window
 from lightning_automodel.internals.torch import Reached
 
 PLAIN_BACKWARD = (
@@ -26,46 +24,6 @@ SECOND_BACKWARD = (
     " nothing, call torch.autograd.grad(loss, inputs)."
 )
 """Why a module's own ``backward`` runs one."""
-
-
-NUMBERS = 2**20 - 3
-"""A prime. Of numbers below it, the sums of squares over ranks are exact in float64."""
-
-
-@dataclass(eq=False)
-class Window:
-    """One accumulation window, and what its backward that runs, or ran last, is.
-
-    What is the same on all ranks is marked so. Each backward sets ``ends``, ``is_padding``, ``final`` and
-    ``frozen``.
-    """
-
-    key: Optimizer | None  # the toggled optimizer; None without toggling
-    optimizers: list[Optimizer]
-    scale: Tensor | None  # [] what its losses are multiplied by before backward; None if by nothing
-    sums: Tensor  # [3] over its micro-batches on this rank, see `sums_of`
-    num_micro_batches: int = 0  # on this rank, without padding batches
-    # If it was counted ahead: losses are divided by these, so that gradients are final at once.
-    ahead: WindowTotals | None = None
-    trained: set[nn.Parameter] = field(default_factory=set)  # in any of its backwards; on all ranks
-    used: set[nn.Parameter] = field(default_factory=set)  # those of them that this rank's losses depend on
-    # Of this rank's FSDP units that its forwards have used: a number below `NUMBERS`.
-    order: int = 0
-    ends: bool = False  # with this backward; on all ranks
-    is_padding: bool = False  # in which no parameter counts as used
-    # Whose gradients are final when the window ends; on all ranks, in one order.
-    final: list[nn.Parameter] = field(default_factory=list)
-    # That earlier backwards of the open windows have trained, and this one does not; on all ranks.
-    frozen: set[nn.Parameter] = field(default_factory=set)
-    # Which get a zero gradient if no rank has used them, where one process has none; on all ranks, in one
-    # order.
-    zero_filled: list[nn.Parameter] = field(default_factory=list)
-
-    @property
-    def owned(self) -> set[nn.Parameter]:
-        """The parameters of its optimizers. No other open window may hold any of them."""
-        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-        return {parameter for group in groups for parameter in group["params"]}
 
 
 class Engine:

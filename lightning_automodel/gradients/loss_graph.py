@@ -5,13 +5,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor, nn
-from torchmetrics import Metric
+from torch import Tensor
 
-from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
 
-Kind = Literal["labels", "class weights", "probabilities", "cross-entropies", "numbers", "all ranks"]
+Kind = Literal["labels", "class weights", "cross-entropies", "numbers", "all ranks"]
 
 _UNCHANGED = ("ToCopy", "Clone", "Alias", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze")
 """Functions whose output has the elements of their first input."""
@@ -32,8 +30,9 @@ class LossTerm:
     """A part of a loss: a sum, and the number that it is divided by.
 
     Attributes:
-        kind: A mean cross-entropy of ``labels``, by their ``class weights`` or of ``probabilities``; a sum
-            of ``cross-entropies`` or of other ``numbers``; a loss that is taken from ``all ranks``.
+        kind: A mean cross-entropy of ``labels`` or by their ``class weights``; a sum of ``cross-entropies``
+            (also of probabilities, whatever divides it) or of other ``numbers``; a loss that is taken from
+            ``all ranks``.
         divisor: The product of all divisors between the loss and the sum.
         factor: The product of all numbers that it is multiplied by on the way.
     """
@@ -60,27 +59,25 @@ class _Edge:
         return LossTerm(kind, self.divisor * divisor, self.factor)
 
 
-def loss_terms(loss: Tensor, module: nn.Module) -> list[LossTerm]:
+def loss_terms(loss: Tensor) -> list[LossTerm]:
     """The terms that ``loss`` [] is a weighted sum of, as far as they are known, the best known first.
 
     Reads the device.
     """
-    metrics = synchronised_metrics(module)
-    found = [_term(edge, metrics) for edge in _linear_inputs(loss)]
+    found = [_term(edge) for edge in _linear_inputs(loss)]
     return sorted((term for term in found if term is not None), key=lambda term: term.kind == "numbers")
 
 
-def averaged_parts(loss: Tensor, module: nn.Module) -> list[LossTerm]:
+def averaged_parts(loss: Tensor) -> list[LossTerm]:
     """All parts that ``loss`` [] is a weighted sum of; empty if any of them is not known to be a sum itself.
 
     Parts that are multiplied by 0 are left out. Reads the device.
     """
-    metrics = synchronised_metrics(module)
     found = []
     for edge in _linear_inputs(loss):
         if edge.factor == 0 or _inputs(edge):
             continue  # its inputs are looked at
-        term = _term(edge, metrics)
+        term = _term(edge)
         reduction = torch_internals.saved(edge.node, "reduction")
         if term is None and reduction == _MEAN:  # a loss function of torch
             term = edge.term("numbers", torch_internals.saved(edge.node, "self").numel())
@@ -90,18 +87,6 @@ def averaged_parts(loss: Tensor, module: nn.Module) -> list[LossTerm]:
             return []
         found.append(term)
     return found
-
-
-def synchronised_metrics(module: nn.Module) -> list[Any]:
-    """The nodes of what the metrics of ``module`` with ``dist_sync_on_step=True`` returned last.
-
-    Their gradient is that of this rank's part of the value.
-    """
-    synchronised = [
-        metric for metric in module.modules() if isinstance(metric, Metric) and metric.dist_sync_on_step
-    ]
-    values = [lightning_internals.value_of_last_call(metric) for metric in synchronised]
-    return [value.grad_fn for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
 
 
 def _linear_inputs(loss: Tensor) -> Iterator[_Edge]:
@@ -168,34 +153,23 @@ def _constant(node: Any, name: str, inputs: list[Any]) -> float | None:
         return None
 
 
-def _term(edge: _Edge, metrics: list[Any]) -> LossTerm | None:
+def _term(edge: _Edge) -> LossTerm | None:
     """What a node is known as, if it is."""
     node = edge.node
     name = _name(node)
-    if node in metrics or any(collective in name for collective in _COLLECTIVES):
+    if any(collective in name for collective in _COLLECTIVES):
         return edge.term("all ranks")
     if name in _NLL_LOSSES:
         if torch_internals.saved(node, "reduction") != _MEAN:
             return edge.term("cross-entropies")
         weight: Kind = "labels" if torch_internals.saved(node, "weight") is None else "class weights"
         return edge.term(weight, float(torch_internals.saved(node, "total_weight")))
-    if name == "Div" and (rows := _rows_of_probabilities(node)) is not None:
-        return edge.term("probabilities", rows)
-    if node.name() == "SumBackward0" and _name(_without_factors(node)) not in (*_NLL_LOSSES, "LogSoftmax"):
-        return edge.term("numbers")
-    return None
-
-
-def _rows_of_probabilities(node: Any) -> float | None:
-    """What the cross-entropy of probabilities divides by, if ``node`` is its last function."""
-    rows = _constant(node, "other", [parent for parent, _ in node.next_functions[1:]])
-    negative = node.next_functions[0][0]
-    if _name(negative) != "Neg":
+    if node.name() != "SumBackward0":  # of all elements
         return None
-    total = negative.next_functions[0][0]
-    if _name(total) == "Sum" and _name(_without_factors(total)) == "LogSoftmax":
-        return rows
-    return None
+    summed = _name(_without_factors(node))
+    if summed in _NLL_LOSSES:
+        return None  # it is a term itself
+    return edge.term("cross-entropies" if summed == "LogSoftmax" else "numbers")
 
 
 def _without_factors(total: Any) -> Any:

@@ -31,10 +31,6 @@ _REMEDIES: dict[Kind, str] = {
         "It divides by the class weights of its labels: give weight[labels].sum() as num_label_tokens, or by"
         " count_label_tokens=."
     ),
-    "probabilities": (
-        "Its targets are probabilities, and there torch divides by the rows, with class weights as well:"
-        " count rows (count='samples' where each sample is one)."
-    ),
     "cross-entropies": _OF_SUMS,
     "numbers": _OF_SUMS,
 }
@@ -70,7 +66,7 @@ class FirstLooks:
             return None
         self._left -= 1
         number = float(count)
-        terms = [replace(term, divisor=term.divisor / accumulate) for term in loss_terms(loss, module)]
+        terms = [replace(term, divisor=term.divisor / accumulate) for term in loss_terms(loss)]
         if not all(0 < value < math.inf for value in (number, *(term.divisor for term in terms))):
             return None
         kinds = tuple(term.kind for term in terms)
@@ -181,8 +177,7 @@ class _Comparison:
             f" weighs the same, however many {unit}s it has: gradients are not those of one batch."
             f" Return this rank's loss, which the strategy weighs by its {unit}s (self.log(...,"
             " sync_dist=True) shows the mean over ranks). If each rank and each micro-batch shall weigh"
-            " the same, pass per_token_loss=False, and multiply a metric with dist_sync_on_step=True by"
-            " the number of ranks, since its gradient is that of this rank's part alone."
+            " the same, pass per_token_loss=False."
         )
 
     @property

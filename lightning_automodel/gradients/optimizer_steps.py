@@ -68,7 +68,7 @@ class OptimizerSteps:
     def watch(self, optimizers: list[Optimizer], wrappers: list[LightningOptimizer]) -> None:
         """Watch these optimizers, and Lightning's wrappers of them, instead of any earlier ones."""
         self._patches.restore()
-        self._windows.use_optimizers(optimizers)
+        self._windows.optimizers = optimizers
         for optimizer, wrapper in zip(optimizers, wrappers, strict=True):
             self._patches.callback(optimizer.register_step_pre_hook(self._before_step).remove)
             self._patches.callback(optimizer.register_step_post_hook(self._after_step).remove)
@@ -96,12 +96,12 @@ class OptimizerSteps:
 
         def toggle_optimizer(optimizer: OneOptimizer) -> None:
             toggle(optimizer)
-            self._windows.toggle(unwrap(optimizer))
+            self._windows.toggled = unwrap(optimizer)
             on_toggle()
 
         def untoggle_optimizer(optimizer: OneOptimizer) -> None:
             untoggle(optimizer)
-            self._windows.toggle(None)
+            self._windows.toggled = None
             on_toggle()
 
         patches.set(module, "zero_grad", self._dropping(module.zero_grad, lambda: self._windows.parameters))
@@ -162,7 +162,7 @@ class OptimizerSteps:
                     " of `optimizer.toggle_model(sync_grad=False)`, or call optimizer.zero_grad() to give"
                     " the window up."
                 )
-        unsynchronised = self._windows.unsynchronised.intersection(parameters)
+        unsynchronised = self._windows.unsynchronised().intersection(parameters)
         if unsynchronised and not self._is_automatic:
             raise RuntimeError(
                 f"{len(unsynchronised)} parameters of {name} have gradients of a plain loss.backward(),"
@@ -199,7 +199,7 @@ class OptimizerSteps:
         """Stop watching optimizers."""
         self._patches.restore()
         self.whole.abandon()
-        self._windows.use_optimizers([])
+        self._windows.optimizers = []
 
     # --- Clipping -----------------------------------------------------------------------------------------------------
 

@@ -161,13 +161,6 @@ class TokenWeighting:
             raise TypeError(f"'aux_loss' must be a tensor of one element, a part of 'loss', got {aux!r}.")
         return aux.reshape(())
 
-    def num_labels(self, batch: Mapping[str, Any]) -> float | None:
-        """Labels of the batch that the loss uses; None without labels. Reads the device."""
-        labels = batch.get(self.label_key)
-        if isinstance(labels, Tensor):
-            return float(self.count_labels(labels))
-        return None
-
     def _has_labels(self, batch: Any) -> bool:
         return isinstance(batch, Mapping) and self.label_key in batch
 

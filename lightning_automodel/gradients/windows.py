@@ -1,7 +1,22 @@
-"""Accumulation windows: gradients are kept aside until they are final, and then written to ``.grad``."""
+"""Accumulation windows: gradients are kept aside until they are final, and then written to ``.grad``.
+
+===================================  =============================  =======================================
+where training is                    ``.grad`` holds                gradients of open windows are
+===================================  =============================  =======================================
+no window is open                    what its user left there       -
+in a backward of the strategy        those of open windows          there, and in FSDP2; what stood there is
+                                                                    set aside
+a window is open, no backward runs   what stood there before it     kept here, and in FSDP2
+a window's last backward returns     the sum of both, final         those of other open windows: kept here
+===================================  =============================  =======================================
+
+A backward goes from one row to the next by :meth:`GradientWindows.start` and
+:meth:`GradientWindows.put_back`. After an exception in it, and where all is zeroed or a run ends, no window is
+open.
+"""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -13,7 +28,7 @@ from torch.optim import Optimizer
 from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.engine import NUMBERS, SECOND_BACKWARD, Engine, Window
+from lightning_automodel.gradients.engine import SECOND_BACKWARD, Engine
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.token_loss import (
     Count,
@@ -22,15 +37,17 @@ from lightning_automodel.gradients.token_loss import (
     WindowTotals,
     wide_dtype,
 )
+from lightning_automodel.gradients.window import NUMBERS, Window
 from lightning_automodel.internals.dtensor import GRAD
 
 OneOptimizer = Optimizer | LightningOptimizer
 
 DIFFERENT_UNITS = (
-    "so one rank gets the parameters or gradients of another layer than it asks for. Layers that are dropped"
-    " at random, or experts that only some ranks need, must not be FSDP units of their own: pass"
-    " auto_wrap_policy=set(), which makes one unit of the model, or the classes of modules that contain"
-    " them. Or pass data_parallel='ddp' with ddp_kwargs={'find_unused_parameters': True}."
+    "Ranks have used different FSDP units in the forwards of one accumulation window, so one rank gets the"
+    " parameters or gradients of another layer than it asks for. Layers that are dropped at random, or experts"
+    " that only some ranks need, must not be FSDP units of their own: pass auto_wrap_policy=set(), which makes one"
+    " unit of the model, or the classes of modules that contain them. Or pass data_parallel='ddp' with"
+    " ddp_kwargs={'find_unused_parameters': True}."
 )
 """What ranks must do that use different units in one forward."""
 
@@ -40,6 +57,9 @@ DIFFERENT_BATCHES = (
     " where it ends, and end an epoch early on all ranks."
 )
 """What ranks must do that have come to different batches."""
+
+_FACTOR = 648_053
+"""Makes one number of several, below `NUMBERS`: few epochs and tens of thousands of batches give different ones."""
 
 
 def unwrap(optimizer: OneOptimizer) -> Optimizer:
@@ -57,14 +77,22 @@ def optimizer_parameters(optimizer: OneOptimizer) -> list[nn.Parameter]:
 class GradientWindows:
     """The open windows of a fit, and the totals of those that have ended since the last step.
 
-    Between the backwards of a window, ``.grad`` is what it was before the window, usually None. The window's
-    gradients are kept here (and inside FSDP2 while a reduction is deferred), so that nobody takes a sum over
-    tokens for a gradient. When the window's last backward returns, they are rescaled and added to ``.grad``.
-
     Each toggled optimizer has its own window, so that those of a GAN can accumulate side by side. Without
-    toggling there is one window. ``parameters`` are those of the sharded model: between a forward and its
-    backward ``module.parameters()`` are the gathered ones. ``host_group`` has all ranks, and none of their
-    devices.
+    toggling there is one window.
+
+    Attributes:
+        parameters: Of the sharded model. Between a forward and its backward ``module.parameters()`` are the gathered
+            ones.
+        divisor: D, by which the engine's averages divide.
+        optimizers: Those of the run: windows without toggling end with a step of all of these.
+        toggled: Whose window the next backwards belong to; None: to that of all optimizers.
+        unfinished: The open windows, by toggled optimizer.
+        last_step: The report on the last step, or on the one that comes next, so far.
+        since_step: By optimizer, the [3] totals of the windows since its previous step.
+        measured: The optimizers whose norm was reported since their previous step.
+        num_resets: How often an optimizer stepped, or gradients were zeroed.
+        on_step: Called after each step.
+        on_final: Called when ``.grad`` holds a window's final gradients, and nothing older.
     """
 
     def __init__(
@@ -75,57 +103,41 @@ class GradientWindows:
         placement: Placement,
         parameters: list[nn.Parameter],
     ) -> None:
-        self.last_step: StepReport | None = None
-        # The [3] totals of the windows since its previous step.
-        self.since_step: dict[Optimizer, Tensor] = {}
-        self.measured: set[Optimizer] = set()  # since their previous step
         self.weighting = weighting
         self.scaling = scaling
         self.mesh = placement.mesh
+        self.device = placement.device
         self.divisor = placement.mesh.sizes.divisor
         self.parameters = parameters
-        self._engine = engine
-        self.device = placement.device
-        self._group = placement.mesh.group
-        self.unfinished: dict[Optimizer | None, Window] = {}  # the windows that have begun and not ended
-        self._accumulated: dict[nn.Parameter, Tensor] = {}
-        self._set_aside: dict[nn.Parameter, Tensor] = {}  # what `.grad` held before the backward that runs
         self.optimizers: list[Optimizer] = []
         self.toggled: Optimizer | None = None
-        self._host_group = placement.host_group
-        self._agrees_on_host = placement.device.type != "cpu" and self.divisor > 1
-        # On an accelerator, what windows have told, until it is read: this rank's numbers, their sums, and when
-        # these are there.
-        self._told: deque[tuple[list[int], Tensor, torch.Event]] = deque()
-        self.num_resets = 0  # how often an optimizer stepped, or gradients were zeroed
-        self.on_step: Callable[[], None] | None = None  # called after each step
-        # Called when `.grad` holds a window's final gradients, and nothing older.
+        self.unfinished: dict[Optimizer | None, Window] = {}
+        self.last_step: StepReport | None = None
+        self.since_step: dict[Optimizer, Tensor] = {}
+        self.measured: set[Optimizer] = set()
+        self.num_resets = 0
+        self.on_step: Callable[[], None] | None = None
         self.on_final: Callable[[], None] | None = None
-
-    @property
-    def unsynchronised(self) -> set[nn.Parameter]:
-        """Parameters that may have gradients of a plain ``loss.backward()``, which the engine has not averaged."""
-        self._engine.check_foreign()
-        return {
-            parameter for parameter in self._engine.unsynchronised if GRAD.__get__(parameter) is not None
-        }
+        self._engine = engine
+        self._kept: dict[nn.Parameter, Tensor] = {}  # gradients of open windows, between backwards
+        self._set_aside: dict[nn.Parameter, Tensor] = {}  # what `.grad` held before the backward that runs
+        self._host_group = placement.host_group  # has all ranks, and none of their devices
+        self._sums_uses_on_host = placement.device.type != "cpu" and self.divisor > 1
+        # Of windows on an accelerator that were not compared between ranks yet: this rank's batch, the sums of
+        # positions, and when these are there.
+        self._unchecked: deque[tuple[tuple[int, int], Tensor, torch.Event]] = deque()
 
     @property
     def in_backward(self) -> bool:
         """Whether a backward of the strategy runs, until its gradients stand in ``.grad``."""
         return self._engine.window is not None
 
-    def use_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Let windows without toggling end with a step of all of these."""
-        self.optimizers = optimizers
-
-    def toggle(self, optimizer: Optimizer | None) -> None:
-        """Let the next backwards belong to the window of ``optimizer``; None: to that of all of them."""
-        self.toggled = optimizer
-
-    def restore_report(self, report: StepReport) -> None:
-        """Go on with the report on the last step before a resumed run."""
-        self.last_step = report
+    def unsynchronised(self) -> set[nn.Parameter]:
+        """Parameters that may have gradients of a plain ``loss.backward()``, which the engine has not averaged."""
+        self._engine.check_foreign()
+        return {
+            parameter for parameter in self._engine.unsynchronised if GRAD.__get__(parameter) is not None
+        }
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drop the gradients that open windows hold for these parameters, which have been zeroed."""
@@ -145,7 +157,7 @@ class GradientWindows:
             self._forget()
             return
         for parameter in dropped:
-            self._accumulated.pop(parameter, None)
+            self._kept.pop(parameter, None)
         self._engine.discard(dropped)
 
     def reset(self) -> None:
@@ -154,12 +166,12 @@ class GradientWindows:
         self.toggled = None
         self.since_step.clear()
         self.measured.clear()
-        self._told.clear()
+        self._unchecked.clear()
         self._forget()
 
     def _forget(self) -> None:
         """Drop what is held for windows, of which none is open any more."""
-        self._accumulated.clear()
+        self._kept.clear()
         self._engine.reached.clear()
         self._engine.refusal = None
         self._engine.discard()
@@ -173,6 +185,12 @@ class GradientWindows:
         self.scaling.stepped(optimizer)
         if self.on_step is not None:
             self.on_step()
+
+    def report_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
+        """Put the [] norm of an optimizer's final gradients into the report, if it is the first since its step."""
+        if optimizer in self.since_step and optimizer not in self.measured and self.last_step is not None:
+            self.measured.add(optimizer)
+            self.last_step = replace(self.last_step, grad_norm=norm)
 
     # --- The steps of one backward, in the order of `MicroBatches.backward` -------------------------------------------
 
@@ -193,7 +211,7 @@ class GradientWindows:
                     " belongs to none of them: run it inside `with optimizer.toggle_model():` of the"
                     " optimizer whose window it ends."
                 )
-            window = next(iter(self.unfinished.values()))
+            (window,) = self.unfinished.values()
             window.optimizers = self.optimizers
         if window is None:
             window = self._begin(key, expected)
@@ -201,41 +219,34 @@ class GradientWindows:
         return window
 
     def _begin(self, key: Optimizer | None, expected: Count) -> Window:
-        """Open a window."""
-        sums = torch.zeros(3, dtype=wide_dtype(self.device), device=self.device)
+        """Open a window. Raises RuntimeError if it would hold parameters of an open one."""
         if key is None:
             optimizers = self.optimizers
         else:
             optimizers = [key]
+        sums = torch.zeros(3, dtype=wide_dtype(self.device), device=self.device)
         window = Window(key, optimizers, self.scaling.start_window(expected), sums)
-        self._check_owners(window)
-        self.unfinished[key] = window
-        return window
-
-    def _check_owners(self, window: Window) -> None:
-        """Raise RuntimeError if a new window would hold parameters of an open one."""
         for other in self.unfinished.values():
             if shared := window.owned & other.owned:
                 raise RuntimeError(
-                    f"{len(shared)} parameters of {type(window.key).__name__} belong to the open"
+                    f"{len(shared)} parameters of {type(key).__name__} belong to the open"
                     f" accumulation window of {', '.join(type(o).__name__ for o in other.optimizers)}. End"
                     " that window first, by a backward outside of toggle_model(sync_grad=False), or zero its"
                     " gradients."
                 )
+        self.unfinished[key] = window
+        return window
 
     def weigh(self, window: Window, token_losses: Tensor, aux_loss: Tensor | None) -> Tensor:
         """[] what to backpropagate for the sum of token losses of a micro-batch.
 
         If the window was counted ahead, that is D / N of it and this rank's share of ``aux_loss`` [].
         """
-        ahead = window.ahead
         objective = token_losses
-        if ahead is not None:
-            if self.weighting.per_token_loss:
-                denominator = ahead.num_label_tokens
-            else:
-                denominator = ahead.num_micro_batches
-            objective = token_losses * (self.divisor / denominator if denominator else 0.0)
+        if (ahead := window.ahead) is not None:
+            # Without label tokens, gradients are exactly zero.
+            factor = self.divisor / ahead.num_label_tokens if ahead.num_label_tokens else 0.0
+            objective = token_losses * factor
             if aux_loss is not None:
                 objective = objective + aux_loss * (self.divisor / ahead.num_micro_batches)
         if window.scale is not None:
@@ -255,36 +266,36 @@ class GradientWindows:
         if sums is not None:
             window.sums += sums.to(self.device)
             window.num_micro_batches += 1
-        window.frozen = set()
+        others = [other for other in self.unfinished.values() if other is not window]
+        trainable = {parameter for parameter in self.parameters if parameter.requires_grad}
+        window.frozen = window.trained.union(*(other.trained for other in others)) - trainable
+        window.trained |= trainable
         window.final = []
-        trained = set()
-        owned_elsewhere = set()
-        for open_window in self.unfinished.values():
-            trained |= open_window.trained
-            if open_window is not window:
-                owned_elsewhere |= open_window.owned
-        self._set_aside = {}
-        for parameter in self.parameters:
-            if ends and parameter not in owned_elsewhere:
-                window.final.append(parameter)
-            if parameter.requires_grad:
-                window.trained.add(parameter)
-            elif parameter in trained:
-                window.frozen.add(parameter)
-            gradient = GRAD.__get__(parameter)
-            if gradient is not None:
-                reuses = self._engine.reuses_gradients
-                self._set_aside[parameter] = gradient.clone() if reuses else gradient
-                GRAD.__set__(parameter, None)
-        for parameter, part in self._accumulated.items():
-            GRAD.__set__(parameter, part)
-        self._accumulated = {}
+        if ends:
+            owned_elsewhere = {parameter for other in others for parameter in other.owned}
+            window.final = [p for p in self.parameters if p not in owned_elsewhere]
+        self._set_aside = self._exchange(self._kept)
+        self._kept = {}
+        if self._engine.reuses_gradients:
+            self._set_aside = {p: gradient.clone() for p, gradient in self._set_aside.items()}
         self._engine.window = window
+
+    def _exchange(self, gradients: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Let ``.grad`` hold these ``gradients``, and None elsewhere. Returns what it held."""
+        held = {}
+        for parameter in self.parameters:
+            before = GRAD.__get__(parameter)
+            after = gradients.get(parameter)
+            if before is not None:
+                held[parameter] = before
+            if before is not after:
+                GRAD.__set__(parameter, after)
+        return held
 
     def sum_over_ranks(self, window: Window, batch: tuple[int, int]) -> Tensor:
         """[3] the window's sums over all ranks; drops the gradients of parameters that no rank has used in it.
 
-        One all-reduce of three numbers, six by which ranks tell whether they have used the same units in the
+        One all-reduce of three numbers, two by which ranks tell whether they have used the same units in the
         same ``batch`` (an epoch, and the index in it), and one for each parameter that may have a zero
         gradient in place of none. A rank that has not used some of these must know on the host whether
         another rank has: where this occurs in a run's first window, later ones sum these numbers on the host,
@@ -294,49 +305,53 @@ class GradientWindows:
         on an accelerator in a later window, so that no host waits.
         """
         uses = [parameter in window.used for parameter in window.zero_filled]
-        told = [window.order, *(number % NUMBERS for number in batch)]
-        squares = [number**2 for number in told]
-        own = torch.tensor([*told, *squares, *uses], dtype=window.sums.dtype)
-        on_host = self._agrees_on_host and len(uses) > 0
-        if on_host:
-            summed = window.sums
-        else:
-            summed = torch.cat([window.sums, rescale_clip.moved(own, self.device)])
-        if self.divisor > 1:
-            dist.all_reduce(summed, group=self._group)
+        position = window.order
+        for number in batch:
+            position = (position * _FACTOR + number) % NUMBERS
+        own = torch.tensor([position, position**2, *uses], dtype=window.sums.dtype)
+        totals, told, group = self._sum(window.sums, own, sums_uses=bool(uses))
         if self.mesh.sizes.context > 1:
-            summed[2] /= self.mesh.sizes.context  # context-parallel ranks share each micro-batch
-        if on_host:
+            totals[2] /= self.mesh.sizes.context  # context-parallel ranks share each micro-batch
+        if told.device.type == "cpu":
+            if _differ(told, group):
+                by_rank = gather_objects((window.order, *batch), group)
+                raise _different_windows(
+                    dict(zip(dist.get_process_group_ranks(group), by_rank, strict=True))
+                )
+        elif self.divisor > 1:
+            self._check_earlier_windows(batch, told[:2])
+        if told.device.type == "cpu" or not all(uses):
+            for parameter, num_users in zip(window.zero_filled, told[2:].tolist(), strict=True):
+                if num_users == 0:
+                    GRAD.__set__(parameter, None)
+        return totals
+
+    def _sum(self, sums: Tensor, told: Tensor, sums_uses: bool) -> tuple[Tensor, Tensor, dist.ProcessGroup]:
+        """A window's [3] ``sums`` over all ranks, those of what each rank has ``told``, and the group that told it."""
+        group = self.mesh.group
+        if self._sums_uses_on_host and sums_uses:
             # From the second window on, only if in the first some rank had not used all parameters.
-            dist.all_reduce(own, group=self._host_group)
-            self._agrees_on_host = bool(own[6:].min() < dist.get_world_size())
-            _check_equal(told, own[:6], self._host_group)
-            self._drop_unused(window, own[6:])
-        elif self.device.type == "cpu":
-            _check_equal(told, summed[3:9], self._group)
-            self._drop_unused(window, summed[9:])
-        else:
-            if self.divisor > 1:
-                self._check_windows_before(told, summed[3:9])
-            if not all(uses):
-                self._drop_unused(window, summed[9:])
-        return summed[:3]
+            dist.all_reduce(sums, group=group)
+            dist.all_reduce(told, group=self._host_group)
+            self._sums_uses_on_host = bool(told[2:].min() < self._host_group.size())
+            return sums, told, self._host_group
+        both = torch.cat([sums, rescale_clip.moved(told, self.device)])
+        if self.divisor > 1:
+            dist.all_reduce(both, group=group)
+        return both[:3], both[3:], group
 
-    def _check_windows_before(self, told: list[int], sums: Tensor) -> None:
-        """Keep what this window has ``told``; check earlier ones, as far as the device has come. Waits for nothing."""
+    def _check_earlier_windows(self, batch: tuple[int, int], sums: Tensor) -> None:
+        """Note this window's ``batch`` and sums; check earlier windows, as far as the device has come. No wait."""
         on_host = sums.to("cpu", non_blocking=True)
-        self._told.append((told, on_host, torch.accelerator.current_stream().record_event()))
-        while self._told and self._told[0][2].query():
-            earlier, sums, _ = self._told.popleft()
-            if any(differs := _differences(sums, self._group.size())):
-                means = [round(total / self._group.size(), 2) for total in sums[:3].tolist()]
-                raise _different(differs, {"all ranks on average": means, "this rank": earlier})
-
-    def _drop_unused(self, window: Window, users: Tensor) -> None:
-        """Drop the gradients of parameters that no rank has used, by the number of ranks that use each. Reads it."""
-        for parameter, num_users in zip(window.zero_filled, users.tolist(), strict=True):
-            if num_users == 0:
-                GRAD.__set__(parameter, None)
+        self._unchecked.append((batch, on_host, torch.accelerator.current_stream().record_event()))
+        while self._unchecked and self._unchecked[0][2].query():
+            (epoch, index), earlier, _ = self._unchecked.popleft()
+            if _differ(earlier, self.mesh.group):
+                raise RuntimeError(
+                    f"Ranks have ended one accumulation window in different batches, this rank in batch {index} of"
+                    f" epoch {epoch}, or have used different FSDP units in it. {DIFFERENT_BATCHES} If the batches"
+                    f" are the same: {DIFFERENT_UNITS}"
+                )
 
     def denominator(self, window: Window, totals: Tensor) -> Tensor | None:
         """[] the N that final gradients are divided by; None if the losses were, since it was counted ahead.
@@ -356,43 +371,25 @@ class GradientWindows:
             )
         return None
 
-    def abandon(self, error: BaseException) -> None:
-        """After an ``error`` in a backward: put ``.grad`` back as it was, unless it is final, and drop all windows."""
-        if self.in_backward:
-            for parameter in self.parameters:
-                GRAD.__set__(parameter, self._set_aside.get(parameter))
-        self._set_aside = {}
-        try:
-            self.reset()
-            self._engine.recover()
-        except Exception as later:
-            # A device that has failed raises in each later call: the first error is the cause.
-            error.add_note(f"Dropping the window raised {type(later).__name__} too.")
-        finally:
-            self._engine.window = None
-
     def put_back(self, window: Window) -> None:
         """Add final gradients to older ones; keep the others for their windows, and put ``.grad`` back."""
-        are_final = set(window.final)
         older = self._set_aside
+        parts = self._exchange(older)
         self._set_aside = {}
         self._engine.window = None
         self._engine.refusal = SECOND_BACKWARD
-        for parameter in self.parameters:
-            part = GRAD.__get__(parameter)
+        for parameter in window.final:
+            part = parts.pop(parameter, None)
             before = older.get(parameter)
             if part is None:
-                if before is not None:
-                    GRAD.__set__(parameter, before)
-            elif parameter not in are_final:
-                self._accumulated[parameter] = part
-                GRAD.__set__(parameter, before)
-            elif before is not None:
-                # In place, as autograd accumulates: the user may hold this tensor.
-                if before.is_sparse or part.is_sparse:
-                    GRAD.__set__(parameter, before + part)
-                else:
-                    GRAD.__set__(parameter, before.add_(part))
+                continue
+            if before is None:
+                GRAD.__set__(parameter, part)
+            elif before.is_sparse or part.is_sparse:
+                GRAD.__set__(parameter, before + part)
+            else:
+                before.add_(part)  # in place, as autograd accumulates: the user may hold this tensor
+        self._kept = parts
 
     def close(self, window: Window, totals: Tensor) -> None:
         """End a window with these [3] ``totals`` over all ranks, and report on the next step, so far."""
@@ -409,44 +406,34 @@ class GradientWindows:
             totals = self.since_step[window.optimizers[0]]
         self.last_step = self.weighting.report(totals)
 
-    # --- The optimizer's step -----------------------------------------------------------------------------------------
-
-    def report_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
-        """Put the [] norm of an optimizer's final gradients into the report, if it is the first since its step."""
-        if optimizer in self.since_step and optimizer not in self.measured and self.last_step is not None:
-            self.measured.add(optimizer)
-            self.last_step = replace(self.last_step, grad_norm=norm)
-
-
-def _check_equal(told: list[int], sums: Tensor, group: dist.ProcessGroup) -> None:
-    """Raise RuntimeError, on every rank of ``group``, unless all have told the same, by the [6] ``sums`` over them.
-
-    ``told`` are the order of units, the epoch and the index of the batch. A collective only if they differ.
-    """
-    differs = _differences(sums, group.size())
-    if any(differs):
-        ranks = dist.get_process_group_ranks(group)
-        by_rank = zip(ranks, gather_objects(told, group), strict=True)
-        raise _different(differs, {f"rank {rank}": each for rank, each in by_rank})
+    def abandon(self, error: BaseException) -> None:
+        """After an ``error`` in a backward: put ``.grad`` back as it was, unless it is final, and drop all windows."""
+        if self.in_backward:
+            self._exchange(self._set_aside)
+        self._set_aside = {}
+        try:
+            self.reset()
+            self._engine.recover()
+        except Exception as later:
+            # A device that has failed raises in each later call: the first error is the cause.
+            error.add_note(f"Dropping the window raised {type(later).__name__} too.")
+        finally:
+            self._engine.window = None
 
 
-def _differences(sums: Tensor, num_ranks: int) -> list[bool]:
-    """Which of three numbers differ between ranks, by their sums, and the sums of their squares. Reads the device."""
-    numbers = [int(number) for number in sums.tolist()]
-    return [total**2 != square * num_ranks for total, square in zip(numbers[:3], numbers[3:], strict=True)]
+def _differ(sums: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether the number of a rank differs, by the sums of all of them, and of their squares. Reads the device."""
+    total, squares = (int(number) for number in sums[:2].tolist())
+    return total**2 != squares * group.size()
 
 
-def _different(differs: list[bool], told: Mapping[str, Sequence[float]]) -> RuntimeError:
-    """The error for ranks that have not ``told`` the same; those in other batches use other units too."""
-    if not any(differs[1:]):
-        return RuntimeError(
-            "Ranks have used different FSDP units in the forwards of one accumulation window,"
-            f" {DIFFERENT_UNITS}"
-        )
-    first, (_, epoch, batch) = next(iter(told.items()))
-    others = (name for name, each in told.items() if each[1:] != [epoch, batch])
-    other = next(others, first)
-    return RuntimeError(
-        f"Ranks have ended one accumulation window in different batches: {first} in batch {batch} of epoch {epoch},"
-        f" {other} in batch {told[other][2]} of epoch {told[other][1]}. {DIFFERENT_BATCHES}"
-    )
+def _different_windows(by_rank: Mapping[int, tuple[int, int, int]]) -> RuntimeError:
+    """The error for ranks with another order of units, epoch or batch; those in other batches use other units too."""
+    first, (_, epoch, batch) = next(iter(by_rank.items()))
+    for rank, (_, *others) in by_rank.items():
+        if others != [epoch, batch]:
+            return RuntimeError(
+                f"Ranks have ended one accumulation window in different batches: rank {first} in batch {batch} of"
+                f" epoch {epoch}, rank {rank} in batch {others[1]} of epoch {others[0]}. {DIFFERENT_BATCHES}"
+            )
+    return RuntimeError(DIFFERENT_UNITS)

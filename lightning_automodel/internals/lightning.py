@@ -266,11 +266,6 @@ def told_weights_only(
     return inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
 
 
-def value_of_last_call(metric: Metric) -> Any:
-    """What a TorchMetrics object returned when it was called last, with its graph; None if it was not."""
-    return metric._forward_cache
-
-
 def metric_state(metric: Metric) -> dict[str, Any]:
     """A copy of a TorchMetrics object's state, for :func:`set_metric_state`."""
     # Metrics append to list states, and do not change their tensors in place.

@@ -16,7 +16,8 @@ from typing_extensions import override
 
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.engine import NUMBERS, Engine, Window
+from lightning_automodel.gradients.engine import Engine
+from lightning_automodel.gradients.window import NUMBERS, Window
 from lightning_automodel.internals import fsdp2, fsdp2_gathers
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.sharding.gathered import GatheredUnit

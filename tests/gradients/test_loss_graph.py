@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_automodel.gradients.loss_graph import LossTerm, loss_terms
@@ -17,7 +17,6 @@ CLASSES = 3
 WEIGHT = torch.tensor([0.5, 1.0, 4.0], dtype=torch.float64)
 LABELS = torch.tensor([0, 2, -100, 1])
 SOFT = torch.tensor([[0.2, 0.3, 0.5], [1, 0, 0], [0, 0.5, 0.5], [0.1, 0.9, 0]], dtype=torch.float64)
-NONE = nn.Identity()
 
 
 def logits() -> Tensor:
@@ -35,11 +34,11 @@ TERMS: dict[str, tuple[Callable[[], Tensor], list[LossTerm]]] = {
         lambda: cross_entropy(LABELS, label_smoothing=0.1),
         [LossTerm("labels", 3, 0.9), LossTerm("numbers", 3, 0.1 / 3)],
     ),
-    "probabilities": (lambda: cross_entropy(SOFT), [LossTerm("probabilities", 4)]),
-    "weighted probabilities": (lambda: cross_entropy(SOFT, weight=WEIGHT), [LossTerm("probabilities", 4)]),
+    "probabilities": (lambda: cross_entropy(SOFT), [LossTerm("cross-entropies", 4)]),
+    "weighted probabilities": (lambda: cross_entropy(SOFT, weight=WEIGHT), [LossTerm("cross-entropies", 4)]),
     "smoothed probabilities": (
         lambda: cross_entropy(SOFT, label_smoothing=0.1),
-        [LossTerm("probabilities", 4)],
+        [LossTerm("cross-entropies", 4)],
     ),
     "mixed": (
         lambda: 0.3 * cross_entropy(LABELS) + 0.7 * cross_entropy(LABELS.flip(0)),
@@ -85,11 +84,11 @@ TERMS: dict[str, tuple[Callable[[], Tensor], list[LossTerm]]] = {
 def test_a_dispatch_mode_does_not_disturb() -> None:
     """In it torch cannot read the tensors that it has made of Python numbers."""
     with FlopCounterMode(display=False):
-        assert loss_terms(cross_entropy(LABELS) / 7, NONE) == []
-        assert loss_terms(cross_entropy(LABELS), NONE) == [LossTerm("labels", 3)]
+        assert loss_terms(cross_entropy(LABELS) / 7) == []
+        assert loss_terms(cross_entropy(LABELS)) == [LossTerm("labels", 3)]
 
 
 @pytest.mark.parametrize(("loss", "terms"), TERMS.values(), ids=TERMS)
 def test_what_a_loss_divides_by(loss: Callable[[], Tensor], terms: list[LossTerm]) -> None:
     """Of a release of torch that names its functions otherwise, nothing would be known."""
-    assert loss_terms(loss(), NONE) == terms
+    assert loss_terms(loss()) == terms

@@ -63,7 +63,7 @@ SAID: dict[str, Case] = {
         {},
         lambda y: ce(SOFT[: len(y)].float(), weight=WEIGHT.float()),
         lambda y: (SOFT[: len(y)] @ WEIGHT).sum(),
-        "count rows (count='samples' where each sample is one)",
+        "Give what the loss divides by as num_label_tokens",
     ),
     "a mixture": (
         {},
@@ -213,7 +213,7 @@ def test_class_weights_are_no_count_of_soft_labels(pool2: RankPool, engine: str)
     (weights, told), _ = pool2.run(_train_softly, True, {"data_parallel": engine})
     assert error(weights, expected) > 1e-2
     assert len(told) == 1
-    assert "Its targets are probabilities" in told[0]
+    assert "Give what the loss divides by as num_label_tokens" in told[0]
     for weights, told in pool2.run(_train_softly, False, {"data_parallel": engine}):
         assert error(weights, expected) < TOLERANCE
         assert not told
@@ -264,7 +264,7 @@ class Gathering(LightningModule):
         self.way = way
         self.automatic_optimization = not is_manual
         self.model = nn.Linear(WIDTH, 1).double()
-        self.synchronised = Mean(dist_sync_on_step=way in ("metric", "logged metric"))
+        self.synchronised = Mean(dist_sync_on_step=way == "metric")
         fill(self.model)
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -278,9 +278,6 @@ class Gathering(LightningModule):
                 return across.all_reduce(own) / ranks
             case "metric":
                 return self.synchronised(errors) * ranks
-            case "logged metric":
-                self.log("error", self.synchronised(errors.detach()))
-                return own
             case "exact":
                 parts = self.all_gather(
                     torch.stack([errors.sum(), errors.new_tensor(len(errors))]), sync_grads=True
@@ -339,23 +336,32 @@ def error(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(relative_error(weights[name], expected[name]) for name in expected)
 
 
-ENGINES = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
+ENGINES: dict[str, dict[str, Any]] = {"fsdp2": {}, "ddp": {"data_parallel": "ddp"}}
+ALIKE = {"count": None, "per_token_loss": False}
+"""Options by which micro-batches weigh the same."""
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("is_manual", [False, True], ids=["automatic", "manual"])
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("way", ["all_gather", "all_reduce", "metric"])
+@pytest.mark.parametrize("way", ["all_gather", "all_reduce"])
 def test_a_loss_of_all_ranks_is_told(pool2: RankPool, way: str, engine: str, is_manual: bool) -> None:
     """And with the option that the text names, gradients are those of the mean that the loss is."""
     (weights, told), _ = pool2.run(_train, way, is_manual, ENGINES[engine])
     assert len(told) == 1
     assert "per_token_loss=False" in told[0]
     assert error(weights, plainly(weights_alike=False)) > 1e-3
-    options = {**ENGINES[engine], "count": None, "per_token_loss": False}
-    for weights, told in pool2.run(_train, way, is_manual, options):
-        assert error(weights, plainly(weights_alike=way != "metric")) < TOLERANCE
+    for weights, told in pool2.run(_train, way, is_manual, ENGINES[engine] | ALIKE):
+        assert error(weights, plainly(weights_alike=True)) < TOLERANCE
         assert not told
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_metric_of_all_ranks(pool2: RankPool, engine: str) -> None:
+    """Its gradient is that of this rank's part, so that with the option of the table all samples weigh alike."""
+    for weights, _ in pool2.run(_train, "metric", False, ENGINES[engine] | ALIKE):
+        assert error(weights, plainly(weights_alike=False)) < TOLERANCE
 
 
 @pytest.mark.every_case
@@ -366,8 +372,7 @@ def test_a_loss_that_divides_by_the_samples_of_all_ranks_is_right(pool2: RankPoo
         assert not told
 
 
-@pytest.mark.parametrize("way", ["features", "logged metric"])
-def test_what_is_gathered_otherwise_is_not_told(pool2: RankPool, way: str) -> None:
-    """Statistics of all ranks that the loss is not linear in, and metrics that are logged alone."""
-    (_, told), _ = pool2.run(_train, way, False, {})
+def test_what_is_gathered_otherwise_is_not_told(pool2: RankPool) -> None:
+    """Statistics of all ranks that the loss is not linear in."""
+    (_, told), _ = pool2.run(_train, "features", False, {})
     assert not told

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from lightning_automodel.gradients.engine import Window
+from lightning_automodel.gradients.window import Window
 from lightning_automodel.sharding.apply import initialise_fsdp2
 from lightning_automodel.sharding.fsdp2_window import FSDP2Window
 from lightning_automodel.sharding.shards import shard_parameters

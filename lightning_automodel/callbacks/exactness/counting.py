@@ -66,7 +66,7 @@ class Counting:
         if count is not None and self.is_given:
             advice = self._looks.advice(module, self.weighting, loss, count, 1, batch)
             self._advice = self._advice or advice or ""
-        return Told(count, rows, averaged_parts(loss, module))
+        return Told(count, rows, averaged_parts(loss))
 
     def settle(self, told: list[Told]) -> list[float] | None:
         """The counts of a window's micro-batches, of all ranks, by what was told of each; None if there are none."""

@@ -1,0 +1,56 @@
+"""What one accumulation window is: the backwards up to and including one that synchronises."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_automodel.gradients.token_loss import WindowTotals
+
+NUMBERS = 2**20 - 3
+"""A prime. Of numbers below it, the sums of squares over ranks are exact in float64."""
+
+
+@dataclass(eq=False)
+class Window:
+    """One accumulation window.
+
+    Attributes:
+        key: The toggled optimizer that it belongs to; None without toggling.
+        optimizers: Those that step with its gradients.
+        scale: [] what its losses are multiplied by before backward; None if by nothing.
+        sums: [3] over its micro-batches on this rank, see :func:`sums_of`.
+        num_micro_batches: On this rank, without padding batches.
+        ahead: If it was counted ahead: losses are divided by these totals, so that gradients are final at once.
+        trained: Parameters that were trainable in any of its backwards. The same on all ranks.
+        used: Those that this rank's losses depend on.
+        order: Of this rank's FSDP units that its forwards have used, a number below :data:`NUMBERS`.
+        ends: Whether it ends with the backward that runs, or ran last. The same on all ranks, as are the rest,
+            which are those of this backward.
+        is_padding: Whether this is of a padding batch, in which no parameter counts as used.
+        final: Whose gradients are final after it, in one order on all ranks; empty unless the window ends.
+        frozen: What earlier backwards of the open windows have trained, and this one does not.
+        zero_filled: What gets a zero gradient if no rank has used it, where one process has none, in one order on
+            all ranks. Set by the engine when the window ends.
+    """
+
+    key: Optimizer | None
+    optimizers: list[Optimizer]
+    scale: Tensor | None
+    sums: Tensor
+    num_micro_batches: int = 0
+    ahead: WindowTotals | None = None
+    trained: set[nn.Parameter] = field(default_factory=set)
+    used: set[nn.Parameter] = field(default_factory=set)
+    order: int = 0
+    ends: bool = False
+    is_padding: bool = False
+    final: list[nn.Parameter] = field(default_factory=list)
+    frozen: set[nn.Parameter] = field(default_factory=set)
+    zero_filled: list[nn.Parameter] = field(default_factory=list)
+
+    @property
+    def owned(self) -> set[nn.Parameter]:
+        """The parameters of its optimizers. No other open window may hold any of them."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return {parameter for group in groups for parameter in group["params"]}
