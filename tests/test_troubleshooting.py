@@ -93,7 +93,6 @@ NOT_MESSAGES = {
     "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones": "of `Write it`",
     "Ranks have ended one accumulation window in different batches: … in batch … of epoch …,"
     " … in batch … of epoch …": "of `A hook, a step or a data set has raised StopIteration`",
-    "all ranks on average": "of `Ranks have ended one accumulation window in different batches`",
     "A hook of the transfer of a batch": "of `… raised StopIteration`",
     "asking the other ranks": "of `waited in vain`",
     "the end of an evaluation": "a barrier's name",

@@ -332,9 +332,7 @@ def sums_of(objective: Tensor, count: Count) -> Tensor:
         tokens = tokens.masked_fill(tokens < 0, math.nan)
     else:
         tokens = torch.full_like(loss, count)
-    return torch.stack(
-        [tokens, torch.where(tokens > 0, loss, torch.zeros_like(loss)), torch.ones_like(loss)]
-    )
+    return torch.stack([tokens, torch.where(tokens > 0, loss, 0.0), torch.ones_like(loss)])
 
 
 def reduce_loss(

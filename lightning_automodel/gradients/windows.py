@@ -119,8 +119,10 @@ class GradientWindows:
         self.on_step: Callable[[], None] | None = None
         self.on_final: Callable[[], None] | None = None
         self._engine = engine
-        self._kept: dict[nn.Parameter, Tensor] = {}  # gradients of open windows, between backwards
-        self._set_aside: dict[nn.Parameter, Tensor] = {}  # what `.grad` held before the backward that runs
+        # By parameter, in their order: hashing parameters would be a good part of what a micro-batch costs.
+        self._nothing: list[Tensor | None] = [None] * len(parameters)
+        self._kept = self._nothing  # gradients of open windows, between backwards
+        self._set_aside = self._nothing  # what `.grad` held before the backward that runs
         self._host_group = placement.host_group  # has all ranks, and none of their devices
         self._sums_uses_on_host = placement.device.type != "cpu" and self.divisor > 1
         # Of windows on an accelerator that were not compared between ranks yet: this rank's batch, the sums of
@@ -156,8 +158,8 @@ class GradientWindows:
         if not self.unfinished:
             self._forget()
             return
-        for parameter in dropped:
-            self._kept.pop(parameter, None)
+        kept = zip(self.parameters, self._kept, strict=True)
+        self._kept = [None if parameter in dropped else gradient for parameter, gradient in kept]
         self._engine.discard(dropped)
 
     def reset(self) -> None:
@@ -171,7 +173,7 @@ class GradientWindows:
 
     def _forget(self) -> None:
         """Drop what is held for windows, of which none is open any more."""
-        self._kept.clear()
+        self._kept = self._nothing
         self._engine.reached.clear()
         self._engine.refusal = None
         self._engine.discard()
@@ -275,19 +277,15 @@ class GradientWindows:
             owned_elsewhere = {parameter for other in others for parameter in other.owned}
             window.final = [p for p in self.parameters if p not in owned_elsewhere]
         self._set_aside = self._exchange(self._kept)
-        self._kept = {}
+        self._kept = self._nothing
         if self._engine.reuses_gradients:
-            self._set_aside = {p: gradient.clone() for p, gradient in self._set_aside.items()}
+            self._set_aside = [None if held is None else held.clone() for held in self._set_aside]
         self._engine.window = window
 
-    def _exchange(self, gradients: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Let ``.grad`` hold these ``gradients``, and None elsewhere. Returns what it held."""
-        held = {}
-        for parameter in self.parameters:
-            before = GRAD.__get__(parameter)
-            after = gradients.get(parameter)
-            if before is not None:
-                held[parameter] = before
+    def _exchange(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """Let ``.grad`` of the parameters hold these ``gradients``. Returns what it held."""
+        held = list(map(GRAD.__get__, self.parameters))
+        for parameter, before, after in zip(self.parameters, held, gradients, strict=True):
             if before is not after:
                 GRAD.__set__(parameter, after)
         return held
@@ -375,14 +373,14 @@ class GradientWindows:
         """Add final gradients to older ones; keep the others for their windows, and put ``.grad`` back."""
         older = self._set_aside
         parts = self._exchange(older)
-        self._set_aside = {}
+        self._set_aside = self._nothing
         self._engine.window = None
         self._engine.refusal = SECOND_BACKWARD
-        for parameter in window.final:
-            part = parts.pop(parameter, None)
-            before = older.get(parameter)
-            if part is None:
+        final = set(window.final)
+        for index, (parameter, part, before) in enumerate(zip(self.parameters, parts, older, strict=True)):
+            if part is None or parameter not in final:
                 continue
+            parts[index] = None
             if before is None:
                 GRAD.__set__(parameter, part)
             elif before.is_sparse or part.is_sparse:
@@ -410,7 +408,7 @@ class GradientWindows:
         """After an ``error`` in a backward: put ``.grad`` back as it was, unless it is final, and drop all windows."""
         if self.in_backward:
             self._exchange(self._set_aside)
-        self._set_aside = {}
+        self._set_aside = self._nothing
         try:
             self.reset()
             self._engine.recover()

@@ -43,20 +43,16 @@ class StrategyWithoutCompiledModules(ParallelStrategy):
     No hook of a strategy comes before that text, but the Trainer sets this attribute.
     """
 
-    @property
-    def _lightning_module(self) -> LightningModule | None:
-        return self._given_module
-
-    @_lightning_module.setter
-    def _lightning_module(self, module: LightningModule | None) -> None:
-        if module is not None and module._compiler_ctx is not None:
-            to_uncompiled(module)  # so that the module itself trains
-            name = type(self).__name__
+    # No property: Lightning reads the attribute several times in each micro-batch.
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_lightning_module" and value is not None and value._compiler_ctx is not None:
+            to_uncompiled(value)  # so that the module itself trains
+            kind = type(self).__name__
             raise RuntimeError(
-                f"{name} compiles the blocks of a module after it has sharded them: give trainer.fit the"
-                f" LightningModule itself, not torch.compile(module), and pass {name}(compile=True)."
+                f"{kind} compiles the blocks of a module after it has sharded them: give trainer.fit the"
+                f" LightningModule itself, not torch.compile(module), and pass {kind}(compile=True)."
             )
-        self._given_module = module
+        super().__setattr__(name, value)
 
 
 def has_hooks_before_backward(trainer: Trainer) -> bool:
