@@ -91,8 +91,10 @@ NOT_MESSAGES = {
     "The last batch of loaders of unequal lengths is not known with ….": "its value says what to do",
     "… parameters have post-accumulate-gradient hooks (…, ...)": "two texts may follow, which do",
     "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones": "of `Write it`",
-    "Ranks have ended one accumulation window in different batches: … in batch … of epoch …,"
-    " … in batch … of epoch …": "of `A hook, a step or a data set has raised StopIteration`",
+    "Ranks have ended one accumulation window in different batches: rank … in batch … of epoch …,"
+    " rank … in batch … of epoch …": "of `A hook, a step or a data set has raised StopIteration`",
+    "Ranks have ended one accumulation window in different batches, this rank in batch … of epoch …, or have used"
+    " different FSDP units in it": "two texts follow, which do",
     "A hook of the transfer of a batch": "of `… raised StopIteration`",
     "asking the other ranks": "of `waited in vain`",
     "the end of an evaluation": "a barrier's name",

@@ -123,6 +123,7 @@ class GradientWindows:
         self._nothing: list[Tensor | None] = [None] * len(parameters)
         self._kept = self._nothing  # gradients of open windows, between backwards
         self._set_aside = self._nothing  # what `.grad` held before the backward that runs
+        self._group = placement.mesh.group
         self._host_group = placement.host_group  # has all ranks, and none of their devices
         self._sums_uses_on_host = placement.device.type != "cpu" and self.divisor > 1
         # Of windows on an accelerator that were not compared between ranks yet: this rank's batch, the sums of
@@ -326,7 +327,7 @@ class GradientWindows:
 
     def _sum(self, sums: Tensor, told: Tensor, sums_uses: bool) -> tuple[Tensor, Tensor, dist.ProcessGroup]:
         """A window's [3] ``sums`` over all ranks, those of what each rank has ``told``, and the group that told it."""
-        group = self.mesh.group
+        group = self._group
         if self._sums_uses_on_host and sums_uses:
             # From the second window on, only if in the first some rank had not used all parameters.
             dist.all_reduce(sums, group=group)
@@ -344,7 +345,7 @@ class GradientWindows:
         self._unchecked.append((batch, on_host, torch.accelerator.current_stream().record_event()))
         while self._unchecked and self._unchecked[0][2].query():
             (epoch, index), earlier, _ = self._unchecked.popleft()
-            if _differ(earlier, self.mesh.group):
+            if _differ(earlier, self._group):
                 raise RuntimeError(
                     f"Ranks have ended one accumulation window in different batches, this rank in batch {index} of"
                     f" epoch {epoch}, or have used different FSDP units in it. {DIFFERENT_BATCHES} If the batches"
