@@ -7,7 +7,6 @@ from lightning_automodel.internals.releases import importing_private_names
 # First, so that its error is the one for a release that is too old or too new.
 with importing_private_names():
     import lightning_automodel.internals.fsdp2
-    import lightning_automodel.internals.fsdp2_gathers
     import lightning_automodel.internals.lightning
     import lightning_automodel.internals.process_groups
     import lightning_automodel.internals.torch  # noqa: F401

@@ -20,7 +20,7 @@ from lightning_automodel.distributed.mesh import (
     RunMesh,
     num_expert_ranks,
 )
-from lightning_automodel.internals import fsdp2, fsdp2_gathers
+from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.precision import OutermostCall, cast_around, step_policy, unit_policy
@@ -133,7 +133,7 @@ def _run_steps_as_forward(model: nn.Module, own_units: list[nn.Module], head: nn
     def run(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             for unit in whole_step:
-                fsdp2_gathers.gather(unit)
+                fsdp2.gather(unit)
             args, kwargs = before(root, args, kwargs)
             return after(root, args, method(*args, **kwargs))
         finally:

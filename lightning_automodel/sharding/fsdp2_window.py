@@ -18,7 +18,7 @@ from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.gradients.window import NUMBERS, Window
-from lightning_automodel.internals import fsdp2, fsdp2_gathers
+from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.sharding.gathered import GatheredUnit
 from lightning_automodel.sharding.sync_context import Deferral
@@ -76,7 +76,6 @@ class FSDP2Window(Engine):
 
     _phase = Phase.EVALUATION
     _reductions = Reductions.BY_FSDP2
-    _has_gathered = False
     _is_replaying = False
 
     def __init__(
@@ -111,18 +110,14 @@ class FSDP2Window(Engine):
             if not group.reshard_after_backward and not is_head(unit.module)
         }
         self._flags = fsdp2.GroupFlags(self._unit_of)
-        self._has_two_dtypes = any(map(fsdp2.has_two_gradient_dtypes, self._unit_of))
-        self._params = {param.sharded_param: param for unit in self.units for param in unit.params}
-        self._shard_of: dict[nn.Parameter, nn.Parameter] = {}  # by where autograd accumulates its gradient
-        self._experts = {shard for shard in self._params if num_expert_ranks(shard) > 1}
+        self._shards = [param.sharded_param for unit in self.units for param in unit.params]
+        self._experts = {shard for shard in self._shards if num_expert_ranks(shard) > 1}
         self._bypassed: list[str] = []
         self._hooks: list[RemovableHandle] = []
         self._register_hooks()
         self.enter(Phase.HOOKS)
 
     def _register_hooks(self) -> None:
-        for unit in self.units:
-            self._hooks += unit.hooks
         for unit in self._whole_step:
             self._hooks += unit.after_state_dicts(partial(self._show_again, unit))
             self._tell_of_writes(unit, partial(self._gather_written, unit))
@@ -137,7 +132,7 @@ class FSDP2Window(Engine):
         the root.
         """
         for prefetched in fsdp2.gathering(fsdp2.fsdp_units(root)):
-            fsdp2_gathers.free(prefetched)
+            fsdp2.free(prefetched)
         if not torch.is_grad_enabled() and not (self._is_manual and self._retain_unsharded):
             cast(FSDPModule, root).reshard()
 
@@ -184,7 +179,6 @@ class FSDP2Window(Engine):
         A unit that is first used in the last micro-batch of a window would lack the unsharded parameter that
         FSDP2 accumulates into.
         """
-        self._has_gathered = True
         for unit in self.units:
             if not unit.is_adopted:
                 was_gathered = unit.is_gathered
@@ -195,13 +189,12 @@ class FSDP2Window(Engine):
     @override
     def _watch(self, parameter: nn.Parameter) -> None:
         """See the base class. Also notes whether autograd reaches the shard itself, past FSDP2."""
-        param = self._params.get(parameter)
+        param = getattr(parameter, "fsdp_param", None)
         if param is None:
             super()._watch(parameter)
             return
         leaf = param.unsharded_param  # the same from the first all-gather on
         leaf.requires_grad = True  # as the next all-gather sets it
-        self._shard_of[leaf] = parameter
         super()._watch(leaf)
         with plain_access():
             if parameter in self._experts:
@@ -238,7 +231,7 @@ class FSDP2Window(Engine):
     def go_on(self) -> None:
         for unit in self._whole_step:
             if not unit.is_adopted:
-                unit.adopt()  # they are gathered for the whole step, past the hooks that adopt other units
+                unit.adopt()  # they are gathered for the whole step, past the hook that adopts other units
         self.enter(Phase.STEP)
 
     @override
@@ -307,10 +300,8 @@ class FSDP2Window(Engine):
                 unit.gather()
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self.enter(Phase.STEP, Reductions.ALL if window.ends else deferred[self._defer])
-        if not self._has_gathered:
-            self.gather_once()
-        if not window.trained <= self._tracked:
-            self.track(window.trained)
+        self.gather_once()
+        self.track(window.trained)
         # Later forwards of a window use what the first has gathered.
         gathers = window.order == 0 or not self._retain_unsharded
         ran = dict.fromkeys(map(self._unit_of.__getitem__, fsdp2.forward_order(self._unit_of)))
@@ -321,7 +312,7 @@ class FSDP2Window(Engine):
                 unit.check_unassigned()
             if gathers:
                 window.order = (window.order * 31 + unit.number) % NUMBERS
-        if window.ends and self._has_two_dtypes:
+        if window.ends:
             for group in self._unit_of:
                 fsdp2.accumulate_in_one_dtype(group)
         if window.frozen and self._reductions is not Reductions.NONE:
@@ -331,7 +322,7 @@ class FSDP2Window(Engine):
     @override
     def reduce(self, window: Window) -> set[nn.Parameter]:
         """See the base class. Raises if the backward has bypassed FSDP2."""
-        reached = set(map(self._shard_of.get, self.reached, self.reached))  # plain parameters are their own
+        reached = {getattr(leaf, "shard", leaf) for leaf in self.reached}
         if self._bypassed:
             raise RuntimeError(
                 f"{', '.join(self._bypassed[:3])}: {len(self._bypassed)} parameters that FSDP2 shards got a"
@@ -375,11 +366,7 @@ class FSDP2Window(Engine):
     @override
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """See the base class. Raises if HSDP holds partial sums of these and of other parameters in one buffer."""
-        if parameters is None:
-            wanted = None
-        else:
-            wanted = set(parameters)
-        super().discard(wanted)
+        wanted = None if parameters is None else set(parameters)
         for group in self._unit_of:
             owned = [p for p in group.fsdp_params if wanted is None or p.sharded_param in wanted]
             if not owned:
@@ -413,7 +400,7 @@ class FSDP2Window(Engine):
         """After an exception in a forward or backward: make the model usable again, and drop deferred gradients."""
         self._bypassed = []
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
-        gradients = [(shard, shard.grad) for shard in self._params]
+        gradients = [(shard, shard.grad) for shard in self._shards]
         for unit in self.units:
             unit.forget_writes()
             unit.forget_background_gather()

@@ -16,11 +16,9 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_automodel.gradients.engine import Engine
-from lightning_automodel.internals import fsdp2_gathers
+from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import DATA, GRAD, plain_access
-from lightning_automodel.internals.fsdp2 import FSDPParam
-from lightning_automodel.internals.fsdp2_gathers import Unit
 from lightning_automodel.internals.torch import local_tensor, version, version_and_use, versions
 from lightning_automodel.sharding.whole_copies import own_part
 
@@ -33,22 +31,18 @@ _IS_UNSHARDED = attrgetter("is_unsharded")
 def _get_data(gathered: Any) -> Tensor:
     alias = DATA.__get__(gathered)  # whose version counter is its own
     gathered.aliases.append(alias)
-    gathered.touched.add(gathered)
+    gathered.unit.is_touched = True
     return alias
 
 
 def _set_data(gathered: Any, value: Tensor) -> None:
     if value.dtype != gathered.dtype:
         raise RuntimeError(_refused(gathered.shard, gathered))
-    gathered.num_assignments += 1
-    gathered.touched.add(gathered)
-    if isinstance(gathered, DTensor) and isinstance(value, DTensor):
-        value = local_tensor(value)
-    elif isinstance(gathered, DTensor):
-        value = own_part(value, gathered)
-    elif isinstance(value, DTensor):
+    if isinstance(value, DTensor):
         value = value.full_tensor()
-    _set_memory(gathered, value.detach().clone())  # FSDP2 frees the memory of what it has gathered
+    # FSDP2 frees the memory of what it has gathered.
+    _set_memory(gathered, own_part(value, gathered).detach().clone())
+    torch.autograd.graph.increment_version([_get_data(gathered)])
 
 
 def _get_grad(gathered: Any) -> Tensor | None:
@@ -70,17 +64,15 @@ def _del_grad(gathered: Any) -> None:
 
 def _is_asked_by_torch(gathered: Any) -> bool:
     """Whether ``.grad`` is that of the gathered parameter, as torch needs it in a backward; else it is the shard's."""
-    return gathered.engine.window is not None or torch_internals.is_read_by_torch()
+    return gathered.unit.engine.window is not None or torch_internals.is_read_by_torch()
 
 
-def _deepcopy(gathered: Any, memo: dict[int, Any]) -> Any:
-    copied = nn.Parameter(gathered.detach().clone(), gathered.requires_grad)
-    memo[id(gathered)] = copied
-    return copied
+def _plain(gathered: Any, *_: Any) -> nn.Parameter:
+    return nn.Parameter(gathered.detach().clone(), gathered.requires_grad)
 
 
 def _reduce_ex(gathered: Any, protocol: Any) -> Any:
-    return nn.Parameter(gathered.detach(), gathered.requires_grad).__reduce_ex__(protocol)
+    return _plain(gathered).__reduce_ex__(protocol)
 
 
 class GatheredTensor:
@@ -88,17 +80,16 @@ class GatheredTensor:
 
     Attributes:
         shard: The sharded parameter.
-        engine: Knows whether a backward of the strategy runs.
+        unit: Whose parameter it is.
         memory: Where FSDP2 gathers it.
-        aliases: What ``.data`` was read as since writes were last carried into the shard.
-        num_assignments: How often ``.data`` was assigned since.
-        touched: Those of its unit that were reached through ``.data`` since.
+        aliases: What ``.data`` was, each time that it was read or assigned since writes were last carried into the
+            shard.
     """
 
     __slots__ = ()  # or a parameter could not be given the classes below
     data = property(_get_data, _set_data)
     grad = property(_get_grad, _set_grad, _del_grad)
-    __deepcopy__ = _deepcopy
+    __deepcopy__ = _plain
     __reduce_ex__ = _reduce_ex
 
 
@@ -110,31 +101,28 @@ class GatheredPart(GatheredTensor, DTensor):
     """The part of one that tensor parallelism shards too."""
 
 
-class GatheredUnit(Unit):
+class GatheredUnit(fsdp2.Unit):
     """Lets the shards of a unit follow what is done to its gathered parameters.
 
     Attributes:
         number: Of the unit, from 1.
+        engine: Knows whether a backward of the strategy runs.
         is_adopted: Whether the gathered parameters, which stay the same, have their class.
-        hooks: Of FSDP2's gathers.
+        is_touched: Whether any was reached through ``.data`` since writes were last carried into the shards.
+        hook: Of its forwards.
     """
 
     def __init__(self, module: FSDPModule, number: int, engine: Engine) -> None:
         super().__init__(module)
         self.number = number
+        self.engine = engine
         self.is_adopted = False
-        self._engine = engine
+        self.is_touched = False
         self._copies: list[Any] = []
         self._looks: list[tuple[int, bool]] = []  # writes to each copy, and whether it trains
-        self._touched: set[Any] = set()
-        self._substitutes: list[Any] = []
         self._assignments: list[int] = []  # `shard.data = values`, before the newest forward
         self.note_shards()
-        root = cast(nn.Module, module)
-        self.hooks = [
-            root.register_forward_pre_hook(self._before_gather, prepend=True),
-            root.register_forward_pre_hook(self._after_gather),
-        ]
+        self.hook = cast(nn.Module, module).register_forward_pre_hook(self._before_forward, prepend=True)
 
     @property
     def is_gathered(self) -> bool:
@@ -148,38 +136,31 @@ class GatheredUnit(Unit):
         self._gathered_versions = self._versions()
 
     @torch_internals.not_compiled
-    def _before_gather(self, *_: Any) -> None:
-        """Before FSDP2's own hook, which would replace what ``torch.func.functional_call`` has put in place."""
-        self._substitutes = self.substitutes()
+    def _before_forward(self, *_: Any) -> None:
+        """Before FSDP2's own hook, which gathers the parameters unless they are."""
+        substitutes = self.substitutes()
         if not self.is_adopted:
-            if torch.is_inference_mode_enabled():
-                self.gather()
+            self.adopt()
         elif not self.is_gathered:
             self.settle()
-
-    @torch_internals.not_compiled
-    def _after_gather(self, *_: Any) -> None:
-        self.adopt()
         if not self.is_current:
             # A shard was written after the gather had started, or within a step.
             self.gather_again()
         self._assignments = [param.sharded_param.num_assignments for param in self.params]
-        self.place(self._substitutes)
+        if substitutes:
+            self.gather()  # or FSDP2's hook would replace them
+        if self.is_gathered:
+            self.place(substitutes)
 
     def adopt(self) -> None:
-        """Gather the parameters, unless they are, and give the copies their class, which they keep."""
-        if not self.is_gathered:
-            self.gather()  # a root's own hooks run later, within its forward
-        if self.is_adopted:
-            return
+        """Gather the parameters for the first time, and give the copies their class, which they keep."""
+        self.gather()
         self.is_adopted = True
         for param in self.params:
             gathered = param.unsharded_param
             gathered.shard = param.sharded_param
-            gathered.engine = self._engine
+            gathered.unit = self
             gathered.aliases = []
-            gathered.num_assignments = 0
-            gathered.touched = self._touched
             gathered.memory = _memory(gathered)
             if isinstance(gathered, DTensor):
                 gathered.__class__ = GatheredPart
@@ -224,19 +205,20 @@ class GatheredUnit(Unit):
     # --- Before copies are freed --------------------------------------------------------------------------------------
 
     def _note(self) -> None:
-        for gathered in self._touched:
-            gathered.aliases.clear()
-            gathered.num_assignments = 0
-        self._touched.clear()
+        if self.is_touched:
+            for gathered in self._copies:
+                gathered.aliases.clear()
+        self.is_touched = False
         self._looks = list(map(version_and_use, self._copies))
 
+    @torch.no_grad()
     def settle(self) -> None:
         """Let shards follow what was done to their copies. Not a collective.
 
         Raises RuntimeError if FSDP2 has freed a copy that was written.
         """
         looks = list(map(version_and_use, self._copies))
-        if looks == self._looks and not self._touched:
+        if looks == self._looks and not self.is_touched:
             return
         versions_now = self._versions()
         for number, (num_writes, trained) in enumerate(self._looks):
@@ -244,8 +226,7 @@ class GatheredUnit(Unit):
             shard = gathered.shard
             if gathered.requires_grad != trained and shard.requires_grad == trained:
                 shard.requires_grad_(gathered.requires_grad)
-            hidden = sum(map(version, gathered.aliases)) + gathered.num_assignments
-            if version(gathered) + hidden > num_writes:
+            if version(gathered) + sum(map(version, gathered.aliases)) > num_writes:
                 is_current = self._gathered_versions[number] == versions_now[number]
                 _write_back(self.params[number], is_current)
                 if is_current:
@@ -261,9 +242,10 @@ class GatheredUnit(Unit):
 
     def close(self) -> None:
         """Stop following: FSDP2 alone has them again."""
+        self.hook.remove()
         for gathered in self._copies:
             gathered.__class__ = DTensor if isinstance(gathered, DTensor) else nn.Parameter
-            for name in ("shard", "engine", "aliases", "num_assignments", "touched", "memory"):
+            for name in ("shard", "unit", "aliases", "memory"):
                 delattr(gathered, name)
         self._copies.clear()
 
@@ -280,8 +262,7 @@ def _set_memory(gathered: Tensor, memory: Tensor) -> None:
         DATA.__set__(gathered, memory)
 
 
-@torch.no_grad()
-def _write_back(param: FSDPParam, shard_is_current: bool) -> None:
+def _write_back(param: fsdp2.FSDPParam, shard_is_current: bool) -> None:
     """Copy this rank's slice of a written copy into the shard. Not a collective.
 
     Raises RuntimeError if the copy was freed, if it has another dtype, in which small changes are rounded away, or
@@ -295,7 +276,7 @@ def _write_back(param: FSDPParam, shard_is_current: bool) -> None:
         gathered.memory.copy_(now)
         _set_memory(gathered, gathered.memory)
     shard = local_tensor(param.sharded_param)
-    own = fsdp2_gathers.own_slice(param)
+    own = fsdp2.own_slice(param)
     if own.dtype == shard.dtype and shard_is_current:
         shard.copy_(own)
         torch.autograd.graph.increment_version([param.sharded_param])

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_automodel.internals import fsdp2, fsdp2_gathers
+from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.sharding.units import fsdp_roots
 
@@ -33,7 +34,7 @@ def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
             else:
                 following = []
             unit.set_modules_to_backward_prefetch(following)
-        fsdp2_gathers.set_background_gathers(root, in_background)
+        fsdp2.set_background_gathers(root, in_background)
 
 
 class JoinedGathers:
@@ -44,36 +45,33 @@ class JoinedGathers:
 
     def __init__(self, units: Sequence[FSDPModule]) -> None:
         self._units = units
-        self._newest: list[FSDPModule] = []
-        self._before: list[FSDPModule] | None = None
+        self._steps: list[list[FSDPModule]] = []  # what the last two have gathered
 
     def start_loop(self) -> None:
         """Begin an evaluation loop: earlier gathers do not apply to it."""
-        self._newest = []
-        self._before = None
+        self._steps = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Context of a step of this rank, which begins with everything sharded."""
-        self._before = self._newest or None
-        self._newest = []
+        gathered: list[FSDPModule] = []
+        self._steps = [*self._steps[-1:], gathered]
         with PatchStack() as patches:  # not for longer, since training gathers the same units
             for unit in self._units:
-                fsdp2_gathers.note_all_gathers(unit, partial(self._newest.append, unit), patches)
+                fsdp2.note_all_gathers(unit, partial(gathered.append, unit), patches)
             yield
 
     def join(self) -> None:
-        """Take part in a step of other ranks by repeating the gathers of this rank's last step. A collective."""
-        self.check_order()
-        for unit in self._newest:
-            unit.unshard()
-            unit.reshard()
+        """Take part in a step of other ranks by repeating the gathers of this rank's last step. A collective.
 
-    def check_order(self) -> None:
-        """Raise RuntimeError if this rank's last two steps gathered different parameters: which would be next?"""
-        if self._before is not None and self._before != self._newest:
+        Raises RuntimeError if this rank's last two steps gathered different parameters: which would be next?
+        """
+        if self._steps[:1] != self._steps[-1:]:
             raise RuntimeError(
                 "This rank has evaluated all its data, and other ranks have not. It cannot take part in what"
                 " they gather, since its own last two steps gathered different parameters: give all ranks"
                 " equally many batches, for example by a sampler that repeats samples."
             )
+        for unit in chain(*self._steps[-1:]):
+            unit.unshard()
+            unit.reshard()

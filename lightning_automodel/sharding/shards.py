@@ -3,25 +3,27 @@
 A :class:`Shard` is a parameter of a sharded module, its gradient, or an optimizer's state for it. One
 rule holds for all that torch can do with it:
 
-- What treats each element by itself runs on this rank's part, without communication (``elementwise.py``).
+- What treats each element by itself runs on this rank's part, without communication (``parts.py``).
 - Everything else runs on the whole tensor, which is gathered for it: a collective that every rank must reach. Its
   results are plain tensors, equal on all ranks. What it has written goes back into the shards, each rank
   its part (``whole_copies.py``). Sums and norms, which are asked for often, are equal to that, and
-  reduced (``reductions.py``).
+  reduced (``parts.py``).
 
 Random numbers are drawn for the whole tensor, as one process draws them. Ranks that are seeded alike,
 and have drawn alike since, then hold parts of one tensor.
 """
 
+import copy
 import functools
+import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.internals import fsdp2, fsdp2_gathers
+from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import (
     GRAD,
     break_graphs_at,
@@ -31,14 +33,15 @@ from lightning_automodel.internals.dtensor import (
     with_part,
 )
 from lightning_automodel.internals.torch import without_wrappers
-from lightning_automodel.sharding import reductions, shard_gradients
-from lightning_automodel.sharding.elementwise import cast, elementwise, foreach, part_like
+from lightning_automodel.sharding import parts
+from lightning_automodel.sharding.parts import WHOLES, elementwise, part_like
 from lightning_automodel.sharding.whole_copies import (
     AUGMENTED,
     Arguments,
     Function,
     Keywords,
     count_writes,
+    gather,
     on_wholes,
 )
 
@@ -63,8 +66,6 @@ class Shard(DTensor):
         accepts_hooks: Whether FSDP2 calls its post-accumulate-gradient hooks with a final gradient.
         num_assignments: How often it was given other values (``p.data = values``).
         on_write: Called after a write, since the parameter may be gathered.
-        source: Of ``p.data`` and ``p.detach()``: whose memory and version counter it shares, until other values are
-            assigned.
     """
 
     parameter_name: str = "a tensor"
@@ -72,7 +73,6 @@ class Shard(DTensor):
     accepts_hooks: bool = False
     num_assignments: int = 0
     on_write: Callable[[], None] | None = None
-    source: Optional["Shard"] = None
 
     @classmethod
     def __torch_function__(
@@ -80,8 +80,12 @@ class Shard(DTensor):
     ) -> Any:
         if len(types) > 1 and any(hasattr(cls, "refuses_use") for cls in types):
             return NotImplemented  # what a shard has replaced raises itself
+        keywords = kwargs or {}
         with plain_access():
-            return _rule_of(function.__name__)(function, args, kwargs or {})
+            result = _rule_of(function.__name__)(function, args, keywords)
+            if result is WHOLES:
+                return on_wholes(function, args, keywords)
+        return result
 
     # Read so often, by optimizers, that it does not take the way of other attributes.
     @property
@@ -121,7 +125,7 @@ class Shard(DTensor):
         self.num_assignments += 1
         with plain_access(), torch.no_grad():
             part = _part_of_values(values, self)
-            if self.fsdp_param is None or not fsdp2_gathers.move_shard(self, self.fsdp_param, part):
+            if self.fsdp_param is None or not fsdp2.move_shard(self, self.fsdp_param, part):
                 part_of(self).copy_(part)
             count_writes([self])
 
@@ -132,8 +136,7 @@ class Shard(DTensor):
                 copied = nn.Parameter(copied)
             make_shard(copied).parameter_name = self.parameter_name
             copied.requires_grad_(self.requires_grad)
-            if self.grad is not None:
-                copied.grad = self.grad.clone()
+            copied.grad = copy.deepcopy(self.grad)
         return copied
 
 
@@ -179,19 +182,15 @@ def _metadata(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 def _attribute(function: Any, args: Arguments, kwargs: Keywords) -> Any:
     """Whole tensors show ``p.T``; and a plain tensor's ``data`` or ``grad`` becomes a whole one."""
     if function.__self__.__name__ in _VIEWING_ATTRIBUTES or not isinstance(args[0], Shard):
-        return on_wholes(function, args, kwargs)
+        return WHOLES
     return function(*args)
 
 
 def _alias(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """What returns the same memory, and shares its version counter."""
-    shard = args[0]
     alias = make_shard(function(*args, **kwargs))
-    if alias is not shard:
-        alias.source = shard if shard.source is None else shard.source
-        alias.parameter_name = shard.parameter_name
-        alias.num_assignments = shard.num_assignments
-        alias.on_write = shard.on_write
+    alias.parameter_name = args[0].parameter_name
+    alias.on_write = args[0].on_write
     return alias
 
 
@@ -209,12 +208,75 @@ def _numpy(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 
 def _refuse(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """What torch.save and safetensors write, and what transformers take to be shared if addresses are equal."""
-    if function.__name__ == "data_ptr" and args[0].source is None:
+    if function.__name__ == "data_ptr" and isinstance(args[0], nn.Parameter):
         return function(*args)  # 0: nn.LSTM asks its parameters, and what is saved are aliases of these
     raise RuntimeError(
         f"{args[0].parameter_name} is sharded: what {function.__name__} gives to whoever saves it, or passes it"
         f" to another process, is the part of this rank alone. Save it whole: {SAVE_WHOLE}"
     )
+
+
+# --- Hooks, and gradients with respect to shards, for which a forward uses gathered copies ---------------------------
+
+
+def _hook(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """Hooks on parameters: FSDP2 writes gradients itself, and calls none of them when a gradient is final."""
+    shard = args[0]
+    if shard.is_leaf and shard.requires_grad and not shard.accepts_hooks:
+        raise RuntimeError(
+            f"{function.__name__} on {shard.parameter_name}, which is sharded: FSDP2 would not call the"
+            " hook, or would call it before the gradient is divided by the label tokens of its window."
+            " Change or read gradients in on_before_optimizer_step, where they are final. For hooks that"
+            " step inside of the backward use count_window_ahead=True, or else data_parallel='ddp'."
+        )
+    return function(*args, **kwargs)
+
+
+def _gathered(inputs: list[Any]) -> list[Any]:
+    """What FSDP2's forwards use in place of shards; any other tensor is returned as it is."""
+    found = []
+    for tensor in inputs:
+        gathered = getattr(getattr(tensor, "fsdp_param", None), "unsharded_param", None)
+        is_used = gathered is not None and gathered.requires_grad
+        found.append(gathered if is_used else tensor)
+    return found
+
+
+def _listed(inputs: Any) -> list[Any]:
+    return [inputs] if isinstance(inputs, Tensor) else list(inputs)
+
+
+def _grad(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """``torch.autograd.grad`` by shards, and by the gathered copies that the graph has in their place.
+
+    What a rank's loss computes of both is added up: a collective, as penalties on shards are.
+    """
+    keywords = inspect.signature(function).bind(*args, **kwargs).arguments
+    inputs = _listed(keywords.pop("inputs"))
+    copies = _gathered(inputs)
+    may_be_unused = keywords.pop("allow_unused", None) or keywords.get("materialize_grads")
+    found = function(inputs=[*inputs, *copies], allow_unused=True, **keywords)
+    gradients: list[Any] = []
+    for tensor, copied, gradient, of_copy in zip(inputs, copies, found, found[len(inputs) :], strict=False):
+        if gradient is None:
+            gradient = of_copy
+        elif of_copy is not None and copied is not tensor:
+            gradient = gather(gradient, function) + of_copy
+        if gradient is None and not may_be_unused:
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. Set"
+                " allow_unused=True if this is the desired behavior."
+            )
+        gradients.append(make_shard(gradient))
+    return tuple(gradients)
+
+
+def _backward(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """``backward(inputs=shards)``, also by the gathered copies that the graph has in their place."""
+    if kwargs.get("inputs") is not None:
+        inputs = _listed(kwargs["inputs"])
+        kwargs = {**kwargs, "inputs": list({*inputs, *_gathered(inputs)})}
+    return function(*args, **kwargs)
 
 
 # --- Which rule a function follows ----------------------------------------------------------------------------------
@@ -250,20 +312,20 @@ _ELEMENTWISE = """
 _NAMES: dict[Function, Sequence[str]] = {
     _metadata: _METADATA,
     elementwise: (*_ELEMENTWISE, *AUGMENTED),
-    cast: ("to", "type_as"),
-    foreach: ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
+    parts.cast: ("to", "type_as"),
+    parts.foreach: ("_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
     _alias: ("detach", "detach_"),
     _attribute: ("__get__", "__set__"),
     _new: ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"),
     _numpy: ("numpy", "__array__"),
     _refuse: ("data_ptr", "share_memory_", "storage", "untyped_storage", "__reduce_ex__"),
-    shard_gradients.hook: ("register_hook", "register_post_accumulate_grad_hook"),
-    shard_gradients.grad: ("grad",),
-    shard_gradients.backward: ("backward",),
-    reductions.sum_of: ("sum",),
-    reductions.equal: ("equal",),
-    reductions.norm: ("norm", "linalg_vector_norm"),
-    reductions.foreach_norm: ("_foreach_norm",),
+    _hook: ("register_hook", "register_post_accumulate_grad_hook"),
+    _grad: ("grad",),
+    _backward: ("backward",),
+    parts.total: ("sum",),
+    parts.equal: ("equal",),
+    parts.norm: ("norm", "linalg_vector_norm"),
+    parts.foreach_norm: ("_foreach_norm",),
 }
 """The names of functions of torch that follow a rule, ``mul_`` as ``mul``."""
 
@@ -273,13 +335,11 @@ _RULES = {name: rule for rule, names in _NAMES.items() for name in names}
 @functools.cache
 def _rule_of(name: str) -> Function:
     """How shards take part in a function of torch of this name. Each that no table has takes whole tensors."""
+    is_elementwise = _RULES.get(name.removeprefix("_foreach_").rstrip("_")) is elementwise
     if name in _RULES:
         return _RULES[name]
-    if (
-        name.startswith("_foreach_")
-        and _RULES.get(name.removeprefix("_foreach_").rstrip("_")) is elementwise
-    ):
-        return foreach
-    if name.endswith("_") and _RULES.get(name[:-1]) is elementwise and not name.startswith("_"):
+    if is_elementwise and name.startswith("_foreach_"):
+        return parts.foreach
+    if is_elementwise and name.endswith("_") and not name.startswith("_"):
         return elementwise
     return on_wholes

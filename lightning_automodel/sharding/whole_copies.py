@@ -172,23 +172,17 @@ _copies: WeakValueDictionary[int, GatheredCopy] = WeakValueDictionary()
 """Copies that views share, by the id of the shard, which its copy keeps alive."""
 
 
-def _copy_of(shard: Any, function: Function) -> GatheredCopy:
-    """The copy that views of ``shard`` share, brought up to date, or a new one. A collective on the shard's mesh.
-
-    One that autograd follows is nobody else's.
-    """
-    if is_recorded(shard):
+def _copy_of(shard: DTensor, function: Function) -> GatheredCopy:
+    """The copy that views of ``shard`` share, brought up to date, or a new one. A collective on the shard's mesh."""
+    if is_recorded(shard):  # by autograd, so that it is nobody else's
         return GatheredCopy(shard, function)
-    source = getattr(shard, "source", None)
-    if source is None or source.num_assignments != shard.num_assignments:  # which has other memory since
-        source = shard
-    kept = _copies.get(id(source))
-    if kept is not None:
+    kept = _copies.get(id(shard))
+    if kept is None:
+        kept = GatheredCopy(shard, function)
+        _copies[id(shard)] = kept
+    else:
         # Also if it is up to date: it may live on some ranks alone, and all must come.
         kept.gather_again(function)
-        return kept
-    with torch.no_grad():
-        kept = _copies[id(source)] = GatheredCopy(source, function)
     return kept
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.internals import fsdp2, fsdp2_gathers
+from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.patching import PatchStack
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
@@ -52,7 +52,7 @@ class Events(Callback):
         for name, unit in module.named_modules():
             if isinstance(unit, FSDPModule):
                 label = name.rpartition(".")[2] or "root"
-                fsdp2_gathers.note_all_gathers(unit, partial(self._note, f"gather {label}"), self._patches)
+                fsdp2.note_all_gathers(unit, partial(self._note, f"gather {label}"), self._patches)
                 if name:
                     unit.register_forward_hook(lambda *_, label=label: self._note(f"after {label}"))
 
