@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_automodel.internals.dtensor import GRAD, plain_access
+from lightning_automodel.internals.dtensor import GRAD
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.releases import UnsupportedReleaseError
 from lightning_automodel.internals.torch import local_tensor, set_local_tensor
@@ -124,13 +124,6 @@ class GroupFlags:
         for group, flags in self._before.items():
             for name in names:
                 setattr(group, name, flags[name])
-
-
-def gathering(units: Iterable[FSDPModule]) -> list[FSDPModule]:
-    """Those of ``units`` of which an all-gather was started, and not waited for yet."""
-    return [
-        unit for unit in units if any(group._all_gather_result is not None for group in param_groups(unit))
-    ]
 
 
 def forward_order(groups: Iterable[FSDPParamGroup]) -> Iterable[FSDPParamGroup]:
@@ -283,14 +276,20 @@ class Unit:
         self.params = [param for group in self.groups for param in group.fsdp_params]
         self.is_hidden = False
         param_of = {param.sharded_param: param for param in self.params}
-        holders = dict.fromkeys(h for group in self.groups for root in group.modules for h in root.modules())
         # Where modules hold them: in several places if they share one.
         self._places = [
             (holder, name, param_of[shard])
-            for holder in holders
+            for holder in dict.fromkeys(
+                m for group in self.groups for r in group.modules for m in r.modules()
+            )
             for name, shard in holder._parameters.items()
             if shard in param_of
         ]
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether an all-gather was started, and not waited for yet."""
+        return any(group._all_gather_result is not None for group in self.groups)
 
     def gather(self) -> None:
         """Gather its parameters, unless they are. A collective if not."""
@@ -298,27 +297,30 @@ class Unit:
 
     def gather_again(self) -> None:
         """Gather the shards as they are now in place of what is gathered, also within a forward. Then a collective."""
-        if gathering([self.module]):
+        if self.is_pending:
             self.gather()
         if not all(map(_IS_SHARDED, self.groups)):
-            self._show("SHARDED", "sharded_param")
+            self._show_shards()
             self.gather()
 
     def hide(self) -> None:
         """Let modules show shards, and keep the memory of what was gathered."""
-        self._show("SHARDED", "sharded_param")
+        self._show_shards()
         self.is_hidden = True
 
-    def _show(self, state: str, shown: str) -> None:
+    def _show_shards(self) -> None:
         for group in self.groups:
-            group._sharded_state = type(group._sharded_state)[state]
+            group._sharded_state = type(group._sharded_state).SHARDED
         for param in self.params:
-            param.sharded_state = type(param.sharded_state)[state]
-        for holder, name, param in self._places:
-            if cast(Any, type(holder)).__setattr__ is nn.Module.__setattr__:
-                holder._parameters[name] = getattr(param, shown)
-            else:  # as recurrent layers have
-                setattr(holder, name, getattr(param, shown))
+            param._setattr_on_modules(param.sharded_param)
+            param.sharded_state = type(param.sharded_state).SHARDED
+
+    def show_gathered(self) -> None:
+        """Let modules show gathered parameters, which are trainable as the shards are."""
+        for group in self.groups:
+            group._sharded_state = type(group._sharded_state).UNSHARDED
+        for param in self.params:
+            param.to_unsharded()
 
     def show(self) -> bool:
         """Undo :meth:`hide`. False if it was not called, or if a forward has freed what was kept."""
@@ -327,8 +329,7 @@ class Unit:
         )
         self.is_hidden = False
         if is_kept:
-            self._show("UNSHARDED", "unsharded_param")
-            self.show_trainable()
+            self.show_gathered()
         return is_kept
 
     def free(self) -> None:
@@ -340,7 +341,9 @@ class Unit:
             self.is_hidden = False
             for param in self.params:
                 param.free_unsharded_param()
-        free(self.module)
+        if self.is_pending:
+            self.gather()
+        self.module.reshard()
 
     def forget_background_gather(self) -> None:
         """Never wait for a running all-gather on a CPU: a rank that has failed may not join it."""
@@ -348,24 +351,15 @@ class Unit:
             if group.device.type == "cpu":
                 group._all_gather_result = None
 
-    def show_trainable(self) -> None:
-        """Give gathered parameters the ``requires_grad`` of the shards, as the next gather would."""
-        with plain_access():
-            for param in self.params:
-                param.unsharded_param.requires_grad_(param.sharded_param.requires_grad)
-
     def substitutes(self) -> list[Substitute]:
         """The tensors that stand where modules have parameters, for one forward (``torch.func.functional_call``)."""
         found: list[Substitute] = []
         for holder, name, param in self._places:
             tensor = holder._parameters[name]
-            if (
-                tensor is param.sharded_param
-                or tensor is None
-                or tensor is getattr(param, "unsharded_param", None)
-            ):
-                continue
-            if tensor is not getattr(param, "_sharded_post_forward_param", None):
+            is_own = tensor is param.sharded_param or tensor is getattr(param, "unsharded_param", None)
+            # Of another layout, after a forward that keeps parameters sharded over fewer ranks.
+            is_own |= isinstance(tensor, DTensor) and param.sharded_state.name == "SHARDED_POST_FORWARD"
+            if tensor is not None and not is_own:
                 found.append((holder, name, tensor))
         return found
 
@@ -405,13 +399,6 @@ def gather(unit: FSDPModule) -> None:
         unit.unshard()
 
 
-def free(unit: FSDPModule) -> None:
-    """Free what ``unit`` has gathered, also by a prefetch whose forward did not come."""
-    if gathering([unit]):
-        unit.unshard()
-    unit.reshard()
-
-
 def move_shard(shard: DTensor, param: FSDPParam, local: Tensor) -> bool:
     """Give a shard other memory, from which FSDP2 gathers it. False if it cannot: while it is gathered."""
     if param.sharded_state.name != "SHARDED":
@@ -424,12 +411,8 @@ def move_shard(shard: DTensor, param: FSDPParam, local: Tensor) -> bool:
 def own_slice(param: FSDPParam) -> Tensor:
     """The part of an unsharded parameter, sharing its memory, that this rank holds as its shard."""
     whole = local_tensor(param.unsharded_param)
-    shard = local_tensor(param.sharded_param)
     dim = param.fsdp_placement.dim
     # All ranks but the last have full chunks; the last ones may have none.
-    start = getattr(param.mesh_info, "shard_mesh_rank", 0) * param.padded_sharded_param_size[dim]
-    if shard.numel() > 0:
-        length = shard.size(dim)
-    else:
-        length = 0
-    return whole.narrow(dim, min(start, whole.size(dim)), length)
+    size = param.padded_sharded_param_size[dim]
+    start = min(getattr(param.mesh_info, "shard_mesh_rank", 0) * size, whole.size(dim))
+    return whole.narrow(dim, start, min(size, whole.size(dim) - start))

@@ -131,8 +131,9 @@ class FSDP2Window(Engine):
         These are prefetched units that the forward did not use, and, if no gradients are computed, those of
         the root.
         """
-        for prefetched in fsdp2.gathering(fsdp2.fsdp_units(root)):
-            fsdp2.free(prefetched)
+        for unit in self.units:
+            if unit.is_pending:
+                unit.free()
         if not torch.is_grad_enabled() and not (self._is_manual and self._retain_unsharded):
             cast(FSDPModule, root).reshard()
 
@@ -283,7 +284,7 @@ class FSDP2Window(Engine):
     def toggled(self) -> None:
         for unit in self.units:
             if unit.is_gathered:  # a backward that is to come needs it
-                unit.show_trainable()
+                unit.show_gathered()
             else:
                 unit.free()
 

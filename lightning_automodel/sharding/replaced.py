@@ -5,16 +5,16 @@ from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.internals.dtensor import plain_access
-from lightning_automodel.internals.torch import local_tensor
 from lightning_automodel.sharding.gathered import GatheredTensor
 from lightning_automodel.sharding.units import class_name
 
 _NUM_NAMED = 3
 
-Place: TypeAlias = tuple[str, dict[str, nn.Parameter | None], str, nn.Parameter]
+Place: TypeAlias = tuple[str, dict[str, nn.Parameter | None], nn.Parameter]
 """A parameter's path in the module, what holds it there under its own name, and the parameter."""
 
 
@@ -48,18 +48,15 @@ class ModuleParameters:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         # Not of subclasses: `Module.to` swaps them, which torch refuses for what is weakly referred to.
-        plain = {path: own for path, _, _, own in self._found() if type(own) is nn.Parameter}
+        plain = {path: own for path, _, own in self._found() if type(own) is nn.Parameter}
         self._before = WeakValueDictionary(plain)
         self._replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
-        self._places: list[Place] = []
-        self._known: set[int] = set()
-        self.named: dict[str, nn.Parameter] = {}
 
     def _found(self) -> Iterator[Place]:
         for path, owner in self._module.named_modules():
             for name, parameter in owner._parameters.items():
                 if parameter is not None:
-                    yield f"{path}.{name}".lstrip("."), owner._parameters, name, parameter
+                    yield f"{path}.{name}".lstrip("."), owner._parameters, parameter
 
     def note_distributed(self) -> None:
         """The module has its final parameters. Any use of those that shards have replaced raises from now on.
@@ -67,10 +64,9 @@ class ModuleParameters:
         What holds one would neither see nor train what the module computes with. Their memory is freed.
         """
         self._places = list(self._found())
-        for path, _, _, shard in self._places:
-            if id(shard) not in self._known:
-                self._known.add(id(shard))
-                self.named[path] = shard
+        self.named = dict(self._module.named_parameters())
+        self._known = set(map(id, self.named.values()))
+        for path, _, shard in self._places:
             old = self._before.get(path)
             if old is None or old is shard or isinstance(old, Replaced):
                 continue
@@ -100,7 +96,7 @@ class ModuleParameters:
 
         FSDP2 would put its own ones back in their places.
         """
-        replaced = [path for path, holder, name, own in self._places if not _is_shown(holder, name, own)]
+        replaced = [path for path, holder, own in self._places if not _is_shown(holder, own)]
         if replaced:
             raise RuntimeError(
                 f"{', '.join(replaced[:_NUM_NAMED])}: {len(replaced)} parameters that were replaced after"
@@ -117,7 +113,7 @@ class ModuleParameters:
                 " from self.parameters() outside of a step: in configure_optimizers, on_train_batch_start"
                 " or a callback."
             )
-        named = {id(parameter): path for path, _, _, parameter in self._found()}
+        named = {id(parameter): path for path, _, parameter in self._found()}
         names = [named[id(parameter)] for parameter in unknown if id(parameter) in named]
         if names:
             return (
@@ -133,12 +129,11 @@ class ModuleParameters:
         )
 
 
-def _is_shown(holder: dict[str, nn.Parameter | None], name: str, own: nn.Parameter) -> bool:
-    """Whether a module has its own parameter, or what FSDP2 has gathered from it; a frozen one may be another."""
-    if name not in holder:  # torch.nn.utils.prune gives it another name
-        return any(parameter is own for parameter in holder.values())
-    shown = holder[name]
-    if shown is own or isinstance(shown, GatheredTensor):
+def _is_shown(holder: dict[str, nn.Parameter | None], own: nn.Parameter) -> bool:
+    """Whether a module has its own parameter, under whatever name, or what FSDP2 has gathered from it.
+
+    A frozen one that is not sharded may be another.
+    """
+    if any(getattr(parameter, "shard", parameter) is own for parameter in holder.values()):
         return True
-    is_frozen = not own.requires_grad and (shown is None or not shown.requires_grad)
-    return is_frozen and local_tensor(own) is own
+    return not own.requires_grad and not isinstance(own, DTensor)
