@@ -62,7 +62,7 @@ class FSDP2Engine(FSDP2Window):
             group = self.mesh.group
         else:
             group = None
-        choice = self._choose(module, placement.local_ranks)
+        choice = self._choose(module, placement)
         shard_parameters(module, accept_hooks=options.count_window_ahead)
         super().__init__(module, choice.defer, choice.keep, group, not module.automatic_optimization)
         self.discard()
@@ -108,7 +108,7 @@ class FSDP2Engine(FSDP2Window):
             head = None
         return replace(plan, replicated=replicated, head=head)
 
-    def _choose(self, module: pl.LightningModule, local_ranks: int) -> memory.Choice:
+    def _choose(self, module: pl.LightningModule, placement: Placement) -> memory.Choice:
         """Decide ``defer_fsdp_grad_sync`` and ``reshard_during_accumulation``. A collective over the world for "auto".
 
         One rank short of memory decides for all.
@@ -129,7 +129,7 @@ class FSDP2Engine(FSDP2Window):
         needed = memory.estimate(module, self.device)
         spare = 0
         if "auto" in (defer, keep):
-            spare = memory.spare_bytes(needed, self.device, local_ranks, self.mesh.groups)
+            spare = memory.spare_bytes(needed, placement)
         choice = memory.choose(defer, keep, needed, spare, defer_reason, keep_reason)
         if choice.keep or "roots" in self._report:
             self._report["reshard_after_forward"] = False if choice.keep else options.reshard_after_forward

@@ -1,15 +1,14 @@
 """What a window may keep unsharded, gradients and parameters: what fits into half of the free memory of every rank."""
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_automodel.distributed import collectives
+from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import parts_of
 from lightning_automodel.sharding.sync_context import Deferral
@@ -69,17 +68,14 @@ def _reason(needed: int, spare: int) -> str:
     )
 
 
-def spare_bytes(
-    needed: dict[str, int], device: torch.device, local_ranks: int, groups: Iterable[dist.ProcessGroup]
-) -> int:
+def spare_bytes(needed: dict[str, int], placement: Placement) -> int:
     """What the rank with least may keep unsharded in half of its free memory, beside its own optimizer state.
 
-    A collective over each of the ``groups``, which together span the world.
+    A collective over the world, on the hosts.
     """
-    least = torch.tensor(int(free_bytes(device, local_ranks) * FREE_MEMORY_SHARE) - needed[STATE])
-    for group in groups:
-        least = collectives.reduce_tensor(least, group, "min", device)
-    return int(least)
+    free = free_bytes(placement.device, placement.local_ranks)
+    spare = torch.tensor(int(free * FREE_MEMORY_SHARE) - needed[STATE])
+    return int(collectives.reduce_tensor(spare, placement.host_group, "min", collectives.HOST))
 
 
 def estimate(model: nn.Module, device: torch.device) -> dict[str, int]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
+from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.sharding import memory
 from tests.rank_pool import RankPool
 
@@ -80,27 +80,22 @@ FREE = (700, 801, 600, 900)  # bytes
 STATE = (30, 9, 50, 210)
 
 
-def _spare(groups: list[dist.ProcessGroup], scale: int = 1) -> int:
+def _spare(scale: int = 1) -> int:
     rank = dist.get_rank()
+    world = dist.group.WORLD
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "free_bytes", lambda *_: FREE[rank] * scale)
-        return memory.spare_bytes({"sharded_state": STATE[rank]}, torch.device("cpu"), 1, groups)
+        # The mesh is not asked.
+        return memory.spare_bytes(
+            {"sharded_state": STATE[rank]}, Placement(None, torch.device("cpu"), 1, world)
+        )
 
 
-def _spare_in_a_grid() -> int:
-    """Over rows and columns of a mesh, as data-parallel and tensor-parallel ranks are."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))
-    return _spare([mesh["row"].get_group(), mesh["column"].get_group()])
-
-
-def test_ranks_of_two_groups_agree(pool4: RankPool) -> None:
+def test_ranks_agree(pool4: RankPool) -> None:
     """The least of the world, by rank, with its own state."""
-    assert pool4.run(_spare_in_a_grid) == [450 - 210] * 4
-
-
-def _spare_of_much() -> int:
-    return _spare([dist.group.WORLD], scale=2**40)  # more than float32 or int32 could hold
+    assert pool4.run(_spare) == [450 - 210] * 4
 
 
 def test_ranks_agree_to_the_byte(pool2: RankPool) -> None:
-    assert pool2.run(_spare_of_much) == [350 * 2**40 - 30] * 2
+    """Of more than float32 or int32 could hold."""
+    assert pool2.run(_spare, 2**40) == [350 * 2**40 - 30] * 2
