@@ -15,6 +15,7 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
@@ -271,7 +272,7 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         self._saver = CheckpointSaver(self._form, options.async_checkpoint, options.parsed_timeout)
         self._supervisor = Supervisor(self._join, self._saver.wait_for_pending_save)
         self._weight_averages = LateAverages()
-        self._forward_redirection = lightning_internals.DDPForwardRedirection()
+        self._layer_sync: LayerSync | None = None  # set where Trainer(sync_batchnorm=True)
         # Of one run, from `setup_environment` to `teardown`.
         self._patches = PatchStack()  # on the Trainer, its callbacks and the module
         self._mesh: RunMesh | None = None  # once the ranks have joined
@@ -564,8 +565,8 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         """Distribute the module. A collective over the world."""
         module = self._module
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting and (layer_sync := lightning_internals.layer_sync(self)) is not None:
-            layer_sync.apply(module)
+        if fitting and self._layer_sync is not None:
+            self._layer_sync.apply(module)
         host_group = collectives.host_group(self._options.parsed_timeout)
         placement = Placement(self._joined_mesh, self.root_device, self.num_processes, host_group)
         self._run = TrainingRun(
@@ -1035,8 +1036,8 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
             lightning_internals.keep_signal_handlers(trainer)
         self._patches.restore()
         if had_run and not self._options.is_sharded:
-            if (layer_sync := lightning_internals.layer_sync(self)) is not None and self.model is not None:
-                layer_sync.revert(self.model)
+            if self._layer_sync is not None and self.model is not None:
+                self._layer_sync.revert(self.model)
             super().teardown()
             return
         # Unlike the base class, leave the model where it is: moved to the host, shards would no longer fit

@@ -171,6 +171,13 @@ def differences(
     return {rank: difference for rank, difference in by_rank if difference is not None}
 
 
+def disagreement(own: dict[Any, str], group: dist.ProcessGroup, device: torch.device = HOST) -> str:
+    """The first of :func:`differences` in words; empty if ranks agree. As that, a collective over ``group``."""
+    for rank, (key, on_first, on_other) in differences(own, group, device).items():
+        return f"{key} is {on_first} on rank 0 and {on_other} on rank {rank}"
+    return ""
+
+
 def full(tensor: Tensor) -> Tensor:
     """All of a ``DTensor``, detached; a collective over its mesh. Other tensors are returned unchanged."""
     if isinstance(tensor, DTensor):

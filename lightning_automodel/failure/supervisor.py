@@ -163,8 +163,7 @@ class Supervisor:
         """
         if isinstance(exception, RankFailedError):
             return watch.tell(exception.failure)
-        hook = lightning_internals.failing_hook(exception) or watch.record.where
-        own = RankFailure.from_exception(exception, watch.rank, hook)
+        own = RankFailure.from_exception(exception, watch.rank, watch.where())
         watch.own = own
         if not is_communication_error(exception):
             watch.tell(own)

@@ -81,7 +81,7 @@ class Watch(Heart):
         self.raised_at: tuple[bool, str] | None = None
         self.leaves_by_itself = threading.Event()
         self._leaving = threading.Lock()
-        self._where = where
+        self.where = where
         self._find_ended = find_ended
         self._interrupts = interrupts
         self.saves_on_exception = False
@@ -182,7 +182,7 @@ class Watch(Heart):
         waits, position = self.raised_at or main_thread_position()
         where = own.where
         with contextlib.suppress(Exception):  # the main thread changes the Trainer meanwhile
-            where = self._where()
+            where = self.where()
         if self.own is not None:
             where = self.own.where
         now = self.clock()

@@ -12,10 +12,8 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
-from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.ddp import _DDPForwardRedirection as DDPForwardRedirection
 from lightning.pytorch.strategies.launchers.multiprocessing import (
     _MultiProcessingLauncher as MultiProcessingLauncher,
 )
@@ -67,21 +65,6 @@ def has_hooks_before_backward(trainer: Trainer) -> bool:
     )
 
 
-def failing_hook(exception: BaseException) -> str | None:
-    """Name of the innermost Lightning hook that ``exception`` came through, which only local variables hold."""
-    name = None
-    traceback = exception.__traceback__
-    while traceback is not None:
-        frame = traceback.tb_frame
-        if (
-            frame.f_globals.get("__name__") == "lightning.pytorch.trainer.call"
-            and "hook_name" in frame.f_locals
-        ):
-            name = str(frame.f_locals["hook_name"])
-        traceback = traceback.tb_next
-    return name
-
-
 def draws_its_batches(step: Callable[..., Any]) -> bool:
     """Whether a step takes a ``dataloader_iter`` in place of a batch."""
     return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
@@ -111,16 +94,6 @@ def patch_signals(trainer: Trainer, ask_to_requeue: Callable[[], None], patches:
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
     """Let ``module.device_mesh``, which has no setter, be ``mesh``."""
     overwrite(module, "_device_mesh", mesh)
-
-
-def layer_sync(strategy: ParallelStrategy) -> LayerSync | None:
-    """What ``Trainer(sync_batchnorm=True)`` asks ``strategy`` to apply."""
-    return strategy._layer_sync
-
-
-def ddp_comm_hook(trainer: Trainer) -> Callable[..., Any] | None:
-    """The communication hook of Lightning's own ``DDPStrategy``; None under other strategies."""
-    return getattr(trainer.strategy, "_ddp_comm_hook", None)
 
 
 def patch_after_closure(plugin: Precision, then: Callable[[Any], None], patches: PatchStack) -> None:

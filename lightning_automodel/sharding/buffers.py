@@ -55,9 +55,15 @@ class SharedBuffers:
             return
         self._names = self._list()  # one may have been None before
         shared = dict([*self._own(), *self._averaged()])
-        self._check_shapes(
-            {name: f"{list(buffer.shape)} of {buffer.dtype}" for name, buffer in shared.items()}
-        )
+        shapes = {name: f"{list(buffer.shape)} of {buffer.dtype}" for name, buffer in shared.items()}
+        if differing := collectives.disagreement(shapes, self._group, self._device):
+            raise ValueError(
+                f"A buffer of {type(self._module).__name__} differs on the ranks that hold different data:"
+                f" {differing} of these."
+                " All ranks must evaluate and save one model: gather what each rank has collected"
+                " (torch.distributed.all_gather_object), or keep it out of the state dict"
+                " (register_buffer(..., persistent=False))."
+            )
         # Without their versions: a forward that has used them may still wait for its backward. An
         # average may be kept on another device.
         apply.broadcast_tensors([buffer.data for buffer in shared.values()], self._group, self._device)
@@ -76,17 +82,6 @@ class SharedBuffers:
             for name, buffer in _saved_buffers(average.module).items():
                 if not isinstance(buffer, DTensor):
                     yield f"{name} (average {index})", buffer
-
-    def _check_shapes(self, shapes: dict[str, str]) -> None:
-        differing = collectives.differences(shapes, self._group, self._device)
-        for rank, (name, on_first, on_other) in differing.items():
-            raise ValueError(
-                f"The buffer {name!r} of {type(self._module).__name__} differs on the ranks that hold"
-                f" different data: it is {on_first} on the first and {on_other} on rank {rank} of these."
-                " All ranks must evaluate and save one model: gather what each rank has collected"
-                " (torch.distributed.all_gather_object), or keep it out of the state dict"
-                " (register_buffer(..., persistent=False))."
-            )
 
 
 def _saved_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.mesh import num_expert_ranks
+from lightning_automodel.gradients.windows import optimizer_parameters
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import plain_access
@@ -111,19 +112,14 @@ def check_ahead(module: pl.LightningModule) -> None:
 
 def check_equal_models(tensors: Mapping[str, Tensor], host_group: dist.ProcessGroup) -> None:
     """Refuse on every rank a model whose ``tensors`` differ on other ranks. A collective over the group."""
-    if host_group.size() == 1:
-        return
     held = {
         name: f"{tuple(tensor.shape)} and {'' if tensor.requires_grad else 'not '}trainable"
         for name, tensor in tensors.items()
         if not is_lazy(tensor)
     }
-    differing = collectives.differences(held, host_group)
-    if differing:
-        rank, (name, on_first, on_other) = next(iter(differing.items()))
+    if differing := collectives.disagreement(held, host_group):
         raise ValueError(
-            f"Ranks hold different models: {name} is {on_first} on rank 0 and {on_other} on rank {rank} (of"
-            f" ranks {list(differing)}). Build and freeze the same model on every rank."
+            f"Ranks hold different models: {differing}. Build and freeze the same model on every rank."
         )
 
 
@@ -168,21 +164,16 @@ def check_order(
     A collective over ``group``. What ranks exchange by the order of parameters would be another parameter's
     elsewhere: gradients of those that are stepped whole, and states in checkpoints.
     """
-    if group.size() == 1:
-        return
     name_of = {id(parameter): name for name, parameter in parameters.items()}
-    places = [
-        f"{name_of.get(id(parameter))} of {type(optimizer).__name__}"
-        for optimizer in optimizers
-        for parameter_group in optimizer.param_groups
-        for parameter in parameter_group["params"]
-    ]
-    differing = collectives.differences(dict(enumerate(places)), group)
-    if differing:
-        rank, (_, on_first, on_other) = next(iter(differing.items()))
+    places = {
+        f"number {index} of {type(optimizer).__name__} {number}": f"{name_of.get(id(parameter))}"
+        for number, optimizer in enumerate(optimizers)
+        for index, parameter in enumerate(optimizer_parameters(optimizer))
+    }
+    if differing := collectives.disagreement(places, group):
         raise ValueError(
             "configure_optimizers gives the optimizers their parameters in another order on each rank:"
-            f" {on_first} on rank 0 is {on_other} on rank {rank}. A set of tensors has no order; to leave"
+            f" {differing}. A set of tensors has no order; to leave"
             " out what comes twice, pass list(dict.fromkeys(parameters)) instead of list(set(parameters))."
         )
 

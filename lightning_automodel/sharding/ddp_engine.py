@@ -31,6 +31,7 @@ class DDPEngine(Engine):
     """
 
     _buffers: SharedBuffers | None = None  # unless its user wants none to be shared
+    _is_manual = False
 
     def __init__(
         self,
@@ -50,6 +51,9 @@ class DDPEngine(Engine):
             apply.broadcast_states(module, self._mesh)
             return
         ddp = self._ddp = self._replicate(module, placement.device, kwargs)
+        # Else the end of DDP's forward, which is that of a step with all its backwards, would prepare one more.
+        self._is_manual = not module.automatic_optimization
+        ddp.require_backward_grad_sync = not self._is_manual
         self.model = ddp
         hook = options.ddp_comm_hook
         wrapper = options.ddp_comm_wrapper
@@ -110,8 +114,19 @@ class DDPEngine(Engine):
     def begin(self, window: Window, loss: Tensor) -> None:
         if not window.trained <= self._tracked:
             self.track(window.trained)
-        if not self._ddp.module.automatic_optimization:
+        if self._is_manual:
+            self._ddp.require_backward_grad_sync = self.is_last is not False
             prepare_for_backward(self._ddp, loss)
+
+    @override
+    def keep(self, window: Window) -> None:
+        if self._is_manual:
+            self._ddp.require_backward_grad_sync = False  # the step goes on
+
+    @override
+    def recover(self) -> None:
+        if self._is_manual:
+            self._ddp.require_backward_grad_sync = False
 
     @override
     def _note_foreign(self) -> None:

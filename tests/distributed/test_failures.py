@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import socket
-import sys
-import types
 from dataclasses import asdict
 from typing import Any
 
@@ -23,7 +21,6 @@ from lightning_automodel.distributed.failures import (
     is_communication_error,
     message_of,
 )
-from lightning_automodel.internals import lightning as lightning_internals
 
 GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
 
@@ -145,25 +142,3 @@ def _raised_from(cause: BaseException) -> BaseException:
 def test_communication_errors(exception: BaseException, expected: bool) -> None:
     """Only what says that another rank did not answer is taken for the result of its failure."""
     assert is_communication_error(exception) is expected
-
-
-def _call_hook(name: str, depth: int) -> None:
-    """Run code that looks like Lightning's `call` module: hooks inside of hooks."""
-    module = types.ModuleType("lightning.pytorch.trainer.call")
-    exec("def call(hook_name, function):\n    function()\n", module.__dict__)
-
-    def inner() -> None:
-        if depth:
-            _call_hook(f"{name}_inner", depth - 1)
-        raise ValueError(name)
-
-    module.call(name, inner)
-
-
-def test_innermost_hook_is_named() -> None:
-    """Hooks call hooks; and an exception outside of all of them has no name."""
-    with pytest.raises(ValueError, match="setup_inner") as caught:
-        _call_hook("setup", depth=1)
-    assert lightning_internals.failing_hook(caught.value) == "setup_inner"
-    assert lightning_internals.failing_hook(ValueError()) is None
-    assert "lightning.pytorch.trainer.call" in sys.modules

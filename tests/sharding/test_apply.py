@@ -149,5 +149,5 @@ def test_ranks_with_different_models_raise(
     for message in pool2.run(_differs, by, options):
         assert message == (
             f"Ranks hold different models: model.head.weight is (11, 7) and trainable on rank 0 and {second}"
-            " on rank 1 (of ranks [1]). Build and freeze the same model on every rank."
+            " on rank 1. Build and freeze the same model on every rank."
         )

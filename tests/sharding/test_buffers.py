@@ -186,8 +186,8 @@ def test_a_buffer_of_another_shape_on_each_rank_is_refused(
     """In a validation, or else where the fit ends: gloo would copy a part of rank 0's over it."""
     for message in pool2.run(_collect, True, 1, LAYOUTS[layout], validates):
         assert message.startswith(
-            "The buffer 'bank' of Collects differs on the ranks that hold different data: it is [4, 3] of"
-            " torch.float32 on the first and [6, 3] of torch.float32 on rank 1"
+            "A buffer of Collects differs on the ranks that hold different data: bank is [4, 3] of"
+            " torch.float32 on rank 0 and [6, 3] of torch.float32 on rank 1 of these. All ranks must"
         )
 
 

@@ -341,8 +341,8 @@ def test_an_optimizer_of_another_model_raises(pool2: RankPool) -> None:
 def test_an_order_for_each_rank_raises(pool2: RankPool, options: dict[str, Any]) -> None:
     """As `list(set(parameters))` has it. What is exchanged in this order would be another parameter's."""
     for message in pool2.run(_error_of_optimizer, OrdersByRank, options):
-        assert "the optimizers their parameters in another order on each rank: model." in message
-        assert "of SGD on rank 0 is model." in message
+        assert "their parameters in another order on each rank: number 0 of SGD 0 is model." in message
+        assert " on rank 0 and model." in message
 
 
 @pytest.mark.parametrize("options", first_by_default([{}, DDP]), ids=["fsdp2", "ddp"])
