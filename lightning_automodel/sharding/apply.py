@@ -1,6 +1,6 @@
 """Sharding a model with FSDP2, and making its weights equal on every rank."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +20,7 @@ from lightning_automodel.distributed.mesh import (
     RunMesh,
     num_expert_ranks,
 )
-from lightning_automodel.internals import fsdp2
+from lightning_automodel.internals import fsdp2, process_groups
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.precision import OutermostCall, cast_around, step_policy, unit_policy
@@ -40,7 +40,6 @@ T = TypeVar("T")
 
 _AS_STEP = "lightning_automodel_as_step"
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
-_BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024  # large enough for the network, small beside a model
 
 
 def apply_fsdp2(
@@ -178,7 +177,7 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
         unit = names[id(group.modules[0])]
         shards = [param.sharded_param for param in group.fsdp_params]
         for num_expert in set(map(num_expert_ranks, shards)):
-            _check_averaging(unit, group, divisor // num_expert, divisor, num_expert > 1)
+            _check_averaging(unit, group, divisor // num_expert, num_expert > 1)
         managed.update(shards)
     for name, parameter in model.named_parameters():
         if num_expert_ranks(parameter) > 1 and parameter not in managed:
@@ -189,24 +188,19 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
             )
 
 
-def _check_averaging(unit: str, group: Any, num_ranks: int, divisor: int, is_expert: bool) -> None:
+def _check_averaging(unit: str, group: Any, num_ranks: int, is_expert: bool) -> None:
     """Raise ValueError unless a unit's ``group`` averages over the ``num_ranks`` that hold the same parameter."""
     averaged_over = group.mesh_info.mesh.size()
-    if averaged_over != num_ranks and is_expert:
-        raise ValueError(
-            f"FSDP unit {unit!r} averages the gradients of experts over {averaged_over} ranks, but"
-            f" {num_ranks} hold the same experts: shard units of experts alone over"
-            f" self.device_mesh[{EXPERT_SHARD!r}], or where there are replicas over"
-            f" self.device_mesh[{REPLICATE!r}, {EXPERT_SHARD!r}], and other units over"
-            f" self.device_mesh[{SHARD!r}]; under context_parallel_size leave it to the strategy."
-        )
     if averaged_over != num_ranks:
+        of_experts = ""
+        if is_expert:
+            of_experts = f", units of experts alone over {EXPERT_SHARD!r} in place of {SHARD!r}"
         raise ValueError(
-            f"FSDP unit {unit!r} averages its gradients over {averaged_over} ranks, but {divisor} hold"
-            f" different data: shard it over self.device_mesh[{SHARD!r}], or where there are replicas over"
-            f" self.device_mesh[{REPLICATE!r}, {SHARD!r}]; under context_parallel_size leave it to the"
-            " strategy. Experts that differ by rank need expert_parallel_size and spread_experts: as plain"
-            " parameters they would be overwritten by those of the first rank."
+            f"FSDP unit {unit!r} averages its gradients over {averaged_over} ranks, but {num_ranks} hold"
+            f" different data for it: shard it over self.device_mesh[{SHARD!r}], or where there are replicas"
+            f" over self.device_mesh[{REPLICATE!r}, {SHARD!r}]{of_experts}; under context_parallel_size leave"
+            " it to the strategy. Experts that differ by rank need expert_parallel_size and spread_experts:"
+            " as plain parameters they would be overwritten by those of the first rank."
         )
     if group.gradient_divide_factor not in (None, num_ranks):
         raise ValueError(
@@ -270,17 +264,11 @@ def broadcast_tensors(
 
     A collective over the group.
     """
-    if group.size() == 1:
+    tensors = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
+    if group.size() == 1 or not tensors:
         return
-    buckets: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = defaultdict(list)
-    num_bytes: Counter[tuple[torch.device, torch.dtype]] = Counter()
-    for tensor in tensors:
-        kind = (tensor.device, tensor.dtype)
-        num_bytes[kind] += tensor.nbytes
-        buckets[*kind, num_bytes[kind] // _BROADCAST_BUCKET_BYTES].append(tensor)
-    for bucket in buckets.values():
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).to(device)
-        # As bytes: no backend knows every dtype.
-        dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
-        for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(values.view(tensor.shape))
+    # As bytes: no backend knows every dtype.
+    sent = [tensor.contiguous().view(-1).view(torch.uint8).to(device) for tensor in tensors]
+    process_groups.broadcast_coalesced(sent, group)
+    for tensor, received in zip(tensors, sent, strict=True):
+        tensor.copy_(received.view(tensor.dtype).view(tensor.shape))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -99,14 +98,9 @@ class FSDP2Engine(FSDP2Window):
             apply.apply_fsdp2(module, plan, self.mesh, self.options, self._policy)
 
     def _plan(self, module: pl.LightningModule) -> units.ShardingPlan:
-        plan = units.plan_sharding(module, self.options.auto_wrap_policy, module.automatic_optimization)
         whole = precision.kept_wide(module, self._policy) | quantized.kept_whole(module, self._policy)
-        replicated = plan.replicated | whole
-        if plan.head is not None:
-            head = units.find_head(module, plan.units, replicated)
-        else:
-            head = None
-        return replace(plan, replicated=replicated, head=head)
+        policy = self.options.auto_wrap_policy
+        return units.plan_sharding(module, policy, module.automatic_optimization, whole)
 
     def _choose(self, module: pl.LightningModule, placement: Placement) -> memory.Choice:
         """Decide ``defer_fsdp_grad_sync`` and ``reshard_during_accumulation``. A collective over the world for "auto".

@@ -1,8 +1,9 @@
 """Which modules become FSDP units."""
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -46,7 +47,12 @@ def has_fsdp_units(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> ShardingPlan:
+def plan_sharding(
+    model: nn.Module,
+    policy: WrapPolicy,
+    root_is_model: bool,
+    whole: Mapping[str, str] = MappingProxyType({}),
+) -> ShardingPlan:
     """Decide which modules become FSDP units; the model is unchanged.
 
     By default a unit is an outermost repeated block: a child with parameters of an ``nn.ModuleList`` or
@@ -54,6 +60,8 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
     class named there. A block that shares a parameter with anything outside of it is left to the root, so
     that tied parameters stay in one unit. A ``policy`` overrides the default: classes whose outermost
     instances become units, or a predicate. Without one, a large head is a group of its own within the root.
+
+    ``whole`` has parameters that the caller leaves whole, by name with the reason.
 
     With ``root_is_model`` the whole model is one root, and its steps run as its forward. Else, for manual
     optimization, each child is a root, since gradients are needed while the step still runs.
@@ -72,15 +80,14 @@ def plan_sharding(model: nn.Module, policy: WrapPolicy, root_is_model: bool) -> 
     # Tied parameters must be in one unit: FSDP2 gathers each unit by itself, and torch raises where two hold
     # one.
     units = [unit for unit in found if in_roots[unit] == 1 and unit not in roots and _is_apart(unit, uses)]
-    replicated = _find_replicated(model, roots)
+    replicated = {**_find_replicated(model, roots), **whole}
+    head = None
     if root_is_model and policy is None:
-        head = find_head(model, units, replicated)
-    else:
-        head = None
+        head = _find_head(model, units, replicated)
     return ShardingPlan(roots=roots, units=units, replicated=replicated, head=head)
 
 
-def find_head(model: nn.Module, units: list[nn.Module], replicated: Container[str]) -> nn.Module | None:
+def _find_head(model: nn.Module, units: list[nn.Module], replicated: Container[str]) -> nn.Module | None:
     """The one large linear layer outside of all units, such as the head of a language model; None if it is tied.
 
     In the root's group its gradient, which is the first that a backward computes, would be reduced with the

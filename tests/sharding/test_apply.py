@@ -76,7 +76,7 @@ def test_running_statistics_are_those_of_the_first_rank(pool2: RankPool, tmp_pat
 def _broadcast() -> list[complex]:
     tensors = [torch.tensor(values) for values in ([1.5], [True, False], [1 + 2j], [])]
     if dist.get_rank() > 0:
-        tensors = [tensor * 0 for tensor in tensors]
+        tensors = list(map(torch.zeros_like, tensors))
     broadcast_tensors(tensors, dist.group.WORLD)
     return [complex(value) for tensor in tensors for value in tensor]
 
