@@ -1,9 +1,9 @@
 """DDP: the whole model on every rank."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from statistics import mode
 from typing import Any
 
 import lightning.pytorch as pl
@@ -31,7 +31,6 @@ class DDPEngine(Engine):
     """
 
     _buffers: SharedBuffers | None = None  # unless its user wants none to be shared
-    _is_manual = False
 
     def __init__(
         self,
@@ -114,18 +113,9 @@ class DDPEngine(Engine):
     def begin(self, window: Window, loss: Tensor) -> None:
         if not window.trained <= self._tracked:
             self.track(window.trained)
-        if self._is_manual:
-            self._ddp.require_backward_grad_sync = self.is_last is not False
+        if self._is_manual and self.is_last is not False:
+            self._ddp.require_backward_grad_sync = True
             prepare_for_backward(self._ddp, loss)
-
-    @override
-    def keep(self, window: Window) -> None:
-        if self._is_manual:
-            self._ddp.require_backward_grad_sync = False  # the step goes on
-
-    @override
-    def recover(self) -> None:
-        if self._is_manual:
             self._ddp.require_backward_grad_sync = False
 
     @override
@@ -141,7 +131,7 @@ class DDPEngine(Engine):
         """
         ddp = self._ddp
         reached = set(self.reached)
-        if ddp.require_backward_grad_sync and not ddp.static_graph:
+        if self.is_last is not False and not ddp.static_graph:
             if len(reached) < len(self.reached):
                 self._refuse_several_backwards()
             self._check_is_complete()
@@ -157,9 +147,9 @@ class DDPEngine(Engine):
 
     def _refuse_several_backwards(self) -> None:
         if self._mesh.sizes.divisor > 1:
-            ((parameter, _),) = Counter(self.reached).most_common(1)
+            name = self._reduced.get(mode(self.reached))
             raise RuntimeError(
-                f"{self._reduced.get(parameter)} gets gradients of several backwards within one backward of"
+                f"{name} gets gradients of several backwards within one backward of"
                 " the strategy, as a hook computes them that runs a backward for each chunk of a batch"
                 " (GradCache), or reentrant checkpoints of one module. DistributedDataParallel averages the"
                 " first of them alone over ranks. Pass data_parallel='fsdp2', which averages all of them."

@@ -149,7 +149,6 @@ KNOWN: tuple[str, ...] = (
     "full_tensor",
     "mid_window",
     "containers",
-    "recomputed_buffers",
     "samples",
     "chunks",
     "resumed_twice",
