@@ -1,7 +1,7 @@
 """Activation checkpointing: blocks drop their activations after the forward and recompute them in the backward."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -12,11 +12,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_automodel.internals.patching import PatchStack
-from lightning_automodel.internals.torch import compile_in_place, is_compiled, uncompiled, version
+from lightning_automodel.internals.torch import compile_in_place, is_compiled, uncompiled
 from lightning_automodel.sharding.units import WrapPolicy, class_name, instances_below, told, units_of
 
 ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective", "offload"] | Callable[..., Any]
 
+_Buffers = dict[str, Tensor | None]
+
+_ATTRIBUTE = "lightning_automodel_checkpointed_forward"
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 
@@ -39,49 +42,74 @@ def _selective() -> Any:
 
 
 class _Checkpoint:
-    """Calls a function under activation checkpointing while it ``is_on``. An object, since deep copies share closures.
+    """Calls a function under activation checkpointing; its recomputation sees the buffers that the forward saw.
 
-    With ``offloads``, positional tensor arguments wait in host memory for the backward.
+    Otherwise running statistics would be updated twice, and a power iteration would give other weights the
+    second time. With ``offloads``, positional tensor arguments wait in host memory for the backward.
     """
 
-    is_on = False
-
-    def __init__(
-        self, module: nn.Module, name: str, contexts: Callable[[], Any] | None, offloads: bool
-    ) -> None:
-        self._module = module
-        self._name = name
-        self._kwargs: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+    def __init__(self, module: nn.Module, contexts: Callable[[], Any] | None, offloads: bool) -> None:
         self._offloads = offloads
+        self._kwargs: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+        self._module = module
 
     def __call__(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self.is_on or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return compute(*args, **kwargs)
-        before = self._buffers()
+        buffers = [holder._buffers for holder in self._module.modules() if holder._buffers]
+        met: list[_Buffers] = []
+
+        def first_or_again(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # a block without buffers
+                return compute(*args, **kwargs)
+            if not met:
+                met.extend(map(_copy, buffers))
+                return compute(*args, **kwargs)
+            current = [{**held} for held in buffers]
+            try:
+                _replace(buffers, map(_copy, met))
+                return compute(*args, **kwargs)
+            finally:
+                _replace(buffers, current)
+
+        if buffers:
+            run = _checkpoint_eagerly
+        else:
+            run = checkpoint
         # Only the inputs are offloaded: inside, the saved-tensor hooks of `checkpoint` replace these.
         with offloaded_activations() if self._offloads else nullcontext():
-            output = checkpoint(compute, *args, use_reentrant=False, **self._kwargs, **kwargs)
-        if before:
-            self._refuse_writes(before)
-        return output
+            return run(first_or_again, *args, use_reentrant=False, **self._kwargs, **kwargs)
 
-    def _buffers(self) -> dict[str, tuple[Tensor, int]]:
-        buffers = dict(self._module.named_buffers())
-        return {name: (buffer, version(buffer)) for name, buffer in buffers.items()}
 
-    def _refuse_writes(self, before: dict[str, tuple[Tensor, int]]) -> None:
-        """Raise RuntimeError if the forward has written buffers: it would write them again in the backward."""
-        for name, (buffer, count) in self._buffers().items():
-            earlier, earlier_count = before.get(name, (buffer, count))
-            # One of another size is a cache that has grown, of values that come out the same again.
-            is_replaced = buffer is not earlier and buffer.shape == earlier.shape
-            if is_replaced or count != earlier_count:
-                raise RuntimeError(
-                    f"The forward of {self._name} writes its buffer {name}, as running statistics are. Its"
-                    " recomputation in the backward would write it a second time, and compute with other"
-                    " values: leave such modules out of activation_checkpointing, by a set of the classes"
-                    " that recompute, or call .eval() on what is not to follow the data."
-                )
+# A graph of both forwards would recompute from buffers that the first one has written. The forward itself is
+# compiled.
+_checkpoint_eagerly = torch.compiler.disable(checkpoint, recursive=False)
+
+
+def _copy(buffers: _Buffers) -> _Buffers:
+    return {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
+
+
+def _replace(buffers: Iterable[_Buffers], values: Iterable[_Buffers]) -> None:
+    for held, new in zip(buffers, values, strict=True):
+        held.clear()
+        held.update(new)
+
+
+class _CheckpointedForward:
+    """Replaces the forward of one module: its hooks do not run again. An object, since deep copies share closures.
+
+    If it is wrapped (by casts around FSDP units), it stays when the run ends, and passes calls on.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+        self.checkpoint: _Checkpoint | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.checkpoint is None:
+            return self._forward(*args, **kwargs)
+        return self.checkpoint(self._forward, *args, **kwargs)
 
 
 def checkpoint_blocks(
@@ -106,9 +134,8 @@ def checkpoint_blocks(
     names = told(model, blocks)
     for block, name in zip(blocks, names, strict=True):
         _check(block, name, choice)
-    for block, name in zip(blocks, names, strict=True):
-        checkpointed = _Checkpoint(uncompiled(block), name, contexts, choice == "offload")
-        _let_recompute(block, checkpointed, patches)
+    for block in blocks:
+        _let_recompute(block, _Checkpoint(uncompiled(block), contexts, choice == "offload"), patches)
     return names
 
 
@@ -132,19 +159,22 @@ def _let_recompute(block: nn.Module, checkpointed: _Checkpoint, patches: PatchSt
     """Run ``block`` through ``checkpointed`` from now on, a Hugging Face layer by its own switch."""
     layer = uncompiled(block)
     if not _has_switch(layer):
-        patches.callback(_unwrap, block, vars(block).get("forward"), checkpointed)
-        block.forward = partial(checkpointed, block.forward)  # its hooks do not run again
+        if _ATTRIBUTE not in vars(block):
+            patches.callback(_unwrap, block, vars(block).get("forward"))
+            vars(block)[_ATTRIBUTE] = _CheckpointedForward(block.forward)
+            block.forward = vars(block)[_ATTRIBUTE]
+        patches.set(vars(block)[_ATTRIBUTE], "checkpoint", checkpointed)
     elif not layer.gradient_checkpointing:
         patches.set(layer, "gradient_checkpointing", True)
         patches.set(layer, "_gradient_checkpointing_func", checkpointed, is_new=True)
-    patches.set(checkpointed, "is_on", True)
 
 
-def _unwrap(block: nn.Module, forward: Callable[..., Any] | None, checkpointed: _Checkpoint) -> None:
+def _unwrap(block: nn.Module, forward: Callable[..., Any] | None) -> None:
     """Give ``block`` back its ``forward``, None if that is its class's, unless what replaces it was wrapped since."""
-    if getattr(block.forward, "func", None) is not checkpointed:
+    if vars(block).get("forward") is not vars(block)[_ATTRIBUTE]:
         return  # it passes calls on
     del block.forward
+    del vars(block)[_ATTRIBUTE]
     if forward is not None:
         block.forward = forward
 

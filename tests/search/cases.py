@@ -149,6 +149,7 @@ KNOWN: tuple[str, ...] = (
     "full_tensor",
     "mid_window",
     "containers",
+    "recomputed_buffers",
     "samples",
     "chunks",
     "resumed_twice",

@@ -40,7 +40,6 @@ REFUSALS: dict[str, Callable[[Case], Any]] = {
             or ("validate" in c.callbacks and c.manual == "gan_window")
         )
     ),
-    r"writes its buffer num_forwards": lambda c: c.counter and has(c, "activation_checkpointing"),
     r"activation_checkpointing=.* finds no blocks": lambda c: (
         c.container in ("direct", "dict", "dict_of_groups")
     ),

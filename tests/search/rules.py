@@ -57,6 +57,10 @@ _RULES: list[Rule] = [
     (lambda c, out: "full_tensor" in out, {"penalty": None}),
     (lambda c, out: c.thaw == "mid_window" and "mid_window" in out, {"thaw": "window"}),
     (lambda c, out: c.container in ("iterated", "indexed") and "containers" in out, {"container": "groups"}),
+    (
+        lambda c, out: c.counter and "recomputed_buffers" in out,
+        {"strategy": _without("strategy", "activation_checkpointing")},
+    ),
     (lambda c, out: c.manual == "chunks" and "chunks" in out, {"manual": "each"}),
     (lambda c, out: "resumed_twice" in out, {"stops": lambda c: c.stops[:1]}),
     # What has no meaning.
