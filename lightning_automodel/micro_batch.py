@@ -231,8 +231,8 @@ class MicroBatches:
                 totals = windows.sum_over_ranks(window, batch)  # N, among them
                 denominator = windows.denominator(window, totals)
                 rescale_clip.divide_(window.final, denominator, windows.divisor, window.scale)
-                if windows.on_final is not None:
-                    windows.on_final()
+            if windows.on_backward is not None:
+                windows.on_backward(window)
             windows.put_back(window)
         if window.ends:
             windows.close(window, totals)

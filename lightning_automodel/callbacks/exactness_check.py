@@ -1,44 +1,32 @@
 """The callback that computes a training's first steps again, on all ranks together, and reports the difference.
 
-In ``exactness/``, ``moment`` keeps what a step depends on, ``lockstep`` computes micro-batches again,
-``counting`` tells what each should weigh, ``slope`` asks forwards alone, ``comparison`` drives these in each
-step, and ``verdict`` judges.
+In ``exactness/``, ``recording`` keeps the micro-batches and gradients of windows, with ``moment`` what a step
+depends on; ``lockstep`` computes micro-batches again, by ``manual`` those of manual optimization; ``counting``
+tells what each should weigh, ``slope`` asks forwards alone, ``comparison`` drives these, and ``verdict`` judges.
 """
 
-import functools
 import logging
-import pickle
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_automodel.callbacks.exactness import verdict
 from lightning_automodel.callbacks.exactness.comparison import Comparison, first, reason_against
 from lightning_automodel.callbacks.exactness.counting import Counting
-from lightning_automodel.callbacks.exactness.lockstep import (
-    Gradients,
-    MicroBatch,
-    local_part,
-    loss_of,
-    loss_scale,
-)
-from lightning_automodel.callbacks.exactness.moment import Moment
+from lightning_automodel.callbacks.exactness.lockstep import local_part
+from lightning_automodel.callbacks.exactness.recording import RecordedWindow, Recorder
 from lightning_automodel.callbacks.exactness.verdict import StepResult
-from lightning_automodel.callbacks.running_strategy import automodel, context_of, run_of, weighting_of
+from lightning_automodel.callbacks.running_strategy import automodel, run_of, weighting_of
 from lightning_automodel.data.samplers import distributed_sampler
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 from lightning_automodel.internals import lightning as lightning_internals
-from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 
 log = logging.getLogger(__name__)
@@ -105,17 +93,14 @@ class ExactnessCheck(Callback):
         if count is not None or given != TokenWeighting():
             self._given = given
         self._num_steps = steps
-        self._raises = raises
         self._patches = PatchStack()
+        self._raises = raises
         self._reset()
 
     def _reset(self) -> None:
         self.verdict: str | None = None
         self.report = ""
         self.results: list[StepResult] = []
-        self._window: list[MicroBatch] = []
-        self._final: Gradients | None = None
-        self._older: Gradients = {}
         self._seconds = 0.0
 
     @override
@@ -137,81 +122,35 @@ class ExactnessCheck(Callback):
         weighting = weighting_of(trainer) or self._given
         self._counting = Counting(weighting or TokenWeighting(), is_given=weighting is not None)
         self._comparison = Comparison(trainer, self._counting)
-        self._lockstep = self._comparison.lockstep
-        self._record(trainer, pl_module)
+        self._recorder = Recorder(trainer, self._counting, self._comparison.lockstep, self._patches)
+        self._recorder.start()
 
-    # --- Recording ----------------------------------------------------------------------------------------
-
-    def _record(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Keep the micro-batches of the next window, and its gradients when they are final."""
-        self._window = []
-        self._final = None
-        self._older = {}
-        # The engine calls this one when it has prepared weights and buffers.
-        self._patches.set(module, "training_step", self._recording(trainer, module))
-        run = run_of(trainer)
-        if run is not None:
-            run.windows.on_final = self._take_gradients
-            self._patches.callback(setattr, run.windows, "on_final", None)
-
-    def _recording(self, trainer: pl.Trainer, module: pl.LightningModule) -> Callable[..., Any]:
-        called = module.training_step
-        context = context_of(trainer)
-        strategy = automodel(trainer)
-
-        @functools.wraps(called)
-        def record(*args: Any, **kwargs: Any) -> Any:
-            before = Moment.of(module, trainer.strategy.root_device)
-            batch = args[0] if context is None else context.whole
-            pickled = b""
-            with suppress(Exception):  # such as a lock in the batch
-                pickled = pickle.dumps((move_data_to_device((batch, *args[1:]), "cpu"), before))
-            output = called(*args, **kwargs)
-            if output is None or (strategy is not None and strategy.is_filler):
-                return output
-            loss = loss_of(output)
-            told = self._counting.look(module, args[0], output, loss)
-            if strategy is None and loss.requires_grad:
-                self._watch_backward(loss, trainer, is_first=not self._window)
-            self._window.append(MicroBatch(pickled, float(loss.detach()), told))
-            return output
-
-        return record
-
-    def _watch_backward(self, loss: Tensor, trainer: pl.Trainer, is_first: bool) -> None:
-        """Under another strategy: note what ``.grad`` holds before a window and after its backwards."""
-
-        def note_older(_: Tensor) -> None:
-            self._older = self._lockstep.gradients()
-
-        def take_gradients() -> None:
-            self._take_gradients(loss_scale(trainer))
-
-        if is_first:
-            loss.register_hook(note_older)
-        torch_internals.when_backward_ends(loss, take_gradients)
-
-    def _take_gradients(self, scale: float = 1.0) -> None:
-        """Keep what ``.grad`` holds in addition to older gradients, without the ``scale`` of a scaler."""
-        self._final = self._lockstep.gradients()
-        for name, gradient in self._final.items():
-            if name in self._older:
-                gradient.sub_(self._older[name])
-            if scale != 1:
-                gradient.div_(scale)
-
-    # --- One optimizer step -------------------------------------------------------------------------------
+    # --- One step -----------------------------------------------------------------------------------------
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        if pl_module.automatic_optimization:
+            self._compare(trainer)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        run = run_of(trainer)
+        # Weights of each step were recorded. A replay needs what an open window holds.
+        if not (pl_module.automatic_optimization or (run is not None and run.windows.unfinished)):
+            self._compare(trainer)
+
+    def _compare(self, trainer: pl.Trainer) -> None:
+        """Compare the windows that have ended."""
         if self.verdict is not None:
             return
         started_at = time.perf_counter()
         self._patches.restore()
-        step = self._comparison.step(optimizer, self._window, self._final)
-        if step is not None:
+        for window in self._recorder.finished or [RecordedWindow()]:
+            step = self._comparison.window(self._recorder, window)
+            if step is None:
+                continue
             self.results.append(step)
             numbers = {
                 "exactness/gradient_error": step.gradient_error,
@@ -220,10 +159,10 @@ class ExactnessCheck(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, lightning_internals.logging_step(trainer))
         self._seconds += time.perf_counter() - started_at
-        if len(self.results) == self._num_steps:
+        if len(self.results) >= self._num_steps:
             self._finish(trainer)
         else:
-            self._record(trainer, pl_module)
+            self._recorder.start()
 
     # --- The verdict --------------------------------------------------------------------------------------
 
@@ -242,7 +181,7 @@ class ExactnessCheck(Callback):
         self._patches.restore()
         wrong_count = first(self._counting.wrong()) or ""
         found = verdict.verdict_of(self.results, wrong_count)
-        parts = [local_part(parameter) for parameter in self._lockstep.parameters.values()]
+        parts = [local_part(parameter) for parameter in self._comparison.lockstep.parameters.values()]
         size = sum(part.numel() * part.element_size() for part in parts)
         report = verdict.report_of(self.results, found, wrong_count, self._counting)
         loaders = CombinedLoader(trainer.train_dataloader).flattened

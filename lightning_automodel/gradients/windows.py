@@ -92,7 +92,8 @@ class GradientWindows:
         measured: The optimizers whose norm was reported since their previous step.
         num_resets: How often an optimizer stepped, or gradients were zeroed.
         on_step: Called after each step.
-        on_final: Called when ``.grad`` holds a window's final gradients, and nothing older.
+        on_backward: Called with its window after each backward, while ``.grad`` holds that window's gradients, and
+            nothing older.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class GradientWindows:
         self.measured: set[Optimizer] = set()
         self.num_resets = 0
         self.on_step: Callable[[], None] | None = None
-        self.on_final: Callable[[], None] | None = None
+        self.on_backward: Callable[[Window], None] | None = None
         self._engine = engine
         # By parameter, in their order: hashing parameters would be a good part of what a micro-batch costs.
         self._nothing: list[Tensor | None] = [None] * len(parameters)

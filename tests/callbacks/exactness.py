@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -134,7 +135,7 @@ def make_strategy(training: Training) -> Any:
         return AutomodelStrategy(data_parallel=training.strategy, **training.options)
     if training.strategy == "sharded by hand":
         return ModelParallelStrategy(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
-    return {"lightning": "ddp", "one": "auto"}[training.strategy]
+    return {"lightning": "ddp_find_unused_parameters_true", "one": "auto"}[training.strategy]
 
 
 def run(training: Training, checked: bool = True) -> tuple[ExactnessCheck, LightningModule]:
@@ -146,7 +147,7 @@ def run(training: Training, checked: bool = True) -> tuple[ExactnessCheck, Light
     trainer = make_trainer(
         make_strategy(training),
         callbacks=[*training.callbacks(), *([check] if checked else [])],
-        **{"accumulate_grad_batches": 2, "max_steps": steps + 1, "max_epochs": 3, **training.trainer},
+        **{"accumulate_grad_batches": 2, "max_steps": 2 * steps + 1, "max_epochs": 3, **training.trainer},
     )
     trainer.fit(module, DataLoader(training.data(rank), batch_size=None))
     return check, module
@@ -426,15 +427,107 @@ class AttendingWithAHook(Attending):
 
 
 class Manual(Writer):
-    def __init__(self) -> None:
+    """Manual optimization, in windows of ``accumulate`` micro-batches."""
+
+    def __init__(self, accumulate: int = 1) -> None:
         super().__init__()
         self.automatic_optimization = False
+        self.accumulate = accumulate
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
+        ends = (batch_idx + 1) % self.accumulate == 0
+        with optimizer.toggle_model(sync_grad=ends):
+            self.manual_backward(self.loss(batch))
+        if ends:
+            self.clip_gradients(optimizer, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class ManualByHand(Manual):
+    """Clips gradients past Lightning, steps the optimizer itself, and by a closure; may read gradients in between."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        if self.reads:
+            self.log("norm", self.net.head.weight.grad.norm())
         optimizer.step()
+        self.optimizers().step(closure=lambda: self.backward_again(batch))
+
+    def backward_again(self, batch: Any) -> None:
+        self.zero_grad()
+        self.manual_backward(2 * self.loss(batch), **self.counted(batch))
+
+    def counted(self, batch: Any) -> dict[str, Any]:
+        if isinstance(self.trainer.strategy, AutomodelStrategy):
+            return {"num_label_tokens": (batch["labels"] != -100).sum()}
+        return {}
+
+
+class Gan(Classifier):
+    """Two optimizers, stepped one after the other in a step, whose losses depend on each other's weights.
+
+    Options: windows of ``accumulate`` micro-batches; ``toggles`` parameters; a ``tower`` of the module has a
+    hook that is not linear.
+    """
+
+    def __init__(self, accumulate: int = 1, toggles: bool = True, hook: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.accumulate = accumulate
+        self.toggles = toggles
+        self.critic = nn.Sequential(nn.Linear(WORDS, 16), nn.LeakyReLU(), nn.Linear(16, 1))
+        self.random = torch.Generator().manual_seed(3)
+        if hook:
+            self.critic[0].weight.register_hook(lambda gradient: gradient / gradient.norm())
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generating, judging = self.optimizers()
+        schedule = self.lr_schedulers()
+        ends = (batch_idx + 1) % self.accumulate == 0
+        fake = self.net(batch[0] + torch.randn(batch[0].shape, generator=self.random))
+        real = F.one_hot(batch[1], WORDS).float()
+
+        with judging.toggle_model(sync_grad=ends) if self.toggles else nullcontext():
+            loss = F.softplus(-self.critic(real)).mean() + F.softplus(self.critic(fake.detach())).mean()
+            self.manual_backward(loss)
+        if ends:
+            judging.step()
+            judging.zero_grad()
+            schedule.step()
+            with torch.no_grad():
+                for parameter in self.critic.parameters():
+                    parameter.clamp_(-0.3, 0.3)
+
+        with generating.toggle_model(sync_grad=ends) if self.toggles else nullcontext():
+            loss = F.softplus(-self.critic(fake)).mean()
+            self.manual_backward(loss)
+        self.log("generator", loss)
+        if ends:
+            generating.step()
+            generating.zero_grad()
+        if not self.toggles:
+            self.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        generating = torch.optim.Adam(self.net.parameters(), lr=0.05)
+        judging = torch.optim.SGD(self.critic.parameters(), lr=0.3)
+        return [generating, judging], [torch.optim.lr_scheduler.ExponentialLR(judging, 0.9)]
+
+
+class UnrepeatableGan(Gan):
+    """Its second loss depends on how many steps there were, which has changed when it is computed again."""
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().manual_backward(loss * (1 + self.trainer.global_step), *args, **kwargs)
 
 
 class Changing(Callback):
@@ -548,9 +641,22 @@ def rows_of_one_length(rank: int) -> Batches:
     return batches
 
 
+def manual(trainings: dict[str, Training]) -> dict[str, Training]:
+    """Without windows of the Trainer's, and two checked."""
+    return {
+        name: replace(
+            training,
+            check={"steps": 4 if name.startswith("gan") else 2},
+            trainer={**training.trainer, "accumulate_grad_batches": 1},
+        )
+        for name, training in trainings.items()
+    }
+
+
 SAMPLES = {"count": "samples"}
 SLICED = {"context_parallel_size": 2}
 of_images = Training(Classifier, images, options=SAMPLES)
+of_gans = of_images.under("ddp", options={**SAMPLES, "ddp_kwargs": {"find_unused_parameters": True}})
 WEIGH = "Every micro-batch weighs 25 %, though they hold"
 TRAININGS: dict[str, Training] = {
     "fsdp2": Training(says="agrees with the loss", check={"steps": 2}),
@@ -623,6 +729,54 @@ TRAININGS: dict[str, Training] = {
         Alone, strategy="ddp", verdict="not checked", says="OSError: this rank's disk is full"
     ),
     "detached, ddp": Training(Detached, strategy="ddp", says="EXACT in 1 optimizer step"),
+    # Windows of manual optimization, one by one.
+    **manual(
+        {
+            "manual": Training(Manual, says="EXACT for each manual_backward by itself as far as a replay"),
+            "manual, ddp": Training(
+                lambda: Manual(2),
+                strategy="ddp",
+                says="EXACT for each manual_backward by itself in 2 windows",
+            ),
+            "manual, accumulated": Training(lambda: Manual(2), says="in 2 windows"),
+            "manual, uneven": Training(
+                lambda: Manual(2),
+                data=lambda rank: sentences(rank, 6 if rank else 3),
+                options={"uneven_inputs": "pad"},
+            ),
+            "manual, half": Training(Manual, trainer={"precision": "bf16-mixed"}),
+            "manual, by hand": Training(ManualByHand, says="agrees with the loss"),
+            "manual, reading": Training(
+                lambda: ManualByHand(reads=True), verdict="not checked", says="has no attribute 'norm'"
+            ),
+            "manual, slices": Training(lambda: ManualSlices(), data=lambda _: sentences(0), options=SLICED),
+            "manual, lightning": Training(
+                Manual, strategy="lightning", verdict="wrong", says="Every micro-batch weighs 50 %, though"
+            ),
+            "manual, equal": Training(
+                Manual, data=lambda rank: sentences(rank, equal=True), strategy="lightning"
+            ),
+            "manual, blocked": Training(
+                lambda: Manual(2), strategy="lightning", verdict="not checked", says="only AutomodelStrategy"
+            ),
+            "manual, one process": Training(Manual, strategy="one"),
+            "gan": replace(of_images, module=Gan, says="in 4 windows"),
+            "gan, ddp": replace(of_gans, module=Gan, says="in 4 windows"),
+            "gan, accumulated": replace(of_images, module=lambda: Gan(2), says="in 4 windows"),
+            "gan, accumulated, ddp": replace(of_gans, module=lambda: Gan(2), says="in 4 windows"),
+            "gan, not toggled": replace(of_gans, module=lambda: Gan(toggles=False), says="in 4 windows"),
+            "gan, a hook": replace(
+                of_gans, module=lambda: Gan(2, hook=True), verdict="wrong", says="off: critic.0.weight"
+            ),
+            "gan, lightning": of_gans.under(
+                "lightning", "wrong", "Every micro-batch weighs 50 %, though", module=Gan, options={}
+            ),
+            "gan, global_step": replace(
+                of_gans, module=UnrepeatableGan, verdict="not checked", says="losses differ in the replay"
+            ),
+            "gan, one process": of_gans.under("one", module=Gan, options={}),
+        }
+    ),
     # What is wrong, and why.
     "lightning": Training(strategy="lightning", verdict="wrong", says=WEIGH),
     "lightning, half": Training(
@@ -681,9 +835,6 @@ TRAININGS: dict[str, Training] = {
     "no count, and a hook": Training(
         GraphsWithAHook, graphs, strategy="lightning", verdict="wrong", says="off: net.head.weight"
     ),
-    "manual": Training(
-        Manual, trainer={"accumulate_grad_batches": 1}, verdict="not checked", says="Manual optim"
-    ),
     "gathering": replace(
         of_images, module=Gathering, verdict="wrong", says="The loss of Gathering is gathered from all ranks"
     ),
@@ -700,6 +851,18 @@ TRAININGS: dict[str, Training] = {
         says="losses differ in the replay",
     ),
 }
+
+
+class ManualSlices(Manual):
+    """Under context parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Attending()  # attends in its forward, which is a unit
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        labels = batch.get("shift_labels", batch["labels"])
+        return F.cross_entropy(self.net(batch).flatten(0, 1), labels.flatten())
 
 
 class RowMeans(Writer):

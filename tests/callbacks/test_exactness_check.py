@@ -63,6 +63,9 @@ def test_verdicts(name: str, pool2: RankPool, pool1: RankPool) -> None:
         "overrides, one process",
         "unrepeatable",
         "slices, random numbers",
+        "manual, by hand",
+        "gan, accumulated",
+        "gan, not toggled",
     ],
 )
 def test_training_has_the_same_bits(name: str, pool2: RankPool) -> None:

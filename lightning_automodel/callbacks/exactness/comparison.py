@@ -1,6 +1,7 @@
 """Compares the gradients of one step with those of one batch."""
 
 from contextlib import suppress
+from dataclasses import replace
 
 import lightning.pytorch as pl
 import torch
@@ -8,16 +9,15 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from lightning_automodel.callbacks.exactness.counting import Counting
 from lightning_automodel.callbacks.exactness.lockstep import (
     Gradients,
     LockStep,
-    MicroBatch,
     ReplayError,
     Turn,
 )
+from lightning_automodel.callbacks.exactness.recording import RecordedWindow, Recorder
 from lightning_automodel.callbacks.exactness.slope import Slopes
 from lightning_automodel.callbacks.exactness.verdict import StepResult
 from lightning_automodel.callbacks.exactness.words import percent
@@ -34,8 +34,6 @@ _NO_COUNT = (
 def reason_against(trainer: pl.Trainer, module: pl.LightningModule) -> str | None:
     """Why this training cannot be replayed; None if there is no known reason."""
     strategy = type(trainer.strategy).__name__
-    if not module.automatic_optimization:
-        return "Manual optimization steps within training_step, which the replay does not repeat"
     if isinstance(trainer.strategy, (FSDPStrategy, DeepSpeedStrategy)) or "XLA" in strategy:
         return f"{strategy} keeps parameters in a form of its own"
     if lightning_internals.draws_its_batches(module.training_step):
@@ -59,49 +57,56 @@ class Comparison:
 
     def __init__(self, trainer: pl.Trainer, counting: Counting) -> None:
         self._trainer = trainer
+        self._module: pl.LightningModule = trainer.lightning_module
         self._counting = counting
-        self.lockstep = LockStep(trainer, trainer.lightning_module, counting.weighting)
+        self.lockstep = LockStep(trainer, self._module, counting.weighting)
         self._asks_forwards = True
 
-    def step(
-        self, optimizer: Optimizer, own: list[MicroBatch], final: Gradients | None
-    ) -> StepResult | None:
-        """Compare a window, of which this rank has its ``own`` micro-batches, and ``final`` gradients.
+    def window(self, recorder: Recorder, recorded: RecordedWindow) -> StepResult | None:
+        """Compare a window of which this rank has ``recorded`` its part.
 
         None if no rank has computed a loss. A collective over the world.
         """
         lockstep = self.lockstep
         sampler = getattr(self._trainer.strategy, "distributed_sampler_kwargs", None) or {}
         data_rank = sampler.get("rank", self._trainer.global_rank)
-        records = [(record.told, record.loss) for record in own]
-        by_rank = collectives.gather_objects((data_rank, records, final is not None))
-        told = [told for _, records, _ in by_rank for told, _ in records]
+        own = recorded.micro_batches
+        shown = [replace(each, pickled=b"") for each in own]
+        by_rank = collectives.gather_objects((data_rank, shown, recorded.gradients is not None))
+        told = [each.told for _, records, _ in by_rank for each in records]
         if not told:
             return None
         settled = self._counting.settle(told)
         counts = iter(settled or [1.0] * len(told))
-        known = [(data, [(next(counts), loss) for _, loss in records]) for data, records, _ in by_rank]
+        known = [(data, [(next(counts), each) for each in records]) for data, records, _ in by_rank]
         turns = Turn.all_of(known, lockstep.num_slices)
         step = StepResult([turn.count for turn in turns])
         step.unequal = _unequal(lockstep.parameters)
-        with lockstep.apart(own, optimizer):
+        step.is_manual = not self._module.automatic_optimization
+        with lockstep.apart(own, recorded.trained, recorder.weights):
             step.is_sharded = lockstep.is_sharded
             try:
-                if all(has_gradients for *_, has_gradients in by_rank):
-                    self._replay(step, turns, final or {}, is_counted=settled is not None)
+                if recorder.blocks_sync:
+                    step.problem = (
+                        "backwards accumulate in toggle_model(sync_grad=False), and only AutomodelStrategy"
+                        " tells which of them belong together"
+                    )
+                elif all(has_gradients for *_, has_gradients in by_rank):
+                    self._replay(step, turns, recorded.gradients or {}, is_counted=settled is not None)
                 else:
                     step.problem = "no backward of the loss that training_step has returned was seen"
             except ReplayError as error:
                 step.problem = str(error)
-            if lockstep.restore_weights():
+            if lockstep.restore_weights() and not step.is_manual:
                 step.problem = (
                     "training_step writes weights, which a micro-batch would find as another wrote them"
                 )
             step.problem = first(step.problem)
-            if step.is_sharded and not (step.problem or step.is_half) and self._asks_forwards:
+            has_slope = step.is_sharded and not (step.problem or step.is_half or step.is_manual)
+            if has_slope and self._asks_forwards:
                 self._asks_forwards = False
                 with suppress(ReplayError, ArithmeticError):  # a step may differentiate by itself
-                    step.slope = Slopes(lockstep, turns, final or {}).measure()
+                    step.slope = Slopes(lockstep, turns, recorded.gradients or {}).measure()
         return step
 
     def _replay(self, step: StepResult, turns: list[Turn], final: Gradients, is_counted: bool) -> None:
@@ -133,11 +138,7 @@ class Comparison:
             )
         elif not is_counted and (step.explanation or not step.is_wrong):
             step.problem = f"{_NO_COUNT}. {step.explanation}".rstrip(". ")
-        elif (
-            step.is_wrong
-            and not step.explanation
-            and is_overridden("backward", self._trainer.lightning_module)
-        ):
+        elif step.is_wrong and not step.explanation and is_overridden("backward", self._module):
             step.problem = (
                 f"they are {percent(step.gradient_error)} off, as LightningModule.backward may mean it"
             )

@@ -18,8 +18,12 @@ _LOOKS = 100
 
 @dataclass(frozen=True)
 class Told:
-    """What is known of the weight of a micro-batch: its count and its rows, if they can be counted, and its loss."""
+    """What is known of the weight of a micro-batch: its count and its rows, if they can be counted, and its loss.
 
+    ``backward`` tells losses of one step apart.
+    """
+
+    backward: int
     count: float | None
     rows: float | None
     parts: list[LossTerm]  # empty if the graph of the loss does not tell
@@ -56,7 +60,7 @@ class Counting:
             return "loss term"
         return self.weighting.unit
 
-    def look(self, module: pl.LightningModule, batch: Any, output: Any, loss: Tensor) -> Told:
+    def look(self, module: pl.LightningModule, batch: Any, output: Any, loss: Tensor, backward: int) -> Told:
         """Look at a micro-batch of this rank."""
         rows = _count(TokenWeighting(count_label_tokens=count_samples), batch, None)
         count = _count(self.weighting, batch, output)
@@ -66,7 +70,7 @@ class Counting:
         if count is not None and self.is_given:
             advice = self._looks.advice(module, self.weighting, loss, count, 1, batch)
             self._advice = self._advice or advice or ""
-        return Told(count, rows, averaged_parts(loss))
+        return Told(backward, count, rows, averaged_parts(loss))
 
     def settle(self, told: list[Told]) -> list[float] | None:
         """The counts of a window's micro-batches, of all ranks, by what was told of each; None if there are none."""
@@ -84,7 +88,8 @@ class Counting:
         """What to say of losses, some of them of this rank alone, that do not divide by the count; else empty."""
         if self._advice or not self.doubt():
             return self._advice
-        if all(each.divisor == each.rows is not None for each in self._told):
+        counts_rows = all(each.count == each.rows for each in self._told)
+        if not counts_rows and all(each.divisor == each.rows is not None for each in self._told):
             return f"The loss is a mean over rows, and {plural(self.unit)} are counted. Right is count='samples'."
         return ""
 
@@ -92,7 +97,11 @@ class Counting:
         """Why the count is taken on trust; empty if all losses divide by it."""
         if self._by_graph or not self.weighting.per_token_loss:
             return ""
-        counted = [each for each in self._told if each.count]
+        doubts = (self._doubt(backward) for backward in {each.backward for each in self._told})
+        return next(filter(None, doubts), "")
+
+    def _doubt(self, backward: int) -> str:
+        counted = [each for each in self._told if each.count and each.backward == backward]
         kinds = {tuple(part.kind for part in each.parts) for each in counted}
         if () in kinds:
             return "the graph of the loss does not tell what it divides by"

@@ -6,7 +6,8 @@ gradient: FSDP2 takes it after every backward outside of a window, DDP after non
 
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,9 +20,9 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from lightning_automodel.callbacks.exactness.counting import Told
+from lightning_automodel.callbacks.exactness.manual import up_to_backward
 from lightning_automodel.callbacks.exactness.moment import leaving_no_trace
 from lightning_automodel.callbacks.exactness.words import described, listed
 from lightning_automodel.callbacks.running_strategy import automodel, context_of, options_of, run_of
@@ -36,6 +37,8 @@ from lightning_automodel.internals.patching import PatchStack
 T = TypeVar("T")
 Gradients = dict[str, Tensor]
 """This rank's parts of gradients by parameter, in host memory; those of parameters without one are missing."""
+RecordedWeights = dict[int, list[Gradients]]
+"""By training step, this rank's parts of weights before it and after each step of an optimizer in it."""
 
 _SAMPLED = 1_000  # entries of this rank's part of each parameter, by which micro-batches are told apart
 _TIME_FOR_ALL = timedelta(minutes=30)
@@ -48,11 +51,13 @@ class ReplayError(RuntimeError):
 
 @dataclass
 class MicroBatch:
-    """One training step of this rank: its whole batch and the moment before it, and what is known of its weight."""
+    """One backward of this rank: the whole batch of its training step and the moment before it, and its weight."""
 
     pickled: bytes  # empty if that is not possible
     loss: float
     told: Told
+    step: int  # how many training steps this rank had begun
+    backward: int  # how many manual backwards its step had; 0 under automatic optimization
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,12 @@ class Turn:
     count: float  # of all slices
     own_count: float  # of this rank's slice
     loss: float  # of the rank that has computed the slice which this rank has
+    step: int
+    backward: int
 
     @staticmethod
-    def all_of(told: Sequence[tuple[int, list[tuple[float, float]]]], num_slices: int) -> list["Turn"]:
-        """The micro-batches of all ranks, by what each has ``told``: which data it has, and counts and losses."""
+    def all_of(told: Sequence[tuple[int, list[tuple[float, MicroBatch]]]], num_slices: int) -> list["Turn"]:
+        """The micro-batches of all ranks, by what each has ``told``: which data it has, and counts and records."""
         peers: dict[int, list[int]] = {}
         for rank, (data, _) in enumerate(told):
             peers.setdefault(data, []).append(rank)
@@ -76,7 +83,8 @@ class Turn:
         for _, ranks in sorted(peers.items()):
             for index, parts in enumerate(zip(*(told[rank][1] for rank in ranks), strict=True)):
                 count = sum(of_slice for of_slice, _ in parts) * num_slices / len(parts)
-                turns.append(Turn(ranks[0], index, count, *parts[position]))
+                own_count, own = parts[position]
+                turns.append(Turn(ranks[0], index, count, own_count, own.loss, own.step, own.backward))
         return turns
 
 
@@ -109,6 +117,7 @@ class LockStep:
         self.parameters = dict(module.named_parameters())
         self.trained = self.parameters
         self._own: Sequence[MicroBatch] = ()
+        self._of_steps: RecordedWeights = {}
         self._hooks: dict[str, list[Callable[[Tensor], Tensor | None]]] = {}
 
     @property
@@ -116,19 +125,35 @@ class LockStep:
         """Whether an engine takes part in the replay's backwards."""
         return any(isinstance(parameter, DTensor) for parameter in self.trained.values())
 
+    def requiring_gradients(self) -> set[str]:
+        """The parameters of optimizers that require gradients. Not a collective."""
+        groups = (group for optimizer in self._trainer.optimizers for group in optimizer.param_groups)
+        optimized = {id(parameter) for group in groups for parameter in group["params"]}
+        return {name for name, p in self.parameters.items() if p.requires_grad and id(p) in optimized}
+
     def gradients(self) -> Gradients:
         """What ``.grad`` holds. Not a collective."""
         with plain_access():
             graded = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
             return {name: local_part(gradient).to("cpu", copy=True) for name, gradient in graded.items()}
 
+    def weights(self) -> Gradients:
+        """This rank's parts of all parameters, in host memory. Not a collective."""
+        return {name: local_part(p).to("cpu", copy=True) for name, p in self.parameters.items()}
+
     @contextmanager
-    def apart(self, own: Sequence[MicroBatch], optimizer: Optimizer) -> Iterator[None]:
-        """Context of replays of windows of which this rank has its ``own``; all that a step may change is put back."""
+    def apart(
+        self, own: Sequence[MicroBatch], trained: Iterable[str], of_steps: RecordedWeights
+    ) -> Iterator[None]:
+        """Context of replays of a window, of which this rank has its ``own``; all that a step may change is put back.
+
+        ``trained`` are the parameters that are compared, and ``of_steps`` the weights of training steps that
+        were written later.
+        """
         self._own = own
-        optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad and id(p) in optimized}
-        self._weights = {name: local_part(p).to("cpu", copy=True) for name, p in self.parameters.items()}
+        self._of_steps = of_steps
+        self.trained = {name: self.parameters[name] for name in self.parameters if name in trained}
+        self._weights = self.weights()
         loggers = self._trainer.loggers
         with (
             leaving_no_trace(self._module, self._device) as self._missing,
@@ -149,23 +174,38 @@ class LockStep:
             patches.callback(self.restore_weights)
             yield
 
-    @torch.no_grad()
     def restore_weights(self) -> bool:
         """Write back the weights. Returns whether any had changed. Not a collective."""
+        return self._write(self._weights)
+
+    @torch.no_grad()
+    def _write(self, weights: Gradients) -> bool:
         has_changed = False
         for name, parameter in self.parameters.items():
             part = local_part(parameter)
-            before = self._weights[name].to(part.device)
-            if not torch.allclose(part, before, rtol=0, atol=0, equal_nan=True):
-                part.copy_(before)
+            wanted = weights[name].to(part.device)
+            if not torch.allclose(part, wanted, rtol=0, atol=0, equal_nan=True):
+                part.copy_(wanted)
                 has_changed = True
+        if has_changed and self._engine is not None:
+            self._engine.stepped()
+        elif has_changed:
+            self._reshard()
         return has_changed
+
+    def _reshard(self) -> None:
+        """Free what another strategy has gathered."""
+        for submodule in self._module.modules():
+            if isinstance(submodule, FSDPModule):
+                submodule.reshard()
 
     def together(self, function: Callable[[], T]) -> T:
         """What ``function`` returns. ReplayError on all ranks if it raises on any."""
         problem = None
         try:
             result = function()
+        except ReplayError:
+            raise  # of a call within this one
         except Exception as error:
             problem = f"the replay has raised {described(error)}"
             if self._missing:
@@ -190,11 +230,11 @@ class LockStep:
 
     # --- One micro-batch --------------------------------------------------------------------------------------
 
-    @contextmanager
-    def taking_turn(self, turn: Turn, turns: Sequence[Turn]) -> Iterator[tuple[Tensor, float]]:
-        """Context of a micro-batch's forward, and of its backward.
+    def compute(self, turn: Turn, turns: Sequence[Turn], scale: float | None = None) -> tuple[float, float]:
+        """Compute a micro-batch's forward, and the backward of its objective times ``scale`` if there is one.
 
-        Yields [] this rank's part of its share in the loss of one batch, and its own loss.
+        Its gradients are then in ``.grad``. Returns this rank's part of its share in the loss of one batch,
+        and its own loss. A collective over the world.
         """
         sent = b""
         if turn.source == group_rank():
@@ -202,8 +242,42 @@ class LockStep:
         received = collectives.broadcast_object(sent, turn.source)
         if not received:
             raise ReplayError("a batch cannot be pickled, for other ranks")
+        written = deque(self._of_steps.get(turn.step, ()))
+        found = []
+
+        def backward(loss: Tensor, output: Any) -> None:
+            objective = self._objective(loss, output, turn, turns)
+            found.append((float(objective.detach()), float(loss.detach())))
+            if scale is None:
+                return
+            self.together(lambda: None)  # no rank has raised before its backward
+            self._clear_gradients()
+            self._differentiate(objective * scale)
+
+        def stepped() -> None:
+            self._write(written.popleft())
+
+        def run() -> None:
+            self._clear_gradients()
+            if self._module.automatic_optimization:
+                output = self._training_step(received)
+                backward(loss_of(output), output)
+                return
+            stepped()
+            with self._requiring_gradients(), up_to_backward(self._module, turn.backward, backward, stepped):
+                self._training_step(received)
+            if not found:
+                raise RuntimeError(
+                    f"training_step has called manual_backward less than {turn.backward} times"
+                )
+
         with self._replaying() if self._engine is None else self._engine.replaying():
-            yield self.together(lambda: self._forward(turn, turns, received))
+            self.together(run)
+        return found[0]
+
+    def _clear_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     @contextmanager
     def _replaying(self) -> Iterator[None]:
@@ -211,11 +285,25 @@ class LockStep:
         try:
             yield
         finally:
-            for submodule in self._module.modules():
-                if isinstance(submodule, FSDPModule):
-                    submodule.reshard()
+            self._reshard()
 
-    def _forward(self, turn: Turn, turns: Sequence[Turn], received: bytes) -> tuple[Tensor, float]:
+    @contextmanager
+    def _requiring_gradients(self) -> Iterator[None]:
+        """Context at whose end no optimizer is toggled, as a step that ends early leaves it."""
+        required = {parameter: parameter.requires_grad for parameter in self.parameters.values()}
+        run = run_of(self._trainer)
+        try:
+            yield
+        finally:
+            if run is not None:
+                run.engine.release()  # what it has gathered would toggle them again
+            for parameter, requires_grad in required.items():
+                parameter.requires_grad = requires_grad
+            if run is not None:
+                run.windows.toggle(None)
+                run.engine.toggled()
+
+    def _training_step(self, received: bytes) -> Any:
         arguments, before = pickle.loads(received)
         before.restore(self._module, self._device)
         batch, *rest = move_data_to_device(arguments, self._device)
@@ -223,8 +311,21 @@ class LockStep:
             batch = self._context.slice(batch)
         attention = nullcontext() if self._context is None else self._context.step("training_step")
         with self._trainer.precision_plugin.train_step_context(), attention:
-            output = self._module.training_step(batch, *rest)
-        loss = loss_of(output)
+            return self._module.training_step(batch, *rest)
+
+    def _differentiate(self, objective: Tensor) -> None:
+        """Put the gradients of ``objective`` [] into ``.grad``. No window is open."""
+        if not getattr(self._trainer.strategy.model, "find_unused_parameters", False):
+            objective.backward()
+            return
+        # DDP would take what it sees in a backward for used in the run's next one.
+        trained = [parameter for parameter in self.parameters.values() if parameter.requires_grad]
+        gradients = torch.autograd.grad(objective, trained, allow_unused=True)
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _objective(self, loss: Tensor, output: Any, turn: Turn, turns: Sequence[Turn]) -> Tensor:
+        """[] the share of a ``loss`` [] in that of one batch."""
         aux = None
         if automodel(self._trainer) is not None:
             aux = self._weighting.aux_loss(output, is_counted_ahead=True)
@@ -232,48 +333,45 @@ class LockStep:
         objective = self._weighting.objective(loss, turn.own_count, aux_loss=aux) / total
         if aux is not None:
             objective = objective + aux / len(turns)
-        return objective * self.num_slices, float(loss.detach())
+        return objective * self.num_slices
 
     # --- One batch --------------------------------------------------------------------------------------------
 
     def one_batch(self, turns: Sequence[Turn], scale: float = 1.0, reverse: bool = False) -> Replayed:
         """Compute the gradients of all micro-batches as one batch, from losses times ``scale``."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
         scale *= loss_scale(self._trainer)
         losses = [0.0] * len(turns)
         parts = [torch.zeros(0)] * len(turns)
-        total = self._sampled()
+        total: Gradients = {}
         for number in sorted(range(len(turns)), reverse=reverse):
-            with self.taking_turn(turns[number], turns) as (objective, losses[number]):
-                self.together((objective * scale).backward)  # no window is open
-            before = total
-            total = self._sampled()
-            parts[number] = (total - before) / scale
-        self._complete(scale)
-        return Replayed(self.gradients(), torch.stack(parts, dim=1), losses)
+            _, losses[number] = self.compute(turns[number], turns, scale)
+            self._complete()
+            own = self.gradients()
+            parts[number] = self.sample(own) / scale
+            for name, gradient in own.items():
+                total[name] = total[name].add_(gradient) if name in total else gradient
+        for name, gradient in total.items():
+            total[name] = self._hooked(name, gradient.div_(scale))
+        return Replayed(total, torch.stack(parts, dim=1), losses)
 
     @torch.no_grad()
-    def _complete(self, scale: float) -> None:
-        """Make of what the backwards have left the gradients of one batch, which hooks of plain parameters see once."""
+    def _complete(self) -> None:
+        """Average what an engine does not, in ``.grad``."""
         plain = [self.trained[name] for name in self._hooks if self.trained[name].grad is not None]
         if self._context is not None and plain:
             rescale_clip.average_gradients_(plain, self._context.group)
         rescale_clip.share_experts_gradients_(list(self.trained.values()))
-        for name, parameter in self.trained.items():
-            if parameter.grad is None:
-                continue
-            parameter.grad.div_(scale)
-            for hook in self._hooks.get(name, ()):
-                changed = hook(parameter.grad)
-                if changed is not None:
-                    parameter.grad = changed
+
+    @torch.no_grad()
+    def _hooked(self, name: str, gradient: Tensor) -> Tensor:
+        """What hooks of a plain parameter, which see one batch once, make of its gradient."""
+        for hook in self._hooks.get(name, ()):
+            changed = hook(gradient.to(self._device))
+            if changed is not None:
+                gradient = changed.cpu()
+        return gradient
 
     # --- Comparing --------------------------------------------------------------------------------------------
-
-    def _sampled(self) -> Tensor:
-        with plain_access():
-            return self.sample({name: p.grad for name, p in self.trained.items() if p.grad is not None})
 
     def sample(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """[k] entries of this rank's parts of gradients, in float64 on the host; 0 for missing ones. No collective."""

@@ -39,6 +39,7 @@ class StepResult:
         explanation: The weights of micro-batches in the gradients, in words, if they explain the difference.
         unequal: Weights that are not the same on all ranks.
         slope: What forwards alone say of the gradients; None if they were not asked.
+        is_manual: Whether it is one of several windows of a step of manual optimization.
         is_sharded: Whether the replay is not independent of the strategy, since it computes with shards.
         eps: The rounding unit of the precision that is trained in.
         is_wrong: Whether the gradients are off by more than rounding.
@@ -52,10 +53,18 @@ class StepResult:
     explanation: str = ""
     unequal: list[str] = field(default_factory=list)
     slope: Slope | None = None
+    is_manual: bool = False
     is_sharded: bool = False
     eps: float = 0.0
     is_wrong: bool = False
     problem: str | None = None
+
+    @property
+    def noun(self) -> str:
+        """What it is the result of, in singular."""
+        if self.is_manual:
+            return "window"
+        return "optimizer step"
 
     def judge(self, off: Norms, rounding: Norms, size: Norms, numel: Norms) -> None:
         """Fill in errors from norms by parameter."""
@@ -160,7 +169,7 @@ def report_of(steps: Sequence[StepResult], found: str, wrong_count: str, countin
         return [f"ExactnessCheck: {found.upper()}. There was no optimizer step."]
     lines = [
         f"ExactnessCheck: {found.upper()}{_resting_on(steps, counting) if found == EXACT else ''} in"
-        f" {number_of(len(steps), 'optimizer step')} on {number_of(group_size(), 'rank')}."
+        f" {number_of(len(steps), steps[0].noun)} on {number_of(group_size(), 'rank')}."
     ]
     if wrong_count:
         lines.append(f"The count is wrong: {wrong_count}")
@@ -197,14 +206,19 @@ def report_of(steps: Sequence[StepResult], found: str, wrong_count: str, countin
 def _resting_on(steps: Sequence[StepResult], counting: Counting) -> str:
     """What an exact training rests on that was not compared."""
     text = ""
+    if steps[0].is_manual:
+        text = " for each manual_backward by itself"
     if counting.doubt():
-        text = " for the count given" if counting.is_given else f" if each {counting.unit} counts the same"
+        text += " for the count given" if counting.is_given else f" if each {counting.unit} counts the same"
     slope = steps[0].slope
     if not steps[0].is_sharded or (slope is not None and slope.is_one):
         return text
     text += " as far as a replay on shards can tell"
     if slope is None:
-        return f"{text} (forwards alone tell no more in half precision, or in a step that differentiates)"
+        return (
+            f"{text} (forwards alone tell no more in half precision, in manual optimization, or in a step that"
+            " differentiates)"
+        )
     text += f" (along the gradients the loss changes by {slope.ratio:.4g} of what they promise"
     if slope.unmoved:
         text += f", and by {listed(slope.unmoved)}, without a gradient"
