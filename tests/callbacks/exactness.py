@@ -147,7 +147,7 @@ def run(training: Training, checked: bool = True) -> tuple[ExactnessCheck, Light
     trainer = make_trainer(
         make_strategy(training),
         callbacks=[*training.callbacks(), *([check] if checked else [])],
-        **{"accumulate_grad_batches": 2, "max_steps": 2 * steps + 1, "max_epochs": 3, **training.trainer},
+        **{"accumulate_grad_batches": 2, "max_steps": steps + 1, "max_epochs": 3, **training.trainer},
     )
     trainer.fit(module, DataLoader(training.data(rank), batch_size=None))
     return check, module
@@ -472,6 +472,15 @@ class ManualByHand(Manual):
         return {}
 
 
+class Writing(Manual):
+    """Writes weights between the micro-batches of a window."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            self.net.head.weight.mul_(0.9)
+
+
 class Gan(Classifier):
     """Two optimizers, stepped one after the other in a step, whose losses depend on each other's weights.
 
@@ -628,6 +637,22 @@ class Alone(Writer):
         return loss
 
 
+class Within(Writer):
+    """The first training step of the replay raises on rank 1 alone, within a forward, as others gather a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        forward = self.net.layers[0].forward
+        calls = iter(range(1, 100))
+
+        def failing(states: Tensor) -> Tensor:
+            if next(calls) == 3 and self.global_rank == 1:
+                raise OSError("this rank's disk is full")
+            return forward(states)
+
+        self.net.layers[0].forward = failing  # type: ignore[method-assign]
+
+
 def rows_of_one_length(rank: int) -> Batches:
     """Labels in all of a batch's rows alike."""
     batches = []
@@ -647,7 +672,7 @@ def manual(trainings: dict[str, Training]) -> dict[str, Training]:
         name: replace(
             training,
             check={"steps": 4 if name.startswith("gan") else 2},
-            trainer={**training.trainer, "accumulate_grad_batches": 1},
+            trainer={**training.trainer, "accumulate_grad_batches": 1, "max_steps": 9},
         )
         for name, training in trainings.items()
     }
@@ -748,6 +773,9 @@ TRAININGS: dict[str, Training] = {
             "manual, by hand": Training(ManualByHand, says="agrees with the loss"),
             "manual, reading": Training(
                 lambda: ManualByHand(reads=True), verdict="not checked", says="has no attribute 'norm'"
+            ),
+            "manual, writing": Training(
+                lambda: Writing(2), strategy="ddp", verdict="not checked", says="weights are written within"
             ),
             "manual, slices": Training(lambda: ManualSlices(), data=lambda _: sentences(0), options=SLICED),
             "manual, lightning": Training(

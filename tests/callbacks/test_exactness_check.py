@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from tests.callbacks.exactness import (
     sentences,
     verdict_of,
 )
+from tests.processes import run_anew
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import SILENT
 
@@ -156,6 +158,33 @@ def test_raises(pool2: RankPool) -> None:
     first, second = pool2.run(raise_if_wrong)
     assert first == second
     assert "Every micro-batch weighs 25 %" in first
+
+
+RAISES_WITHIN = """
+import lightning as L
+from torch import nn
+from torch.utils.data import DataLoader
+from lightning_automodel import AutomodelStrategy, ExactnessCheck
+from tests.callbacks.exactness import Within, sentences
+
+strategy = AutomodelStrategy(auto_wrap_policy={nn.Linear})
+options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+trainer = L.Trainer(
+    accelerator="cpu", devices=2, strategy=strategy, callbacks=[ExactnessCheck()], max_steps=1,
+    accumulate_grad_batches=2, **options
+)
+trainer.fit(Within(), DataLoader(sentences(0), batch_size=None))
+"""
+
+
+@pytest.mark.sweep
+def test_a_rank_that_raises_within_a_forward(tmp_path: Path) -> None:
+    """The others wait for a unit of it, and can only end with it: none hangs, and the error is the rank's own."""
+    script = tmp_path / "script.py"
+    script.write_text(RAISES_WITHIN)
+    status, printed = run_anew([sys.executable, str(script)], tmp_path, timeout_s=55)
+    assert status != 0
+    assert "OSError: this rank's disk is full, on this rank alone and within a forward" in printed
 
 
 def test_numbers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

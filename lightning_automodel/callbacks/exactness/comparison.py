@@ -52,6 +52,21 @@ def first(text: str | None) -> str | None:
     return next(filter(None, collectives.gather_objects(text)), None)
 
 
+def _reason_in(recorder: Recorder, recorded: RecordedWindow) -> str | None:
+    """Why this rank's part of a window cannot be replayed; None if there is no known reason."""
+    if recorder.blocks_sync:
+        return (
+            "backwards accumulate in toggle_model(sync_grad=False), and only AutomodelStrategy tells which of"
+            " them belong together"
+        )
+    if recorded.gradients is None:
+        return "no backward of the loss that training_step has returned was seen"
+    found = [recorder.weights[each.step][0] for each in recorded.micro_batches if recorder.weights]
+    if any(not torch.equal(each[name], found[0][name]) for each in found for name in recorded.trained):
+        return "weights are written within a window that trains them"
+    return None
+
+
 class Comparison:
     """Compares windows of a run with one batch, each before its optimizer step."""
 
@@ -72,29 +87,23 @@ class Comparison:
         data_rank = sampler.get("rank", self._trainer.global_rank)
         own = recorded.micro_batches
         shown = [replace(each, pickled=b"") for each in own]
-        by_rank = collectives.gather_objects((data_rank, shown, recorded.gradients is not None))
-        told = [each.told for _, records, _ in by_rank for each in records]
+        by_rank = collectives.gather_objects((data_rank, shown))
+        told = [each.told for _, records in by_rank for each in records]
         if not told:
             return None
         settled = self._counting.settle(told)
         counts = iter(settled or [1.0] * len(told))
-        known = [(data, [(next(counts), each) for each in records]) for data, records, _ in by_rank]
+        known = [(data, [(next(counts), each) for each in records]) for data, records in by_rank]
         turns = Turn.all_of(known, lockstep.num_slices)
         step = StepResult([turn.count for turn in turns])
         step.unequal = _unequal(lockstep.parameters)
         step.is_manual = not self._module.automatic_optimization
         with lockstep.apart(own, recorded.trained, recorder.weights):
             step.is_sharded = lockstep.is_sharded
+            step.problem = first(_reason_in(recorder, recorded))
             try:
-                if recorder.blocks_sync:
-                    step.problem = (
-                        "backwards accumulate in toggle_model(sync_grad=False), and only AutomodelStrategy"
-                        " tells which of them belong together"
-                    )
-                elif all(has_gradients for *_, has_gradients in by_rank):
+                if step.problem is None:
                     self._replay(step, turns, recorded.gradients or {}, is_counted=settled is not None)
-                else:
-                    step.problem = "no backward of the loss that training_step has returned was seen"
             except ReplayError as error:
                 step.problem = str(error)
             if lockstep.restore_weights() and not step.is_manual:
@@ -126,9 +135,9 @@ class Comparison:
             step.judge_scaling(lockstep.norms(half.gradients, exact.gradients), size)
         tolerance = 1e-2 if step.is_half else 1e-5
         pairs = [
-            (turn.loss, loss)
+            (turn.recorded.loss, loss)
             for turn, loss in zip(turns, exact.losses, strict=True)
-            if abs(turn.loss - loss) > tolerance * abs(turn.loss)
+            if abs(turn.recorded.loss - loss) > tolerance * abs(turn.recorded.loss)
         ]
         if pairs:
             step.problem = (

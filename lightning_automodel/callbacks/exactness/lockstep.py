@@ -68,9 +68,7 @@ class Turn:
     index: int
     count: float  # of all slices
     own_count: float  # of this rank's slice
-    loss: float  # of the rank that has computed the slice which this rank has
-    step: int
-    backward: int
+    recorded: MicroBatch  # of the rank that has computed the slice which this rank has
 
     @staticmethod
     def all_of(told: Sequence[tuple[int, list[tuple[float, MicroBatch]]]], num_slices: int) -> list["Turn"]:
@@ -83,8 +81,7 @@ class Turn:
         for _, ranks in sorted(peers.items()):
             for index, parts in enumerate(zip(*(told[rank][1] for rank in ranks), strict=True)):
                 count = sum(of_slice for of_slice, _ in parts) * num_slices / len(parts)
-                own_count, own = parts[position]
-                turns.append(Turn(ranks[0], index, count, own_count, own.loss, own.step, own.backward))
+                turns.append(Turn(ranks[0], index, count, *parts[position]))
         return turns
 
 
@@ -242,7 +239,7 @@ class LockStep:
         received = collectives.broadcast_object(sent, turn.source)
         if not received:
             raise ReplayError("a batch cannot be pickled, for other ranks")
-        written = deque(self._of_steps.get(turn.step, ()))
+        written = deque(self._of_steps.get(turn.recorded.step, ()))
         found = []
 
         def backward(loss: Tensor, output: Any) -> None:
@@ -264,11 +261,14 @@ class LockStep:
                 backward(loss_of(output), output)
                 return
             stepped()
-            with self._requiring_gradients(), up_to_backward(self._module, turn.backward, backward, stepped):
+            with (
+                self._requiring_gradients(),
+                up_to_backward(self._module, turn.recorded.backward, backward, stepped),
+            ):
                 self._training_step(received)
             if not found:
                 raise RuntimeError(
-                    f"training_step has called manual_backward less than {turn.backward} times"
+                    f"training_step has called manual_backward less than {turn.recorded.backward} times"
                 )
 
         with self._replaying() if self._engine is None else self._engine.replaying():

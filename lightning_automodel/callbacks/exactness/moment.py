@@ -26,10 +26,6 @@ class _OnDevice:
     tensor: Tensor
 
 
-class _Other:
-    """Takes the place of what is no plain data."""
-
-
 @dataclass
 class Moment:
     """Random states, buffers, and the attributes of modules that are plain data: all by value, in host memory."""
@@ -42,9 +38,10 @@ class Moment:
     def of(cls, module: nn.Module, device: torch.device) -> "Moment":
         """Copies of all of it."""
         held = {
-            (owner, name): _copied(value) if tree_all(_is_plain, value) else _Other
+            (owner, name): _copied(value)
             for owner, submodule in module.named_modules()
             for name, value in _attributes(submodule).items()
+            if tree_all(_is_plain, value)
         }
         return cls(rng.global_states(device), rng.generators_of(module), held)
 
@@ -59,8 +56,7 @@ class Moment:
                 if (owner, name) not in self.held and tree_all(_is_plain, value):
                     delattr(submodule, name)
         for (owner, name), kept in self.held.items():
-            if kept is not _Other:
-                _write(owners[owner], name, _on_device(_copied(kept), device))
+            _write(owners[owner], name, _on_device(_copied(kept), device))
 
 
 @contextmanager
@@ -102,8 +98,6 @@ def _write(owner: nn.Module, name: str, value: Any) -> None:
     if isinstance(before, Tensor) and isinstance(value, Tensor) and before.shape == value.shape:
         if not torch.equal(before, value):
             before.copy_(value)
-    elif type(before) in _COLLECTIONS and type(before) is type(value):
-        _fill(before, value)
     else:
         setattr(owner, name, value)
 

@@ -2,8 +2,8 @@
 
 import functools
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,11 +130,9 @@ class Recorder:
         return step
 
     def _noting_block(self, called: Callable[..., Any]) -> Callable[..., Any]:
-        @contextmanager
-        def block_backward_sync() -> Iterator[None]:
+        def block_backward_sync() -> Any:
             self.blocks_sync = True
-            with called():
-                yield
+            return called()
 
         return block_backward_sync
 
