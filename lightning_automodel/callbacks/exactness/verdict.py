@@ -17,7 +17,7 @@ from lightning_automodel.distributed.process_group import group_size
 EXACT = "exact"
 WRONG = "wrong"
 NOT_CHECKED = "not checked"
-_COPIES = 4  # on the host: weights, the run's gradients, and those of two replays
+_COPIES = 5  # on the host: weights, and gradients of the run, of two replays and of a micro-batch
 _FACTOR = 4  # times the rounding that another order and scale show
 _HALF = 1e-4
 _DOUBTFUL = 2.5  # roundings in half precision
