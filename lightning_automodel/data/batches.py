@@ -38,14 +38,6 @@ class PendingGather:
         return torch.stack(self._everyone)
 
 
-@dataclass(frozen=True)
-class LastBatch:
-    """The last batch of an epoch, which on some ranks is padding: a sample that the sampler repeats, and no other."""
-
-    is_filler: bool  # on this rank
-    mean_factor: float
-
-
 @dataclass(eq=False)
 class BatchHandle:
     """What is known of one batch that this rank has drawn."""
@@ -54,7 +46,6 @@ class BatchHandle:
     is_filler: bool  # a padding batch: this rank has no other
     count: float = 0  # label tokens, if they are counted ahead
     sent: PendingGather | None = None  # if ranks compare, each sends 1 if it had a batch, else 0
-    mean_factor: float = 1.0  # for a mean over ranks, so that padding batches do not count; without `sent`
 
 
 class Draws(Iterator[Any]):
@@ -81,7 +72,7 @@ class Draws(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._source is None:
-            if all(iterator is not self for iterator in self._tracked.drawn_from()):
+            if not self._tracked.is_trainer_drawing():
                 self._tracked.is_peeked = True
                 return next(self._batches)
             self._tracked.draws = self
@@ -134,9 +125,10 @@ class TrackedLoader:
 
     ================  ==============================================================================
     ``rank_lengths``  the lengths of all ranks' loaders; None if any is unknown
-    ``last_batch``    the last batch of an epoch, if it is padding on some ranks
+    ``repeats_last``  whether this rank's last batch is padding, a sample that the sampler repeats; None
+                      if it is on no rank
     ``count``         counts the label tokens of a batch ahead
-    ``states``        notes the state of a stateful loader before each draw, to resume
+    ``states``        keeps the state of a stateful loader before each draw, to resume
     ``is_peeked``     whether user code has drawn batches since the Trainer's iteration began
     ================  ==============================================================================
     """
@@ -147,7 +139,7 @@ class TrackedLoader:
             loader=loader,
             uneven=uneven,
             rank_lengths=None,
-            last_batch=None,
+            repeats_last=None,
             count=None,
             states=None,
             is_peeked=False,
@@ -182,15 +174,21 @@ class TrackedLoader:
         """Begin an epoch, with an iterator of the loader that is made now, as Lightning and resuming expect."""
         return Draws(self, iter(self.loader))
 
-    def drawn_from(self) -> list[Any]:
-        """The iterators that the Trainer's loop draws its batches from."""
-        return lightning_internals.iterators_of(self.loop)
+    def is_trainer_drawing(self) -> bool:
+        """Whether the Trainer draws its batches now, rather than other code."""
+        return lightning_internals.is_trainer_drawing(self.loop.trainer)
 
     def num_used(self) -> int:
         """How many batches of the epoch the loop has used: none in evaluation, which begins anew."""
         if self.uneven == JOIN:
             return 0
         return int(self.loop.epoch_loop.batch_progress.current.processed)
+
+    def state_before(self, number: int) -> Any:
+        """The state of a stateful loader before batch ``number`` of the epoch was drawn, or will be."""
+        if number == self.states.newest(number):
+            return self.states.before(number)
+        return copy.deepcopy(self.loader.state_dict())
 
     def source(self, batches: Iterator[Any], used: int) -> Iterator[tuple[BatchHandle, Any]]:
         """Batches of the Trainer's iteration with their handles. Padding batches or an error may follow the last one.
@@ -200,7 +198,7 @@ class TrackedLoader:
         padding = None
         for number in count(used):
             if self.states is not None:
-                self.states.note(number)
+                self.states.note(number, copy.deepcopy(self.loader.state_dict()))
             batch = next(batches, _END)
             handle = BatchHandle(batch is None, batch is _END)
             if self.uneven in (ERROR, PAD):
@@ -218,9 +216,9 @@ class TrackedLoader:
             elif batch is _END:
                 self._check_evaluated(number)
                 return
-            elif self.last_batch is not None and number == len(self.loader) - 1:
-                handle.is_filler = self.last_batch.is_filler
-                handle.mean_factor = self.last_batch.mean_factor
+            elif self.repeats_last is not None and number == len(self.loader) - 1:
+                handle.is_filler = self.repeats_last
+                handle.sent = PendingGather(self._group, not handle.is_filler)
             if self.count is not None and not (handle.is_none or handle.is_filler):
                 handle.count = self.count(batch)
             yield handle, batch

@@ -6,7 +6,7 @@ from typing import Any
 from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DistributedSampler
 
-from lightning_automodel.data.batches import LastBatch, unwrap_loader
+from lightning_automodel.data.batches import unwrap_loader
 
 
 class Ranks(int):
@@ -32,10 +32,9 @@ def num_repeated(sampler: Any) -> int:
     return max(sampler.total_size - total, 0)
 
 
-def last_batch(sampler: Any) -> LastBatch:
-    """The last batch of an epoch, if it holds one repeated sample alone on each rank that repeats one."""
-    num_real = sampler.num_replicas - num_repeated(sampler)
-    return LastBatch(sampler.rank >= num_real, sampler.num_replicas / num_real)
+def repeats_last(sampler: Any) -> bool:
+    """Whether this rank repeats a sample, of which its last batch consists if the last batches have one sample each."""
+    return bool(sampler.rank >= sampler.num_replicas - num_repeated(sampler))
 
 
 def repeats(sampler: Any) -> str:

@@ -1,5 +1,6 @@
 """Ranks whose data ends before another's: an error or padding in training; in evaluation each sample counts once."""
 
+import math
 import time
 import zlib
 from collections.abc import Callable
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_automodel.data.batches import (
+    ERROR,
     JOIN,
     PAD,
     BatchHandle,
-    LastBatch,
     PendingGather,
     TrackedLoader,
     is_stateful,
@@ -31,8 +32,8 @@ from lightning_automodel.data.padding import ModuleState, neutral
 from lightning_automodel.data.samplers import (
     Ranks,
     distributed_sampler,
-    last_batch,
     repeats,
+    repeats_last,
     sharing_out,
 )
 from lightning_automodel.data.window_ahead import WindowAhead
@@ -61,7 +62,7 @@ class UnevenInputs:
     loaders of the stage                            a rank whose data ends before another's
     ==============================================  =====================================================
     equally many batches                            there is none
-    training, the Trainer has put its sampler in    its last batch is padding (:class:`LastBatch`)
+    training, the Trainer has put its sampler in    its last batch is padding (``repeats_last``)
     training, other lengths or unknown ones         raises, or draws padding batches (`TrackedLoader`)
     evaluation and prediction                       joins the steps of others, without data
     ==============================================  =====================================================
@@ -102,17 +103,17 @@ class UnevenInputs:
 
         A copy, if its ``DistributedSampler`` would repeat samples to make ranks even.
         """
-        loader, last = self._without_repeats(unwrap_loader(loader))
+        loader, repeats_last = self._without_repeats(unwrap_loader(loader))
         loader = self._compared(loader)
-        if last is not None:
+        if repeats_last is not None:
             loader = track(loader, self._group, self._trainer.fit_loop)
-            loader.last_batch = last
+            loader.repeats_last = repeats_last
         if self.ahead is not None and self.is_training:
             return self.ahead.process(loader)
         return loader
 
-    def _without_repeats(self, loader: Any) -> tuple[Any, LastBatch | None]:
-        """A loader whose ``DistributedSampler`` repeats no samples, and its last batch if that may be padding.
+    def _without_repeats(self, loader: Any) -> tuple[Any, bool | None]:
+        """A loader whose ``DistributedSampler`` repeats no samples, and whether its last batch is padding on this rank.
 
         They are still repeated in evaluation with fewer samples than ranks, and in training by a sampler of
         the user's. If ranks would have unequally many batches, the Trainer's repeats them too: such a batch
@@ -146,7 +147,7 @@ class UnevenInputs:
         elif (problem := self._against_padding(loader)) is not None:
             self._say_repeats(sampler, problem)
         else:
-            return loader, last_batch(sampler)
+            return loader, repeats_last(sampler)
         return loader, None
 
     def _say_repeats(self, sampler: Any, reason: str) -> None:
@@ -215,7 +216,7 @@ class UnevenInputs:
                 " in one Dataset, or leave it out."
             )
         for loader in tracked:
-            if len(loaders) > 1 and loader.last_batch is not None:
+            if len(loaders) > 1 and loader.repeats_last is not None:
                 self._say_repeats(
                     distributed_sampler(loader),
                     "one of several: combine the data of the loaders in one Dataset",
@@ -240,11 +241,12 @@ class UnevenInputs:
 
     def mean_factor(self) -> float:
         """Factor for a mean over ranks that makes padding batches not count. Waits until all ranks have drawn."""
-        if not self._is_in_step or not self.is_training or self._handle is None:
+        handle = self._handle
+        if not (self._is_in_step and self.is_training) or handle is None or handle.sent is None:
             return 1.0
-        if self._pads and self._handle.sent is not None:
-            return 1.0 / float(self._handle.sent.received().mean())
-        return self._handle.mean_factor
+        if self._tracked is None or self._tracked.uneven == ERROR:
+            return 1.0
+        return 1.0 / float(handle.sent.received().mean())
 
     def train(self, step: Callable[[], Any]) -> Any:
         """Run a training step. What a padding batch changes in the module lasts until :meth:`end_padding`."""
@@ -289,7 +291,7 @@ class UnevenInputs:
         is_last = False
         self._sent = None
         if self._stage in self._uneven:
-            is_last = self._is_last(args[2] if len(args) > 2 else 0)
+            is_last = self._is_last(args)
             self._sent = PendingGather(self._group, Next.LAST_BATCH if is_last else Next.BATCH)
         self._is_in_step = True
         try:
@@ -317,19 +319,20 @@ class UnevenInputs:
                 " iterator anew where it ends."
             )
 
-    def _is_last(self, dataloader_idx: int) -> bool:
+    def _is_last(self, args: tuple[Any, ...]) -> bool:
         """Whether the step that begins has this rank's last batch of a loader; ValueError if that is not known."""
         trainer = self._trainer
         stage = self._stage
         loop = self._evaluation_loop
         loaders = CombinedLoader(getattr(trainer, _LOADERS[stage])).flattened
-        is_sequential = lightning_internals.is_sequential(loop)
+        # Of several loaders one after the other, Lightning passes the number.
+        is_sequential = len(loaders) == 1 or len(args) > 2
         problem = None
         if lightning_internals.draws_its_batches(getattr(trainer.lightning_module, _STEPS[stage])):
             problem = "a step that takes a dataloader_iter: let it take the batch"
         elif (
             not is_sequential
-            and lightning_internals.has_length(loop)
+            and any(map(math.isfinite, loop.max_batches))  # else Lightning draws ahead, and finds the end
             and any(sized_len(loader) is None or may_end_early(loader) for loader in loaders)
         ):
             problem = (
@@ -340,11 +343,10 @@ class UnevenInputs:
             raise ValueError(f"The last batch of loaders of unequal lengths is not known with {problem}.")
         if not is_sequential:
             return bool(loop.batch_progress.is_last_batch)
-        loader = loaders[dataloader_idx]
+        index = args[2] if len(loaders) > 1 else 0
         # Without tracking, all ranks have equally many batches of this loader.
-        return isinstance(loader, TrackedLoader) and loader.draws.begin_last(
-            loop.max_batches[dataloader_idx]
-        )
+        loader = loaders[index]
+        return isinstance(loader, TrackedLoader) and loader.draws.begin_last(loop.max_batches[index])
 
     def _where_in_batch(self) -> str | None:
         """Name of the running evaluation step or batch hook, which ranks without data do not run; else None."""

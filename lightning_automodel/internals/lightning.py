@@ -32,6 +32,8 @@ from torchmetrics import Metric
 from lightning_automodel.internals.patching import PatchStack, overwrite
 from lightning_automodel.internals.torch import defined_in
 
+# LearningRateFinder and BatchSizeFinder run loops within these.
+_HOOKS_OF_FINDERS = ("on_fit_start", "on_validation_start", "on_test_start", "on_predict_start")
 _BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
 
 
@@ -151,33 +153,23 @@ def tell_sigterm(trainer: Trainer) -> None:
     overwrite(trainer._signal_connector, "received_sigterm", True)
 
 
-def training_data_fetcher(trainer: Trainer) -> Any:
-    """What draws the training batches; None before the loaders are made."""
-    return trainer.fit_loop._data_fetcher
+def begin_training_data(trainer: Trainer) -> None:
+    """Iterate the training loaders anew: Lightning has done it in set-up, before they got their positions."""
+    module = trainer.lightning_module
+    hook = current_hook(module)
+    overwrite(module, "_current_fx_name", None)  # the Trainer draws, not code of the hook that runs
+    iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
+    overwrite(module, "_current_fx_name", hook)
 
 
-def is_sequential(evaluation_loop: Any) -> bool:
-    """Whether the loop draws from one loader at a time."""
-    return len(iterators_of(evaluation_loop)) < 2
-
-
-def iterators_of(loop: Any) -> list[Any]:
-    """What a loop of the Trainer draws its batches by, one iterator for each of its loaders; none between runs."""
-    combined = loop._combined_loader
-    if combined is None or combined._iterator is None:
-        return []
-    iterators: list[Any] = combined._iterator.iterators
-    return iterators
-
-
-def has_length(evaluation_loop: Any) -> bool:
-    """Whether the loop knows its number of batches, and does not prefetch to find the end."""
-    return evaluation_loop._data_fetcher.length is not None
-
-
-def is_validation_due(trainer: Trainer) -> bool:
-    """Whether a validation follows the batch that was trained on last."""
-    return trainer.fit_loop.epoch_loop._should_check_val_fx(training_data_fetcher(trainer))
+def is_trainer_drawing(trainer: Trainer) -> bool:
+    """Whether a batch that is drawn now is for the Trainer's loop, which draws between hooks: others draw in them."""
+    if trainer.state.stage is None:
+        return False
+    module = trainer.lightning_module
+    hook = current_hook(module)
+    is_own_step = hook == "training_step" and draws_its_batches(module.training_step)
+    return hook is None or hook in _HOOKS_OF_FINDERS or is_own_step
 
 
 def patch_validation_clock(trainer: Trainer, agree: Callable[[bool], bool], patches: PatchStack) -> None:
@@ -195,16 +187,6 @@ def patch_validation_clock(trainer: Trainer, agree: Callable[[bool], bool], patc
     patches.set(epoch_loop, "_should_check_val_fx", is_due_for_all)
 
 
-def end_of_data(trainer: Trainer) -> None:
-    """Let a restarted loop of batches find that none is left, and end the epoch as it always does.
-
-    Without a validation in this process it asks for a batch. With one, it would leave at once, and take the
-    next epoch for the restarted one.
-    """
-    training_data_fetcher(trainer).done = True
-    overwrite(trainer.fit_loop.epoch_loop.val_loop, "_has_run", False)
-
-
 def epoch_metrics(trainer: Trainer) -> dict[str, Any]:
     """This epoch's training metrics for callbacks, from the batches so far. A collective if any is synchronised."""
     return trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
@@ -216,11 +198,6 @@ STEPS = "_batches_that_stepped"  # in the state of the loop of batches: what `lo
 def logging_step(trainer: Trainer) -> int:
     """The step number under which Lightning logs the values of this training batch."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
-
-
-def set_logging_step(trainer: Trainer, step: int) -> None:
-    """Set what :func:`logging_step` returns."""
-    overwrite(trainer.fit_loop.epoch_loop, "_batches_that_stepped", step)
 
 
 def logged_metrics(loop: Any) -> set[int]:

@@ -6,9 +6,7 @@ states, and used ones are skipped, so that nothing is loaded twice. Any other lo
 epoch.
 """
 
-import copy
 from collections.abc import Callable
-from enum import Enum
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -22,39 +20,12 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lightning_automodel.data.batches import is_stateful, track, unwrap_loader
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.resume import loops, rng
-from lightning_automodel.resume.recording import RecordingSampler
+from lightning_automodel.resume.recording import KeptStates, RecordingSampler
 
-
-class ResumesBy(Enum):
-    """What a loader goes on by within an epoch. Checkpoints hold the values."""
-
-    STATE = "state"  # that of its own state_dict(), each rank by its own
-    INDICES = "indices"  # those of its sampler, drawn again and skipped
-    NOTHING = "no position"  # it is refused
-
-
-class KeptStates:
-    """The states of a ``loader`` before each batch that the Trainer has drawn, from the first one of an open window on.
-
-    ``first`` returns how many batches of the epoch the Trainer's loop had used when the window began.
-    """
-
-    def __init__(self, loader: Any, first: Callable[[], int]) -> None:
-        self._loader = loader
-        self._first = first
-        self._states: dict[int, Any] = {}
-
-    def note(self, number: int) -> None:
-        """Batch ``number`` of the epoch, from 0, is drawn next."""
-        first = self._first()
-        needed = {at: state for at, state in self._states.items() if first <= at < number}
-        self._states = {**needed, number: copy.deepcopy(self._loader.state_dict())}
-
-    def before(self, number: int) -> Any:
-        """The state before batch ``number`` was drawn, or will be. KeyError if it was not kept."""
-        if not self._states or number == max(self._states) + 1:
-            return copy.deepcopy(self._loader.state_dict())
-        return self._states[number]
+# What a loader goes on by within an epoch, in checkpoints.
+STATE = "state"  # that of its own state_dict(), each rank by its own
+INDICES = "indices"  # those of its sampler, drawn again and skipped
+NOTHING = "no position"  # it is refused
 
 
 class TrainingLoaders:
@@ -79,29 +50,21 @@ class TrainingLoaders:
     def take(self, processed: Any) -> Any:
         """What to iterate instead of a training loader, if it has states. Indices that torch draws are recorded."""
         loader = unwrap_loader(processed)
-        if is_stateful(loader):
-            tracked = track(processed, cast(dist.ProcessGroup, dist.group.WORLD), self._trainer.fit_loop)
-            tracked.states = KeptStates(loader, self._first)
-            return tracked
         is_of_torch = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-        if is_of_torch and not isinstance(loader.dataset, IterableDataset) and _recorder(loader) is None:
+        if is_stateful(loader):
+            processed = track(processed, cast(dist.ProcessGroup, dist.group.WORLD), self._trainer.fit_loop)
+            processed.states = KeptStates(self._first)
+        elif is_of_torch and not isinstance(loader.dataset, IterableDataset) and _recorder(loader) is None:
             # Functions, not bound methods: a copy of the loader would follow these to the trainer and its model.
+            iterations = KeptStates(lambda: self._first())
             recorder = RecordingSampler(
-                loader, self._device, lambda: self._used(), lambda: self._first(), lambda: self._is_drawing()
+                loader, self._device, iterations, lambda: self._used(), lambda: self._is_drawing()
             )
             self._recorders.append(recorder)
         return processed
 
     def _is_drawing(self) -> bool:
-        """Whether the Trainer draws a batch to train on: other code does so within a hook."""
-        module = self._trainer.lightning_module
-        hook = lightning_internals.current_hook(module)
-        # LearningRateFinder runs loops within on_fit_start.
-        is_between = hook in (None, "on_fit_start")
-        draws_itself = hook == "training_step" and lightning_internals.draws_its_batches(
-            module.training_step
-        )
-        return self._trainer.training and (is_between or draws_itself)
+        return self._trainer.training and lightning_internals.is_trainer_drawing(self._trainer)
 
     def _used(self) -> int:
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
@@ -113,7 +76,7 @@ class TrainingLoaders:
     @property
     def begin_anew(self) -> bool:
         """Whether a resumed run begins a stream anew after an epoch, which may have gone on from there."""
-        return any(map(begins_anew, self._all()))
+        return any(map(_begins_anew, self._all()))
 
     def positions(self, at: loops.Position) -> list[dict[str, Any]]:
         """Position of each loader when the fit is ``at`` a position."""
@@ -123,29 +86,28 @@ class TrainingLoaders:
         loader = unwrap_loader(tracked)
         generators, samplers = rng.own_states(loader)
         kind = _kind(loader)
-        recorder = _recorder(loader)
-        if recorder is not None and recorder.has_started_over and loops.prefetches(self._trainer):
-            # The loop draws ahead: it is not known with which batch the loader has started over.
-            kind = ResumesBy.NOTHING
-        is_validated = any(unwrap_loader(other) is loader for other in _flat(self._trainer.val_dataloaders))
-        if kind is ResumesBy.STATE and (tracked.is_peeked or is_validated):
-            kind = ResumesBy.NOTHING  # the state is that of the other iteration
         found: dict[str, Any] = {"generators": generators, "samplers": samplers}
         if isinstance(sampler := _innermost_sampler(loader), DistributedSampler):
             found["seed"] = sampler.seed
+        is_validated = any(unwrap_loader(other) is loader for other in _flat(self._trainer.val_dataloaders))
+        if kind == STATE and (tracked.is_peeked or is_validated):
+            kind = NOTHING  # the state is that of the other iteration
         # Between epochs a loader is at the end of one, and starts over.
-        if kind is ResumesBy.STATE and at.is_iterated:
-            found["state"] = tracked.states.before(at.batches)
-        if recorder is not None and at.is_iterated:
-            iteration = recorder.begun(at.batches)
-            if iteration is not None:
-                found["iteration"] = iteration
-                found["yielded"] = at.batches - iteration[1]
+        elif kind == STATE and at.is_iterated:
+            found["state"] = tracked.state_before(at.batches)
+        if (recorder := _recorder(loader)) is not None and at.is_iterated:
+            begun = recorder.iterations.newest(at.batches)
+            if begun is not None:
+                found["iteration"] = recorder.iterations.before(begun), begun
+                found["yielded"] = at.batches - begun
                 found["length"] = sized_len(loader)
                 found["batch_size"] = _batch_size(loader)
             elif at.batches > 0:
-                kind = ResumesBy.NOTHING
-        return {"kind": kind.value, **found}
+                kind = NOTHING
+            if begun and loops.prefetches(self._trainer):
+                # The loop draws ahead: it is not known with which batch the loader has started over.
+                kind = NOTHING
+        return {"kind": kind, **found}
 
     def start(self, positions: list[dict[str, Any]], at: loops.Position) -> None:
         """Resume, once the loaders are iterated and the run has started. Changes the global random states."""
@@ -156,7 +118,7 @@ class TrainingLoaders:
         for loader, position in pairs:
             _restore_position(at, loader, position)
         if at.is_iterated and positions:
-            iter(lightning_internals.training_data_fetcher(self._trainer))
+            lightning_internals.begin_training_data(self._trainer)
         for recorder in self._recorders:
             recorder.record()
         for loader, position in pairs:
@@ -169,7 +131,7 @@ class TrainingLoaders:
     @staticmethod
     def _check_same(loaders: list[Any], positions: list[dict[str, Any]]) -> None:
         """Raise ValueError if these loaders do not go on within an epoch, or with other samples."""
-        now = [(_kind(loader).value, sized_len(loader), _batch_size(loader)) for loader in loaders]
+        now = [(_kind(loader), sized_len(loader), _batch_size(loader)) for loader in loaders]
         then = [
             (position["kind"], position.get("length"), position.get("batch_size")) for position in positions
         ]
@@ -178,7 +140,7 @@ class TrainingLoaders:
             tuple(own if saved is None else saved for own, saved in zip(*pair, strict=True))
             for pair in zip(now, then, strict=False)
         ]
-        if len(now) != len(then) or now != known or ResumesBy.NOTHING.value in (kind for kind, *_ in now):
+        if len(now) != len(then) or now != known or NOTHING in (kind for kind, *_ in now):
             raise ValueError(
                 "Training loaders go on within an epoch by (what, number of batches, batch size)"
                 f" {now}, and the checkpoint holds {then}: pass loaders like those that were used, or resume"
@@ -198,23 +160,21 @@ def _flat(loaders: Any) -> list[Any]:
     return [] if loaders is None else list(CombinedLoader(loaders).flattened)
 
 
-def begins_anew(loader: Any) -> bool:
+def _begins_anew(loader: Any) -> bool:
     """Whether ``loader`` reads a stream that has a state, which no checkpoint between epochs holds."""
     loader = unwrap_loader(loader)
     stream = getattr(loader, "dataset", loader)
     return (stream is loader or isinstance(stream, IterableDataset)) and is_stateful(stream)
 
 
-def _kind(loader: Any) -> ResumesBy:
+def _kind(loader: Any) -> str:
     if is_stateful(loader) and isinstance(_innermost_sampler(loader), DistributedSamplerWrapper):
-        return (
-            ResumesBy.NOTHING
-        )  # Lightning's, around a sampler whose order is no part of the loader's state
+        return NOTHING  # Lightning's, around a sampler whose order is no part of the loader's state
     if is_stateful(loader):
-        return ResumesBy.STATE
+        return STATE
     if _recorder(loader) is None:
-        return ResumesBy.NOTHING
-    return ResumesBy.INDICES
+        return NOTHING
+    return INDICES
 
 
 def _restore_position(at: loops.Position, loader: Any, position: dict[str, Any]) -> None:
@@ -230,8 +190,7 @@ def _restore_position(at: loops.Position, loader: Any, position: dict[str, Any])
                 set_epoch(at.epochs)
     if is_stateful(loader) and position.get("state") is not None:
         loader.load_state_dict(position["state"])
-    recorder = _recorder(loader)
-    if recorder is not None and "iteration" in position:
+    if (recorder := _recorder(loader)) is not None and "iteration" in position:
         recorder.repeat(tuple(position["iteration"]), position["yielded"])
 
 

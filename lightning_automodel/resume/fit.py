@@ -178,7 +178,7 @@ class Resume:
             if at.epochs > 0 and self._loaders.begin_anew:
                 self._say(BEGINS_ANEW)
             return
-        if any(loader["kind"] == dataloaders.ResumesBy.NOTHING.value for loader in own["loaders"]):
+        if any(loader["kind"] == dataloaders.NOTHING for loader in own["loaders"]):
             self._say(WITHOUT_POSITION)
         if self.is_within_window or (at.stage == loops.STEP and self._trainer.validating):
             self._say(REPEATS)
@@ -289,7 +289,7 @@ class Resume:
         self._restore_own_state(loaded["own"])
         if at.is_epoch_ending and at.stage == loops.EPOCH:
             loops.step_plateau_schedulers(self._trainer)
-        loops.finish_restart(self._trainer, at.stage, loaded["logged"])
+        loops.finish_restart(self._trainer, at.stage, self._patches)
         if loaded["random"] is not None:  # drawn from meanwhile
             rng.set_global_states(loaded["random"], self._device)
             rng.set_generators(self._module, loaded.get("generators", {}))

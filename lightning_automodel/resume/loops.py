@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals.patching import PatchStack
 
 # Stages of a fit.
 EPOCH = "epoch"  # an epoch comes next, its hooks first
@@ -81,12 +82,7 @@ def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, A
     before = batches["total"]["processed"] - batches["current"]["processed"]
     validations = dict.fromkeys(validated["total"], validated["total"]["completed"])
     if at.stage == STEP:
-        # With these counters, Lightning takes a due validation for an interrupted one, and runs it.
-        validations["ready"] = validations["started"] = validations["completed"] + 1
-    counted = logged
-    if at.stage != EPOCH:
-        # Within an epoch, a restarted loop finishes a batch before it draws one, and counts its step.
-        counted -= 1
+        logged -= 1  # the step is counted when the batch is finished
     counters = {
         "epoch_progress": {"total": epochs, "current": dict(epochs)},
         "epoch_loop.batch_progress": {
@@ -100,7 +96,7 @@ def counters_at(saved: dict[str, Any], at: Position, logged: int) -> dict[str, A
             "current": dict.fromkeys(validated["current"], 0),
             "is_last_batch": False,
         },
-        "epoch_loop.state_dict": {**steps, lightning_internals.STEPS: counted},
+        "epoch_loop.state_dict": {**steps, lightning_internals.STEPS: logged},
         # Each rank's loaders have their own states, and Lightning would load those of rank 0 on every rank.
         "state_dict": {
             name: value for name, value in saved["state_dict"].items() if name != "combined_loader"
@@ -117,27 +113,33 @@ def _all_completed(progress: dict[str, Any]) -> dict[str, Any]:
     return {name: _all_completed(value) for name, value in progress.items()}
 
 
-def finish_restart(trainer: "pl.Trainer", stage: str, logged: int) -> None:
-    """In ``on_train_start``, make the loops forget that they were restarted where that would mislead them."""
+def finish_restart(trainer: "pl.Trainer", stage: str, patches: PatchStack) -> None:
+    """In ``on_train_start``, let the loops go on at ``stage``, rather than where they guess that they were stopped."""
     fit_loop: Any = trainer.fit_loop
     epoch_loop = fit_loop.epoch_loop
     if stage == EPOCH:
         fit_loop.on_iteration_done()
         epoch_loop.restarting = False
         return
-    # The loop itself is not restarted, or it would skip schedulers at the epoch's end; its children are.
+    # The loop itself is not restarted, or it would skip schedulers at the epoch's end. Its children are, and
+    # keep their counters.
     fit_loop.restarting = False
     epoch_loop.restarting = True
-    validated = epoch_loop.val_loop.batch_progress.total
-    validated.ready = validated.started = validated.completed
-    if lightning_internals.is_validation_due(trainer):
-        return  # the restarted loop runs or skips it, and finishes the batch
-    lightning_internals.set_logging_step(trainer, logged)
-    if stage != BATCH:
-        # The restarted loop would draw the next batch at once, so the batch is finished here.
-        epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
-        if is_last_batch(trainer):
-            lightning_internals.end_of_data(trainer)
+    start = epoch_loop.on_run_start
+
+    def start_and_finish_batch(data_fetcher: Any) -> None:
+        is_resuming = epoch_loop.restarting
+        start(data_fetcher)
+        if not is_resuming:
+            return
+        epoch_loop.restarting = False
+        epoch_loop.on_iteration_done()
+        if stage == STEP:
+            epoch_loop.on_advance_end(data_fetcher)  # validates, if that is due
+        elif stage == VALIDATION:
+            epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+
+    patches.set(epoch_loop, "on_run_start", start_and_finish_batch)
 
 
 def step_plateau_schedulers(trainer: "pl.Trainer") -> None:

@@ -14,56 +14,72 @@ Iteration = tuple[tuple[dict[str, Any], rng.OwnStates] | None, int]
 """The random states before its first index, None of another world size; batches of the epoch used before it."""
 
 
+class KeptStates:
+    """States by the number of the epoch's batch, from 0, that they precede.
+
+    ``first`` returns how many batches of the epoch were used when an open window began: what is older than
+    the state that it began with is forgotten.
+    """
+
+    def __init__(self, first: Callable[[], int]) -> None:
+        self._first = first
+        self._states: dict[int, Any] = {}
+
+    def note(self, number: int, state: Any) -> None:
+        """``state`` is that before batch ``number``, which is drawn next."""
+        first = self._first()
+        oldest = max((at for at in self._states if at <= first), default=0)
+        self._states = {at: kept for at, kept in self._states.items() if oldest <= at < number}
+        self._states[number] = state
+
+    def newest(self, number: int) -> int | None:
+        """The batch that the newest state precedes, of those before batch ``number``."""
+        return max((at for at in self._states if at <= number), default=None)
+
+    def before(self, number: int) -> Any:
+        """The state that precedes batch ``number``. KeyError if there is none."""
+        return self._states[number]
+
+
 class RecordingSampler(Sampler[Any]):
     """Replaces the (batch) sampler of a DataLoader until :meth:`close`: it can skip what was used.
 
-    A shorter loader of a CombinedLoader starts over within an epoch, so an epoch has several iterations.
-    ``used`` returns how many batches of the epoch the loop has used, ``first`` how many when an open window
-    began: older iterations are forgotten. Those are recorded in which the Trainer draws, as ``is_drawing``
-    tells.
+    A shorter loader of a CombinedLoader starts over within an epoch, so an epoch has several iterations:
+    ``iterations`` has the random states before each. ``used`` returns how many batches of the epoch the loop
+    has used. Those are recorded in which the Trainer draws, as ``is_drawing`` tells.
     """
 
     def __init__(
         self,
         loader: DataLoader[Any],
         device: torch.device,
+        iterations: KeptStates,
         used: Callable[[], int],
-        first: Callable[[], int],
         is_drawing: Callable[[], bool],
     ) -> None:
+        self.iterations = iterations
         self._loader = loader
         self._device = device
         self._used = used
-        self._first = first
         self._is_drawing = is_drawing
         if loader.batch_sampler is None:
             self._name = "sampler"
         else:
             self._name = "batch_sampler"
         self._inner: Any = getattr(loader, self._name)
-        self._target: tuple[Iteration, int] | None = None
-        self._iterations: list[Iteration] = []
+        self._repeated: tuple[Any, int] | None = None  # states, and how many indices to skip
         # DataLoader refuses to set its sampler after its construction.
         vars(loader)[self._name] = self
 
-    def begun(self, batches: int) -> Iteration | None:
-        """The newest iteration that had begun when so many batches of the epoch had been used."""
-        begun = [iteration for iteration in self._iterations if iteration[1] <= batches]
-        return begun[-1] if begun else None
-
     def repeat(self, iteration: Iteration, num_skipped: int) -> None:
-        """Whenever the loader is iterated, repeat ``iteration`` without its first indices, until :meth:`record`."""
-        self._target = iteration, num_skipped
-        self._iterations = [iteration]
+        """Let iterations that begin now repeat ``iteration`` without its first indices, until :meth:`record`."""
+        states, number = iteration
+        self._repeated = states, num_skipped
+        self.iterations.note(number, states)
 
     def record(self) -> None:
-        """Whenever the loader is iterated from now on, record a new iteration."""
-        self._target = None
-
-    @property
-    def has_started_over(self) -> bool:
-        """Whether the newest iteration is not the first of the epoch."""
-        return any(start > 0 for _, start in self._iterations[-1:])
+        """Record the Trainer's iterations from now on."""
+        self._repeated = None
 
     @property
     def innermost(self) -> Any:
@@ -85,31 +101,21 @@ class RecordingSampler(Sampler[Any]):
     @override
     def __iter__(self) -> Iterator[Any]:
         # Loaders with workers do this twice, and draw from the second iterator.
-        if self._target is not None:
-            return self._replay(*self._target)
+        if self._repeated is not None:
+            return self._replay(*self._repeated)
         return self._record()
 
     def _record(self) -> Iterator[Any]:
-        if not self._is_drawing():
-            yield from self._inner
-            return
-        if self._used() == 0:
-            self._iterations = []
-        states = rng.global_states(self._device), rng.own_states(self._loader)
-        # Of those before an open window, the newest one is needed.
-        needed = self.begun(self._first())
-        while needed is not None and self._iterations[0] is not needed:
-            self._iterations.pop(0)
-        self._iterations.append((states, self._used()))
+        if self._is_drawing():
+            states = rng.global_states(self._device), rng.own_states(self._loader)
+            self.iterations.note(self._used(), states)
         yield from self._inner
 
-    def _replay(self, iteration: Iteration, num_skipped: int) -> Iterator[Any]:
-        states = iteration[0]
-        now = rng.global_states(self._device)
+    def _replay(self, states: Any, num_skipped: int) -> Iterator[Any]:
+        global_states = rng.global_states(self._device)
         generators, _ = rng.own_states(self._loader)
         if states is not None:
-            rng.set_global_states(states[0], self._device)
-            rng.set_own_states(self._loader, *states[1])
+            self._set_states(states)
         indices = iter(self._inner)
         for _ in range(num_skipped):
             next(indices, None)
@@ -117,6 +123,9 @@ class RecordingSampler(Sampler[Any]):
         if num_skipped == 0:
             # Under the states of that time, since samplers draw their order with the first index.
             head = list(islice(indices, 1))
-        rng.set_global_states(now, self._device)
-        rng.set_own_states(self._loader, generators, [])
+        self._set_states((global_states, (generators, [])))
         yield from chain(head, indices)
+
+    def _set_states(self, states: tuple[dict[str, Any], rng.OwnStates]) -> None:
+        rng.set_global_states(states[0], self._device)
+        rng.set_own_states(self._loader, *states[1])

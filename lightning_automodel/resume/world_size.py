@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning_automodel.distributed.mesh import CONTEXT
 from lightning_automodel.resume import loops
+from lightning_automodel.resume.dataloaders import NOTHING
 
 
 def position(state: dict[str, Any]) -> loops.Position:
@@ -22,10 +23,9 @@ def choose(
     """
     # Each context peer has its own metrics; tensor-parallel peers have the same.
     is_alike = all(saved["sizes"].get(name, 1) == sizes.get(name, 1) for name in ("data_parallel", CONTEXT))
-    own: dict[str, Any]
-    if is_alike and len(saved["ranks"]) == world_size:
-        own = saved["ranks"][rank]
-        return own
+    ranks: list[dict[str, Any]] = saved["ranks"]
+    if is_alike and len(ranks) == world_size:
+        return ranks[rank]
     own = carried_over(saved, sizes["data_parallel"])
     say(
         f"The checkpoint was saved with a different world size ({saved['sizes']}, now {sizes}): the data"
@@ -49,18 +49,17 @@ def carried_over(saved: dict[str, Any], data_parallel: int) -> dict[str, Any]:
     """
     first = saved["ranks"][0]
     before = saved["sizes"]["data_parallel"]
-    loaders = [_carry_loader(loader, before, data_parallel) for loader in first["loaders"]]
-    carried = {**first, "random": None, "buffers": {}, "metrics": {}, "loaders": loaders}
-    if carried["stage"] != loops.EPOCH:
-        carried["batches"] = carried["batches"] * before // data_parallel
-    return carried
-
-
-def _carry_loader(loader: dict[str, Any], before: int, now: int) -> dict[str, Any]:
-    """The position of a loader that ``before`` ranks have drawn from, for ``now`` ranks."""
-    carried = {**loader, "generators": [], "samplers": []}
-    if carried.pop("state", None) is not None:
-        carried["kind"] = "no position"  # refused within an epoch
-    if "iteration" in loader:
-        carried |= {"iteration": (None, 0), "yielded": loader["yielded"] * before // now, "length": None}
-    return carried
+    loaders = []
+    for loader in first["loaders"]:
+        carried = {**loader, "generators": [], "samplers": []}
+        if carried.pop("state", None) is not None:
+            carried["kind"] = NOTHING  # refused within an epoch
+        if "iteration" in loader:
+            yielded = loader["yielded"] * before // data_parallel
+            carried |= {"iteration": (None, 0), "yielded": yielded, "length": None}
+        loaders.append(carried)
+    batches = first["batches"]
+    if first["stage"] != loops.EPOCH:
+        batches = batches * before // data_parallel
+    without: dict[str, Any] = {"random": None, "buffers": {}, "metrics": {}}
+    return {**first, **without, "loaders": loaders, "batches": batches}
