@@ -300,7 +300,7 @@ class LockStep:
             for parameter, requires_grad in required.items():
                 parameter.requires_grad = requires_grad
             if run is not None:
-                run.windows.toggle(None)
+                run.windows.toggled = None
                 run.engine.toggled()
 
     def _training_step(self, received: bytes) -> Any:
