@@ -73,10 +73,14 @@ def plain_dtensor(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def break_graphs_at(cls: type[Tensor]) -> None:
-    """Let ``torch.compile`` leave tensors of a class to Python: it cannot trace their ``__torch_function__``."""
+def break_graphs_at(cls: type[Tensor], *modules: str) -> None:
+    """Let ``torch.compile`` leave tensors of a class to Python: it cannot trace their ``__torch_function__``.
+
+    Nor may it trace what that calls in other ``modules``.
+    """
     torch._dynamo.config.nontraceable_tensor_subclasses.add(cls)
-    torch._dynamo.trace_rules.add(cls.__module__)
+    for module in (cls.__module__, *modules):
+        torch._dynamo.trace_rules.add(module)
 
 
 def support_foreach(cls: type[Tensor]) -> None:

@@ -1,6 +1,5 @@
 """Private names of FSDP2: its units, the flags of their communication, gradients that wait, and gathered parameters."""
 
-import math
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel.internals.dtensor import GRAD
-from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.internals.patching import PatchStack, overwrite
 from lightning_automodel.internals.releases import UnsupportedReleaseError
 from lightning_automodel.internals.torch import local_tensor, set_local_tensor
 
@@ -134,11 +133,8 @@ def forward_order(groups: Iterable[FSDPParamGroup]) -> Iterable[FSDPParamGroup]:
 
 def unsharded_numel(param: FSDPParam) -> int:
     """Number of elements of the unsharded parameter on this rank: under tensor parallelism, of its part."""
-    # FSDP2's dimensions come first.
-    sharded = param.sharded_param
-    others = param.mesh_info.mesh.ndim
-    sizes = zip(sharded.device_mesh.shape[others:], sharded.placements[others:], strict=True)
-    return sharded.numel() // math.prod(size for size, placement in sizes if placement.is_shard())
+    numel: int = param._orig_size.numel()
+    return numel
 
 
 def was_unsharded(group: FSDPParamGroup) -> bool:
@@ -243,9 +239,10 @@ def _set_zero_gradient(param: FSDPParam) -> None:
 # --- Gathered parameters ----------------------------------------------------------------------------------------------
 
 
-def set_background_gathers(root: FSDPModule, is_on: bool) -> None:
+def set_background_gathers(root: nn.Module, is_on: bool) -> None:
     """Set whether all-gathers at or below ``root`` are asynchronous: on a CPU, synchronous ones block the thread."""
-    root._set_unshard_async_op(is_on)
+    for group in fsdp_param_groups(root):
+        overwrite(group, "unshard_async_op", is_on)
 
 
 def note_all_gathers(unit: FSDPModule, note: Callable[[], None], patches: PatchStack) -> None:

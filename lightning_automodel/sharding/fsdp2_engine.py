@@ -72,10 +72,7 @@ class FSDP2Engine(FSDP2Window):
 
     def _shard(self, module: pl.LightningModule) -> None:
         """Make weights equal on all ranks, and shard them unless they are sharded. A collective over the world."""
-        if units.has_fsdp_units(module):
-            plan = None
-        else:
-            plan = self._plan(module)
+        plan = None if units.has_fsdp_units(module) else self._plan(module)
         if plan is None:
             self._report = {
                 "units": "sharded before this set-up (by configure_model or an earlier run); left as they were"

@@ -6,6 +6,7 @@ communicated. Where FSDP2 has freed them before, or where they have another dtyp
 and raises. Ranks must write alike, as under DDP.
 """
 
+from functools import partial
 from operator import attrgetter
 from typing import Any, cast
 
@@ -58,10 +59,6 @@ def _set_grad(gathered: Any, value: Tensor | None) -> None:
         gathered.shard.grad = value
 
 
-def _del_grad(gathered: Any) -> None:
-    _set_grad(gathered, None)
-
-
 def _is_asked_by_torch(gathered: Any) -> bool:
     """Whether ``.grad`` is that of the gathered parameter, as torch needs it in a backward; else it is the shard's."""
     return gathered.unit.engine.window is not None or torch_internals.is_read_by_torch()
@@ -88,7 +85,7 @@ class GatheredTensor:
 
     __slots__ = ()  # or a parameter could not be given the classes below
     data = property(_get_data, _set_data)
-    grad = property(_get_grad, _set_grad, _del_grad)
+    grad = property(_get_grad, _set_grad, partial(_set_grad, value=None))
     __deepcopy__ = _plain
     __reduce_ex__ = _reduce_ex
 
@@ -162,10 +159,7 @@ class GatheredUnit(fsdp2.Unit):
             gathered.unit = self
             gathered.aliases = []
             gathered.memory = _memory(gathered)
-            if isinstance(gathered, DTensor):
-                gathered.__class__ = GatheredPart
-            else:
-                gathered.__class__ = Gathered
+            gathered.__class__ = GatheredPart if isinstance(gathered, DTensor) else Gathered
             self._copies.append(gathered)
         self._note()
 

@@ -29,12 +29,9 @@ def set_prefetch(model: nn.Module, num_ahead: int, in_background: bool) -> None:
             unit.set_modules_to_forward_prefetch(forward[index + 1 : index + 1 + num_ahead])
         for index, unit in enumerate(backward):
             # FSDP2 itself gathers one unit ahead, in the order in which the units have really run.
-            if num_ahead > 1:
-                following = backward[index + 1 : index + 1 + num_ahead]
-            else:
-                following = []
-            unit.set_modules_to_backward_prefetch(following)
-        fsdp2.set_background_gathers(root, in_background)
+            num_following = num_ahead if num_ahead > 1 else 0
+            unit.set_modules_to_backward_prefetch(backward[index + 1 : index + 1 + num_following])
+    fsdp2.set_background_gathers(model, in_background)
 
 
 class JoinedGathers:

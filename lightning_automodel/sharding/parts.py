@@ -52,7 +52,7 @@ def elementwise(function: Function, args: Arguments, kwargs: Keywords) -> Any:
             break
     if like is None:
         return WHOLES
-    is_followed = any(map(is_recorded, tensors))
+    is_followed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     parts: dict[int, Any] = {}
     for tensor in tensors:
         part = part_like(tensor, like, is_followed)
@@ -169,7 +169,7 @@ def total(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     if kwargs or len(args) != 1 or _needs_wholes(args):
         return WHOLES
     (part,) = parts_of(args)
-    own = part.sum(dtype=torch.promote_types(part.dtype, torch.float32))
+    own = part.sum(dtype=wide_dtype(part.device))
     return add_up(own.reshape(1), args, function)[0].to(part.dtype)
 
 

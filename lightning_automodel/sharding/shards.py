@@ -141,7 +141,7 @@ class Shard(DTensor):
 
 
 support_foreach(Shard)
-break_graphs_at(Shard)
+break_graphs_at(Shard, parts.__name__)
 
 
 def make_shard(tensor: Any) -> Any:
