@@ -57,7 +57,7 @@ PACKAGES = {
 }
 """Of projects that have another name."""
 
-NOT_CHECKED = {"anomalib_ganomaly": "Manual optimization", "nequip": "losses differ in the replay"}
+NOT_CHECKED = {"nequip": "losses differ in the replay"}
 """Projects of which `ExactnessCheck` says nothing on several ranks, with the reason."""
 
 FAILS = {
