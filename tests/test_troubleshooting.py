@@ -77,6 +77,8 @@ NOT_MESSAGES = {
     "a tensor of shape …, …": "of `must be a number or a tensor of one element`",
     "per_token_loss=False (means of slices are not the mean of a batch)": "of `context_parallel_size=… does not work`",
     "count='samples' (a slice is not a sample)": "of `context_parallel_size=… does not work`",
+    "… is … on rank 0 and … on rank …": "a part of messages that name what ranks must have alike",
+    ", units of experts alone over … in place of …": "of `FSDP unit … averages its gradients over`",
     "(DDP does not say which)": "of `DistributedDataParallel did not reduce all gradients`",
     "shared between FSDP roots": "in describe()",
     "in a TorchScript module": "in describe()",
