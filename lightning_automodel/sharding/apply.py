@@ -267,8 +267,9 @@ def broadcast_tensors(
     tensors = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
     if group.size() == 1 or not tensors:
         return
-    # As bytes: no backend knows every dtype.
-    sent = [tensor.contiguous().view(-1).view(torch.uint8).to(device) for tensor in tensors]
+    plain = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+    # As bytes: no backend knows every dtype. `view(-1)` would keep another stride of a single element.
+    sent = [tensor.as_strided([tensor.numel()], [1]).view(torch.uint8).to(device) for tensor in plain]
     process_groups.broadcast_coalesced(sent, group)
     for tensor, received in zip(tensors, sent, strict=True):
         tensor.copy_(received.view(tensor.dtype).view(tensor.shape))

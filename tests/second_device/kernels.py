@@ -16,7 +16,7 @@ from tests.second_device.device import extension
 PACKAGE = "lightning_automodel"
 LAUNCHERS = {f"/{PACKAGE}/": PACKAGE, "/torch/distributed/fsdp/": "FSDP2", "/torch/optim/": "optimizer"}
 """Who launches a kernel, by a part of the path of the innermost file that has such a part."""
-FORWARDS = ("sharding/shards.py", "sharding/elementwise.py", "sharding/reductions.py")
+FORWARDS = ("sharding/shards.py", "sharding/parts.py", "sharding/whole_copies.py")
 """They pass operators of others on."""
 
 Launched = tuple[str, str, str]  # launcher, line in the package (else ""), operator
