@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -33,7 +34,7 @@ LINKS = {
     "between": "between nodes, each rank with its like",
     "all": "over all ranks",
 }
-MEMORY_RATIO = 1.15  # of the plan, plus what contexts take
+MEMORY_RATIO = 1.15  # of the plan
 
 
 @dataclass(frozen=True)
@@ -260,6 +261,10 @@ def check_resumed(driver: Driver) -> list[Row]:
     said = saved[0].said
     fewer = max(place.world_size // 2, 1)
     resumed = driver.run("resume", fewer, case={**case, "ranks": fewer})
+    if place.rank == 0:
+        shutil.rmtree(
+            driver.args.output / "checkpoint.ckpt", ignore_errors=True
+        )  # tens of GB, for a large model
     seen = f"{said['mebibytes']:,.0f} MiB in {max(each.said['saved_s'] for each in saved):.1f} s"
     rows = [Row("a save", "all ranks see it", seen, said["mebibytes"] > 0)]
     if bad := failed(resumed):

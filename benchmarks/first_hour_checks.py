@@ -157,7 +157,8 @@ def make_trainer(arguments: dict[str, Any], **options: Any) -> Any:
     from lightning_automodel import AutomodelStrategy
 
     place = Place.from_environment()
-    strategy = AutomodelStrategy(timeout=arguments["timeout"] / 60, **options.pop("strategy", {}))
+    # Half of what the driver waits, so that a hang is named before its processes are killed.
+    strategy = AutomodelStrategy(timeout=arguments["timeout"] / 120, **options.pop("strategy", {}))
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     return L.Trainer(
         accelerator="gpu" if arguments["device"] == "cuda" else "cpu",

@@ -211,6 +211,12 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
             "norm": lambda c: None if c.norm == "batch" else c.norm,
         },
     ),
+    # The block would write to rows of the embedding, at another time on each rank, and by `.data`, which
+    # nothing counts.
+    (
+        lambda c: c.functional == "made" and "clamp@block" in c.writes,
+        {"functional": "own"},
+    ),
     # What a block computes again in the backward is no longer inside of the functional call.
     (
         lambda c: c.functional is not None,
