@@ -530,6 +530,8 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         warn_untested()
         self._expect_barriers("pre_setup", "post_setup")
         self._close_run()  # if an `on_exception` hook raised, Lightning did not tear down the last run
+        if fitting:
+            self._resume = None
         self._patch_trainer(trainer)
         self._prepare_checkpoints(trainer)
         if self.accelerator is not None:
@@ -791,7 +793,9 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         self._expect_barriers("run-stage")
         self._required_run.engine.start_evaluation_loop()
 
-    on_predict_start = on_test_start
+    @override
+    def on_predict_start(self) -> None:
+        self.on_test_start()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -814,8 +818,13 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         self.barrier("the end of an evaluation")
         self._required_run.inputs.end_evaluation()
 
-    on_test_end = on_validation_end
-    on_predict_end = on_validation_end
+    @override
+    def on_test_end(self) -> None:
+        self.on_validation_end()
+
+    @override
+    def on_predict_end(self) -> None:
+        self.on_validation_end()
 
     def _begin_evaluation(self) -> bool:
         """Whether all ranks stop after this step. Within a fit they stop only in training steps."""
@@ -863,7 +872,10 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         """
         if self._supervisor.wait_whether_alone():
             return decision
-        return super().reduce_boolean_decision(decision, all)
+        # Over all ranks, tensor-parallel ones too: Lightning's own would compare a sum over those that hold
+        # different tokens with the world size.
+        operation = "min" if all else "max"
+        return bool(self.reduce(torch.tensor(int(decision)), dist.group.WORLD, operation))
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -1030,11 +1042,13 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         else:
             trainer = self.lightning_module._trainer
         had_run = self._run is not None
-        self._close_run()
-        self.model = self.lightning_module
-        if trainer is not None and had_run and self.world_size > 1:
-            lightning_internals.keep_signal_handlers(trainer)
-        self._patches.restore()
+        try:
+            self._close_run()
+        finally:
+            self.model = self.lightning_module
+            if trainer is not None and had_run and self.world_size > 1:
+                lightning_internals.keep_signal_handlers(trainer)
+            self._patches.restore()
         if had_run and not self._options.is_sharded:
             if self._layer_sync is not None and self.model is not None:
                 self._layer_sync.revert(self.model)

@@ -130,7 +130,10 @@ class TrainingRun:
         self.parameters.note_distributed()
         self._replicated = [p for p in self.parameters.named.values() if not isinstance(p, DTensor)]
         tensor_parallel.synchronize_metrics(module, self._mesh, self.patches)
-        self.patches.set(module, "log", update_wrapper(partial(log_full, module.log), module.log))
+        log = update_wrapper(partial(log_full, module.log), module.log)
+        callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
+        for logging in (module, *callbacks):  # Lightning has given callbacks the module's method before
+            self.patches.set(logging, "log", log)
 
     def _make_training(self, fitting: bool) -> None:
         """What trains the distributed module, from its data to its optimizer steps."""

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
 from torchmetrics import SumMetric
@@ -375,3 +377,36 @@ def test_metrics_count_each_sample_once(pool4: RankPool) -> None:
     """TorchMetrics gather over the ranks that hold different data, and are as they were afterwards."""
     expected = sum(float(batch["labels"].sum()) for batches in micro_batches(CASE) for batch in batches)
     assert pool4.run(_sums) == [(expected,) * 3] * 4
+
+
+class AsksAllRanks(Callback):
+    """Decides together with all ranks, and logs a sharded tensor, as a module may."""
+
+    def __init__(self) -> None:
+        self.decisions: list[bool] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        rank = dist.get_rank()
+        for decision in (True, rank != 3, rank == 3, False):
+            self.decisions += [
+                trainer.strategy.reduce_boolean_decision(decision, all=all) for all in (True, False)
+            ]
+        mesh = trainer.strategy.device_mesh["tensor_parallel"]
+        self.log("peers", DTensor.from_local(torch.ones(()), mesh, [Partial()]))
+
+
+def _ask_all_ranks() -> tuple[list[bool], float]:
+    """What all decide, and what a callback has logged."""
+    asks = AsksAllRanks()
+    strategy = AutomodelStrategy(tensor_parallel_size=TENSOR)
+    trainer = make_trainer(strategy, callbacks=[asks], max_steps=1)
+    module = TensorParallelModule(decoder())
+    trainer.fit(module, DataLoader(micro_batches(CASE)[data_rank()], batch_size=None))
+    return asks.decisions, float(trainer.callback_metrics["peers"])
+
+
+def test_decisions_are_those_of_all_ranks(pool4: RankPool) -> None:
+    """Tensor-parallel peers among them: `ModelCheckpoint` keeps the best of several by such decisions."""
+    for decisions, num_peers in pool4.run(_ask_all_ranks):
+        assert num_peers == TENSOR  # of a sharded tensor that a callback logs, all of it
+        assert decisions == [True, True, False, True, False, True, False, False]
