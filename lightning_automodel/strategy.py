@@ -443,7 +443,8 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         self._barriers.clear()
         collectives.host_group(timeout)
         self._mesh = self._make_mesh(timeout)
-        lightning_internals.set_device_mesh(self._module, self._mesh.mesh)
+        if self.lightning_module is not None:  # a plain script may start the launcher by itself
+            lightning_internals.set_device_mesh(self.lightning_module, self._mesh.mesh)
 
     def _make_mesh(self, timeout: timedelta) -> RunMesh:
         options = self._options

@@ -188,6 +188,11 @@ class ExactnessCheck(Callback):
         report += verdict.of_samples(map(distributed_sampler, loaders))
         report.append(verdict.of_cost(self._seconds, size))
         self._say(trainer, found, "\n  ".join(report))
+        del (
+            self._recorder,
+            self._comparison,
+            self._counting,
+        )  # with batches, gradients and weights on the host
         if self._raises and found == verdict.WRONG:
             raise RuntimeError(self.report)
 

@@ -344,8 +344,17 @@ class GradientWindows:
         """Note this window's ``batch`` and sums; check earlier windows, as far as the device has come. No wait."""
         on_host = sums.to("cpu", non_blocking=True)
         self._unchecked.append((batch, on_host, torch.accelerator.current_stream().record_event()))
-        while self._unchecked and self._unchecked[0][2].query():
-            (epoch, index), earlier, _ = self._unchecked.popleft()
+        self.check_windows(waits=False)
+
+    def check_windows(self, waits: bool = True) -> None:
+        """Raise RuntimeError if ranks differed in windows that were not checked yet. Not a collective.
+
+        Waits for the device; or else checks as far as that has come.
+        """
+        while self._unchecked and (waits or self._unchecked[0][2].query()):
+            (epoch, index), earlier, event = self._unchecked.popleft()
+            if waits:
+                event.synchronize()
             if _differ(earlier, self._group):
                 raise RuntimeError(
                     f"Ranks have ended one accumulation window in different batches, this rank in batch {index} of"

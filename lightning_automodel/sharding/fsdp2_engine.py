@@ -203,7 +203,11 @@ class FSDP2Engine(FSDP2Window):
         """Context of forwards without a backward, which leaves no parameters gathered."""
         self.release()
         self.enter(Phase.EVALUATION)
-        yield
+        try:
+            yield
+        except BaseException:
+            self.recover()  # a caller may go on, as BatchSizeFinder does when memory is short
+            raise
         self.release()
         self.enter(Phase.HOOKS)
 

@@ -40,6 +40,10 @@ GRADIENTS_OF_EXPERTS = (
 """Why a backward that is not the strategy's must not reach spread experts."""
 
 
+_MORE_THAN_UNITS = 1_009
+"""Units in another order give another number, unless there are more of them."""
+
+
 class Reductions(Enum):
     """What FSDP2 does with the gradients that a backward computes: three flags of each unit.
 
@@ -312,7 +316,7 @@ class FSDP2Window(Engine):
             if not unit.is_gathered:
                 unit.check_unassigned()
             if gathers:
-                window.order = (window.order * 31 + unit.number) % NUMBERS
+                window.order = (window.order * _MORE_THAN_UNITS + unit.number) % NUMBERS
         if window.ends:
             for group in self._unit_of:
                 fsdp2.accumulate_in_one_dtype(group)
@@ -352,9 +356,9 @@ class FSDP2Window(Engine):
     @contextmanager
     def replaying(self) -> Iterator[None]:
         self._is_replaying = True
-        self.release()
-        self.go_on()
         try:
+            self.release()
+            self.go_on()
             with super().replaying():
                 yield
             self.end_step()
@@ -386,15 +390,17 @@ class FSDP2Window(Engine):
     @override
     def close(self) -> None:
         """Reshard the model, remove the hooks, and let FSDP2 reduce as before."""
-        self.release()
-        self._flags.restore()
-        for unit in self._whole_step:
-            self._tell_of_writes(unit, None)
-        for unit in self.units:
-            unit.close()
-        for hook in self._hooks:
-            hook.remove()
-        super().close()
+        try:
+            self.release()  # raises where a write is lost
+        finally:
+            self._flags.restore()
+            for unit in self._whole_step:
+                self._tell_of_writes(unit, None)
+            for unit in self.units:
+                unit.close()
+            for hook in self._hooks:
+                hook.remove()
+            super().close()
 
     @override
     def recover(self) -> None:

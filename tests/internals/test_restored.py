@@ -148,7 +148,10 @@ def _replaced(options: dict[str, Any]) -> dict[str, Any]:
     now = {(id(target), name): vars(target).get(name, absent) for target, name, _ in patched}
     return {
         "patched": {
-            (_name(target), key[1]) for key, (target, value) in first.items() if now[key] is not value
+            (_name(target), key[1])
+            for key, (target, value) in first.items()
+            if now[key]
+            != value  # Lightning gives callbacks the module's `log` in each run: another method object
         },
         "num_patched": len(first),
         "others": {
