@@ -76,7 +76,7 @@ class MicroBatches:
         )
         self._draws_its_batches = lightning_internals.draws_its_batches(module.training_step)
         self._has_hooks_before_backward = lightning_internals.has_hooks_before_backward(module.trainer)
-        self._num_looks = NUM_LOOKS  # at micro-batches, that are left
+        self._num_looks = NUM_LOOKS  # micro-batches that may still read the device, for advice
         self._step = _Step()
 
     # --- The forward --------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class MicroBatches:
         token_losses = self.weighting.objective(loss, count, divided_by, aux_loss)
         sums: Tensor | None = sums_of(token_losses, count)
         plugin_loss = self.plugin.pre_backward(loss, self.module)
-        # That one trains, the user's is reported.
+        # The plugin's loss is backpropagated; the user's is reported.
         if plugin_loss is not loss and windows.scaling.scaler is None:
             token_losses = self.weighting.objective(plugin_loss, count, divided_by, aux_loss)
         if self._num_looks > 0 or is_first_window:

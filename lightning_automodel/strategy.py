@@ -273,7 +273,8 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         self._supervisor = Supervisor(self._join, self._saver.wait_for_pending_save)
         self._weight_averages = LateAverages()
         self._layer_sync: LayerSync | None = None  # set where Trainer(sync_batchnorm=True)
-        # Of one run, from `setup_environment` to `teardown`.
+        # Of one run: set from `setup_environment` on. After `teardown`, `last_step` and a save still read them;
+        # the next run sets them again.
         self._patches = PatchStack()  # on the Trainer, its callbacks and the module
         self._mesh: RunMesh | None = None  # once the ranks have joined
         self._barriers: set[str | None] = set()  # names of those that Lightning has called

@@ -150,7 +150,8 @@ class CheckpointSaver:
         self._defers = goes_on
         if in_background:
             self._pending_path = target
-            self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
             group = self._host_group(in_background=True)
             self._pending = self._thread.submit(_write_beside_training, module.device, write, group)
             return

@@ -83,6 +83,10 @@ class GradientWindows:
     Attributes:
         parameters: Of the sharded model. Between a forward and its backward ``module.parameters()`` are the gathered
             ones.
+        weighting: How micro-batches are counted and weighed.
+        scaling: What a gradient scaler, and the range of half precision, multiply by.
+        mesh: Of the run.
+        device: Of this rank's sums and gradients.
         divisor: D, by which the engine's averages divide.
         optimizers: Those of the run: windows without toggling end with a step of all of these.
         toggled: Whose window the next backwards belong to; None: to that of all optimizers.

@@ -63,8 +63,14 @@ class FSDP2Engine(FSDP2Window):
             group = None
         choice = self._choose(module, placement)
         shard_parameters(module, accept_hooks=options.count_window_ahead)
-        super().__init__(module, choice.defer, choice.keep, group, not module.automatic_optimization)
-        self.discard()
+        super().__init__(
+            module,
+            defer=choice.defer,
+            retain_unsharded=choice.keep,
+            group=group,
+            is_manual=not module.automatic_optimization,
+        )
+        self.discard()  # units that the user has sharded may hold gradients of earlier training
         self._start_gathers_ahead(module)
         self._gathers = JoinedGathers([unit.module for unit in self.units])
         tensor_parallel.share_random_state(self.mesh, self.device)

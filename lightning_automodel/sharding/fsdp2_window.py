@@ -72,6 +72,21 @@ class FSDP2Window(Engine):
     ``torch.autograd.grad`` in a training step or a callback, would reduce what an open window has deferred,
     and leave it in ``.grad``.
 
+    ====================  ==================  =========================  ====================================
+    what comes            phase after it      reductions after it        parameters that are gathered
+    ====================  ==================  =========================  ====================================
+    :meth:`go_on`         STEP                as before                  those of a whole step
+    a forward             as before           as before                  stay for the window, or are freed
+    :meth:`end_forward`   HOOKS               as before                  hidden: the module shows shards
+    :meth:`begin`         STEP                ALL at the window's end,   shown again, or gathered anew
+                                              else as ``defer`` says
+    :meth:`keep`          HOOKS               BY_FSDP2 at the window's   hidden until the window ends, then freed
+                                              end, else NONE
+    :meth:`end_step`      HOOKS               as before                  freed
+    :meth:`release`       as before           as before                  freed, so that none is stale
+    :meth:`recover`       HOOKS               BY_FSDP2                   freed, and what was written is given up
+    ====================  ==================  =========================  ====================================
+
     With ``retain_unsharded`` parameters are all-gathered in the first forward of a window only. Between two
     micro-batches the module shows its sharded parameters, while the memory of the unsharded ones is
     retained: others find an ordinary sharded module. Plain parameters are averaged over ``group``; None for

@@ -211,6 +211,8 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
             "norm": lambda c: None if c.norm == "batch" else c.norm,
         },
     ),
+    # Running statistics are each rank's own until a validation.
+    (lambda c: c.snippet == "state dict" and c.norm == "batch", {"norm": None}),
     # The block would write to rows of the embedding, at another time on each rank, and by `.data`, which
     # nothing counts.
     (

@@ -349,7 +349,10 @@ class LockStep:
             own = self.gradients()
             parts[number] = self.sample(own) / scale
             for name, gradient in own.items():
-                total[name] = total[name].add_(gradient) if name in total else gradient
+                if name in total:
+                    total[name].add_(gradient)
+                else:
+                    total[name] = gradient
         for name, gradient in total.items():
             total[name] = self._hooked(name, gradient.div_(scale))
         return Replayed(total, torch.stack(parts, dim=1), losses)
