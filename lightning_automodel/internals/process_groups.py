@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute, debug
 
-_BUCKET_BYTES = 250 * 1024 * 1024  # large enough for the network, small beside a model
-
 
 def forget_meshes() -> None:
     """Clear DTensor's caches of sharding decisions, which keep every mesh alive that was ever used.
@@ -48,11 +46,6 @@ def make_group(partition: list[list[int]]) -> dist.ProcessGroup:
         return dist.new_group([dist.get_rank()], use_local_synchronization=True)
     own, _ = dist.new_subgroups_by_enumeration(partition)
     return cast(dist.ProcessGroup, own)
-
-
-def broadcast_coalesced(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite ``tensors`` with those of the group's first rank, in buckets. A collective over the group."""
-    dist._broadcast_coalesced(group, tensors, _BUCKET_BYTES, 0)
 
 
 def accelerator_backends() -> list[Any]:

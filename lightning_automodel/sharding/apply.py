@@ -1,6 +1,6 @@
 """Sharding a model with FSDP2, and making its weights equal on every rank."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +20,7 @@ from lightning_automodel.distributed.mesh import (
     RunMesh,
     num_expert_ranks,
 )
-from lightning_automodel.internals import fsdp2, process_groups
+from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.precision import OutermostCall, cast_around, step_policy, unit_policy
@@ -40,6 +40,7 @@ T = TypeVar("T")
 
 _AS_STEP = "lightning_automodel_as_step"
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+_BROADCAST_BUCKET_BYTES = 250 * 1024 * 1024  # large enough for the network, small beside a model
 
 
 def apply_fsdp2(
@@ -264,12 +265,17 @@ def broadcast_tensors(
 
     A collective over the group.
     """
-    tensors = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
-    if group.size() == 1 or not tensors:
+    if group.size() == 1:
         return
-    plain = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
-    # As bytes: no backend knows every dtype. `view(-1)` would keep another stride of a single element.
-    sent = [tensor.as_strided([tensor.numel()], [1]).view(torch.uint8).to(device) for tensor in plain]
-    process_groups.broadcast_coalesced(sent, group)
-    for tensor, received in zip(tensors, sent, strict=True):
-        tensor.copy_(received.view(tensor.dtype).view(tensor.shape))
+    buckets: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = defaultdict(list)
+    num_bytes: Counter[tuple[torch.device, torch.dtype]] = Counter()
+    for tensor in tensors:
+        kind = (tensor.device, tensor.dtype)
+        num_bytes[kind] += tensor.nbytes
+        buckets[*kind, num_bytes[kind] // _BROADCAST_BUCKET_BYTES].append(tensor)
+    for bucket in buckets.values():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket]).to(device)
+        # As bytes: no backend knows every dtype.
+        dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
+        for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(values.view(tensor.shape))

@@ -23,7 +23,7 @@ from lightning_automodel.callbacks.exactness.lockstep import (
 from lightning_automodel.callbacks.exactness.manual import optimizers_of
 from lightning_automodel.callbacks.exactness.moment import Moment
 from lightning_automodel.callbacks.running_strategy import automodel, context_of, run_of
-from lightning_automodel.gradients.engine import Window
+from lightning_automodel.gradients.window import Window
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 
