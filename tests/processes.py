@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
+import itertools
 import os
+import random
+import socket
 import subprocess
+import threading
 from collections.abc import Sequence
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing import connection, forkserver, popen_forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 NOT_FROM_OUTSIDE = (
@@ -22,6 +27,9 @@ NOT_FROM_OUTSIDE = (
 )
 """What a launcher tells its ranks by the environment."""
 
+PORTS = range(12_000, 32_000)
+"""Below those that Linux gives to connections: one of them could get a port between its choice and its use."""
+
 IMPORTED = (
     "lightning.pytorch",
     "torch.distributed.fsdp",
@@ -33,11 +41,49 @@ IMPORTED = (
 """Slow to import, and needed by all: whoever starts the server decides what it imports, for the whole test run."""
 
 
+class _Popen(popen_forkserver.Popen):
+    """Reads the exit status once: Python's, asked by two threads at once, says 255 to one of them.
+
+    `Process.start` asks for all processes, whichever thread has started them.
+    """
+
+    def __init__(self, process: Any) -> None:
+        self._reading = threading.Lock()
+        super().__init__(process)
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if flag != os.WNOHANG:
+            connection.wait([self.sentinel])
+        with self._reading:
+            return super().poll(os.WNOHANG)
+
+
+class _Process(ForkServerProcess):
+    _Popen = staticmethod(_Popen)
+
+
+class _Context(ForkServerContext):
+    Process = _Process
+
+
+_CONTEXT = _Context()
+
+
 def forked() -> ForkServerContext:
     """What makes such processes; they have the environment that the server was started with."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(IMPORTED))
-    return context
+    _CONTEXT.set_forkserver_preload(list(IMPORTED))
+    return _CONTEXT
+
+
+_numbers = itertools.count(random.SystemRandom().randrange(len(PORTS)))
+
+
+def free_port() -> int:
+    """One of :data:`PORTS` that nobody listens at, another one with each call."""
+    while True:
+        port = PORTS[next(_numbers) % len(PORTS)]
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def start_importing() -> None:

@@ -34,7 +34,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests import devices
-from tests.processes import forked
+from tests.processes import forked, free_port
 from tests.rank_process import LOOPBACK, Answer, Call, serve
 
 START_TIMEOUT_S = 180.0
@@ -142,7 +142,7 @@ class RankPool:
 
     def _exchange(self, function: bytes, name: str, timeout_s: float) -> list[Any]:
         try:
-            call = pickle.dumps(Call(function, self._group_number, _free_port()))
+            call = pickle.dumps(Call(function, self._group_number, free_port()))
             for rank in self._ranks:
                 # A rank that died since the last call is reported when its answer is read.
                 with contextlib.suppress(BrokenPipeError):
@@ -215,9 +215,3 @@ class RankPool:
         os.kill(rank.process.pid, signal.SIGUSR1)
         time.sleep(0.5)
         return rank.log.read_bytes()[known:].decode(errors="replace") if rank.log.exists() else ""
-
-
-def _free_port() -> int:
-    """A port for code under test that leaves the pool's process group and joins one through MASTER_PORT."""
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        return listener.getsockname()[1]

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.debugger import stop_here
-from tests.processes import ROOT
+from tests.processes import PORTS, ROOT, forked, free_port
 from tests.rank_pool import RankError, RankPool
 
 
@@ -186,3 +187,25 @@ def _read_until(terminal: int, text: str) -> str:
     while text not in shown:
         shown += os.read(terminal, 1 << 12).decode(errors="replace")
     return shown
+
+
+def _status_of_a_process(_: int) -> int | None:
+    process = forked().Process(target=sys.exit, args=(3,))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def test_threads_may_start_processes_together() -> None:
+    """Python's own reader of exit statuses says 255 to one of two threads."""
+    with ThreadPoolExecutor(max_workers=4) as executor:
+        assert set(executor.map(_status_of_a_process, range(200))) == {3}
+
+
+def test_free_ports_are_chosen_once_and_never_given_to_a_connection() -> None:
+    ports = [free_port() for _ in range(100)]
+    assert len(set(ports)) == 100
+    assert set(ports) <= set(PORTS)
+    ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if ephemeral.exists():
+        assert max(PORTS) < int(ephemeral.read_text().split()[0])

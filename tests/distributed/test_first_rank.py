@@ -27,7 +27,7 @@ from lightning_automodel.distributed.failures import RankFailedError
 from lightning_automodel.distributed.first_rank import FirstRankPerNode, Scope
 from tests.distributed import first_rank_script
 from tests.distributed.interleavings import Plan, Record, contradictions, draw, follow
-from tests.processes import forked
+from tests.processes import forked, free_port
 from tests.rank_pool import RankPool
 from tests.rank_process import LOOPBACK, LOOPBACK_INTERFACE
 
@@ -406,8 +406,7 @@ def ranks_without_a_group(
     folder: Path, *arguments: Any, num_ranks: int = 2, started: Sequence[int] = (0, 1)
 ) -> Iterator[list[BaseProcess]]:
     """Start a case on ranks that know of each other by the environment only; see `printed`."""
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     group = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
     context = forked()
     processes = []

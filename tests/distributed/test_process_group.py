@@ -32,8 +32,7 @@ from lightning_automodel.distributed.process_group import (
     initialize_distributed,
     join_process_group,
 )
-from tests.processes import forked
-from tests.rank_pool import _free_port
+from tests.processes import forked, free_port
 from tests.rank_process import LOOPBACK, LOOPBACK_INTERFACE
 
 PATIENCE_S = 60.0
@@ -182,7 +181,7 @@ def _wait_briefly_as_lightning_does(rank: int, world_size: int) -> None:
 def test_all_come(way: str, tmp_path: Path) -> None:
     """By each way to meet, though one rank is late."""
     store = _host_store()
-    port = _free_port()
+    port = free_port()
     ranks = []
     for rank in range(3):
         by_argument: dict[str, Any] = {"rank": rank, "world_size": 3}
@@ -227,7 +226,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[O
     folder = tmp_path_factory.mktemp("meet")
     host, agent = _host_store(), _host_store()
     ports = {
-        name: _free_port()
+        name: free_port()
         for name in ("env", "tcp", "host", "lightning", "twins", "sizes", "backends", "unknown")
     }
     tcp = f"tcp://{LOOPBACK}:{ports['tcp']}"
@@ -377,7 +376,7 @@ def _claim_and_die() -> None:
 @pytest.mark.sweep
 def test_a_stopped_host_is_told_from_one_that_is_late(tmp_path: Path) -> None:
     """The system accepts connections in its place, and nobody answers on them."""
-    port = _free_port()
+    port = free_port()
     host = Launched(_claim_and_die, **_place(port, 0, 2))
     _await_listener(port)
     os.kill(host.process.pid, signal.SIGSTOP)
@@ -454,7 +453,7 @@ def _leftovers() -> tuple[int, int]:
 )
 def test_nothing_is_left_after_many_groups(host: str, cycles: int) -> None:
     store = _host_store()
-    port = _free_port() if host == "rank 0" else store.port
+    port = free_port() if host == "rank 0" else store.port
     agent = {} if host == "rank 0" else {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     ranks = [Launched(_cycle, cycles, **_place(port, rank, 2), **agent) for rank in (0, 1)]
     for outcome in [rank.outcome() for rank in ranks]:
@@ -487,7 +486,7 @@ def _read_late(linger_s: float) -> str:
 
 @pytest.mark.parametrize(("linger_s", "lives"), [(PATIENCE_S, True), (0.0, False)])
 def test_the_store_stays_until_the_last_rank_has_left(linger_s: float, lives: bool) -> None:
-    port = _free_port()
+    port = free_port()
     outcomes = [
         launched.outcome()
         for launched in [Launched(_read_late, linger_s, **_place(port, rank, 2)) for rank in (0, 1)]
@@ -506,7 +505,7 @@ def _leave_alone() -> float:
 
 
 def test_a_dead_rank_is_not_waited_for_beyond_the_bound() -> None:
-    port = _free_port()
+    port = free_port()
     launched = [Launched(_leave_alone, **_place(port, rank, 2)) for rank in (0, 1)]
     outcome = launched[0].outcome()
     launched[1].process.join()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ from lightning_automodel import (
     spread_experts,
 )
 from tests import devices
-from tests.processes import forked
+from tests.processes import forked, free_port
 from tests.trainer.runs import SILENT
 
 WORLD_SIZE = 3
@@ -387,8 +386,7 @@ def run_once(cell: Cell, folder: Path) -> Outcome:
 def started_ranks(target: Callable[..., None], case: Any, folder: Path) -> list[Any]:
     """All ranks as processes, each of which runs ``target(case, rank, port, folder)``; the port is free."""
     context = forked()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     processes = [
         context.Process(target=target, args=(case, rank, port, folder)) for rank in range(WORLD_SIZE)
     ]

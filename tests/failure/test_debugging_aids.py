@@ -5,7 +5,6 @@ import os
 import re
 import runpy
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from torch.distributed.flight_recorder import fr_trace
 
 from lightning_automodel import initialize_distributed
 from lightning_automodel.distributed.collectives import named_barrier
-from tests.processes import forked
+from tests.processes import forked, free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "hang.py"
@@ -65,8 +64,7 @@ def _started(log: Path, function: Callable[..., None], *args: Any) -> Iterator[B
 @contextlib.contextmanager
 def _ranks(folder: Path, *arguments: str, **variables: str) -> Iterator[list[BaseProcess]]:
     """Run the script on all ranks; `folder/rank<rank>.log` holds what each prints."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     everywhere = {
         "NODE_RANK": "0",
         "WORLD_SIZE": str(WORLD_SIZE),
@@ -175,8 +173,7 @@ def _sum_after_a_barrier(rank: int, world_size: int, port: int) -> None:
 
 def test_detail_finds_no_difference_after_a_barrier_of_three(tmp_path: Path) -> None:
     """Where a monitored barrier on the default group would count as more operations on rank 0."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     with contextlib.ExitStack() as stack:
         logs = [tmp_path / f"rank{rank}.log" for rank in range(3)]
         processes = [

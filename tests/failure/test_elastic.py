@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -22,7 +21,7 @@ from tests.checkpoint.killed import expected_weights
 from tests.failure import elastic_script
 from tests.failure.elastic_script import NUM_STEPS
 from tests.failure.faults import become_rank, killed_at_the_end
-from tests.processes import forked, run_anew
+from tests.processes import forked, free_port, run_anew
 
 
 def run_job(folder: Path, seed: int, fault: str, how: str) -> str:
@@ -67,8 +66,7 @@ def be_rank(rank: int, attempt: int, port: int, folder: Path) -> None:
 @pytest.mark.sweep
 def test_job_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     """In the background too. One store, in this process, serves both attempts."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     for attempt in range(2):
         ranks = [

@@ -26,7 +26,7 @@ from lightning_automodel.distributed import meeting, process_group
 from lightning_automodel.failure import supervisor
 from lightning_automodel.failure.supervisor import LONGEST_LEAVING_S, SIGTERM_STATUS, RankState, Supervisor
 from tests.failure.faults import Model, Ragged, become_rank, killed_at_the_end
-from tests.processes import forked
+from tests.processes import forked, free_port
 from tests.trainer.runs import SILENT
 
 PATIENCE_S = 90.0
@@ -306,8 +306,7 @@ def _run(scenario: Callable[[int, int], None], folder: Path) -> tuple[list[int |
     """Exit status, None for a rank that is stopped, and output of each rank."""
     world_size = len(EXPECTED[scenario][0])
     context = forked()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     processes = [
         context.Process(target=_be_rank, args=(scenario, rank, world_size, port, folder))
         for rank in range(world_size)

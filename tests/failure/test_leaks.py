@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, destroy_global_state
 from tests.failure.faults import become_rank
-from tests.processes import forked
+from tests.processes import forked, free_port
 from tests.trainer.exactness import micro_batches
 from tests.trainer.runs import CASE, SILENT, LabelledModule
 
@@ -74,8 +73,7 @@ def _train_again_and_again(
 def test_trainings_again_and_again_in_one_process(tmp_path: Path, rounds: int, is_example: bool) -> None:
     """Many trainings, each with a process group of its own: no thread, socket or descriptor is left."""
     context = forked()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     queue = context.Queue()
     arguments = (port, tmp_path, rounds, is_example, queue)
     processes = [

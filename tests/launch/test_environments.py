@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +19,7 @@ from lightning.pytorch.plugins.environments import KubeflowEnvironment
 
 from lightning_automodel import AutomodelStrategy
 from tests.launch.launched import ACCUMULATE, PATIENCE_S, Launched, program, reference, wait_until
-from tests.processes import run_anew
+from tests.processes import free_port, run_anew
 from tests.trainer.exactness import relative_error
 from tests.trainer.runs import CASE, SILENT, TOLERANCE, train_plainly
 
@@ -101,12 +100,6 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"settings": {"devices": 1, "num_nodes": 2}, "environment": "KubeflowEnvironment", "kubeflow": True},
     ),
 }
-
-
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def start_both(

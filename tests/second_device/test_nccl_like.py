@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from tests import devices
 from tests.failure.faults import become_rank, killed_at_the_end
-from tests.processes import forked
+from tests.processes import forked, free_port
 from tests.rank_pool import RankPool
 from tests.second_device import fits, nccl_like
 
@@ -194,8 +193,7 @@ def test_in_processes_of_their_own(
 ) -> None:
     """What two ranks print, and how they end."""
     context = forked()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     processes = [context.Process(target=_be, args=(rank, scenario, port, tmp_path)) for rank in range(2)]
     for process in processes:
         process.start()
