@@ -1,7 +1,7 @@
 """The strategy: its hooks in the order in which the Trainer calls them; each delegates to the module that does it."""
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from lightning_automodel.data.batches import PendingGather
 from lightning_automodel.data.samplers import Ranks
 from lightning_automodel.data.streams import check_counted_ranks
 from lightning_automodel.distributed import collectives, process_group
-from lightning_automodel.distributed.first_rank import FirstRankPerNode
+from lightning_automodel.distributed.first_rank import Block, FirstRankPerNode
 from lightning_automodel.distributed.mesh import Placement, RunMesh, adopt_mesh, build_mesh, resolve_sizes
 from lightning_automodel.failure.supervisor import Supervisor, check_processes
 from lightning_automodel.gradients.token_loss import StepReport
@@ -278,7 +278,7 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         self._patches = PatchStack()  # on the Trainer, its callbacks and the module
         self._mesh: RunMesh | None = None  # once the ranks have joined
         self._barriers: set[str | None] = set()  # names of those that Lightning has called
-        self._setup_block = ExitStack()  # `first_rank_setup`, between two barriers
+        self._setup_block: Block | None = None  # `first_rank_setup`, between two barriers
         self._run: TrainingRun | None = None  # the distributed model, from `setup` on; kept for `last_step`
         self._resume: Resume | None = None  # of a fit
         self._loader = CheckpointLoader()  # of the checkpoint that Lightning restores
@@ -482,7 +482,9 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
             checks.check_callbacks(self._module.trainer.callbacks, self._options.is_sharded)  # type: ignore[attr-defined]
             self._weight_averages.delay(self.lightning_module, self._options.is_sharded, self._patches)
         if name == "pre_setup" and self._options.first_rank_setup:
-            self._setup_block.enter_context(self.first_rank_per_node())
+            block = Block(None, "node", self._options.parsed_timeout)
+            block.begin()
+            self._setup_block = block
         if name == "run-stage" and self._run is not None:
             meta_init.check_initialized(self._module, self.root_device)
             self._loader = CheckpointLoader()  # Lightning has restored the checkpoint
@@ -499,7 +501,10 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
             )
 
     def _end_setup_block(self, exception: BaseException | None = None) -> None:
-        self._setup_block.__exit__(type(exception) if exception is not None else None, exception, None)
+        block = self._setup_block
+        self._setup_block = None
+        if block is not None:
+            block.end(exception)
 
     def first_rank_per_node(
         self, scope: Literal["node", "global"] = "node", timeout: timedelta | float | None = None

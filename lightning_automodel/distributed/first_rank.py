@@ -1,8 +1,8 @@
 """First-rank blocks: the first rank of each node runs a block before the others.
 
-A failure reaches every rank. A block is meetings in the store, at its entry, when the first rank of a node has done
-its work, and at the end, so no collective's timeout applies. Outside of a run its ranks have hearts meanwhile, so
-that a rank that dies is noticed.
+A failure reaches every rank. A block is three meetings in the store, so no collective's timeout applies: of all ranks
+at its entry, of a node's ranks when its first one has done its work, and of all ranks at its end. Outside of a run
+its ranks have hearts meanwhile, so that a rank that dies is noticed.
 """
 
 import contextlib
@@ -10,7 +10,6 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import ContextDecorator, ExitStack
-from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Literal, get_args
@@ -75,67 +74,147 @@ class FirstRankPerNode(ContextDecorator):
             RankFailedError: If another rank failed, did not join, or was silent, or the store was lost.
             ValueError: If the block around this one has another group or scope.
         """
-        outer = _active[-1] if _active else _Block()
-        inner = _Block(self._scope)
-        with ExitStack() as stack:
-            _active.append(inner)
-            stack.callback(_active.remove, inner)
-            if outer.group is None:
-                stack.enter_context(self._open(inner))
-            elif (self._group or dist.group.WORLD) is outer.group and self._scope == outer.scope:
-                inner.group = outer.group
-                inner.is_first = outer.is_first
-            else:
-                # Ranks that wait at the outer block's entry cannot take part in another order.
-                members = dist.get_process_group_ranks(outer.group)
-                raise ValueError(
-                    "A FirstRankPerNode block cannot be inside a block of another group or scope, here of ranks"
-                    f" {members} with scope={outer.scope!r}: leave that one first, or give both the same."
-                )
-            inner.ends = stack.pop_all()
-        return inner.is_first
+        outer = _active[-1] if _active else None
+        if outer is None or outer.group is None:
+            block = Block(self._group, self._scope, self._timeout)
+            block.begin()
+        elif (self._group or dist.group.WORLD) is outer.group and self._scope == outer.scope:
+            block = outer
+            _active.append(block)
+        else:
+            # Ranks that wait at the outer block's entry cannot take part in another order.
+            members = dist.get_process_group_ranks(outer.group)
+            raise ValueError(
+                "A FirstRankPerNode block cannot be inside a block of another group or scope, here of ranks"
+                f" {members} with scope={outer.scope!r}: leave that one first, or give both the same."
+            )
+        return block.is_first
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Report how the block ended, and wait until it has ended on all ranks, or one failed."""
-        _active[-1].ends.__exit__(kind, error, traceback)
+        block = _active[-1]
+        if _active.count(block) > 1:  # the block around this one goes on
+            _active.pop()
+        else:
+            block.end(error)
 
-    @contextlib.contextmanager
-    def _open(self, block: "_Block") -> Iterator[None]:
-        """Context of a block that is in no other one, with a group that is made for it, where there is none."""
+
+class Block:
+    """One use of :class:`FirstRankPerNode` on this rank, from :meth:`begin` to :meth:`end`.
+
+    Attributes:
+        scope: Who goes first.
+        group: Of the ranks that take part; None, once the block has begun, if there is nobody to wait for.
+        is_first: Whether this rank goes first.
+        members: The ranks that take part, as ranks of the default group.
+        peers: Those that wait for the same first rank as this one.
+        store: With a prefix that this block has alone.
+        heart: That of the run that this process is in, else one for the block.
+    """
+
+    members: list[int]
+    peers: list[int]
+    store: dist.Store
+    heart: Heart
+
+    def __init__(self, group: dist.ProcessGroup | None, scope: Scope, timeout: timedelta) -> None:
+        self.scope = scope
+        self.group = group
+        self.is_first = True
+        self._timeout = timeout
+        self._name = f"FirstRankPerNode(scope={scope!r})"
+        self._at_end = ExitStack()
+
+    def begin(self) -> None:
+        """Wait until this rank may run the block; raises as :meth:`FirstRankPerNode.__enter__`."""
+        with ExitStack() as at_end:
+            _active.append(self)
+            at_end.callback(_active.remove, self)
+            if self._finds_others(at_end):
+                self._enter(at_end)
+            self._at_end = at_end.pop_all()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Wait until the block has ended on all ranks; or tell them of the ``error`` that has ended it here."""
+        with self._at_end:
+            if self.group is None:
+                return
+            if error is not None:
+                self._post(error)
+                return
+            with self._posting():
+                if self.is_first:
+                    self._meet_after_work()
+                at = f"the end of {self._name}"
+                self.heart.meet(self.store, at, self.members, limit_s=LONGEST_WORK_S)
+
+    def _finds_others(self, at_end: ExitStack) -> bool:
+        """Whether there are others to wait for, in a group that is made where the environment tells of one."""
         makes_group = (
-            self._group is None
+            self.group is None
             and not dist.is_initialized()
             and all(os.environ.get(name) for name in ENVIRONMENT)
             and join.number_in_environment("WORLD_SIZE", at_least=1) != 1
         )
         if makes_group:
             process_group.initialize_distributed("gloo", self._timeout)
+            at_end.callback(process_group.destroy_global_state)
+        self.group = self.group or dist.group.WORLD
+        if self.group is not None and self.group.size() == 1:
+            self.group = None
+        return self.group is not None
+
+    def _enter(self, at_end: ExitStack) -> None:
+        """Wait for all others, and then for the first rank's work. A collective of the group, through the store."""
+        assert self.group is not None
+        dist.get_rank(self.group)  # raises if the group was destroyed
+        rank = dist.get_rank()
+        self.members = dist.get_process_group_ranks(self.group)
+        # Each member counts its blocks on this group. All enter the same blocks, so the numbers agree. The path
+        # holds the lowest rank, since torch may give one name to groups that share no rank.
+        number = process_group.next_number("blocks", self.group)
+        path = f"first_rank/{self.group.group_name}.{min(self.members)}/{number}"
+        self.store = dist.PrefixStore(path, process_group.connection(self._timeout))
+        self.heart = heart.current() or self._start_heart(rank, at_end)
+        at_end.callback(meeting.linger, self.store, "end", rank, self.members, LINGER_S)
+        with self._posting():
+            at = f"the entry to {self._name}"
+            nodes = self.heart.meet(
+                self.store, at, self.members, node_of(rank), self._timeout.total_seconds()
+            )
+            self.peers = peers_of(rank, dict(zip(self.members, nodes, strict=True)), self.scope)
+            self.is_first = rank == min(self.peers)
+            if not self.is_first:
+                self._meet_after_work()
+
+    def _start_heart(self, rank: int, at_end: ExitStack) -> Heart:
+        own = Heart(rank, self.members, self.store, self._timeout.total_seconds())
+        own.record.where = self._name
+        own.start()
+        at_end.callback(own.close)
+        return own
+
+    def _meet_after_work(self) -> None:
+        at = f"the work of rank {min(self.peers)} in {self._name}"
+        self.heart.meet(self.store, at, self.peers, limit_s=LONGEST_WORK_S)
+
+    @contextlib.contextmanager
+    def _posting(self) -> Iterator[None]:
+        """Context in which the others are told of what is raised here."""
         try:
-            group = self._group or dist.group.WORLD
-            if group is None or group.size() == 1:
-                yield
-            else:
-                block.group = group
-                with _in_order(block, group, self._timeout):
-                    yield
-        finally:
-            if makes_group:
-                process_group.destroy_global_state()
+            yield
+        except BaseException as error:
+            self._post(error)
+            raise
+
+    def _post(self, error: BaseException) -> None:
+        with contextlib.suppress(dist.DistError, OSError):
+            meeting.post(self.store, RankFailure.from_exception(error, self.heart.rank, self._name))
 
 
-@dataclass(eq=False)
-class _Block:
-    """One use of :class:`FirstRankPerNode` on this rank."""
-
-    scope: Scope = "node"
-    group: dist.ProcessGroup | None = None  # None if there is nobody to wait for
-    is_first: bool = True
-    ends: ExitStack = field(default_factory=ExitStack)  # what is to be done when it ends
-
-
-_active: list[_Block] = []
+_active: list[Block] = []
 """Blocks that this process is in, outermost first."""
 
 
@@ -156,54 +235,3 @@ def node_of(rank: int) -> str:
 def peers_of(rank: int, nodes: dict[int, str], scope: Scope) -> list[int]:
     """Ranks on the node of ``rank``, or all for scope ``"global"``: the lowest goes first. ``nodes`` are by rank."""
     return [other for other, node in nodes.items() if scope == "global" or node == nodes[rank]]
-
-
-@contextlib.contextmanager
-def _in_order(block: _Block, group: dist.ProcessGroup, timeout: timedelta) -> Iterator[None]:
-    """Context in which this rank may run the block; what leaves it reaches the others. A collective of the group."""
-    rank = dist.get_rank()
-    dist.get_rank(group)  # raises if the group was destroyed
-    members = dist.get_process_group_ranks(group)
-    # Each member counts its blocks on this group. All enter the same blocks, so the numbers agree. The path
-    # holds the lowest rank, since torch may give one name to groups that share no rank.
-    number = process_group.next_number("blocks", group)
-    path = f"first_rank/{group.group_name}.{min(members)}/{number}"
-    store = dist.PrefixStore(path, process_group.connection(timeout))
-    name = f"FirstRankPerNode(scope={block.scope!r})"
-    with _heart(store, rank, members, name, timeout) as beating:
-        try:
-            limit_s = timeout.total_seconds()
-            nodes = beating.meet(store, f"the entry to {name}", members, node_of(rank), limit_s)
-            peers = peers_of(rank, dict(zip(members, nodes, strict=True)), block.scope)
-            block.is_first = rank == min(peers)
-            work = f"the work of rank {min(peers)} in {name}"
-            if not block.is_first:
-                beating.meet(store, work, peers, limit_s=LONGEST_WORK_S)
-            yield
-            if block.is_first:
-                beating.meet(store, work, peers, limit_s=LONGEST_WORK_S)
-            beating.meet(store, f"the end of {name}", members, limit_s=LONGEST_WORK_S)
-        except BaseException as error:
-            with contextlib.suppress(dist.DistError, OSError):
-                meeting.post(store, RankFailure.from_exception(error, rank, name))
-            raise
-        finally:
-            meeting.linger(store, "end", rank, members, LINGER_S)
-
-
-@contextlib.contextmanager
-def _heart(
-    store: dist.Store, rank: int, members: list[int], name: str, timeout: timedelta
-) -> Iterator[Heart]:
-    """The heart of the run that this process is in, else one for the block."""
-    running = heart.current()
-    if running is not None:
-        yield running
-        return
-    own = Heart(rank, members, store, timeout.total_seconds())
-    own.record.where = name
-    own.start()
-    try:
-        yield own
-    finally:
-        own.close()
