@@ -300,9 +300,12 @@ class Heart:
         self._turned_at = now
 
     def _was_away(self) -> RankFailure | None:
-        """This rank's own failure, if it did not run for so long that the others may have given it up."""
+        """This rank's own failure, if it did not run for so long that the others may have given it up.
+
+        Also until it would find them silent who have left because of it: what they last wrote, it reads only now.
+        """
         self._turn()
-        if self._turned_at - self._away_until > self.silence_s:
+        if self._turned_at - self._away_until > 2 * self.silence_s:
             return None
         message = (
             f"this process did not run for {self._away_s:.0f} s (stopped, or a call kept Python's lock), and"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 import subprocess
@@ -17,10 +16,9 @@ import torch.distributed as dist
 
 from lightning_automodel import destroy_global_state, initialize_distributed
 from lightning_automodel.distributed import network
-from tests.launch.two_nodes import ADDRESSES, TwoNodes, connect_two_nodes
+from tests.launch.two_nodes import ADDRESSES, TwoNodes, connect_two_nodes, enter
 from tests.processes import forked
 
-CLONE_NEWNET = 0x40000000
 LIMIT_S = 60.0
 
 
@@ -84,9 +82,7 @@ def two_nodes() -> Iterator[TwoNodes]:
 
 def _rank(rank: int, namespace: str, variables: dict[str, str], method: str, answers: Any) -> None:
     """Join from a network namespace, and add up over both ranks."""
-    with Path("/var/run/netns", namespace).open() as entry:
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.setns(entry.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
+    enter(namespace)
     os.environ.pop(network.GLOO_INTERFACE, None)
     os.environ.update(variables)
     network.CONNECT_TIMEOUT = timedelta(seconds=1)

@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -156,6 +157,21 @@ def test_a_rank_that_never_came(expects_all: bool, error: str | None) -> None:
         now += 1.0
         heart.beat()
     assert (heart.failure and heart.failure.error) == error
+
+
+@pytest.mark.parametrize(("ago_s", "was_away"), [(15.0, True), (17.0, False)])
+def test_a_rank_that_was_away_does_not_name_those_who_left_because_of_it(
+    ago_s: float, was_away: bool
+) -> None:
+    """It finds them silent only after as long again; what is silent later has another cause."""
+    heart = Heart(0, range(2), dist.HashStore(), 8.0)
+    heart._away_s = 9.0
+    heart._away_until = time.monotonic() - ago_s
+    failure = heart._was_away()
+    assert (failure is not None) == was_away
+    if failure is not None:
+        assert str(failure).startswith(f"rank 0 on {heart.record.host} missed heartbeats")
+        assert "this process did not run for 9 s" in failure.message
 
 
 # --- A heart whose store does not answer ------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ and the permission to make namespaces, and skips the test where one is missing.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
+CLONE_NEWNET = 0x40000000
 ADDRESSES = ("10.231.77.1", "10.231.77.2")  # in namespaces of their own, so they meet no other network
 
 
@@ -108,6 +110,13 @@ class TwoNodes:
     def _free_port(self) -> int:
         program = f"import socket; print(socket.create_server(({ADDRESSES[0]!r}, 0)).getsockname()[1])"
         return int(_ip("netns", "exec", self.namespaces[0], sys.executable, "-c", program))
+
+
+def enter(namespace: str) -> None:
+    """Move this process, which has one thread, into a network namespace."""
+    with Path("/var/run/netns", namespace).open() as entry:
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.setns(entry.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
 
 
 @contextlib.contextmanager
