@@ -34,6 +34,11 @@ LINKS = {
     "between": "between nodes, each rank with its like",
     "all": "over all ranks",
 }
+PAIRS = {
+    "pairs_in_node": "first two ranks of a node",
+    "pairs_of_nodes": "first ranks of two nodes",
+}
+GBITS_SHARE = 0.7  # of what --gbits says that a pair of nodes must reach
 MEMORY_RATIO = 1.15  # of the plan
 
 
@@ -162,7 +167,32 @@ def check_links(driver: Driver) -> list[Row]:
             seen = f"{min(rates):.2f} to {max(rates):.2f} GB/s a rank"
             is_even = min(rates) >= max(rates) / 2 if driver.is_judged else None
             rows.append(Row(f"all-reduce {name}", "no rank below half of the fastest", seen, is_even))
+    hosts = [each.said["host"] for each in ended]
+    for key, name in PAIRS.items():
+        pairs = [tuple(pair) for each in ended for pair in each.said[key]]
+        for size in sorted({pair[2] for pair in pairs}):
+            rows.append(_pairs_row(driver, f"{name}, {size // MEBIBYTE} MiB", hosts, pairs, size))
     return rows
+
+
+def _pairs_row(driver: Driver, name: str, hosts: list[str], pairs: list[tuple[Any, ...]], size: int) -> Row:
+    """Rates of all pairs at one size; judged at the largest, beside each other and what the network should do."""
+    rates = sorted((rate, one, other) for one, other, own, rate in pairs if own == size)
+    slowest, one, other = rates[0]
+    median = rates[len(rates) // 2][0]
+    between = f"rank {one} on {hosts[one]} and rank {other} on {hosts[other]}"
+    seen = f"median {median:.2f} GB/s each way, slowest {slowest:.2f} between {between}"
+    expected = "for comparison"
+    is_right = None
+    if size == max(pair[2] for pair in pairs):
+        expected = "no pair below half of the median"
+        least = median / 2
+        if driver.is_judged and len({pair[:2] for pair in pairs}) > 1:
+            is_right = slowest >= least
+        if name.startswith(PAIRS["pairs_of_nodes"]) and driver.args.gbits:
+            expected += f", nor below {GBITS_SHARE:g} of --gbits {driver.args.gbits:g}"
+            is_right = slowest >= max(least, GBITS_SHARE * driver.args.gbits / 8)
+    return Row(name, expected, seen, is_right)
 
 
 def check_exact(driver: Driver) -> list[Row]:
@@ -327,6 +357,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="(%(default)s)")
     made.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES), help="in this order")
     made.add_argument("--shape", help="of the Llama, as in llama.py (llama3-1b)")
+    made.add_argument(
+        "--gbits", type=float, help="Gbit/s of the network of a node's first rank (links judges by it)"
+    )
     made.add_argument("--timeout", type=float, default=600, help="seconds of one check (%(default)s)")
     return made
 
@@ -346,8 +379,12 @@ def main() -> int:
             write_report(driver, rows, seconds)
             for row in found:
                 print(" | ".join(row.cells()), flush=True)
+    # A launcher may end all as soon as one has ended with 1: the report is written by then. And the others may still
+    # read what the first rank hosts.
+    if driver.place.rank != 0:
+        driver.store.wait(["first_hour/left/0"])
     driver.store.set(f"first_hour/left/{driver.place.rank}", "")
-    if driver.place.rank == 0:  # the others may still read what it hosts
+    if driver.place.rank == 0:
         driver.store.wait([f"first_hour/left/{rank}" for rank in range(driver.place.world_size)])
     return 1 if any(row.is_right is False for row in rows) else 0
 

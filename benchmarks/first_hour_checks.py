@@ -50,7 +50,7 @@ def say(**values: Any) -> None:
 
 
 def links(arguments: dict[str, Any]) -> None:
-    """Versions of this rank; seconds of an all-reduce in its node, across nodes and over all ranks, by torch alone."""
+    """Versions, and rates by torch alone: all-reduces in a node, across nodes and over all ranks; pairs of ranks."""
     place = Place.from_environment()
     device = arguments["device"]
     if device == "cuda":
@@ -86,7 +86,53 @@ def links(arguments: dict[str, Any]) -> None:
         n = len(ranks[0])
         rates[name] = 2 * (n - 1) / n * size / seconds / 1e9
     say(rates=rates)
+    # The first two ranks of each node, and the first ones of each two nodes: all-reduces may hide one slow link.
+    say(
+        pairs_in_node=_pair_rates(device, [[(ranks[0], ranks[1]) for ranks in nodes if own > 1]]),
+        pairs_of_nodes=_pair_rates(device, _rounds([ranks[0] for ranks in nodes])),
+    )
     dist.destroy_process_group()
+
+
+def _rounds(ranks: list[int]) -> list[list[tuple[int, int]]]:
+    """Each two of ``ranks`` once, in rounds in which each is in one pair at most."""
+    players = [*ranks, *([-1] if len(ranks) % 2 else [])]
+    rounds = []
+    for _ in players[1:]:
+        half = len(players) // 2
+        pairs = zip(players[:half], players[: half - 1 : -1], strict=True)
+        rounds.append([pair for pair in pairs if -1 not in pair])
+        players = [players[0], players[-1], *players[1:-1]]
+    return rounds
+
+
+def _pair_rates(device: str, rounds: list[list[tuple[int, int]]]) -> list[tuple[int, int, int, float]]:
+    """Of each of this rank's pairs, for each size: both ranks, bytes, and GB/s in each direction while both send.
+
+    A collective over all ranks. The pairs of a round exchange at the same time.
+    """
+    rank = dist.get_rank()
+    sizes = [size * MEBIBYTE for size in ((1, 16, 256) if device == "cuda" else (1, 4))]
+    tensors = [torch.ones(max(sizes) // 4, device=device) for _ in range(2)]
+    found = []
+    for pairs in rounds:
+        own = next((pair for pair in pairs if rank in pair), None)
+        dist.all_reduce(torch.ones(1, device=device))  # all begin together
+        _synchronize(device)
+        for size in sizes if own else []:
+            sent, received = (tensor[: size // 4] for tensor in tensors)
+            other = sum(own) - rank
+            for repeat in range(4):
+                if repeat == 1:  # the first connects
+                    _synchronize(device)
+                    started = time.perf_counter()
+                exchange = [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
+                for work in dist.batch_isend_irecv(exchange):
+                    work.wait()
+            _synchronize(device)
+            seconds = (time.perf_counter() - started) / 3
+            found.append((*own, size, size / seconds / 1e9))
+    return found
 
 
 def _synchronize(device: str) -> None:

@@ -179,7 +179,7 @@ def test_slurm_script(tmp_path: Path) -> None:
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", script, flags=re.M))
     variables = {"SLURM_NTASKS_PER_NODE": options["ntasks-per-node"], "SLURM_NNODES": options["nodes"]}
     told = subprocess.run(
-        ["bash", "-c", script.replace("srun python train.py", 'echo "$DEVICES $NUM_NODES"')],
+        ["bash", "-c", re.sub("^srun .*", 'echo "$DEVICES $NUM_NODES"', script, flags=re.M)],
         env=variables,
         capture_output=True,
         text=True,
