@@ -178,10 +178,10 @@ class MicroBatches:
             sums = None
         if engine.reached:
             engine.check_foreign()
-        # The window's gradients alone stand in `.grad` during the backward: what stood there is set aside.
-        with plain_access():
-            windows.start(window, sums, ends=engine.is_last is not False)
         try:
+            # The window's gradients alone stand in `.grad` during the backward: what stood there is set aside.
+            with plain_access():
+                windows.start(window, sums, ends=engine.is_last is not False)
             engine.begin(window, loss)
             if objective.requires_grad:
                 torch_internals.when_backward_ends(objective, self._finish)

@@ -42,6 +42,14 @@ from lightning_automodel.internals.dtensor import GRAD
 
 OneOptimizer = Optimizer | LightningOptimizer
 
+ZEROED_IN_BACKWARD = (
+    "zero_grad() was called within a backward of the strategy, by a hook of autograd or in"
+    " LightningModule.backward. Gradients of the accumulation window would be lost, while its label tokens"
+    " stay counted. Zero gradients before the backward, for example in on_before_backward, or after it, in"
+    " on_after_backward. To step and zero in hooks of parameters, pass count_window_ahead=True."
+)
+"""Why a window is not dropped while its backward runs."""
+
 DIFFERENT_UNITS = (
     "Ranks have used different FSDP units in the forwards of one accumulation window, so one rank gets the"
     " parameters or gradients of another layer than it asks for. Layers that are dropped at random, or experts"
@@ -148,11 +156,20 @@ class GradientWindows:
         }
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Drop the gradients that open windows hold for these parameters, which have been zeroed."""
+        """Drop the gradients that open windows hold for these parameters, which have been zeroed.
+
+        Windows that have ended still count in the report on the next step: its gradients may be made of
+        theirs, which the user has noted before (SAM, gradient surgery).
+
+        Raises RuntimeError within a backward that has gradients already, unless its window was counted ahead.
+        """
         self.num_resets += 1
         dropped = set(parameters)
         self._engine.check_foreign()
         self._engine.unsynchronised -= dropped
+        if self._engine.window is not None:
+            self._drop_within_backward(self._engine.window, dropped)
+            return
         if all(window.owned.isdisjoint(dropped) for window in self.unfinished.values()):
             return
         for window in self.unfinished.values():
@@ -164,9 +181,21 @@ class GradientWindows:
         if not self.unfinished:
             self._forget()
             return
-        kept = zip(self.parameters, self._kept, strict=True)
-        self._kept = [None if parameter in dropped else gradient for parameter, gradient in kept]
+        self._kept = self._without(dropped, self._kept)
         self._engine.discard(dropped)
+
+    def _drop_within_backward(self, running: Window, dropped: set[nn.Parameter]) -> None:
+        """Drop what stood in ``.grad`` before a backward that has no gradients yet, or whose gradients are final."""
+        used_before = any(not window.used.isdisjoint(dropped) for window in self.unfinished.values())
+        if running.ahead is None and (used_before or self._engine.reached):
+            raise RuntimeError(ZEROED_IN_BACKWARD)
+        self._set_aside = self._without(dropped, self._set_aside)
+        self._engine.discard(dropped)
+
+    def _without(self, dropped: set[nn.Parameter], gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """``gradients`` of all parameters, but none of these."""
+        pairs = zip(self.parameters, gradients, strict=True)
+        return [None if parameter in dropped else gradient for parameter, gradient in pairs]
 
     def reset(self) -> None:
         """Drop all windows and their gradients: a run begins or ends, or something has failed."""
@@ -282,19 +311,19 @@ class GradientWindows:
         if ends:
             owned_elsewhere = {parameter for other in others for parameter in other.owned}
             window.final = [p for p in self.parameters if p not in owned_elsewhere]
-        self._set_aside = self._exchange(self._kept)
-        self._kept = self._nothing
-        if self._engine.reuses_gradients:
-            self._set_aside = [None if held is None else held.clone() for held in self._set_aside]
-        self._engine.window = window
-
-    def _exchange(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """Let ``.grad`` of the parameters hold these ``gradients``. Returns what it held."""
         held = list(map(GRAD.__get__, self.parameters))
+        self._set_aside = held
+        if self._engine.reuses_gradients:
+            self._set_aside = [None if gradient is None else gradient.clone() for gradient in held]
+        self._engine.window = window  # from here on, an exception puts back what is set aside
+        self._show(self._kept, held)
+        self._kept = self._nothing
+
+    def _show(self, gradients: list[Tensor | None], held: list[Tensor | None]) -> None:
+        """Let ``.grad`` of the parameters hold these ``gradients`` in place of those ``held``."""
         for parameter, before, after in zip(self.parameters, held, gradients, strict=True):
             if before is not after:
                 GRAD.__set__(parameter, after)
-        return held
 
     def sum_over_ranks(self, window: Window, batch: tuple[int, int]) -> Tensor:
         """[3] the window's sums over all ranks; drops the gradients of parameters that no rank has used in it.
@@ -387,7 +416,8 @@ class GradientWindows:
     def put_back(self, window: Window) -> None:
         """Add final gradients to older ones; keep the others for their windows, and put ``.grad`` back."""
         older = self._set_aside
-        parts = self._exchange(older)
+        parts = list(map(GRAD.__get__, self.parameters))
+        self._show(older, parts)
         self._set_aside = self._nothing
         self._engine.window = None
         self._engine.refusal = SECOND_BACKWARD
@@ -406,9 +436,7 @@ class GradientWindows:
 
     def close(self, window: Window, totals: Tensor) -> None:
         """End a window with these [3] ``totals`` over all ranks, and report on the next step, so far."""
-        # A hook may have zeroed its gradients within the backward.
-        if self.unfinished.get(window.key) is window:
-            del self.unfinished[window.key]
+        del self.unfinished[window.key]
         if window.scale is not None:
             self.scaling.window_ended(window.optimizers, totals[0])
         self.measured.difference_update(window.optimizers)
@@ -422,7 +450,7 @@ class GradientWindows:
     def abandon(self, error: BaseException) -> None:
         """After an ``error`` in a backward: put ``.grad`` back as it was, unless it is final, and drop all windows."""
         if self.in_backward:
-            self._exchange(self._set_aside)
+            self._show(self._set_aside, list(map(GRAD.__get__, self.parameters)))
         self._set_aside = self._nothing
         try:
             self.reset()

@@ -281,6 +281,27 @@ class FailsInBackward(Recipe):
             self.restored = all(parameter.grad is grad for parameter, grad in before.items())
 
 
+class FailsBeforeItsBackward(Recipe):
+    """Gradients that the window has kept no longer fit the last parameter, when all others show theirs already."""
+
+    restored = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        with self.optimizers().toggle_model(sync_grad=batch_idx > 0):
+            loss = self.loss(batch)
+            if batch_idx > 0:
+                *others, last = self.parameters()
+                last.data = last.data.float()
+                before = {parameter: torch.full_like(parameter, 0.5) for parameter in others}
+                for parameter, grad in before.items():
+                    parameter.grad = grad
+            try:
+                self.manual_backward(loss, num_label_tokens=count(batch))
+            except RuntimeError as error:
+                self.restored = all(parameter.grad is grad for parameter, grad in before.items())
+                raise ArithmeticError from error
+
+
 def _fail_in_backward(module: torch.nn.Module, args: Any, output: Tensor) -> None:
     def fail(_: Tensor) -> None:
         raise ArithmeticError("in the middle of a backward")
@@ -288,18 +309,22 @@ def _fail_in_backward(module: torch.nn.Module, args: Any, output: Tensor) -> Non
     output.register_hook(fail)
 
 
-def _restored_after_failure(options: dict[str, Any]) -> bool:
-    module = FailsInBackward()
+def _restored_after_failure(kind: Any, options: dict[str, Any]) -> bool:
+    module = kind()
     trainer = make_trainer(AutomodelStrategy(**options))
     with pytest.raises(ArithmeticError):
         trainer.fit(module, _batches(2))
     return module.restored
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
-def test_a_failed_backward_leaves_what_stood_there(pool2: RankPool, engine: str) -> None:
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [(FailsInBackward, "fsdp2"), (FailsInBackward, "ddp"), (FailsBeforeItsBackward, "ddp")],
+)
+def test_a_failed_backward_leaves_what_stood_there(pool2: RankPool, kind: Any, engine: str) -> None:
     """The user's own tensors, untouched, on every rank."""
-    assert pool2.run(_restored_after_failure, ENGINES[engine][1]) == [True, True]
+    assert pool2.run(_restored_after_failure, kind, ENGINES[engine][1]) == [True, True]
 
 
 # --- Automatic optimization -------------------------------------------------------------------------------------------

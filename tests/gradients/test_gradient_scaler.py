@@ -253,16 +253,43 @@ class ScalesByHand(WideLossModule):
         assert self.after == pytest.approx(self.seen / (1 if batch_idx % 2 else INIT_SCALE), rel=1e-3)
 
 
-def _fit_scaled_by_hand() -> float:
-    module = ScalesByHand(decoder())
+class AddsNotedGradients(WideLossModule):
+    """Gradient surgery, as PCGrad's: notes final gradients, zeroes them, and writes back what it makes of them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        noted = []
+        for _ in range(2):
+            self.manual_backward(self(batch), num_label_tokens=int((batch["labels"] != -100).sum()))
+            noted.append([parameter.grad for parameter in self.parameters()])
+            optimizer.zero_grad()
+        for parameter, *gradients in zip(self.parameters(), *noted, strict=True):
+            parameter.grad = gradients[0] + gradients[1]
+        before = [local(parameter.grad).clone() for parameter in self.parameters()]
+        optimizer.step()
+        after = [local(parameter.grad) for parameter in self.parameters()]
+        self.after = max(float(grad.abs().max()) for grad in after if grad.numel())
+        assert all(map(torch.equal, before, after))
+        assert self.trainer.strategy.last_step.num_micro_batches == 2 * self.trainer.world_size
+        optimizer.zero_grad()
+
+
+def _fit_scaled_by_hand(kind: Any) -> float:
+    module = kind(decoder())
     options = precision_options("16-mixed", growth_interval=1000)
     make_trainer(AutomodelStrategy(), **options).fit(module, loader())
     return module.after
 
 
-def test_gradients_without_a_window_are_unscaled_by_the_step(pool2: RankPool) -> None:
-    """Final gradients are not divided again; those that come past the strategy are."""
-    assert all(after > 0 for after in pool2.run(_fit_scaled_by_hand))
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", [ScalesByHand, AddsNotedGradients])
+def test_what_a_step_unscales(pool2: RankPool, kind: Any) -> None:
+    """Final gradients are not divided again, also if they were zeroed and written back; those past the strategy are."""
+    assert all(after > 0 for after in pool2.run(_fit_scaled_by_hand, kind))
 
 
 class UnscalesByHand(TwoOptimizers):

@@ -318,3 +318,58 @@ def test_backwards_in_a_hook_are_refused_under_ddp(pool2: RankPool, accumulate: 
     for weights in pool2.run(_fit_cached, 1, accumulate, ddp):
         assert not isinstance(weights, str), weights
         assert weight_error(Outcome(weights, None), _cached_plainly(accumulate)) <= TOLERANCE
+
+
+class ZeroesInIt(LabelledModule):
+    """Zeroes gradients within the strategy's backward, before anything has come; nothing else zeroes them."""
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        pass
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if self.trainer.fit_loop.epoch_loop.batch_idx % self.trainer.accumulate_grad_batches == 0:
+            self.zero_grad()
+        super().backward(loss, *args, **kwargs)
+
+
+class ZeroesInMidWindow(LabelledModule):
+    """In the second backward of a window, before anything of it has come."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.zero_grad()
+        super().backward(loss, *args, **kwargs)
+
+
+class ZeroesHalfway(LabelledModule):
+    """By a hook of autograd, when some gradients have come."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        handle = self.model.blocks[0].register_forward_hook(self._zero_in_backward)
+        loss = super().forward(batch)
+        handle.remove()
+        return loss
+
+    def _zero_in_backward(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(lambda _: self.optimizers().zero_grad())
+
+
+def _zeroing(options: dict[str, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    module = ZeroesInIt()
+    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=2)
+    trainer.fit(module, loader(case(dist.get_world_size())))
+    refusals = []
+    for kind, accumulate in ((ZeroesInMidWindow, 2), (ZeroesHalfway, 1)):
+        trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=accumulate)
+        refusals.append(refusal(trainer, kind(), loader(case(dist.get_world_size()))))
+    return full_weights(module.model), refusals
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("engine", ["fsdp2", "resharded", "ddp"])
+def test_zeroing_within_a_backward(pool2: RankPool, engine: str) -> None:
+    """Right where the window holds nothing yet; else its count would cover more than its gradients."""
+    expected = Outcome(plain_weights(TinyDecoder(20).double(), 2, case(2)), None)
+    for weights, refusals in pool2.run(_zeroing, ENGINES[engine][1]):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+        assert len(refusals) == 2
+        assert all("zero_grad() was called within a backward of the strategy" in text for text in refusals)
