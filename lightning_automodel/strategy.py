@@ -717,7 +717,10 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         ranks in addition to those of the engine. If a rank fails, the others raise. Returns the loss
         unchanged.
         """
-        return self._required_run.micro_batches.backward(closure_loss, optimizer, args, kwargs)
+        self.pre_backward(closure_loss)  # of a subclass, as is the other
+        loss = self._required_run.micro_batches.backward(closure_loss, optimizer, args, kwargs)
+        self.post_backward(loss)
+        return loss
 
     # --- One optimizer step -------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from lightning_automodel.gradients.windows import (
     unwrap,
 )
 from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.options import StrategyOptions
 
@@ -204,17 +205,25 @@ class OptimizerSteps:
     # --- Clipping -----------------------------------------------------------------------------------------------------
 
     def patch_clipping(self, plugin: Precision, patches: PatchStack) -> None:
-        """Make all of the plugin's clipping work on sharded gradients, and measure norms after hooks and clipping.
+        """Make Lightning's clipping work on sharded gradients, and measure norms after hooks and clipping.
 
-        Lightning's own clipping calls torch's, which refuses a mixture of plain tensors and DTensors.
+        Lightning's own clipping calls torch's, which refuses a mixture of plain tensors and DTensors. A
+        plugin's that is not Lightning's stays.
         """
+        own: Callable[..., None] = plugin.clip_gradients
+        methods = (own, plugin.clip_grad_by_norm, plugin.clip_grad_by_value)
+        is_lightnings = all(torch_internals.defined_in(method, "lightning") for method in methods)
 
         # Lightning refuses to clip for fused optimizers, which unscale in the step: here gradients are
         # unscaled before. No bound method, which a copy of the plugin would follow to process groups.
         def clip_gradients(
-            optimizer: OneOptimizer, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm"
+            optimizer: OneOptimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
         ) -> None:
-            if clip_val > 0 and gradient_clip_algorithm == "value":
+            if not is_lightnings:
+                self.check(unwrap(optimizer))
+                self._measure_if_asked(optimizer)
+                own(optimizer, clip_val, gradient_clip_algorithm)
+            elif clip_val > 0 and gradient_clip_algorithm == "value":
                 self._measure_if_asked(optimizer)
                 rescale_clip.clip_gradient_values(optimizer_parameters(optimizer), clip_val)
             elif clip_val > 0:

@@ -34,7 +34,7 @@ from lightning_automodel.internals.torch import defined_in
 
 # LearningRateFinder and BatchSizeFinder run loops within these.
 _HOOKS_OF_FINDERS = ("on_fit_start", "on_validation_start", "on_test_start", "on_predict_start")
-_BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")
+_BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "pre_backward")
 
 
 class StrategyWithoutCompiledModules(ParallelStrategy):
@@ -58,7 +58,7 @@ class StrategyWithoutCompiledModules(ParallelStrategy):
 def has_hooks_before_backward(trainer: Trainer) -> bool:
     """Whether code of the user's runs between a step's forward and its backward, under automatic optimization."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    hooked = [trainer.lightning_module, *callbacks]
+    hooked = [trainer.lightning_module, trainer.strategy, trainer.precision_plugin, *callbacks]
     return any(
         not defined_in(getattr(owner, name), "lightning", "lightning_automodel")
         for owner in hooked

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -163,6 +165,72 @@ def test_configure_gradient_clipping(
     clip_val = None if make_module is ClipsDifferently else 0.3
     for weights in pool2.run(_weights, make_module, options, gradient_clip_val=clip_val):
         assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+
+
+class HalvingPrecision(Precision):
+    """Clips in a way of its own, whatever it is asked for."""
+
+    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        _halve(optimizer.param_groups[0]["params"])
+
+
+class TorchClippingPrecision(Precision):
+    """Calls what it has inherited, with a limit of its own."""
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: Any) -> None:
+        super().clip_grad_by_norm(optimizer, CLIP)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("options", [STRATEGIES["kept"], STRATEGIES["ddp"]], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize(
+    ("plugin", "clip"), [(HalvingPrecision, _halve), (TorchClippingPrecision, by_norm(CLIP))]
+)
+def test_a_precision_plugin_that_clips_for_itself(
+    pool2: RankPool, plugin: Any, clip: Any, options: dict[str, Any]
+) -> None:
+    expected = Outcome(plain_weights(decoder(), ACCUMULATE, clip=clip), None)
+    plugins = [LightningEnvironment(), plugin()]
+    for weights in pool2.run(_weights, ModelModule, options, plugins=plugins, gradient_clip_val=0.3):
+        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+
+
+class HookedStrategy(AutomodelStrategy):
+    """Notes what the hooks of a strategy around its backward find: the loss, shards, and gradients."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.noted: list[tuple[str, bool, bool, bool]] = []
+
+    def _note(self, hook: str, loss: Tensor) -> None:
+        parameters = list(self.lightning_module.parameters())
+        are_shards = all(isinstance(parameter, DTensor) for parameter in parameters)
+        has_gradients = any(parameter.grad is not None for parameter in parameters)
+        self.noted.append((hook, loss.requires_grad, are_shards, has_gradients))
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self._note("pre_backward", closure_loss)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        self._note("post_backward", closure_loss)
+
+
+def _hooked(options: dict[str, Any]) -> list[tuple[str, bool, bool, bool]]:
+    strategy = HookedStrategy(**options)
+    trainer = make_trainer(strategy, accumulate_grad_batches=2, limit_train_batches=2)
+    trainer.fit(ModelModule(decoder()), loader())
+    return strategy.noted
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("options", [STRATEGIES["kept"], STRATEGIES["ddp"]], ids=["fsdp2", "ddp"])
+def test_hooks_of_a_strategys_subclass(pool2: RankPool, options: dict[str, Any]) -> None:
+    """As under Lightning's strategies, with the gradients that hooks of the module find."""
+    are_shards = options != STRATEGIES["ddp"]
+    before = ("pre_backward", True, are_shards, False)
+    expected = [before, ("post_backward", False, are_shards, False)]
+    expected += [before, ("post_backward", False, are_shards, True)]
+    assert pool2.run(_hooked, options) == [expected, expected]
 
 
 def local(tensor: Tensor) -> Tensor:
