@@ -75,8 +75,9 @@ class Entry(Tensor):
         return function(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        if self.value is None:
-            return self
+        if self.value is None:  # read by itself: what changes this one in place must not change the copy
+            meta = torch.empty(self.shape, dtype=self.dtype, device="meta")
+            return Entry.of(meta, self.key, self._read)
         return copy.deepcopy(self.value, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -60,12 +61,15 @@ class Renamed(AdamModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["state_dict"]
+        before = copy.deepcopy(state)
         self.noted = [len(state), "model.head.weight" in state, isinstance(state, dict), sorted(state)]
         for name in list(state):
             state[name.replace("model.", "net.", 1)] = state.pop(name)
         del state["net.head.bias"]
         state["net.head.bias"] = torch.arange(11.0, dtype=torch.float64)
         state["net.norm.weight"].mul_(3)
+        state["net.norm.bias"].mul_(3)
+        state["net.norm.bias"] = before["model.norm.bias"]
         state["scale"] = state["net.head.weight"][0, :3].clone()
         self.noted.append(state["net.embedding.weight"].shape)
 

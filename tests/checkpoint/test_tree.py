@@ -32,8 +32,9 @@ def entry(tmp_path: Path) -> Entry:
 def test_what_is_known_is_not_read(entry: Entry) -> None:
     assert (entry.shape, entry.dtype, entry.device, entry.dim()) == ((3, 4), torch.float32, VALUES.device, 2)
     assert (entry.numel(), len(entry), entry.is_meta, entry.is_floating_point()) == (12, 3, False, True)
-    assert copy.deepcopy({"a": entry})["a"] is entry
-    assert entry.value is None
+    copied = copy.deepcopy({"a": entry})["a"]
+    assert isinstance(copied, Entry)
+    assert (copied.value, entry.value) == (None, None)
 
 
 def _loaded(entry: Tensor) -> Tensor:
@@ -93,11 +94,14 @@ def test_uses(entry: Entry, use: str) -> None:
 
 
 def test_values_are_kept_once_they_are_used(entry: Entry) -> None:
-    """A copy has those of then."""
+    """A copy has those of then, also if nothing had used them."""
+    unread = copy.deepcopy(entry)
     entry.mul_(2)
     copied = copy.deepcopy(entry)
     entry.add_(1)
-    assert torch.equal(copied, 2 * VALUES)
+    copied.sub_(1)
+    assert torch.equal(unread + 0, VALUES)
+    assert torch.equal(copied, 2 * VALUES - 1)
     assert torch.equal(entry.read(), 2 * VALUES + 1)
 
 
