@@ -4,6 +4,7 @@ A local checkpoint is written beside its target under a temporary name, then ren
 with a temporary name is ever taken for a checkpoint. So a crash leaves the old checkpoint or the new one.
 """
 
+import contextlib
 import os
 import shutil
 import time
@@ -172,13 +173,17 @@ def remove(path: str) -> None:
 
 
 def remove_unfinished(folder: str) -> None:
-    """Remove the folder of a save that failed, and a remote target if it is empty. Called by one rank."""
-    remove(folder)
-    if not is_local(folder):
-        filesystem, place = url_to_fs(folder)
-        directory = place.rpartition("/")[0]
-        if filesystem.isdir(directory) and not filesystem.ls(directory, detail=False):
-            filesystem.rmdir(directory)
+    """Remove the folder of a save that failed, and a remote target if it is empty. Called by one rank.
+
+    What fails here is left out: it would hide why the save failed, which often has the same cause.
+    """
+    with contextlib.suppress(Exception):
+        remove(folder)
+        if not is_local(folder):
+            filesystem, place = url_to_fs(folder)
+            directory = place.rpartition("/")[0]
+            if filesystem.isdir(directory) and not filesystem.ls(directory, detail=False):
+                filesystem.rmdir(directory)
 
 
 def temporary_name() -> str:

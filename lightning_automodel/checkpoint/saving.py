@@ -18,7 +18,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.checkpoint import paths, single_file, state_dict
-from lightning_automodel.checkpoint.errors import on_every_rank
+from lightning_automodel.checkpoint.errors import on_every_rank, on_this_rank
 from lightning_automodel.checkpoint.form import CheckpointForm
 from lightning_automodel.checkpoint.hyper_parameters import without_shards
 from lightning_automodel.checkpoint.optimizer_names import NamedOptimizer, named_parameters
@@ -163,8 +163,8 @@ class CheckpointSaver:
     def finish(self) -> None:
         """Wait for the pending save, or raise its CheckpointError; then run deferred links and removals.
 
-        Not a collective. One save at a time: two would need host memory for two copies, and could finish in
-        the wrong order.
+        Not a collective: if rank 0 fails to link or to remove, the others learn of it as of any failure. One
+        save at a time: two would need host memory for two copies, and could finish in the wrong order.
         """
         pending = self._pending
         deferred = self._deferred
@@ -172,8 +172,9 @@ class CheckpointSaver:
         self._deferred = []
         if pending is not None:
             pending.result()  # if it raises, the older checkpoint stays the newest
-        for action in deferred:
-            action()
+        with on_this_rank("Cannot remove an older checkpoint, or link to the new one"):
+            for action in deferred:
+                action()
 
     def _prepare(
         self,

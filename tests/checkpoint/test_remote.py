@@ -91,6 +91,7 @@ def _fail_to_replace(root: str) -> tuple[str, bool]:
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
                 patch.setattr("lightning_automodel.checkpoint.shard_writer.ShardWriter.write_data", _fail)
+            patch.setattr(Stand, "rm", _fail)  # what cleaning up meets must not hide the cause
             with pytest.raises(CheckpointError) as raised:
                 trainer.save_checkpoint("stand://runs/last.ckpt")
         loaded = load_only({}, "stand://runs/last.ckpt")

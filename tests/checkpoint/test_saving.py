@@ -378,6 +378,45 @@ def test_removing_after_a_run(pool2: RankPool, tmp_path: Path, form: str) -> Non
     assert pool2.run(_remove_afterwards, FORMS[form], str(tmp_path / "last.ckpt")) == [False] * 2
 
 
+class Removes(Callback):
+    """Saves after a step, and then removes what nobody can."""
+
+    def __init__(self, path: str, at_step: int) -> None:
+        self.path = path
+        self.at_step = at_step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.at_step and not trainer.fit_loop.epoch_loop._should_accumulate():
+            trainer.save_checkpoint(self.path)
+            trainer.strategy.remove_checkpoint("/proc/version")
+
+
+def _fail_to_remove(options: dict[str, Any], path: str, at_step: int) -> None:
+    fit(options, callbacks=[Removes(path, at_step)], max_epochs=2)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("form", "in_background", "at_step"),
+    [("shards", False, 4), ("shards", False, 1), ("replicated", True, 4)],
+)
+def test_a_removal_that_fails(
+    pool2: RankPool, tmp_path: Path, form: str, in_background: bool, at_step: int
+) -> None:
+    """On rank 0, in the next step or at the end: both ranks end with the cause, and the new checkpoint is whole."""
+    path = str(tmp_path / "last.ckpt")
+    options = {**FORMS[form], "async_checkpoint": in_background}
+    with pytest.raises(RankError) as raised:
+        pool2.run(_fail_to_remove, options, path, at_step)
+    failures = raised.value.failures
+    cause = "Cannot remove an older checkpoint, or link to the new one: rank 0: FileNotFoundError:"
+    assert sorted(failures) == [0, 1]
+    assert f"CheckpointError: {cause}" in failures[0].splitlines()[-1]
+    assert "RankFailedError: rank 0" in failures[1].splitlines()[-1]
+    assert cause in failures[1].splitlines()[-1]
+    pool2.run(load_only, FORMS[form], path)
+
+
 def test_saving_alone_makes_directories(tmp_path: Path) -> None:
     """After a failure, a replicated model can be saved where nothing was saved before."""
     form = CheckpointForm(is_sharded=False, as_directory=False)
