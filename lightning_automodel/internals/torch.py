@@ -153,12 +153,9 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
-@torch.no_grad()
 def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
-    """Give a DTensor other memory for this rank's part, and count that as a write."""
+    """Give a DTensor other memory for this rank's part. Not counted as a write."""
     overwrite(tensor, "_local_tensor", local)
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version([tensor])
 
 
 def take_hooks(tensor: Tensor, patches: PatchStack) -> list[Callable[[Tensor], Tensor | None]]:

@@ -283,7 +283,7 @@ class FSDP2Window(Engine):
             if unit.is_gathered and unit in kept:
                 unit.hide()
             elif unit.is_gathered:
-                unit.module.reshard()
+                unit.free()
 
     @override
     def release(self, retains: bool = False) -> None:
@@ -317,6 +317,7 @@ class FSDP2Window(Engine):
     def begin(self, window: Window, loss: Tensor) -> None:
         for unit in self.units:
             if unit.is_hidden and not unit.show():  # a hook's forward has freed it
+                unit.check_unassigned()
                 unit.gather()
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self.enter(Phase.STEP, Reductions.ALL if window.ends else deferred[self._defer])

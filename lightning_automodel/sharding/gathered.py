@@ -1,101 +1,32 @@
-"""Parameters that FSDP2 has gathered for a step, and what user code does to them there.
+"""The copies of a unit's parameters that FSDP2 has gathered, and the shards, which follow what is done to them.
 
-A module's parameters are then copies, which are freed. What was written to them goes into the shards
-where the strategy itself frees them: each rank holds its own slice of every copy, so nothing is
-communicated. Where FSDP2 has freed them before, or where they have another dtype, a write would be lost,
-and raises. Ranks must write alike, as under DDP.
+What was written to copies goes into the shards where the strategy itself frees them: each rank holds its
+own slice of every copy, so nothing is communicated. Where FSDP2 has freed them before, or where they have
+another dtype, a write would be lost, and raises. Ranks must write alike, as under DDP.
 """
 
-from functools import partial
 from operator import attrgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.internals.dtensor import DATA, GRAD, plain_access
+from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.torch import local_tensor, version, version_and_use, versions
-from lightning_automodel.sharding.whole_copies import own_part
-
-IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones"
-"""Where weights are written without being gathered."""
+from lightning_automodel.sharding.gathered_tensors import (
+    IN_HOOKS,
+    make_gathered,
+    make_plain,
+    set_memory,
+    text_of_refusal,
+)
 
 _IS_UNSHARDED = attrgetter("is_unsharded")
-
-
-def _get_data(gathered: Any) -> Tensor:
-    alias = DATA.__get__(gathered)  # whose version counter is its own
-    gathered.aliases.append(alias)
-    gathered.unit.is_touched = True
-    return alias
-
-
-def _set_data(gathered: Any, value: Tensor) -> None:
-    if value.dtype != gathered.dtype:
-        raise RuntimeError(_refused(gathered.shard, gathered))
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    # FSDP2 frees the memory of what it has gathered.
-    _set_memory(gathered, own_part(value, gathered).detach().clone())
-    torch.autograd.graph.increment_version([_get_data(gathered)])
-
-
-def _get_grad(gathered: Any) -> Tensor | None:
-    if _is_asked_by_torch(gathered):
-        return GRAD.__get__(gathered)
-    return gathered.shard.grad
-
-
-def _set_grad(gathered: Any, value: Tensor | None) -> None:
-    if _is_asked_by_torch(gathered):
-        GRAD.__set__(gathered, value)
-    else:
-        gathered.shard.grad = value
-
-
-def _is_asked_by_torch(gathered: Any) -> bool:
-    """Whether ``.grad`` is that of the gathered parameter, as torch needs it in a backward; else it is the shard's."""
-    return gathered.unit.engine.window is not None or torch_internals.is_read_by_torch()
-
-
-def _plain(gathered: Any, *_: Any) -> nn.Parameter:
-    return nn.Parameter(gathered.detach().clone(), gathered.requires_grad)
-
-
-def _reduce_ex(gathered: Any, protocol: Any) -> Any:
-    return _plain(gathered).__reduce_ex__(protocol)
-
-
-class GatheredTensor:
-    """A parameter that FSDP2 has gathered. It shows the gradient of the shard, and counts writes through ``.data``.
-
-    Attributes:
-        shard: The sharded parameter.
-        unit: Whose parameter it is.
-        memory: Where FSDP2 gathers it.
-        aliases: What ``.data`` was, each time that it was read or assigned since writes were last carried into the
-            shard.
-    """
-
-    __slots__ = ()  # or a parameter could not be given the classes below
-    data = property(_get_data, _set_data)
-    grad = property(_get_grad, _set_grad, partial(_set_grad, value=None))
-    __deepcopy__ = _plain
-    __reduce_ex__ = _reduce_ex
-
-
-class Gathered(GatheredTensor, nn.Parameter):
-    """A whole parameter."""
-
-
-class GatheredPart(GatheredTensor, DTensor):
-    """The part of one that tensor parallelism shards too."""
 
 
 class GatheredUnit(fsdp2.Unit):
@@ -106,6 +37,9 @@ class GatheredUnit(fsdp2.Unit):
         engine: Knows whether a backward of the strategy runs.
         is_adopted: Whether the gathered parameters, which stay the same, have their class.
         is_touched: Whether any was reached through ``.data`` since writes were last carried into the shards.
+        assigned: Those that have other memory (``p.data = values``), until FSDP2 gathers or frees them: a backward
+            may need what it has gathered.
+        follows_views: Whether views of them count writes through ``.data``: compiled code takes plain tensors only.
         hook: Of its forwards.
     """
 
@@ -115,6 +49,8 @@ class GatheredUnit(fsdp2.Unit):
         self.engine = engine
         self.is_adopted = False
         self.is_touched = False
+        self.assigned: list[Any] = []
+        self.follows_views = False
         self._copies: list[Any] = []
         self._looks: list[tuple[int, bool]] = []  # writes to each copy, and whether it trains
         self._assignments: list[int] = []  # `shard.data = values`, before the newest forward
@@ -140,6 +76,7 @@ class GatheredUnit(fsdp2.Unit):
             self.adopt()
         elif not self.is_gathered:
             self.settle()
+            self._undo_assignments()
         if not self.is_current:
             # A shard was written after the gather had started, or within a step.
             self.gather_again()
@@ -153,15 +90,31 @@ class GatheredUnit(fsdp2.Unit):
         """Gather the parameters for the first time, and give the copies their class, which they keep."""
         self.gather()
         self.is_adopted = True
+        self.follows_views = not any(map(torch_internals.is_compiled, self.module.modules()))
         for param in self.params:
             gathered = param.unsharded_param
-            gathered.shard = param.sharded_param
-            gathered.unit = self
-            gathered.aliases = []
-            gathered.memory = _memory(gathered)
-            gathered.__class__ = GatheredPart if isinstance(gathered, DTensor) else Gathered
+            make_gathered(gathered, param.sharded_param, self)
             self._copies.append(gathered)
         self._note()
+
+    @override
+    def gather(self) -> None:
+        """See the base class."""
+        if not self.is_gathered:
+            self._undo_assignments()
+        super().gather()
+
+    @override
+    def free(self) -> None:
+        """See the base class."""
+        super().free()
+        self._undo_assignments()
+
+    def _undo_assignments(self) -> None:
+        """Let copies have the memory that FSDP2 gathers to and frees."""
+        for gathered in self.assigned:
+            set_memory(gathered, gathered.memory)
+        self.assigned.clear()
 
     @override
     def gather_again(self) -> None:
@@ -169,6 +122,7 @@ class GatheredUnit(fsdp2.Unit):
         versions_now = self._versions()
         changes = zip(self._copies, versions_now, self._gathered_versions, strict=True)
         changed = [gathered for gathered, now, then in changes if now != then]
+        self._undo_assignments()
         super().gather_again()
         torch.autograd.graph.increment_version(changed)
         self._gathered_versions = versions_now
@@ -230,30 +184,15 @@ class GatheredUnit(fsdp2.Unit):
 
     def forget_writes(self) -> None:
         """After an exception, give up what was written to copies, some of which may have been freed."""
-        for gathered in self._copies:
-            _set_memory(gathered, gathered.memory)
+        self._undo_assignments()
         self._note()
 
     def close(self) -> None:
         """Stop following: FSDP2 alone has them again."""
         self.hook.remove()
         for gathered in self._copies:
-            gathered.__class__ = DTensor if isinstance(gathered, DTensor) else nn.Parameter
-            for name in ("shard", "unit", "aliases", "memory"):
-                delattr(gathered, name)
+            make_plain(gathered)
         self._copies.clear()
-
-
-def _memory(gathered: Tensor) -> Tensor:
-    """The memory of a copy on this rank, with a version counter of its own."""
-    return DATA.__get__(local_tensor(gathered))
-
-
-def _set_memory(gathered: Tensor, memory: Tensor) -> None:
-    if isinstance(gathered, DTensor):
-        torch_internals.set_local_tensor(gathered, memory)
-    else:
-        DATA.__set__(gathered, memory)
 
 
 def _write_back(param: fsdp2.FSDPParam, shard_is_current: bool) -> None:
@@ -265,10 +204,6 @@ def _write_back(param: fsdp2.FSDPParam, shard_is_current: bool) -> None:
     gathered = param.unsharded_param
     if gathered.numel() > 0 and gathered.memory.untyped_storage().size() == 0:
         raise RuntimeError(_freed(param.sharded_param, gathered))
-    now = _memory(gathered)
-    if now.data_ptr() != gathered.memory.data_ptr():  # `.data = values`
-        gathered.memory.copy_(now)
-        _set_memory(gathered, gathered.memory)
     shard = local_tensor(param.sharded_param)
     own = fsdp2.own_slice(param)
     if own.dtype == shard.dtype and shard_is_current:
@@ -276,21 +211,7 @@ def _write_back(param: fsdp2.FSDPParam, shard_is_current: bool) -> None:
         torch.autograd.graph.increment_version([param.sharded_param])
     # If `.data` was only read, they are equal.
     elif not torch.equal(own.to(shard.device), shard.to(own.dtype)):
-        raise RuntimeError(_refused(param.sharded_param, gathered))
-
-
-def _refused(shard: Any, gathered: Tensor) -> str:
-    if gathered.dtype == shard.dtype:
-        return (
-            f"{shard.parameter_name} was written twice while it was gathered: as module.parameters() has it"
-            " within a step, and as a list or an optimizer holds its shard. Take parameters from the"
-            f" module, or write them {IN_HOOKS}."
-        )
-    return (
-        f"{shard.parameter_name} was written within a step or a forward, where FSDP2 has gathered it in"
-        f" {gathered.dtype}, which rounds what is written: its own dtype is {shard.dtype}. Write it"
-        f" {IN_HOOKS}. Or pass data_parallel='ddp'."
-    )
+        raise RuntimeError(text_of_refusal(param.sharded_param, gathered))
 
 
 def _freed(shard: Any, gathered: Tensor) -> str:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.internals.dtensor import plain_access
-from lightning_automodel.sharding.gathered import GatheredTensor
+from lightning_automodel.sharding.gathered_tensors import GatheredTensor
 from lightning_automodel.sharding.units import class_name
 
 _NUM_NAMED = 3

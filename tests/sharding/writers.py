@@ -264,6 +264,37 @@ class Normalises(Writer):
         return self.distance(batch)
 
 
+class WritesSlices(Writer):
+    """Writes its head through ``.data`` of views, of each kind."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+
+    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.place == "start":
+            self.write()
+        loss = self.distance(batch)
+        if self.place == "end":
+            self.write()
+        return loss
+
+    def write(self) -> None:
+        """Each a little."""
+        for p in (self.student.head.weight, self.teacher.head.weight):
+            self.norm = p[1:].data.norm()
+            p[:2].data.clamp_(-0.6, 0.6)
+            p.data[1:].data.mul_(0.9)
+            p.detach().data.add_(0.01)
+            p.detach()[:, 1:4].data.mul_(0.95)
+            p.T.data[2].mul_(1.1)
+            p.transpose(0, 1)[:2][1].data.mul_(0.8)
+            for row in p:
+                row.data[1] += 0.02
+            for part in p.chunk(2, dim=1):
+                part.data.mul_(0.97)
+
+
 class NormalisesInForward(Block):
     """Writes its weight in its own forward, as a cosine classifier does."""
 
@@ -390,6 +421,7 @@ MODULES = {
     "AveragesByTorch": AveragesByTorch,
     "Normalises": Normalises,
     "InForward": InForward,
+    "WritesSlices": WritesSlices,
     "AveragesIntoBuffers": AveragesIntoBuffers,
     "Freezes": Freezes,
     "LooksOnOneRank": LooksOnOneRank,
