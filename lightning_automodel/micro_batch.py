@@ -154,7 +154,7 @@ class MicroBatches:
         """See :meth:`AutomodelStrategy.backward`. When the last backward of a window returns, ``.grad`` is final."""
         windows = self.windows
         engine = self.engine
-        if engine.window is not None:
+        if engine.backward is not None:
             raise RuntimeError(NESTED_BACKWARD)
         is_first_window = windows.last_step is None
         if optimizer is not None and not windows.unfinished:
@@ -181,15 +181,15 @@ class MicroBatches:
         try:
             # The window's gradients alone stand in `.grad` during the backward: what stood there is set aside.
             with plain_access():
-                windows.start(window, sums, ends=engine.is_last is not False)
-            engine.begin(window, loss)
+                backward = windows.start(window, sums, ends=engine.is_last is not False)
+            engine.begin(backward, loss)
             if objective.requires_grad:
                 torch_internals.when_backward_ends(objective, self._finish)
             with self._recomputing():
                 self.plugin.backward(objective, self.module, optimizer, *args, **kwargs)
-            if engine.window is not None:
+            if engine.backward is not None:
                 self._finish()  # the module's own `backward` may have run that of another loss
-            if engine.window is not None:
+            if engine.backward is not None:
                 raise RuntimeError(NO_BACKWARD)
             if engine.reached:
                 engine.check_foreign()
@@ -197,10 +197,10 @@ class MicroBatches:
             windows.abandon(error)
             checks.raise_explanation(error, self.module)
             raise
-        engine.refusal = None if window.ends else PLAIN_BACKWARD
+        engine.refusal = None if backward.ends else PLAIN_BACKWARD
         if is_first_window and windows.last_step is not None:
             self.advice.about_first_window(windows.last_step)
-        if window.is_padding and self.module.automatic_optimization:
+        if backward.is_padding and self.module.automatic_optimization:
             self.inputs.end_padding()
         try:
             return self.plugin.post_backward(loss, self.module)  # the hooks, which find shards
@@ -215,26 +215,27 @@ class MicroBatches:
         """
         windows = self.windows
         engine = self.engine
-        window = engine.window
-        if window is None or not engine.reached:
+        backward = engine.backward
+        if backward is None or not engine.reached:
             return
-        reached = engine.reduce(window)
+        window = backward.window
+        reached = engine.reduce(backward)
         engine.reached.clear()
-        if not window.is_padding:
+        if not backward.is_padding:
             window.used |= reached
-        engine.keep(window)
+        engine.keep(backward)
         with plain_access():
-            if window.ends:
-                # Now `.grad` of `window.final` holds the sum of S over ranks, divided by D.
+            if backward.ends:
+                # Now `.grad` of `backward.final` holds the sum of S over ranks, divided by D.
                 trainer = self.module.trainer
-                batch = (trainer.current_epoch, trainer.fit_loop.epoch_loop.batch_idx)
-                totals = windows.sum_over_ranks(window, batch)  # N, among them
+                batch = trainer.fit_loop.epoch_loop.batch_idx
+                totals = windows.sum_over_ranks(backward, trainer.current_epoch, batch)  # N, among them
                 denominator = windows.denominator(window, totals)
-                rescale_clip.divide_(window.final, denominator, windows.divisor, window.scale)
+                rescale_clip.divide_(backward.final, denominator, windows.divisor, window.scale)
             if windows.on_backward is not None:
-                windows.on_backward(window)
-            windows.put_back(window)
-        if window.ends:
+                windows.on_backward(backward)
+            windows.put_back(backward)
+        if backward.ends:
             windows.close(window, totals)
 
     def _look(self, loss: Tensor, count: Count, divided_by: int, aux_loss: Tensor | None) -> None:

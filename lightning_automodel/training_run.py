@@ -317,7 +317,7 @@ class TrainingRun:
 
     def check_replicas(self) -> None:
         """Raise RuntimeError, on every rank, if learning rates or copies of a parameter differ. A collective."""
-        self.windows.check_windows()
+        self.windows.agreement.check_earlier(waits=True)
         check_learning_rates(self.windows.optimizers, self._placement.host_group)
         if self._options.ddp_comm_hook is not None:
             return  # which may leave gradients as each rank has them, and average weights now and then

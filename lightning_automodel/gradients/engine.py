@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_automodel.gradients.window import Window
+from lightning_automodel.gradients.window import BackwardPass
 from lightning_automodel.internals.torch import Reached
 
 PLAIN_BACKWARD = (
@@ -33,8 +33,8 @@ class Engine:
         reuses_gradients: Whether a backward may overwrite a tensor in ``.grad``.
         reached: Where gradients have come since a backward of the strategy began, or ended.
         unsynchronised: Parameters that may have gradients of a plain backward, which the engine does not average.
-        window: Whose backward runs, from before :meth:`begin` until its gradients stand in ``.grad``; None
-            outside of the strategy's backwards.
+        backward: The one of the strategy that runs, from before :meth:`begin` until its gradients stand in
+            ``.grad``; else None.
         refusal: Why a backward that is not the strategy's would be refused now; None if it would not.
         model: What to call the module's steps on.
         is_last: Whether the window ends with the running micro-batch; None outside of
@@ -45,7 +45,7 @@ class Engine:
     model: nn.Module
 
     def __init__(self) -> None:
-        self.window: Window | None = None
+        self.backward: BackwardPass | None = None
         self.refusal: str | None = None
         self.reached = Reached()
         self.unsynchronised: set[nn.Parameter] = set()
@@ -54,6 +54,8 @@ class Engine:
 
     def track(self, trained: set[nn.Parameter]) -> None:
         """Note from now on which backwards reach these parameters."""
+        if trained <= self._tracked:
+            return
         for parameter in trained - self._tracked:
             self._tracked.add(parameter)
             self._watch(parameter)
@@ -63,7 +65,7 @@ class Engine:
 
     def check_foreign(self) -> None:
         """Raise RuntimeError if a backward that is not the strategy's has reached parameters, and joins a window."""
-        if self.window is not None or not self.reached:
+        if self.backward is not None or not self.reached:
             return
         if self.refusal is not None or self.is_last is False:
             raise RuntimeError(self.refusal or PLAIN_BACKWARD)
@@ -87,22 +89,22 @@ class Engine:
 
     # --- The steps of one backward, in the order of `MicroBatches.backward` -------------------------------------------
 
-    def begin(self, window: Window, loss: Tensor) -> None:
-        """The backward of ``loss`` comes next. May be a collective over the data-parallel group."""
+    def begin(self, backward: BackwardPass, loss: Tensor) -> None:
+        """``backward``, of ``loss``, comes next. May be a collective over the data-parallel group."""
 
-    def reduce(self, window: Window) -> set[nn.Parameter]:
+    def reduce(self, backward: BackwardPass) -> set[nn.Parameter]:
         """Reduce what the backward has left, and return the parameters that it has reached on this rank.
 
         If it ends the window, its gradients are then complete.
 
-        Those of ``window.final`` are sums of token losses over all ranks, divided by D, as long as
-        nothing is divided by label tokens. Also sets ``window.zero_filled``. Runs within autograd's
+        Those of ``backward.final`` are sums of token losses over all ranks, divided by D, as long as
+        nothing is divided by label tokens. Also sets ``backward.zero_filled``. Runs within autograd's
         backward, when all else of it has ended. A collective over the data-parallel group if the window
         ends.
         """
         return set(self.reached)
 
-    def keep(self, window: Window) -> None:
+    def keep(self, backward: BackwardPass) -> None:
         """After the reduction: free what the backward has gathered, or keep it for the next micro-batch."""
 
     @contextmanager

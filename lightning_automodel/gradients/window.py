@@ -1,4 +1,4 @@
-"""What one accumulation window is: the backwards up to and including one that synchronises."""
+"""What one accumulation window is, and one backward of it. A window ends with a backward that synchronises."""
 
 from dataclasses import dataclass, field
 
@@ -25,13 +25,6 @@ class Window:
         trained: Parameters that were trainable in any of its backwards. The same on all ranks.
         used: Those that this rank's losses depend on.
         order: Of this rank's FSDP units that its forwards have used, a number below :data:`NUMBERS`.
-        ends: Whether it ends with the backward that runs, or ran last. The same on all ranks, as are the rest,
-            which are those of this backward.
-        is_padding: Whether this is of a padding batch, in which no parameter counts as used.
-        final: Whose gradients are final after it, in one order on all ranks; empty unless the window ends.
-        frozen: What earlier backwards of the open windows have trained, and this one does not.
-        zero_filled: What gets a zero gradient if no rank has used it, where one process has none, in one order on
-            all ranks. Set by the engine when the window ends.
     """
 
     key: Optimizer | None
@@ -43,14 +36,34 @@ class Window:
     trained: set[nn.Parameter] = field(default_factory=set)
     used: set[nn.Parameter] = field(default_factory=set)
     order: int = 0
-    ends: bool = False
-    is_padding: bool = False
-    final: list[nn.Parameter] = field(default_factory=list)
-    frozen: set[nn.Parameter] = field(default_factory=set)
-    zero_filled: list[nn.Parameter] = field(default_factory=list)
 
     @property
     def owned(self) -> set[nn.Parameter]:
         """The parameters of its optimizers. No other open window may hold any of them."""
         groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
         return {parameter for group in groups for parameter in group["params"]}
+
+
+@dataclass(eq=False)
+class BackwardPass:
+    """One backward of the strategy, from before it until its gradients stand in ``.grad``.
+
+    Attributes:
+        window: That it adds to.
+        ends: Whether the window ends with it. The same on all ranks.
+        is_padding: Whether its micro-batch is a padding batch, in which no parameter counts as used.
+        final: Parameters whose gradients are final after it, in one order on all ranks; empty unless the window
+            ends.
+        frozen: What earlier backwards of the open windows have trained, and this one does not.
+        set_aside: By parameter, what ``.grad`` held before it.
+        zero_filled: What gets a zero gradient if no rank has used it, where one process has none, in one order on
+            all ranks. Set by the engine when the window ends.
+    """
+
+    window: Window
+    ends: bool
+    is_padding: bool
+    final: list[nn.Parameter]
+    frozen: set[nn.Parameter]
+    set_aside: list[Tensor | None]
+    zero_filled: list[nn.Parameter] = field(default_factory=list)

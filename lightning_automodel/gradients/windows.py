@@ -15,8 +15,7 @@ A backward goes from one row to the next by :meth:`GradientWindows.start` and
 open.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -25,11 +24,11 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.engine import SECOND_BACKWARD, Engine
 from lightning_automodel.gradients.grad_scaling import LossScaling
+from lightning_automodel.gradients.rank_agreement import Position, RankAgreement
 from lightning_automodel.gradients.token_loss import (
     Count,
     StepReport,
@@ -37,7 +36,7 @@ from lightning_automodel.gradients.token_loss import (
     WindowTotals,
     wide_dtype,
 )
-from lightning_automodel.gradients.window import NUMBERS, Window
+from lightning_automodel.gradients.window import BackwardPass, Window
 from lightning_automodel.internals.dtensor import GRAD
 
 OneOptimizer = Optimizer | LightningOptimizer
@@ -49,25 +48,6 @@ ZEROED_IN_BACKWARD = (
     " on_after_backward. To step and zero in hooks of parameters, pass count_window_ahead=True."
 )
 """Why a window is not dropped while its backward runs."""
-
-DIFFERENT_UNITS = (
-    "Ranks have used different FSDP units in the forwards of one accumulation window, so one rank gets the"
-    " parameters or gradients of another layer than it asks for. Layers that are dropped at random, or experts"
-    " that only some ranks need, must not be FSDP units of their own: pass auto_wrap_policy=set(), which makes one"
-    " unit of the model, or the classes of modules that contain them. Or pass data_parallel='ddp' with"
-    " ddp_kwargs={'find_unused_parameters': True}."
-)
-"""What ranks must do that use different units in one forward."""
-
-DIFFERENT_BATCHES = (
-    "A hook, a step or a data set has raised StopIteration on some ranks, which Lightning takes for the end of the"
-    " data; or on_train_batch_start has returned -1 there; or they have left batches out. Begin an iterator anew"
-    " where it ends, and end an epoch early on all ranks."
-)
-"""What ranks must do that have come to different batches."""
-
-_FACTOR = 648_053
-"""Makes one number of several, below `NUMBERS`: few epochs and tens of thousands of batches give different ones."""
 
 
 def unwrap(optimizer: OneOptimizer) -> Optimizer:
@@ -102,10 +82,11 @@ class GradientWindows:
         last_step: The report on the last step, or on the one that comes next, so far.
         since_step: By optimizer, the [3] totals of the windows since its previous step.
         measured: The optimizers whose norm was reported since their previous step.
+        agreement: Compares ranks where windows end.
         num_resets: How often an optimizer stepped, or gradients were zeroed.
         on_step: Called after each step.
-        on_backward: Called with its window after each backward, while ``.grad`` holds that window's gradients, and
-            nothing older.
+        on_backward: Called with each backward after it, while ``.grad`` holds its window's gradients, and nothing
+            older.
     """
 
     def __init__(
@@ -130,23 +111,20 @@ class GradientWindows:
         self.measured: set[Optimizer] = set()
         self.num_resets = 0
         self.on_step: Callable[[], None] | None = None
-        self.on_backward: Callable[[Window], None] | None = None
+        self.on_backward: Callable[[BackwardPass], None] | None = None
         self._engine = engine
         # By parameter, in their order: hashing parameters would be a good part of what a micro-batch costs.
         self._nothing: list[Tensor | None] = [None] * len(parameters)
         self._kept = self._nothing  # gradients of open windows, between backwards
-        self._set_aside = self._nothing  # what `.grad` held before the backward that runs
         self._group = placement.mesh.group
         self._host_group = placement.host_group  # has all ranks, and none of their devices
         self._sums_uses_on_host = placement.device.type != "cpu" and self.divisor > 1
-        # Of windows on an accelerator that were not compared between ranks yet: this rank's batch, the sums of
-        # positions, and when these are there.
-        self._unchecked: deque[tuple[tuple[int, int], Tensor, torch.Event]] = deque()
+        self.agreement = RankAgreement()
 
     @property
     def in_backward(self) -> bool:
         """Whether a backward of the strategy runs, until its gradients stand in ``.grad``."""
-        return self._engine.window is not None
+        return self._engine.backward is not None
 
     def unsynchronised(self) -> set[nn.Parameter]:
         """Parameters that may have gradients of a plain ``loss.backward()``, which the engine has not averaged."""
@@ -167,8 +145,8 @@ class GradientWindows:
         dropped = set(parameters)
         self._engine.check_foreign()
         self._engine.unsynchronised -= dropped
-        if self._engine.window is not None:
-            self._drop_within_backward(self._engine.window, dropped)
+        if self._engine.backward is not None:
+            self._drop_within(self._engine.backward, dropped)
             return
         if all(window.owned.isdisjoint(dropped) for window in self.unfinished.values()):
             return
@@ -184,12 +162,12 @@ class GradientWindows:
         self._kept = self._without(dropped, self._kept)
         self._engine.discard(dropped)
 
-    def _drop_within_backward(self, running: Window, dropped: set[nn.Parameter]) -> None:
+    def _drop_within(self, backward: BackwardPass, dropped: set[nn.Parameter]) -> None:
         """Drop what stood in ``.grad`` before a backward that has no gradients yet, or whose gradients are final."""
         used_before = any(not window.used.isdisjoint(dropped) for window in self.unfinished.values())
-        if running.ahead is None and (used_before or self._engine.reached):
+        if backward.window.ahead is None and (used_before or self._engine.reached):
             raise RuntimeError(ZEROED_IN_BACKWARD)
-        self._set_aside = self._without(dropped, self._set_aside)
+        backward.set_aside = self._without(dropped, backward.set_aside)
         self._engine.discard(dropped)
 
     def _without(self, dropped: set[nn.Parameter], gradients: list[Tensor | None]) -> list[Tensor | None]:
@@ -203,7 +181,7 @@ class GradientWindows:
         self.toggled = None
         self.since_step.clear()
         self.measured.clear()
-        self._unchecked.clear()
+        self.agreement.clear()
         self._forget()
 
     def _forget(self) -> None:
@@ -290,7 +268,7 @@ class GradientWindows:
             objective = objective * window.scale.to(objective.device)
         return objective
 
-    def start(self, window: Window, sums: Tensor | None, ends: bool) -> None:
+    def start(self, window: Window, sums: Tensor | None, ends: bool) -> BackwardPass:
         """A backward of ``window`` comes next: let ``.grad`` hold the gradients of open windows alone.
 
         A reduction for one window also reduces what another has accumulated, which is harmless since
@@ -298,26 +276,26 @@ class GradientWindows:
         padding batch. ``ends``: the window ends with this backward, and the gradients of all parameters
         that no other open window owns become final.
         """
-        window.ends = ends
-        window.is_padding = sums is None
         if sums is not None:
             window.sums += sums.to(self.device)
             window.num_micro_batches += 1
         others = [other for other in self.unfinished.values() if other is not window]
         trainable = {parameter for parameter in self.parameters if parameter.requires_grad}
-        window.frozen = window.trained.union(*(other.trained for other in others)) - trainable
+        frozen = window.trained.union(*(other.trained for other in others)) - trainable
         window.trained |= trainable
-        window.final = []
+        final = []
         if ends:
             owned_elsewhere = {parameter for other in others for parameter in other.owned}
-            window.final = [p for p in self.parameters if p not in owned_elsewhere]
+            final = [parameter for parameter in self.parameters if parameter not in owned_elsewhere]
         held = list(map(GRAD.__get__, self.parameters))
-        self._set_aside = held
+        set_aside = held
         if self._engine.reuses_gradients:
-            self._set_aside = [None if gradient is None else gradient.clone() for gradient in held]
-        self._engine.window = window  # from here on, an exception puts back what is set aside
+            set_aside = [None if gradient is None else gradient.clone() for gradient in held]
+        backward = BackwardPass(window, ends, sums is None, final, frozen, set_aside)
+        self._engine.backward = backward  # from here on, an exception puts back what is set aside
         self._show(self._kept, held)
         self._kept = self._nothing
+        return backward
 
     def _show(self, gradients: list[Tensor | None], held: list[Tensor | None]) -> None:
         """Let ``.grad`` of the parameters hold these ``gradients`` in place of those ``held``."""
@@ -325,75 +303,47 @@ class GradientWindows:
             if before is not after:
                 GRAD.__set__(parameter, after)
 
-    def sum_over_ranks(self, window: Window, batch: tuple[int, int]) -> Tensor:
+    def sum_over_ranks(self, backward: BackwardPass, epoch: int, batch: int) -> Tensor:
         """[3] the window's sums over all ranks; drops the gradients of parameters that no rank has used in it.
 
-        One all-reduce of three numbers, two by which ranks tell whether they have used the same units in the
-        same ``batch`` (an epoch, and the index in it), and one for each parameter that may have a zero
-        gradient in place of none. A rank that has not used some of these must know on the host whether
-        another rank has: where this occurs in a run's first window, later ones sum these numbers on the host,
-        which no device keeps waiting. Else that rank reads them.
+        One all-reduce of three numbers, two of the rank's :class:`Position`, which ends in ``batch`` of
+        ``epoch``, and one for each parameter that may have a zero gradient in place of none.
 
         Raises RuntimeError, on every rank, if ranks have used different units or are in different batches;
         on an accelerator in a later window, so that no host waits.
         """
-        uses = [parameter in window.used for parameter in window.zero_filled]
-        position = window.order
-        for number in batch:
-            position = (position * _FACTOR + number) % NUMBERS
-        own = torch.tensor([position, position**2, *uses], dtype=window.sums.dtype)
-        totals, told, group = self._sum(window.sums, own, sums_uses=bool(uses))
+        window = backward.window
+        position = Position(window.order, epoch, batch)
+        uses = [parameter in window.used for parameter in backward.zero_filled]
+        own = torch.tensor([*position.numbers, *uses], dtype=window.sums.dtype)
+        totals, others, group = self._all_reduce(window.sums, own, has_uses=bool(uses))
         if self.mesh.sizes.context > 1:
             totals[2] /= self.mesh.sizes.context  # context-parallel ranks share each micro-batch
-        if told.device.type == "cpu":
-            if _differ(told, group):
-                by_rank = gather_objects((window.order, *batch), group)
-                raise _different_windows(
-                    dict(zip(dist.get_process_group_ranks(group), by_rank, strict=True))
-                )
-        elif self.divisor > 1:
-            self._check_earlier_windows(batch, told[:2])
-        if told.device.type == "cpu" or not all(uses):
-            for parameter, num_users in zip(window.zero_filled, told[2:].tolist(), strict=True):
+        self.agreement.check(position, others[:2], group)
+        if others.device.type == "cpu" or not all(uses):
+            for parameter, num_users in zip(backward.zero_filled, others[2:].tolist(), strict=True):
                 if num_users == 0:
                     GRAD.__set__(parameter, None)
         return totals
 
-    def _sum(self, sums: Tensor, told: Tensor, sums_uses: bool) -> tuple[Tensor, Tensor, dist.ProcessGroup]:
-        """A window's [3] ``sums`` over all ranks, those of what each rank has ``told``, and the group that told it."""
-        group = self._group
-        if self._sums_uses_on_host and sums_uses:
-            # From the second window on, only if in the first some rank had not used all parameters.
-            dist.all_reduce(sums, group=group)
-            dist.all_reduce(told, group=self._host_group)
-            self._sums_uses_on_host = bool(told[2:].min() < self._host_group.size())
-            return sums, told, self._host_group
-        both = torch.cat([sums, rescale_clip.moved(told, self.device)])
-        if self.divisor > 1:
-            dist.all_reduce(both, group=group)
-        return both[:3], both[3:], group
+    def _all_reduce(
+        self, sums: Tensor, numbers: Tensor, has_uses: bool
+    ) -> tuple[Tensor, Tensor, dist.ProcessGroup]:
+        """The sums over ranks of a window's ``sums`` and of ``numbers`` of the host, and the group of the latter.
 
-    def _check_earlier_windows(self, batch: tuple[int, int], sums: Tensor) -> None:
-        """Note this window's ``batch`` and sums; check earlier windows, as far as the device has come. No wait."""
-        on_host = sums.to("cpu", non_blocking=True)
-        self._unchecked.append((batch, on_host, torch.accelerator.current_stream().record_event()))
-        self.check_windows(waits=False)
-
-    def check_windows(self, waits: bool = True) -> None:
-        """Raise RuntimeError if ranks differed in windows that were not checked yet. Not a collective.
-
-        Waits for the device; or else checks as far as that has come.
+        A rank that has not used some parameters must know on the host whether another rank has: where this
+        occurs in a run's first window, later ones sum ``numbers`` on the host, which no device keeps waiting.
+        Else that rank reads them.
         """
-        while self._unchecked and (waits or self._unchecked[0][2].query()):
-            (epoch, index), earlier, event = self._unchecked.popleft()
-            if waits:
-                event.synchronize()
-            if _differ(earlier, self._group):
-                raise RuntimeError(
-                    f"Ranks have ended one accumulation window in different batches, this rank in batch {index} of"
-                    f" epoch {epoch}, or have used different FSDP units in it. {DIFFERENT_BATCHES} If the batches"
-                    f" are the same: {DIFFERENT_UNITS}"
-                )
+        if self._sums_uses_on_host and has_uses:
+            dist.all_reduce(sums, group=self._group)
+            dist.all_reduce(numbers, group=self._host_group)
+            self._sums_uses_on_host = bool(numbers[2:].min() < self._host_group.size())
+            return sums, numbers, self._host_group
+        both = torch.cat([sums, rescale_clip.moved(numbers, self.device)])
+        if self.divisor > 1:
+            dist.all_reduce(both, group=self._group)
+        return both[:3], both[3:], self._group
 
     def denominator(self, window: Window, totals: Tensor) -> Tensor | None:
         """[] the N that final gradients are divided by; None if the losses were, since it was counted ahead.
@@ -413,15 +363,14 @@ class GradientWindows:
             )
         return None
 
-    def put_back(self, window: Window) -> None:
+    def put_back(self, backward: BackwardPass) -> None:
         """Add final gradients to older ones; keep the others for their windows, and put ``.grad`` back."""
-        older = self._set_aside
+        older = backward.set_aside
         parts = list(map(GRAD.__get__, self.parameters))
         self._show(older, parts)
-        self._set_aside = self._nothing
-        self._engine.window = None
+        self._engine.backward = None
         self._engine.refusal = SECOND_BACKWARD
-        final = set(window.final)
+        final = set(backward.final)
         for index, (parameter, part, before) in enumerate(zip(self.parameters, parts, older, strict=True)):
             if part is None or parameter not in final:
                 continue
@@ -449,9 +398,8 @@ class GradientWindows:
 
     def abandon(self, error: BaseException) -> None:
         """After an ``error`` in a backward: put ``.grad`` back as it was, unless it is final, and drop all windows."""
-        if self.in_backward:
-            self._show(self._set_aside, list(map(GRAD.__get__, self.parameters)))
-        self._set_aside = self._nothing
+        if self._engine.backward is not None:
+            self._show(self._engine.backward.set_aside, list(map(GRAD.__get__, self.parameters)))
         try:
             self.reset()
             self._engine.recover()
@@ -459,22 +407,4 @@ class GradientWindows:
             # A device that has failed raises in each later call: the first error is the cause.
             error.add_note(f"Dropping the window raised {type(later).__name__} too.")
         finally:
-            self._engine.window = None
-
-
-def _differ(sums: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether the number of a rank differs, by the sums of all of them, and of their squares. Reads the device."""
-    total, squares = (int(number) for number in sums[:2].tolist())
-    return total**2 != squares * group.size()
-
-
-def _different_windows(by_rank: Mapping[int, tuple[int, int, int]]) -> RuntimeError:
-    """The error for ranks with another order of units, epoch or batch; those in other batches use other units too."""
-    first, (_, epoch, batch) = next(iter(by_rank.items()))
-    for rank, (_, *others) in by_rank.items():
-        if others != [epoch, batch]:
-            return RuntimeError(
-                f"Ranks have ended one accumulation window in different batches: rank {first} in batch {batch} of"
-                f" epoch {epoch}, rank {rank} in batch {others[1]} of epoch {others[0]}. {DIFFERENT_BATCHES}"
-            )
-    return RuntimeError(DIFFERENT_UNITS)
+            self._engine.backward = None

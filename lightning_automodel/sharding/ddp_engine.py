@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.engine import Engine
-from lightning_automodel.gradients.window import Window
+from lightning_automodel.gradients.window import BackwardPass
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import apply, quantized, units
@@ -110,9 +110,8 @@ class DDPEngine(Engine):
             yield
 
     @override
-    def begin(self, window: Window, loss: Tensor) -> None:
-        if not window.trained <= self._tracked:
-            self.track(window.trained)
+    def begin(self, backward: BackwardPass, loss: Tensor) -> None:
+        self.track(backward.window.trained)
         if self._is_manual and self.is_last is not False:
             self._ddp.require_backward_grad_sync = True
             prepare_for_backward(self._ddp, loss)
@@ -124,7 +123,7 @@ class DDPEngine(Engine):
             self.unsynchronised.update(self.reached)
 
     @override
-    def reduce(self, window: Window) -> set[nn.Parameter]:
+    def reduce(self, backward: BackwardPass) -> set[nn.Parameter]:
         """See the base class. Raises if a parameter took no part in a synchronised backward, or in several.
 
         Those of its bucket, or what came later, are then this rank's own gradients.
@@ -135,14 +134,14 @@ class DDPEngine(Engine):
             if len(reached) < len(self.reached):
                 self._refuse_several_backwards()
             self._check_is_complete()
-        if not window.ends:
+        if not backward.ends:
             return reached
-        trained = [parameter for parameter in window.final if parameter in window.trained]
+        trained = [parameter for parameter in backward.final if parameter in backward.window.trained]
         unfrozen = [parameter for parameter in trained if parameter not in self._reduced]
         if unfrozen and self._mesh.sizes.divisor > 1:
             rescale_clip.average_gradients_(unfrozen, self._mesh.group)
         # DDP itself gives no gradient to what no rank has used, but a padding batch uses what it uses.
-        window.zero_filled = trained if ddp.find_unused_parameters else unfrozen
+        backward.zero_filled = trained if ddp.find_unused_parameters else unfrozen
         return reached
 
     def _refuse_several_backwards(self) -> None:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.engine import Engine
-from lightning_automodel.gradients.window import NUMBERS, Window
+from lightning_automodel.gradients.window import NUMBERS, BackwardPass
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.sharding.gathered import GatheredUnit
@@ -223,11 +223,11 @@ class FSDP2Window(Engine):
             self._hooks.append(parameter.register_hook(partial(self._note_bypass, parameter)))
 
     def _check_gradient_of_experts(self, _: Tensor) -> None:
-        if self.window is None and not self._is_replaying:
+        if self.backward is None and not self._is_replaying:
             raise RuntimeError(GRADIENTS_OF_EXPERTS)
 
     def _note_bypass(self, shard: Any, _: Tensor) -> None:
-        if self.window is not None:
+        if self.backward is not None:
             self.reached.append(shard)
             self._bypassed.append(shard.parameter_name)
 
@@ -263,11 +263,11 @@ class FSDP2Window(Engine):
         self._leave(set())
 
     @override
-    def keep(self, window: Window) -> None:
+    def keep(self, backward: BackwardPass) -> None:
         """See the base class; after it, the module shows its sharded parameters, and hooks follow."""
         reductions = Reductions.NONE
         kept = set(self.units)
-        if window.ends:
+        if backward.ends:
             reductions = Reductions.BY_FSDP2
             kept = set()
         if not self._retain_unsharded:
@@ -310,17 +310,18 @@ class FSDP2Window(Engine):
     @override
     def stepped(self) -> None:
         # A hook may step within a backward, which needs the old ones.
-        if self.window is None and any(unit.is_gathered for unit in self.units):
+        if self.backward is None and any(unit.is_gathered for unit in self.units):
             self.release()
 
     @override
-    def begin(self, window: Window, loss: Tensor) -> None:
+    def begin(self, backward: BackwardPass, loss: Tensor) -> None:
         for unit in self.units:
             if unit.is_hidden and not unit.show():  # a hook's forward has freed it
                 unit.check_unassigned()
                 unit.gather()
+        window = backward.window
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
-        self.enter(Phase.STEP, Reductions.ALL if window.ends else deferred[self._defer])
+        self.enter(Phase.STEP, Reductions.ALL if backward.ends else deferred[self._defer])
         self.gather_once()
         self.track(window.trained)
         # Later forwards of a window use what the first has gathered.
@@ -333,15 +334,15 @@ class FSDP2Window(Engine):
                 unit.check_unassigned()
             if gathers:
                 window.order = (window.order * _MORE_THAN_UNITS + unit.number) % NUMBERS
-        if window.ends:
+        if backward.ends:
             for group in self._unit_of:
                 fsdp2.accumulate_in_one_dtype(group)
-        if window.frozen and self._reductions is not Reductions.NONE:
+        if backward.frozen and self._reductions is not Reductions.NONE:
             for group in self._unit_of:
-                fsdp2.zero_missing_gradients(group, window.frozen)
+                fsdp2.zero_missing_gradients(group, backward.frozen)
 
     @override
-    def reduce(self, window: Window) -> set[nn.Parameter]:
+    def reduce(self, backward: BackwardPass) -> set[nn.Parameter]:
         """See the base class. Raises if the backward has bypassed FSDP2."""
         reached = {getattr(leaf, "shard", leaf) for leaf in self.reached}
         if self._bypassed:
@@ -355,9 +356,9 @@ class FSDP2Window(Engine):
                 " auto_wrap_policy=set(): the model is then one unit, which under automatic optimization"
                 " is gathered during all of training_step."
             )
-        if not window.ends:
+        if not backward.ends:
             return reached
-        trained = [parameter for parameter in window.final if parameter in window.trained]
+        trained = [parameter for parameter in backward.final if parameter in backward.window.trained]
         for root, groups in self._roots.items():
             fsdp2.reduce_deferred_gradients(root, groups)
         plain = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
@@ -365,7 +366,7 @@ class FSDP2Window(Engine):
             rescale_clip.average_gradients_(plain, self._group)
         if self._experts:
             rescale_clip.share_experts_gradients_([p for p in trained if p in self._experts])
-        window.zero_filled = trained
+        backward.zero_filled = trained
         return reached
 
     @override

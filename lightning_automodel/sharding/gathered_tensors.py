@@ -134,7 +134,7 @@ def _set_grad(gathered: Any, value: Tensor | None) -> None:
 
 def _is_asked_by_torch(gathered: Any) -> bool:
     """Whether ``.grad`` is that of the gathered parameter, as torch needs it in a backward; else it is the shard's."""
-    return gathered.unit.engine.window is not None or torch_internals.is_read_by_torch()
+    return gathered.unit.engine.backward is not None or torch_internals.is_read_by_torch()
 
 
 # --- Classes ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from lightning_automodel.gradients.window import Window
+from lightning_automodel.gradients.window import BackwardPass, Window
 from lightning_automodel.sharding.apply import initialise_fsdp2
 from lightning_automodel.sharding.fsdp2_window import FSDP2Window
 from lightning_automodel.sharding.shards import shard_parameters
@@ -52,16 +52,17 @@ class Training:
             loss = _loss(self.model.inner["net"], features, forward)
             if fail:
                 loss.register_hook(_raise)
-            window = Window(None, [], None, torch.zeros(3), trained=self.shards, ends=is_last)
-            self.sync.window = window
+            window = Window(None, [], None, torch.zeros(3), trained=self.shards)
+            backward = BackwardPass(window, is_last, False, [], set(), [])
+            self.sync.backward = backward
             try:
-                self.sync.begin(window, loss)
+                self.sync.begin(backward, loss)
                 loss.backward()
-                self.sync.reduce(window)
+                self.sync.reduce(backward)
                 self.sync.reached.clear()
-                self.sync.keep(window)
+                self.sync.keep(backward)
             finally:
-                self.sync.window = None
+                self.sync.backward = None
 
     def window(
         self, *steps: int, forward: Callable[[Net, Tensor], Tensor] | None = None

@@ -23,7 +23,7 @@ from lightning_automodel.callbacks.exactness.lockstep import (
 from lightning_automodel.callbacks.exactness.manual import optimizers_of
 from lightning_automodel.callbacks.exactness.moment import Moment
 from lightning_automodel.callbacks.running_strategy import automodel, context_of, run_of
-from lightning_automodel.gradients.window import Window
+from lightning_automodel.gradients.window import BackwardPass, Window
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 
@@ -155,13 +155,13 @@ class Recorder:
         if self._strategy is None and loss.requires_grad:
             self._watch_backward(loss, self._newest)
 
-    def _after_backward(self, window: Window) -> None:
-        """``.grad`` holds the part of ``window`` alone, which is final if it ends."""
-        recorded = self._unfinished.setdefault(window, RecordedWindow())
+    def _after_backward(self, backward: BackwardPass) -> None:
+        """``.grad`` holds the part of its window alone, which is final if that ends."""
+        recorded = self._unfinished.setdefault(backward.window, RecordedWindow())
         if self._newest is not None:
             recorded.micro_batches.append(self._newest)
         self._newest = None
-        if window.ends:
+        if backward.ends:
             self._finish(recorded)
 
     def _watch_backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
