@@ -13,8 +13,7 @@ from lightning.pytorch.callbacks import (
 )
 
 from lightning_automodel.internals.patching import PatchStack
-
-_LIGHTNING = ("lightning.", "pytorch_lightning.")
+from lightning_automodel.internals.torch import defined_in
 
 
 def save_last(trainer: "pl.Trainer", is_within_window: Callable[[], bool], patches: PatchStack) -> None:
@@ -29,15 +28,16 @@ def save_last(trainer: "pl.Trainer", is_within_window: Callable[[], bool], patch
     called_last: list[Any] = [
         callback for callback in callbacks if isinstance(callback, (Checkpoint, Timer))
     ]
+    # Those of instances may replace those of their classes.
     hook = module.on_train_batch_end
+    hooks_called_last: list[Any] = [callback.on_train_batch_end for callback in called_last]
 
     def hook_then_saves(*args: Any) -> None:
         hook(*args)
-        for callback in called_last:
-            own_hook: Any = type(callback).on_train_batch_end
+        for save in hooks_called_last:
             # A user's own may count batches.
-            if not (is_within_window() and own_hook.__module__.startswith(_LIGHTNING)):
-                own_hook(callback, trainer, module, *args)
+            if not (is_within_window() and defined_in(save, "lightning", "pytorch_lightning")):
+                save(trainer, module, *args)
 
     if called_last:
         patches.set(module, "on_train_batch_end", hook_then_saves)
