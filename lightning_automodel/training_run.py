@@ -168,18 +168,25 @@ class TrainingRun:
         )
 
     def _reduce_logs_at_epoch_ends(self, fit_loop: Any) -> None:
-        """Reduce what was logged over an epoch on all ranks, before any hook of its end.
+        """Reduce what was logged over an epoch on all ranks, before any hook of its end, and again after the module's.
 
         Otherwise the progress bar, on rank 0 alone, would do it while another rank gathers parameters in
         a hook of the module: both would wait.
         """
+        module = self.module
         end = fit_loop.on_advance_end
+        hook = module.on_train_epoch_end
 
         def reduce_then_end() -> None:
-            lightning_internals.epoch_metrics(self.module.trainer)
+            lightning_internals.epoch_metrics(module.trainer)
             end()
 
+        def hook_then_reduce() -> None:
+            hook()
+            lightning_internals.compute_metrics_again(module.trainer)
+
         self.patches.set(fit_loop, "on_advance_end", reduce_then_end)
+        self.patches.set(module, "on_train_epoch_end", hook_then_reduce)
 
     def _make_weighting(self) -> TokenWeighting:
         options = self._options

@@ -192,6 +192,14 @@ def epoch_metrics(trainer: Trainer) -> dict[str, Any]:
     return trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
 
 
+def compute_metrics_again(trainer: Trainer) -> None:
+    """Compute anew what TorchMetrics objects are logged, which hooks may have updated since. A collective if so."""
+    for result in trainer.fit_loop.epoch_loop._results.values():
+        if not result.is_tensor:
+            result.update(result.value, batch_size=1)  # forgets what it has computed
+    epoch_metrics(trainer)
+
+
 STEPS = "_batches_that_stepped"  # in the state of the loop of batches: what `logging_step` returns
 
 

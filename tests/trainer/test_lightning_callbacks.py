@@ -35,6 +35,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import Tensor
+from torchmetrics import SumMetric
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
@@ -402,3 +403,33 @@ def test_epoch_end_that_gathers_beside_a_progress_bar(pool2: RankPool) -> None:
     """Rank 0's bar would reduce the logged means while rank 1 gathers parameters: both would wait."""
     first, second = pool2.run(_save_samples)
     assert first == second
+
+
+class CountsAtTheEnd(LabelledModule):
+    """Updates a logged metric after the epoch's last batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = SumMetric()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.total.update(1)
+        self.log("total", self.total, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.total.update(100)
+
+
+def _count_at_the_end(has_bar: bool) -> float:
+    trainer = make_trainer(AutomodelStrategy(data_parallel="ddp"), enable_progress_bar=has_bar)
+    trainer.fit(CountsAtTheEnd(), loader())
+    return float(trainer.callback_metrics["total"])
+
+
+@pytest.mark.parametrize("has_bar", [False, True])
+@pytest.mark.every_case
+def test_metric_that_a_hook_of_the_end_updates(pool2: RankPool, has_bar: bool) -> None:
+    """What the hook adds is logged, though means of the epoch are reduced before it, and the bar shows these."""
+    for total in pool2.run(_count_at_the_end, has_bar):
+        assert total == 2 * (len(micro_batches(CASE)[0]) + 100)
