@@ -72,7 +72,7 @@ class Draws(Iterator[Any]):
 
     def __next__(self) -> Any:
         if self._source is None:
-            if not self._tracked.is_trainer_drawing():
+            if not lightning_internals.is_trainer_drawing():
                 self._tracked.is_peeked = True
                 return next(self._batches)
             self._tracked.draws = self
@@ -173,10 +173,6 @@ class TrackedLoader:
     def __iter__(self) -> Draws:
         """Begin an epoch, with an iterator of the loader that is made now, as Lightning and resuming expect."""
         return Draws(self, iter(self.loader))
-
-    def is_trainer_drawing(self) -> bool:
-        """Whether the Trainer draws its batches now, rather than other code."""
-        return lightning_internals.is_trainer_drawing(self.loop.trainer)
 
     def num_used(self) -> int:
         """How many batches of the epoch the loop has used: none in evaluation, which begins anew."""

@@ -12,6 +12,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
+from lightning.pytorch.loops import fetchers
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import (
@@ -20,6 +21,7 @@ from lightning.pytorch.strategies.launchers.multiprocessing import (
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
 from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -32,8 +34,6 @@ from torchmetrics import Metric
 from lightning_automodel.internals.patching import PatchStack, overwrite
 from lightning_automodel.internals.torch import defined_in
 
-# LearningRateFinder and BatchSizeFinder run loops within these.
-_HOOKS_OF_FINDERS = ("on_fit_start", "on_validation_start", "on_test_start", "on_predict_start")
 _BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "pre_backward")
 
 
@@ -155,21 +155,22 @@ def tell_sigterm(trainer: Trainer) -> None:
 
 def begin_training_data(trainer: Trainer) -> None:
     """Iterate the training loaders anew: Lightning has done it in set-up, before they got their positions."""
-    module = trainer.lightning_module
-    hook = current_hook(module)
-    overwrite(module, "_current_fx_name", None)  # the Trainer draws, not code of the hook that runs
     iter(trainer.fit_loop._data_fetcher)  # type: ignore[arg-type]
-    overwrite(module, "_current_fx_name", hook)
 
 
-def is_trainer_drawing(trainer: Trainer) -> bool:
-    """Whether a batch that is drawn now is for the Trainer's loop, which draws between hooks: others draw in them."""
-    if trainer.state.stage is None:
-        return False
-    module = trainer.lightning_module
-    hook = current_hook(module)
-    is_own_step = hook == "training_step" and draws_its_batches(module.training_step)
-    return hook is None or hook in _HOOKS_OF_FINDERS or is_own_step
+def is_trainer_drawing() -> bool:
+    """Whether a loop of the Trainer iterates a loader now, rather than other code: whose call is the innermost.
+
+    The running hook does not tell: those of a data module and loggers have no name, and LearningRateFinder
+    runs a loop within one.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = frame.f_globals.get("__name__")
+        if module in (fetchers.__name__, call.__name__):
+            return bool(module == fetchers.__name__)
+        frame = frame.f_back
+    return False
 
 
 def patch_validation_clock(trainer: Trainer, agree: Callable[[bool], bool], patches: PatchStack) -> None:

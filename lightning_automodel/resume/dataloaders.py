@@ -64,7 +64,7 @@ class TrainingLoaders:
         return processed
 
     def _is_drawing(self) -> bool:
-        return self._trainer.training and lightning_internals.is_trainer_drawing(self._trainer)
+        return self._trainer.training and lightning_internals.is_trainer_drawing()
 
     def _used(self) -> int:
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current

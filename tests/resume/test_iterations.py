@@ -71,6 +71,24 @@ class Peeks(Callback):
             list(trainer.train_dataloader)
 
 
+class PeeksInData(pl.LightningDataModule):
+    """Looks at the training data in a hook of its own, which has no name for Lightning."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__()
+        self.loader = loader
+        self.batches = 0
+
+    def train_dataloader(self) -> Any:
+        return self.loader
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.batches += 1
+        if self.batches % NUM_ROWS == 3:
+            next(iter(self.trainer.train_dataloader))
+        return batch
+
+
 def _fit(
     module: pl.LightningModule,
     loader: Any,
@@ -108,15 +126,28 @@ def _rows(cls: Any = DataLoader, workers: int = 0) -> Any:
     return cls(rows, batch_size=1, shuffle=True, generator=generator, num_workers=workers)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_code_that_looks_at_the_data(workers: int, epoch: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("looks", "workers", "epoch"),
+    [
+        ("callback", 0, 0),
+        ("callback", 1, 0),
+        ("callback", 1, 1),
+        ("data", 0, 0),
+        ("data", 0, 1),
+        ("data", 1, 1),
+    ],
+)
+def test_code_that_looks_at_the_data(looks: str, workers: int, epoch: int, tmp_path: Path) -> None:
     """Its iterations are not taken for those of training."""
     whole, resumed = Notes(), Notes()
     after = epoch * NUM_ROWS + 5
     path = tmp_path / "stopped.ckpt"
-    _fit(whole, _rows(workers=workers), Peeks(), Saver("on_train_batch_end", after, path))
-    _fit(resumed, _rows(workers=workers), Peeks(), ckpt_path=path)
+    callbacks: list[Callback] = [Peeks()] if looks == "callback" else []
+    loaders = [_rows(workers=workers) for _ in range(2)]
+    if looks == "data":
+        loaders = list(map(PeeksInData, loaders))
+    _fit(whole, loaders[0], *callbacks, Saver("on_train_batch_end", after, path))
+    _fit(resumed, loaders[1], *callbacks, ckpt_path=path)
     assert resumed.rows[: NUM_ROWS - 5] == whole.rows[after : (epoch + 1) * NUM_ROWS]
 
 
@@ -133,7 +164,7 @@ def test_data_that_is_validated_too(every: int, tmp_path: Path) -> None:
 
 
 @needs_torchdata
-@pytest.mark.parametrize("looks", ["callback", "validation", None])
+@pytest.mark.parametrize("looks", ["callback", "data", "validation", None])
 def test_state_that_another_iteration_changes(looks: str | None, tmp_path: Path) -> None:
     """It is not that of training any more: said at the save, and refused within an epoch. Alone it resumes."""
     path = tmp_path / "stopped.ckpt"
@@ -142,6 +173,8 @@ def test_state_that_another_iteration_changes(looks: str | None, tmp_path: Path)
     options: dict[str, Any] = {}
     if looks == "callback":
         callbacks.append(Peeks())
+    if looks == "data":
+        loader = PeeksInData(loader)
     if looks == "validation":
         options = {"validated": loader, "val_check_interval": 3}
     options["use_distributed_sampler"] = False
