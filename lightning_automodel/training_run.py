@@ -239,7 +239,7 @@ class TrainingRun:
 
     def patch_plugin(self) -> None:
         """Patch clipping and casting on the Trainer's precision plugin. Called once Lightning has set it up."""
-        self.steps.patch_clipping(self.plugin, self.patches)
+        self.steps.patch_clipping(self.plugin, self.module, self.patches)
         precision.leave_casting_to_units(self.plugin, self._dtypes, self.patches)
 
     def take_optimizers(self, optimizers: list[Optimizer]) -> None:

@@ -20,7 +20,6 @@ from lightning_automodel.gradients.windows import (
     optimizer_parameters,
     unwrap,
 )
-from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.options import StrategyOptions
@@ -204,7 +203,7 @@ class OptimizerSteps:
 
     # --- Clipping -----------------------------------------------------------------------------------------------------
 
-    def patch_clipping(self, plugin: Precision, patches: PatchStack) -> None:
+    def patch_clipping(self, plugin: Precision, module: pl.LightningModule, patches: PatchStack) -> None:
         """Make Lightning's clipping work on sharded gradients, and measure norms after hooks and clipping.
 
         Lightning's own clipping calls torch's, which refuses a mixture of plain tensors and DTensors. A
@@ -230,7 +229,15 @@ class OptimizerSteps:
                 self.clip(optimizer, clip_val, "norm")
 
         patches.set(plugin, "clip_gradients", clip_gradients)
-        lightning_internals.patch_after_closure(plugin, self._measure_if_asked, patches)
+        # The last hook before an optimizer steps.
+        last = "configure_gradient_clipping" if module.automatic_optimization else "on_before_optimizer_step"
+        hook = getattr(module, last)
+
+        def hook_then_measure(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            hook(optimizer, *args, **kwargs)
+            self._measure_if_asked(optimizer)
+
+        patches.set(module, last, hook_then_measure)
 
     def clip(self, optimizer: OneOptimizer, clip_val: float, algorithm: Literal["norm", "value"]) -> Tensor:
         """Implement :meth:`AutomodelStrategy.clip_gradients`. Returns [] the norm before clipping."""

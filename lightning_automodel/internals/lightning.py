@@ -13,7 +13,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
 from lightning.pytorch.loops import fetchers
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import (
     _MultiProcessingLauncher as MultiProcessingLauncher,
@@ -96,17 +95,6 @@ def patch_signals(trainer: Trainer, ask_to_requeue: Callable[[], None], patches:
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
     """Let ``module.device_mesh``, which has no setter, be ``mesh``."""
     overwrite(module, "_device_mesh", mesh)
-
-
-def patch_after_closure(plugin: Precision, then: Callable[[Any], None], patches: PatchStack) -> None:
-    """Call ``then`` with the optimizer last before it steps, after all hooks and clipping: Lightning has no hook."""
-    after_closure = plugin._after_closure
-
-    def after_closure_and_then(model: LightningModule, optimizer: Any) -> None:
-        after_closure(model, optimizer)
-        then(optimizer)
-
-    patches.set(plugin, "_after_closure", after_closure_and_then)
 
 
 def save_and_requeue(trainer: Trainer) -> None:

@@ -179,9 +179,7 @@ def _probe(precision: str, options: dict[str, Any]) -> tuple[dict[str, str], set
     )
     trainer.fit(module, loader(), loader())
     plugin = trainer.precision_plugin
-    patched = any(
-        name in plugin.__dict__ for name in ("forward_context", "clip_gradients", "_after_closure")
-    )
+    patched = any(name in vars(plugin) for name in ("forward_context", "clip_gradients"))
     return module.seen, {parameter.dtype for parameter in module.parameters()}, patched
 
 
