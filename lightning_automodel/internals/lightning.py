@@ -21,7 +21,6 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.call import _call_and_handle_interrupt as call_and_handle_interrupt
 from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
@@ -69,11 +68,6 @@ def has_hooks_before_backward(trainer: Trainer) -> bool:
 def draws_its_batches(step: Callable[..., Any]) -> bool:
     """Whether a step takes a ``dataloader_iter`` in place of a batch."""
     return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
-
-
-def start_other_ranks(launcher: SubprocessScriptLauncher) -> None:
-    """Run this script once more for each other rank of this node."""
-    launcher._call_children_scripts()
 
 
 def current_hook(module: LightningModule) -> str | None:

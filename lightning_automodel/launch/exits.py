@@ -1,9 +1,7 @@
-"""How a rank's process has ended, in words, and its part of the node's cores."""
+"""How a rank's process has ended, in words."""
 
-import os
 import signal
 
-import torch
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 
 from lightning_automodel.distributed import failures
@@ -45,17 +43,6 @@ def _why_aborted(backend: str) -> str:
         ' collective has waited for the strategy\'s timeout ("Watchdog caught collective operation timeout"), since a'
         " rank did not come to it."
     )
-
-
-def share_cores(num_processes: int) -> None:
-    """Give this process its part of the node's cores, as Lightning does, unless the user has said how many."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        cores = os.cpu_count() or 1
-        if hasattr(os, "sched_getaffinity"):
-            cores = len(os.sched_getaffinity(0))
-        share = max(1, cores // num_processes)
-        os.environ["OMP_NUM_THREADS"] = str(share)
-        torch.set_num_threads(share)
 
 
 def backend_of(strategy: ParallelStrategy) -> str:

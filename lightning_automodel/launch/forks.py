@@ -1,5 +1,6 @@
 """Ranks as forks of a process that is no rank, as notebooks need them: Lightning's launcher, under the supervisor."""
 
+import inspect
 import shutil
 import signal
 import socket
@@ -7,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -38,6 +39,7 @@ class ForkLauncher(lightning_internals.MultiProcessingLauncher):
         super().__init__(strategy, "fork")
         self._supervisor = supervisor
         self._is_worker = False
+        self._returned: list[Any] = []  # by the Trainer's function, in a worker
         self._has_fitted = False
         self._is_asked_to_stop = False
 
@@ -51,7 +53,8 @@ class ForkLauncher(lightning_internals.MultiProcessingLauncher):
         process ended otherwise; SIGTERMException if SIGTERM stopped all.
         """
         if self._is_worker:
-            return [self._supervisor.run(function, *args, **kwargs)]
+            self._returned = [self._supervisor.run(function, *args, **kwargs)]
+            return self._returned[0]
         assert trainer is not None
         if self._has_fitted and trainer.state.fn == TrainerFn.FITTING:
             raise NotImplementedError(
@@ -92,14 +95,15 @@ class ForkLauncher(lightning_internals.MultiProcessingLauncher):
         # parent used.
         torch.set_num_threads(1)
         try:
-            # Calls this launcher, and `on_exception` hooks.
-            returned = lightning_internals.call_and_handle_interrupt(trainer, function, *args, **kwargs)
-            if returned is None:
+            # `trainer.fit` or its like calls this launcher again, and `on_exception` hooks.
+            given = inspect.signature(function).bind(*args, **kwargs).arguments
+            getattr(trainer, cast(TrainerFn, trainer.state.fn).value)(**given)
+            if not self._returned:
                 raise RuntimeError(
                     "What a Tuner finds stays in the ranks' processes, which end: use the callbacks"
                     " LearningRateFinder or BatchSizeFinder, which work within fit()."
                 )
-            collect(trainer, returned[0], folder)
+            collect(trainer, self._returned[0], folder)
         except BaseException as error:
             if isinstance(error, SystemExit) and not error.code:
                 raise RuntimeError("sys.exit(0) has ended the run, without results.") from error

@@ -15,7 +15,7 @@ from lightning_automodel.failure import supervisor
 from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.gradients.token_loss import MissingCountError
 from lightning_automodel.internals import lightning as lightning_internals
-from lightning_automodel.launch.exits import backend_of, describe_exit, share_cores
+from lightning_automodel.launch.exits import backend_of, describe_exit
 from lightning_automodel.launch.forks import ForkLauncher
 
 
@@ -46,21 +46,28 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any
     ) -> Any:
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         # A single process sets no variables: they would make a later Trainer in it wait for other ranks.
-        if not self.is_interactive_compatible:
-            lightning_internals.start_other_ranks(self)
-            first_rank = self.cluster_environment.node_rank() * self.num_processes
-            running = dict(enumerate(self.procs, first_rank + 1))
+        if self.num_processes * self.num_nodes == 1:
+            return self._run(function, *args, **kwargs)
+        return super().launch(self._run, function, *args, trainer=trainer, **kwargs)
 
-            def find_ended() -> list[tuple[int, str]]:
-                """Ranks whose processes have ended since the last call, and how."""
-                backend = backend_of(self._strategy)
-                ended = [rank for rank, process in running.items() if process.poll() is not None]
-                return [(rank, describe_exit(running.pop(rank).returncode, backend)) for rank in ended]
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``function`` in this rank, once the other processes have been started."""
+        # Lightning has started a thread that kills this process once one of its list has failed.
+        watched = self.procs
+        self.procs = list(watched)
+        watched.clear()
+        first_rank = self.cluster_environment.node_rank() * self.num_processes
+        running = dict(enumerate(self.procs, first_rank + 1))
 
+        def find_ended() -> list[tuple[int, str]]:
+            """Ranks whose processes have ended since the last call, and how."""
+            backend = backend_of(self._strategy)
+            ended = [rank for rank, process in running.items() if process.poll() is not None]
+            return [(rank, describe_exit(running.pop(rank).returncode, backend)) for rank in ended]
+
+        if running:
             supervisor.watch_processes(find_ended)
-        share_cores(self.num_processes)
         try:
             return self._supervisor.run(function, *args, **kwargs)
         except MissingCountError as error:
