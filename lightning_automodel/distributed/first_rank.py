@@ -172,10 +172,10 @@ class Block:
         dist.get_rank(self.group)  # raises if the group was destroyed
         rank = dist.get_rank()
         self.members = dist.get_process_group_ranks(self.group)
-        # Each member counts its blocks on this group. All enter the same blocks, so the numbers agree. The path
-        # holds the lowest rank, since torch may give one name to groups that share no rank.
-        number = process_group.next_number("blocks", self.group)
-        path = f"first_rank/{self.group.group_name}.{min(self.members)}/{number}"
+        # Each member counts its blocks on groups of this name. All enter the same blocks, so the numbers agree. The
+        # path holds the lowest rank, since torch may give one name to groups that share no rank.
+        path = f"first_rank/{self.group.group_name}.{min(self.members)}"
+        path += f"/{process_group.next_number(path)}"
         self.store = dist.PrefixStore(path, process_group.connection(self._timeout))
         self.heart = heart.current() or self._start_heart(rank, at_end)
         at_end.callback(meeting.linger, self.store, "end", rank, self.members, LINGER_S)

@@ -315,9 +315,9 @@ def connection(timeout: timedelta) -> dist.Store:
     return opened
 
 
-def next_number(what: str, group: dist.ProcessGroup | None = None) -> int:
-    """1, 2, ... in the group, else the default one: the same on ranks that have asked for ``what`` equally often."""
-    counted = _counted.setdefault(group or dist.group.WORLD, Counter())
+def next_number(what: str) -> int:
+    """1, 2, ... in the default group: the same on ranks that have asked for ``what`` equally often."""
+    counted = _counted.setdefault(dist.group.WORLD, Counter())
     counted[what] += 1
     return counted[what]
 

@@ -1,14 +1,15 @@
 """All ranks stop after the same step when one of them gets SIGTERM, or SLURM's signal to requeue.
 
-The states of a rank (:class:`StopState`), which only `StopAgreement._become` changes:
+What a rank has done about it:
 
-    RUNNING --- a request is known ---> PROMISED --- all have promised ---> DECIDED
-       └─────────── a request came after the last step: at the end of the run ──┘
+    nothing --- a request is known ---> promised --- all have promised ---> decided
+       └────────── a request came after the last step: at the end of the run ──┘
+
+Once it has promised, it takes no step after the current one until it is decided.
 """
 
 import threading
 from collections.abc import Sequence
-from enum import Enum, auto
 
 import torch.distributed as dist
 
@@ -17,14 +18,6 @@ from lightning_automodel.distributed.meeting import NONE, outcome_of, say
 STOP = "stop"
 STEPS = f"{STOP}/outcome"
 REQUEUE = "requeue"
-
-
-class StopState(Enum):
-    """How far this rank has come in agreeing on a last step."""
-
-    RUNNING = auto()  # it takes steps, and knows of no request
-    PROMISED = auto()  # it takes no step after the current one until all ranks have promised that
-    DECIDED = auto()  # the last step is known
 
 
 class StopAgreement:
@@ -44,23 +37,13 @@ class StopAgreement:
         self._ranks = ranks
         self._lock = threading.Lock()
         self._reason: str | None = None  # why this rank asks
-        self._state = StopState.RUNNING
+        self._has_promised = False
+        self.is_decided = False  # whether all ranks stop, or have stopped, after the same step
         self._may_go_on = threading.Event()  # nothing is left to wait for: it is decided, or will never be
         self.step = 0  # that this rank is in, from 1
-        self.last_step: int | None = None  # after which all ranks stop; from StopState.DECIDED on
+        self.last_step: int | None = None  # after which all ranks stop; once that is decided by promises
         self.requeues = False  # whether they stop to save and requeue
         self.asked_by: int | None = None  # the first rank to ask
-
-    def _become(self, state: StopState) -> None:
-        """Change the state, here alone."""
-        self._state = state
-        if state is StopState.DECIDED:
-            self._may_go_on.set()
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether all ranks stop, or have stopped, after the same step."""
-        return self._state is StopState.DECIDED
 
     @property
     def is_asked_here(self) -> bool:
@@ -71,9 +54,11 @@ class StopAgreement:
         """Ask all ranks to stop, with :data:`REQUEUE` to save and requeue. Safe in a signal handler."""
         self._reason = reason
 
-    def decide_at_end(self) -> None:
-        """All ranks stop, since all have learned at the end of their run that one of them was asked to."""
-        self._become(StopState.DECIDED)
+    def decide(self, last_step: int | None = None) -> None:
+        """Note that all ranks stop: after ``last_step``, or at the end of the run, where all learn of a late request."""
+        self.last_step = last_step
+        self.is_decided = True
+        self._may_go_on.set()
 
     def begin_step(self, step: int, longest_wait_s: float) -> bool:
         """Begin ``step``, which all ranks take, and return whether it is the last.
@@ -83,7 +68,7 @@ class StopAgreement:
         """
         with self._lock:
             self.step = step
-            waits = self._state is not StopState.RUNNING
+            waits = self._has_promised
         if waits:
             self._may_go_on.wait(longest_wait_s)
         return self.last_step is not None and self.step >= self.last_step
@@ -103,12 +88,11 @@ class StopAgreement:
         promised_by_all = outcome_of(steps, len(self._ranks))
         if promised_by_all is not None:
             self.requeues = reason == REQUEUE
-            self.last_step = 1 + max(promised_by_all)
-            self._become(StopState.DECIDED)
-        elif self._state is StopState.RUNNING:
+            self.decide(1 + max(promised_by_all))
+        elif not self._has_promised:
             # The lock keeps the main thread from beginning a step between reading its number and promising
             # it.
             with self._lock:
-                self._become(StopState.PROMISED)
+                self._has_promised = True
                 promised = self.step
             say(store, STOP, self._rank, self._ranks, promised)

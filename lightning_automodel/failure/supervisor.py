@@ -326,7 +326,7 @@ class Supervisor:
         asked = self._watch.end()
         if any(asked):
             # No failure of this rank: another one may not have read yet that all have come.
-            self._watch.stop.decide_at_end()
+            self._watch.stop.decide()
             log.warning(
                 "Rank %s received SIGTERM: all ranks stop at the end of this run.", asked.index(True)
             )
