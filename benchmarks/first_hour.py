@@ -11,6 +11,7 @@ own, so that a rank that is killed or hangs ends its check alone, and the next o
 import argparse
 import json
 import os
+import random
 import re
 import shutil
 import socket
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -132,8 +134,10 @@ class Driver:
 
 
 def _free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return int(server.getsockname()[1])
+    """Below those that Linux gives to connections, of which one could get it before the check has started."""
+    while True:
+        with suppress(OSError), socket.create_server(("", random.randrange(12_000, 32_000))) as server:
+            return int(server.getsockname()[1])
 
 
 def failed(ended: list[Ended]) -> list[Row]:

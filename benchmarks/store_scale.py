@@ -107,7 +107,7 @@ class World:
             if beat == MISSED_BEATS and not reader.watch.failure:
                 after = records_of(reader.store, range(len(self.ranks)))  # type: ignore[arg-type]
                 own = RankFailure(reader.rank, "host", "training_step", "RuntimeError", "[gloo] Timed out")
-                reader.watch.tell(report.explain(before, after, own))
+                reader.watch.post(report.explain(before, after, own))
             found = [rank.watch.failure for rank in self.living()]
             if all(found):
                 return set(found)  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ def inflict(world: World, fault: str, victim: int) -> tuple[range, str, str]:
             each.is_dead = True
         return range(victim, victim + len(dead)), MISSED_HEARTBEATS, "stopped, killed or cut off"
     if fault == "raised":
-        rank.watch.tell(RankFailure(victim, "host", "training_step", "ValueError", "no labels here"))
+        rank.watch.post(RankFailure(victim, "host", "training_step", "ValueError", "no labels here"))
         return range(victim, victim + 1), "ValueError", "no labels here"
     if fault == "stuck":
         rank.stand_at(False, "train.py:12 in read")

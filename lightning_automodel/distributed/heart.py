@@ -8,7 +8,7 @@ its own turns, not seconds, so that a machine that was suspended has not died.
 A failure that a rank reports comes from one of these lines, all of which end in `Heart.learn`:
 
     what it says                         who says it
-    failed in <hook>: <error>            the rank itself, `Supervisor._tell`
+    failed in <hook>: <error>            the rank itself, `Supervisor._post_cause`
     its process has ended                the rank that watches it: `Heart._judge`; or the launcher, `Watch.exchange`
     missed heartbeats                    the rank that watches it: `Heart._judge`
     it ended its run after step          the rank that watches it: `Heart._hear`
@@ -34,7 +34,7 @@ import torch.distributed as dist
 from lightning_automodel.distributed import failures, meeting, processes
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure, Record, message_of
 from lightning_automodel.distributed.last_resort import end_process
-from lightning_automodel.distributed.meeting import FAILURE, make, parse_failure, parse_record, post
+from lightning_automodel.distributed.meeting import FAILURE, make, parse_failure, parse_record
 from lightning_automodel.distributed.store import RANKS_PER_SECOND, without_prefixes
 
 log = logging.getLogger(__name__)
@@ -152,12 +152,12 @@ class Heart:
         except (dist.DistError, OSError) as error:
             raise RankFailedError(self.lose_store(failures.how_lost(error))) from error
 
-    def tell(self, failure: RankFailure) -> RankFailure:
+    def post(self, failure: RankFailure) -> RankFailure:
         """Post ``failure`` for all ranks; returns the first that was posted, or why the store does not answer."""
         if not self.store_answers:  # a call might not return
             return self.learn(failure)
         try:
-            failure = post(self.store, failure)
+            failure = meeting.post(self.store, failure)
         except (dist.DistError, OSError) as error:
             return self.lose_store(failures.how_lost(error))
         return self.learn(failure)
@@ -215,7 +215,7 @@ class Heart:
             log.exception("The thread that sends this rank's heartbeats has failed.")
             message = f"{message_of(error)}, raised in the thread that sends this rank's heartbeats"
             record = self.record
-            self.tell(RankFailure(self.rank, record.host, record.where, type(error).__name__, message))
+            self.post(RankFailure(self.rank, record.host, record.where, type(error).__name__, message))
 
     def beat(self) -> None:
         """Write this rank's record, read what concerns it, and judge the rank before it."""
@@ -252,7 +252,7 @@ class Heart:
             self._watch_next()
         elif record.has_ended:
             if own.step > record.step and own.training == record.training and not own.has_ended:
-                self.tell(failures.left_behind(self._watched, record, self.rank, own.step))
+                self.post(failures.left_behind(self._watched, record, self.rank, own.step))
         elif record != self._heard:
             self._heard = record
             self._heard_at = self.clock()
@@ -272,7 +272,7 @@ class Heart:
         # A launcher that has started it says more, and has had the time.
         is_gone = failure.error == failures.PROCESS_ENDED and self._missed >= BEATS_TO_NAME_HOW_IT_ENDED
         if is_silent or is_gone:
-            self.tell(self._was_away() or failure)
+            self.post(self._was_away() or failure)
 
     # --- The dead man's switch ----------------------------------------------------------------------
 

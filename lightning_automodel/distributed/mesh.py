@@ -75,8 +75,8 @@ def resolve_sizes(
     """
     tensor = tensor_parallel_size
     context = context_parallel_size
-    told = {"tensor_parallel_size": tensor, "context_parallel_size": context}
-    peers = [f"{name}={size}" for name, size in told.items() if size > 1]
+    by_keyword = {"tensor_parallel_size": tensor, "context_parallel_size": context}
+    peers = [f"{name}={size}" for name, size in by_keyword.items() if size > 1]
     size = world_size // (tensor * context) or 1 if data_parallel_size == "auto" else data_parallel_size
     if size * tensor * context != world_size:
         raise ValueError(
@@ -296,13 +296,13 @@ def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor:
 
 
 def adopt_mesh(
-    mesh: DeviceMesh, device_type: str, data_parallel: Literal["fsdp2", "ddp"], told: Mapping[str, Any]
+    mesh: DeviceMesh, device_type: str, data_parallel: Literal["fsdp2", "ddp"], requested: Mapping[str, Any]
 ) -> RunMesh:
     """Check a mesh that the caller built, and find the role of each dimension by its name.
 
     FSDP2 shards over the last data-parallel dimension; under DDP all of them replicate. The mesh's groups
     keep their timeouts. A collective like :func:`view_mesh`. ValueError if the mesh does not fit this run,
-    or contradicts ``told``, the sizes by keyword.
+    or contradicts ``requested``, the sizes by keyword.
     """
     process_group.kept_with_world()
     if mesh.device_type != device_type:
@@ -334,7 +334,7 @@ def adopt_mesh(
         "context_parallel_size": sizes.context,
         "expert_parallel_size": sizes.expert,
     }
-    for keyword, value in told.items():
+    for keyword, value in requested.items():
         if value not in ("auto", actual[keyword]):
             raise ValueError(
                 f"{keyword}={value} contradicts device_mesh, where it is {actual[keyword]}: leave it out."

@@ -55,7 +55,7 @@ class StopAgreement:
         self._reason = reason
 
     def decide(self, last_step: int | None = None) -> None:
-        """Note that all ranks stop: after ``last_step``, or at the end of the run, where all learn of a late request."""
+        """Note that all ranks stop: after ``last_step``, or at the end of their run."""
         self.last_step = last_step
         self.is_decided = True
         self._may_go_on.set()

@@ -66,14 +66,14 @@ class Supervisor:
     An exception on this rank is posted for the others. If it only follows from another rank's failure, that
     is raised instead. SIGTERM on any rank ends the run of all ranks after the same step.
 
-    ``join`` joins the other ranks, and calls :meth:`watch`. ``before_telling`` is called after an exception
+    ``join`` joins the other ranks, and calls :meth:`watch`. ``before_posting`` is called after an exception
     on this rank, before the others learn of it and leave. ``weights_only`` is what the user gave to ``fit``
     under this name.
     """
 
-    def __init__(self, join: Callable[[], None], before_telling: Callable[[], None]) -> None:
+    def __init__(self, join: Callable[[], None], before_posting: Callable[[], None]) -> None:
         self._join = join
-        self._before_telling = before_telling
+        self._before_posting = before_posting
         self._watch: Watch | None = None
         self._handler = contextlib.ExitStack()  # of SIGTERM, while it is set
         self._handler_process = 0
@@ -136,11 +136,11 @@ class Supervisor:
         if watch.failure is None:
             watch.raised_at = main_thread_position(exception)
             _print_first(exception)
-            self._before_telling()
+            self._before_posting()
 
         # Who failed: this rank, another one that is known, or one that the records tell.
         try:
-            culprit = self._tell(watch, exception)
+            culprit = self._post_cause(watch, exception)
         finally:
             watch.leave()
 
@@ -156,17 +156,17 @@ class Supervisor:
                 raise KeyboardInterrupt from exception
             raise RankFailedError(culprit) from exception
 
-    def _tell(self, watch: Watch, exception: BaseException) -> RankFailure | None:
+    def _post_cause(self, watch: Watch, exception: BaseException) -> RankFailure | None:
         """Tell the others why this rank leaves; returns another rank's failure if that is the cause.
 
         Whoever has raised keeps its own exception, though another one may have been posted first.
         """
         if isinstance(exception, RankFailedError):
-            return watch.tell(exception.failure)
+            return watch.post(exception.failure)
         own = RankFailure.from_exception(exception, watch.rank, watch.where())
         watch.own = own
         if not is_communication_error(exception):
-            watch.tell(own)
+            watch.post(own)
             return None
         culprit = watch.failure or watch.why(own)
         if culprit.rank != own.rank:
@@ -368,8 +368,8 @@ class Supervisor:
 
 def _print_first(exception: BaseException) -> None:
     """Print the traceback, where what comes next may not return: a device that others leave waiting, or that failed."""
-    is_told_otherwise = isinstance(exception, lightning_internals.SIGTERMException | KeyboardInterrupt)
-    if device_groups.exist() and not is_told_otherwise:
+    is_no_error = isinstance(exception, lightning_internals.SIGTERMException | KeyboardInterrupt)
+    if device_groups.exist() and not is_no_error:
         log.error("rank %d raised, and leaves:", process_group.group_rank(), exc_info=exception)
 
 

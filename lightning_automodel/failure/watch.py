@@ -5,10 +5,10 @@ its process ends if the main thread has not left some seconds later. With gloo a
 
 What a watch holds of its rank, besides its heart:
 
-    record                what the others are told; the main thread writes how far it is
+    record                what the others read; the main thread writes how far it is
     own, raised_at        what this rank has raised, and where: its main thread is in this package then
     stop                  the agreement on a last step
-    gets_on               set by the main thread, so that no standstill is told of; each beat unsets it
+    gets_on               set by the main thread, so that no standstill is logged; each beat unsets it
     saves_on_exception    it needs time to leave when another one fails: it then saves a checkpoint alone
     leaves_by_itself      the main thread is not to be interrupted any more
 """
@@ -143,7 +143,7 @@ class Watch(Heart):
             before = records_of(self.store, self.ranks)
             if self.is_over.wait(patience_s):
                 return self.failure or own
-            return self.tell(report.explain(before, records_of(self.store, self.ranks), own))
+            return self.post(report.explain(before, records_of(self.store, self.ranks), own))
         except (dist.DistError, OSError):
             self.is_over.wait(patience_s)
             return self.failure or own
@@ -203,7 +203,7 @@ class Watch(Heart):
             record = records_of(self.store, [rank])[rank]
             if not record.has_left:
                 ended = f"its process {how}"
-                self.tell(RankFailure(rank, record.host, record.where, failures.PROCESS_ENDED, ended))
+                self.post(RankFailure(rank, record.host, record.where, failures.PROCESS_ENDED, ended))
         self._warn_of_standstill()
         self._end_what_never_ends()
 
@@ -230,7 +230,7 @@ class Watch(Heart):
         if device_groups.exist():
             table = report.table(records_of(self.store, self.ranks))
             message = f"a collective neither ends nor fails after {waited_s:.0f} s\nThey are at:\n{table}"
-            self.tell(RankFailure(self.rank, own.host, own.where, failures.WAITED, message))
+            self.post(RankFailure(self.rank, own.host, own.where, failures.WAITED, message))
 
     # --- The way out, on the thread of the heart's switch -------------------------------------------
 

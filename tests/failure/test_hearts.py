@@ -102,7 +102,7 @@ def test_many_raise_and_each_knows_the_first(scale: Any, server: Any, seed: int)
     failures = [
         RankFailure(rank.rank, "host", "training_step", "ValueError", str(rank.rank)) for rank in raising
     ]
-    found = [rank.watch.tell(failure) for rank, failure in zip(raising, failures, strict=True)]
+    found = [rank.watch.post(failure) for rank, failure in zip(raising, failures, strict=True)]
     assert found == [failures[0]] * len(raising)
     world.beat()
     assert {rank.watch.failure for rank in world.ranks} == {failures[0]}
