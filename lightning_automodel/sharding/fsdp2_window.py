@@ -19,6 +19,7 @@ from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.gradients.window import NUMBERS, BackwardPass
 from lightning_automodel.internals import fsdp2
+from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.sharding.gathered import GatheredUnit
 from lightning_automodel.sharding.sync_context import Deferral
@@ -107,6 +108,8 @@ class FSDP2Window(Engine):
     ) -> None:
         super().__init__()
         self.model = model
+        # Whether views of gathered parameters have a class of theirs: compiled code takes plain tensors only.
+        self.follows_views = not any(map(torch_internals.is_compiled, model.modules()))
         self._defer = defer
         self._group = group
         self._retain_unsharded = retain_unsharded
@@ -137,8 +140,9 @@ class FSDP2Window(Engine):
         self.enter(Phase.HOOKS)
 
     def _register_hooks(self) -> None:
-        for unit in self._whole_step:
+        for unit in self.units:
             self._hooks += unit.after_state_dicts(partial(self._show_again, unit))
+        for unit in self._whole_step:
             self._tell_of_writes(unit, partial(self._gather_written, unit))
         for root in cast(list[nn.Module], self._roots):
             if root is not self.model:
@@ -157,8 +161,8 @@ class FSDP2Window(Engine):
             cast(FSDPModule, root).reshard()
 
     def _show_again(self, unit: GatheredUnit, *_: object) -> None:
-        """Gather what FSDP2 has freed for a state dict within a step that goes on with it. Then a collective."""
-        if self._phase is Phase.STEP:
+        """Gather what FSDP2 has freed for a state dict within a step or forward that goes on. Then a collective."""
+        if unit.runs_forward or (self._phase is Phase.STEP and unit in self._whole_step):
             unit.gather()
 
     def _tell_of_writes(self, unit: GatheredUnit, listener: Callable[[], None] | None) -> None:

@@ -39,7 +39,6 @@ class GatheredUnit(fsdp2.Unit):
         is_touched: Whether any was reached through ``.data`` since writes were last carried into the shards.
         assigned: Those that have other memory (``p.data = values``), until FSDP2 gathers or frees them: a backward
             may need what it has gathered.
-        follows_views: Whether views of them count writes through ``.data``: compiled code takes plain tensors only.
         hook: Of its forwards.
     """
 
@@ -50,7 +49,6 @@ class GatheredUnit(fsdp2.Unit):
         self.is_adopted = False
         self.is_touched = False
         self.assigned: list[Any] = []
-        self.follows_views = False
         self._copies: list[Any] = []
         self._looks: list[tuple[int, bool]] = []  # writes to each copy, and whether it trains
         self._assignments: list[int] = []  # `shard.data = values`, before the newest forward
@@ -90,7 +88,6 @@ class GatheredUnit(fsdp2.Unit):
         """Gather the parameters for the first time, and give the copies their class, which they keep."""
         self.gather()
         self.is_adopted = True
-        self.follows_views = not any(map(torch_internals.is_compiled, self.module.modules()))
         for param in self.params:
             gathered = param.unsharded_param
             make_gathered(gathered, param.sharded_param, self)

@@ -49,7 +49,6 @@ def _get_data(tensor: Any) -> Tensor:
     if isinstance(gathered, GatheredTensor) and _address(alias) == _address(gathered):
         gathered.aliases.append(alias)
         gathered.unit.is_touched = True
-    _follow(alias, gathered)
     return alias
 
 
@@ -76,7 +75,11 @@ def _follow(result: Any, gathered: Any) -> None:
     if isinstance(result, list | tuple):
         for view in result:
             _follow(view, gathered)
-    elif view_class is not None and isinstance(gathered, GatheredTensor) and gathered.unit.follows_views:
+    elif (
+        view_class is not None
+        and isinstance(gathered, GatheredTensor)
+        and gathered.unit.engine.follows_views
+    ):
         result.gathered = gathered
         result.__class__ = view_class
 

@@ -284,7 +284,7 @@ class WritesSlices(Writer):
         for p in (self.student.head.weight, self.teacher.head.weight):
             self.norm = p[1:].data.norm()
             p[:2].data.clamp_(-0.6, 0.6)
-            p.data[1:].data.mul_(0.9)
+            p.data[1:].mul_(0.9)
             p.detach().data.add_(0.01)
             p.detach()[:, 1:4].data.mul_(0.95)
             p.T.data[2].mul_(1.1)
