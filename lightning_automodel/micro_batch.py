@@ -206,7 +206,7 @@ class MicroBatches:
             return self.plugin.post_backward(loss, self.module)  # the hooks, which find shards
         finally:
             if not self.module.automatic_optimization:
-                engine.go_on()
+                engine.resume_step()
 
     def _finish(self) -> None:
         """End the backward: if it ends its window, ``.grad`` is then final. Else it is what it was before.

@@ -41,6 +41,7 @@ from lightning_automodel.sharding import checks, meta_init, precision, tensor_pa
 from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks, compile_blocks
 from lightning_automodel.sharding.ddp_engine import DDPEngine
 from lightning_automodel.sharding.fsdp2_engine import FSDP2Engine
+from lightning_automodel.sharding.fsdp2_setup import shard_module
 from lightning_automodel.sharding.replaced import ModuleParameters
 from lightning_automodel.sharding.replicas import check_replicas
 
@@ -220,8 +221,8 @@ class TrainingRun:
             self.advice.say_once(
                 f"{option} has no effect on a model that was sharded before, with another policy."
             )
-        engine = FSDP2Engine(module, self._placement, options, policy, self._give_values)
-        return engine, None if has_foreign_policy else policy
+        sharding = shard_module(module, self._placement, options, policy, self._give_values)
+        return FSDP2Engine(module, self._placement, sharding), None if has_foreign_policy else policy
 
     def _give_values(self) -> None:
         """Initialise tensors from the meta device, once they are sharded (FSDP2) or before they are copied (DDP)."""
@@ -262,7 +263,7 @@ class TrainingRun:
 
     def watch_module(self) -> None:
         """Watch ``module.zero_grad`` and toggling; refuse early hooks."""
-        self.steps.watch_module(self.module, self.patches, self.engine.toggled)
+        self.steps.watch_module(self.module, self.patches, self.engine.requires_grad_changed)
         if not self.module.automatic_optimization:
             zero = self.module.on_validation_model_zero_grad
             self.patches.set(

@@ -124,7 +124,7 @@ class Engine:
     def start_forward(self, batch: Any) -> None:
         """Called before each training step, with its batch: its forwards may leave parameters gathered."""
 
-    def go_on(self) -> None:
+    def resume_step(self) -> None:
         """A training step goes on after one of its backwards."""
 
     def end_forward(self) -> None:
@@ -140,7 +140,7 @@ class Engine:
     def release(self) -> None:
         """Free gathered parameters, since weights may be written next or have been written."""
 
-    def toggled(self) -> None:
+    def requires_grad_changed(self) -> None:
         """Parameters were frozen or unfrozen."""
 
     def stepped(self) -> None:

@@ -264,14 +264,14 @@ class Unit:
         module: The unit; of several modules that share one, the first.
         groups: What FSDP2 communicates at once: one group, unless parameters are sharded over several meshes.
         params: What FSDP2 knows of each of its parameters.
-        is_hidden: Whether its modules show shards, while the memory of what was gathered is kept.
+        is_retained: Whether its modules show shards, while the memory of what was gathered is retained.
     """
 
     def __init__(self, module: FSDPModule) -> None:
         self.module: Any = module
         self.groups = param_groups(module)
         self.params = [param for group in self.groups for param in group.fsdp_params]
-        self.is_hidden = False
+        self.is_retained = False
         param_of = {param.sharded_param: param for param in self.params}
         # Where modules hold them: in several places if they share one.
         self._places = [
@@ -305,10 +305,10 @@ class Unit:
             self._show_shards()
             self.gather()
 
-    def hide(self) -> None:
-        """Let modules show shards, and keep the memory of what was gathered."""
+    def retain(self) -> None:
+        """Let modules show shards, and retain the memory of what was gathered."""
         self._show_shards()
-        self.is_hidden = True
+        self.is_retained = True
 
     def _show_shards(self) -> None:
         for group in self.groups:
@@ -324,23 +324,23 @@ class Unit:
         for param in self.params:
             param.to_unsharded()
 
-    def show(self) -> bool:
-        """Undo :meth:`hide`. False if it was not called, or if a forward has freed what was kept."""
-        is_kept = (
-            self.is_hidden and all(map(_IS_SHARDED, self.groups)) and all(map(_has_memory, self.groups))
+    def show_retained(self) -> bool:
+        """Undo :meth:`retain`. False if it was not called, or if a forward has freed what was retained."""
+        is_available = (
+            self.is_retained and all(map(_IS_SHARDED, self.groups)) and all(map(_has_memory, self.groups))
         )
-        self.is_hidden = False
-        if is_kept:
+        self.is_retained = False
+        if is_available:
             self.show_gathered()
-        return is_kept
+        return is_available
 
     def free(self) -> None:
-        """Free what was gathered, also what is kept, and by a prefetch whose forward did not come.
+        """Free what was gathered, also what is retained, and by a prefetch whose forward did not come.
 
         FSDP2 would use prefetched parameters at the unit's next forward, when the weights may have changed.
         """
-        if self.is_hidden:
-            self.is_hidden = False
+        if self.is_retained:
+            self.is_retained = False
             for param in self.params:
                 param.free_unsharded_param()
         if self.is_pending:

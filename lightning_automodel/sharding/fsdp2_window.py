@@ -1,4 +1,28 @@
-"""FSDP2's gradient synchronisation: which micro-batch communicates what, and which parameters stay gathered."""
+"""FSDP2's gradient synchronisation: which micro-batch communicates what, and which parameters stay gathered.
+
+A window is in one :class:`Phase`, and FSDP2 in one state of its :class:`Reductions`:
+
+========================  ==================  =========================  =======================================
+what comes                phase after it      reductions after it        parameters that are gathered
+========================  ==================  =========================  =======================================
+:meth:`resume_step`       STEP                as before                  those of a whole step
+a forward                 as before           as before                  stay for the window, or are freed
+:meth:`end_forward`       HOOKS               as before                  retained: the module shows shards
+:meth:`begin`             STEP                ALL at the window's end,   shown again, or gathered anew
+                                              else as ``defer`` says
+:meth:`keep`              HOOKS               BY_FSDP2 at the window's   retained until the window ends, then freed
+                                              end, else NONE
+:meth:`end_step`          HOOKS               as before                  freed
+:meth:`evaluating`        EVALUATION, then    as before                  freed before it, and after it
+                          HOOKS
+:meth:`release`           as before           as before                  freed, so that none is stale
+:meth:`recover`           HOOKS               BY_FSDP2                   freed, and what was written is given up
+========================  ==================  =========================  =======================================
+
+(the methods of :class:`FSDP2Window`). With ``retain_unsharded`` parameters are all-gathered in the first
+forward of a window only. Between two micro-batches the module shows its sharded parameters, while the
+memory of the unsharded ones is retained: others find an ordinary sharded module.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -67,31 +91,21 @@ class Phase(Enum):
 
 
 class FSDP2Window(Engine):
-    """Controls the communication of an FSDP2 model in each accumulation window.
+    """Controls the communication of an FSDP2 model in each accumulation window, and what stays gathered.
 
     Reductions happen inside the strategy's own backwards. Any other backward, such as
     ``torch.autograd.grad`` in a training step or a callback, would reduce what an open window has deferred,
     and leave it in ``.grad``.
 
-    ====================  ==================  =========================  ====================================
-    what comes            phase after it      reductions after it        parameters that are gathered
-    ====================  ==================  =========================  ====================================
-    :meth:`go_on`         STEP                as before                  those of a whole step
-    a forward             as before           as before                  stay for the window, or are freed
-    :meth:`end_forward`   HOOKS               as before                  hidden: the module shows shards
-    :meth:`begin`         STEP                ALL at the window's end,   shown again, or gathered anew
-                                              else as ``defer`` says
-    :meth:`keep`          HOOKS               BY_FSDP2 at the window's   hidden until the window ends, then freed
-                                              end, else NONE
-    :meth:`end_step`      HOOKS               as before                  freed
-    :meth:`release`       as before           as before                  freed, so that none is stale
-    :meth:`recover`       HOOKS               BY_FSDP2                   freed, and what was written is given up
-    ====================  ==================  =========================  ====================================
+    Attributes:
+        units: Those of the model, each with its gathered parameters.
 
-    With ``retain_unsharded`` parameters are all-gathered in the first forward of a window only. Between two
-    micro-batches the module shows its sharded parameters, while the memory of the unsharded ones is
-    retained: others find an ordinary sharded module. Plain parameters are averaged over ``group``; None for
-    one rank.
+    Args:
+        model: Sharded by FSDP2, with parameters that are :class:`Shard`.
+        defer: What micro-batches do but the last one, see :func:`get_sync_ctx`.
+        retain_unsharded: Whether parameters stay gathered for the window.
+        group: Over which plain parameters are averaged; None for one rank.
+        is_manual: Whether a step goes on after its backward, and may run several.
     """
 
     _phase = Phase.EVALUATION
@@ -141,9 +155,9 @@ class FSDP2Window(Engine):
 
     def _register_hooks(self) -> None:
         for unit in self.units:
-            self._hooks += unit.after_state_dicts(partial(self._show_again, unit))
+            self._hooks += unit.after_state_dicts(partial(self._gather_after_state_dict, unit))
         for unit in self._whole_step:
-            self._tell_of_writes(unit, partial(self._gather_written, unit))
+            self._call_on_writes(unit, partial(self._gather_written, unit))
         for root in cast(list[nn.Module], self._roots):
             if root is not self.model:
                 self._hooks.append(root.register_forward_hook(self._free_unless_training))
@@ -160,12 +174,12 @@ class FSDP2Window(Engine):
         if not torch.is_grad_enabled() and not (self._is_manual and self._retain_unsharded):
             cast(FSDPModule, root).reshard()
 
-    def _show_again(self, unit: GatheredUnit, *_: object) -> None:
+    def _gather_after_state_dict(self, unit: GatheredUnit, *_: object) -> None:
         """Gather what FSDP2 has freed for a state dict within a step or forward that goes on. Then a collective."""
         if unit.runs_forward or (self._phase is Phase.STEP and unit in self._whole_step):
             unit.gather()
 
-    def _tell_of_writes(self, unit: GatheredUnit, listener: Callable[[], None] | None) -> None:
+    def _call_on_writes(self, unit: GatheredUnit, listener: Callable[[], None] | None) -> None:
         for param in unit.params:
             param.sharded_param.on_write = listener
 
@@ -252,7 +266,7 @@ class FSDP2Window(Engine):
             self.end_step()
 
     @override
-    def go_on(self) -> None:
+    def resume_step(self) -> None:
         for unit in self._whole_step:
             if not unit.is_adopted:
                 unit.adopt()  # they are gathered for the whole step, past the hook that adopts other units
@@ -260,32 +274,43 @@ class FSDP2Window(Engine):
 
     @override
     def end_forward(self) -> None:
-        self._leave(set(self.units))
+        self._show_shards(retained=set(self.units))
 
     @override
     def end_step(self) -> None:
-        self._leave(set())
+        self._show_shards(retained=set())
 
     @override
     def keep(self, backward: BackwardPass) -> None:
         """See the base class; after it, the module shows its sharded parameters, and hooks follow."""
-        reductions = Reductions.NONE
-        kept = set(self.units)
-        if backward.ends:
-            reductions = Reductions.BY_FSDP2
-            kept = set()
+        retained = set(self.units)
         if not self._retain_unsharded:
-            kept = self._stay_gathered
-        self._leave(kept, reductions)
+            retained = self._stay_gathered
+        elif backward.ends:
+            retained = set()
+        self._show_shards(retained, Reductions.BY_FSDP2 if backward.ends else Reductions.NONE)
 
-    def _leave(self, kept: set[GatheredUnit], reductions: Reductions | None = None) -> None:
-        """Hooks follow: let the module show shards, and keep what was gathered of these units, or free it."""
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Context of forwards without a backward, which leaves no parameters gathered."""
+        self.release()
+        self.enter(Phase.EVALUATION)
+        try:
+            yield
+        except BaseException:
+            self.recover()  # a caller may go on, as BatchSizeFinder does when memory is short
+            raise
+        self.release()
+        self.enter(Phase.HOOKS)
+
+    def _show_shards(self, retained: set[GatheredUnit], reductions: Reductions | None = None) -> None:
+        """Hooks follow: retain what was gathered of these units, behind shards, and free that of others."""
         self.enter(Phase.HOOKS, reductions)
         for unit in self.units:
             unit.settle()
         for unit in self.units:
-            if unit.is_gathered and unit in kept:
-                unit.hide()
+            if unit.is_gathered and unit in retained:
+                unit.retain()
             elif unit.is_gathered:
                 unit.free()
 
@@ -299,12 +324,12 @@ class FSDP2Window(Engine):
         for unit in self.units:
             unit.settle()
         for unit in self.units:
-            if not (retains and unit.is_hidden and unit.is_current and unit.show()):
+            if not (retains and unit.is_retained and unit.is_current and unit.show_retained()):
                 unit.free()
                 unit.note_shards()
 
     @override
-    def toggled(self) -> None:
+    def requires_grad_changed(self) -> None:
         for unit in self.units:
             if unit.is_gathered:  # a backward that is to come needs it
                 unit.show_gathered()
@@ -320,7 +345,7 @@ class FSDP2Window(Engine):
     @override
     def begin(self, backward: BackwardPass, loss: Tensor) -> None:
         for unit in self.units:
-            if unit.is_hidden and not unit.show():  # a hook's forward has freed it
+            if unit.is_retained and not unit.show_retained():  # a hook's forward has freed it
                 unit.check_unassigned()
                 unit.gather()
         window = backward.window
@@ -379,7 +404,7 @@ class FSDP2Window(Engine):
         self._is_replaying = True
         try:
             self.release()
-            self.go_on()
+            self.resume_step()
             with super().replaying():
                 yield
             self.end_step()
@@ -416,7 +441,7 @@ class FSDP2Window(Engine):
         finally:
             self._flags.restore()
             for unit in self._whole_step:
-                self._tell_of_writes(unit, None)
+                self._call_on_writes(unit, None)
             for unit in self.units:
                 unit.close()
             for hook in self._hooks:

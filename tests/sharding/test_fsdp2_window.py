@@ -48,7 +48,7 @@ class Training:
         features, _ = micro_batch(0, dist.get_rank(), step, COUNT)
         with self.sync.micro_batch(is_last):
             self.sync.release(retains=True)
-            self.sync.go_on()
+            self.sync.resume_step()
             loss = _loss(self.model.inner["net"], features, forward)
             if fail:
                 loss.register_hook(_raise)

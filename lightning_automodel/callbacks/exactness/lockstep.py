@@ -301,7 +301,7 @@ class LockStep:
                 parameter.requires_grad = requires_grad
             if run is not None:
                 run.windows.toggled = None
-                run.engine.toggled()
+                run.engine.requires_grad_changed()
 
     def _training_step(self, received: bytes) -> Any:
         arguments, before = pickle.loads(received)

@@ -1,0 +1,146 @@
+"""How FSDP2 shards a module for a run: its units, what of it stays gathered, and what is said of that."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from lightning_automodel.distributed.mesh import Placement, RunMesh, num_expert_ranks
+from lightning_automodel.options import StrategyOptions
+from lightning_automodel.sharding import apply, checks, memory, precision, quantized, tensor_parallel, units
+from lightning_automodel.sharding.gathers import set_prefetch
+from lightning_automodel.sharding.shards import shard_parameters
+from lightning_automodel.sharding.sync_context import Deferral
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What was decided about a module that is sharded.
+
+    Attributes:
+        defer: What the micro-batches of a window do, but its last one, see :func:`get_sync_ctx`.
+        retain_unsharded: Whether parameters are gathered once a window.
+        prefetches: Whether units start all-gathers of others.
+        report: For ``describe()``.
+    """
+
+    defer: Deferral
+    retain_unsharded: bool
+    prefetches: bool
+    report: dict[str, Any]
+
+
+def shard_module(
+    module: pl.LightningModule,
+    placement: Placement,
+    options: StrategyOptions,
+    policy: MixedPrecisionPolicy,
+    give_values: Callable[[], None],
+) -> Sharding:
+    """Make weights equal on all ranks, and shard them unless they are sharded. A collective over the world.
+
+    ``policy`` has the dtypes that units compute and reduce in; ``give_values`` initialises tensors without
+    values, once they are sharded.
+    """
+    mesh = placement.mesh
+    with apply.attributes_kept(module):
+        report = _shard(module, mesh, options, policy)
+    give_values()
+    report["averaged_by_the_strategy"] = [
+        name for name, p in module.named_parameters() if p.requires_grad and not isinstance(p, DTensor)
+    ]
+    if mesh.sizes.expert > 1:
+        report["experts"] = [n for n, p in module.named_parameters() if num_expert_ranks(p) > 1]
+    apply.initialise_fsdp2(module, mesh.sizes.divisor)
+    choice, needed = _choose(module, placement, options)
+    is_sharded_here = "roots" in report
+    if choice.keep or is_sharded_here:
+        report["reshard_after_forward"] = False if choice.keep else options.reshard_after_forward
+    report |= {
+        "defer_fsdp_grad_sync": choice.defer,
+        "defer_fsdp_grad_sync_reason": choice.defer_reason,
+        "reshard_during_accumulation": not choice.keep,
+        "reshard_during_accumulation_reason": choice.keep_reason,
+        "estimated_extra_bytes": needed if choice.defer is True else needed | {memory.GRADIENTS: 0},
+    }
+    shard_parameters(module, accept_hooks=options.count_window_ahead)
+    is_cpu = placement.device.type == "cpu"
+    ahead, reason = _num_gathers_ahead(options.prefetch, mesh.fsdp.size(), is_cpu and is_sharded_here)
+    if ahead:
+        set_prefetch(module, ahead, in_background=is_cpu)
+    report |= {"prefetch": ahead, "prefetch_reason": reason}
+    report["cpu_offload"] = options.cpu_offload
+    return Sharding(choice.defer, choice.keep, ahead > 0, report)
+
+
+def _shard(
+    module: pl.LightningModule, mesh: RunMesh, options: StrategyOptions, policy: MixedPrecisionPolicy
+) -> dict[str, Any]:
+    """Returns what is said of the units. A collective over the world."""
+    plan = None
+    report: dict[str, Any] = {
+        "units": "sharded before this set-up (by configure_model or an earlier run); left as they were"
+    }
+    if not units.has_fsdp_units(module):
+        whole = precision.kept_wide(module, policy) | quantized.kept_whole(module, policy)
+        plan = units.plan_sharding(module, options.auto_wrap_policy, module.automatic_optimization, whole)
+        checks.check_shardable({n: p for n, p in module.named_parameters() if n not in plan.replicated})
+        report = _described(module, plan)
+    tensor_parallel.distribute(module, mesh)
+    apply.broadcast_states(module, mesh)
+    if plan is not None:
+        apply.apply_fsdp2(module, plan, mesh, options, policy)
+    return report
+
+
+def _described(module: pl.LightningModule, plan: units.ShardingPlan) -> dict[str, Any]:
+    """What is said of a plan: names, and classes of units."""
+    names = {id(submodule): name or units.class_name(module) for name, submodule in module.named_modules()}
+    described: dict[str, Any] = {
+        "roots": [names[id(root)] for root in plan.roots],
+        "units": [f"{names[id(unit)]} ({units.class_name(unit)})" for unit in plan.units],
+        "replicated": dict(plan.replicated),
+    }
+    if plan.head is not None:
+        described["head"] = f"{names[id(plan.head)]} ({units.class_name(plan.head)})"
+    return described
+
+
+def _choose(
+    module: pl.LightningModule, placement: Placement, options: StrategyOptions
+) -> tuple[memory.Choice, dict[str, int]]:
+    """Decide ``defer_fsdp_grad_sync`` and ``reshard_during_accumulation``, by the bytes that both need.
+
+    A collective over the world for "auto": one rank short of memory decides for all.
+    """
+    defer = options.defer_fsdp_grad_sync
+    defer_reason = None
+    if placement.mesh.sizes.divisor == 1:
+        # Deferral would save nothing and only keep gradients out of ``.grad``.
+        defer = False
+        defer_reason = "one rank reduces nothing"
+    reshard = options.reshard_during_accumulation
+    keep: bool | Literal["auto"] = "auto" if reshard == "auto" else not reshard
+    keep_reason = None
+    if keep == "auto" and not module.automatic_optimization:
+        keep = False
+        keep_reason = "manual optimization may step between two forwards of one training step"
+    needed = memory.estimate(module, placement.device)
+    spare = 0
+    if "auto" in (defer, keep):
+        spare = memory.spare_bytes(needed, placement)
+    return memory.choose(defer, keep, needed, spare, defer_reason, keep_reason), needed
+
+
+def _num_gathers_ahead(option: int | Literal["auto"], num_ranks: int, waits: bool) -> tuple[int, str]:
+    """How many units ahead all-gathers start, and why. ``waits``: FSDP2 by itself waits for each of them."""
+    if num_ranks == 1:
+        return 0, "one rank gathers nothing"
+    if option != "auto":
+        return option, f"prefetch={option}"
+    if waits:
+        return 1, "auto: 1 on CPU, where FSDP2 by itself waits for each all-gather"
+    return 0, "auto: what FSDP2 does by itself"
