@@ -124,7 +124,7 @@ class Turns(pl.Callback):
         """Seconds that training waits for the call."""
         saver = trainer.strategy._saver
         path = self.folder / "saved.ckpt"
-        saver.in_background = in_background
+        saver._in_background = in_background
         with high_water() as used:
             dist.barrier()
             start = perf_counter()
