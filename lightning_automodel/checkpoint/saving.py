@@ -3,29 +3,31 @@
 import concurrent.futures
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.checkpoint import paths, single_file, state_dict
-from lightning_automodel.checkpoint.errors import on_every_rank, on_this_rank
+from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
 from lightning_automodel.checkpoint.form import CheckpointForm
 from lightning_automodel.checkpoint.hyper_parameters import without_shards
 from lightning_automodel.checkpoint.optimizer_names import NamedOptimizer, named_parameters
 from lightning_automodel.checkpoint.optimizer_saving import state_to_save
-from lightning_automodel.checkpoint.shard_writer import prepare_shards
+from lightning_automodel.checkpoint.shard_writer import is_everywhere, prepare_shards
 from lightning_automodel.checkpoint.single_file import prepare_file
-from lightning_automodel.checkpoint.tree import check_pickled, leaves
+from lightning_automodel.checkpoint.tree import check_pickled, keyed_tensors, leaves
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals import lightning as lightning_internals
@@ -79,6 +81,8 @@ class CheckpointSaver:
         self._in_background = in_background
         self._form = form
         self._timeout = timeout
+        # By id: tensors that Lightning has got for a directory. A hook may have put others in their place since.
+        self._given: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self._pending: Future[None] | None = None
         self._pending_path = ""
         self._defers = False
@@ -104,14 +108,18 @@ class CheckpointSaver:
 
     def optimizer_state(self, named: NamedOptimizer, is_together: bool) -> dict[str, Any]:
         """Like :meth:`model_state`, of an optimizer. A collective of a sharded model's ranks that are together."""
-        if not self._form.is_sharded or not is_together:
-            return named.state()
-        collectives.named_barrier("save_checkpoint", self._timeout)
-        state = state_to_save(named, self._host_group(), for_one_file=not self._form.as_directory)
+        if self._form.is_sharded and is_together:
+            collectives.named_barrier("save_checkpoint", self._timeout)
+            state = state_to_save(named, self._host_group(), for_one_file=not self._form.as_directory)
+        else:
+            state = named.state()
         return self._in_form(state, is_together)
 
     def _in_form(self, state: dict[str, Any], is_together: bool) -> dict[str, Any]:
-        if self._form.as_directory or not self._form.is_sharded or not is_together:
+        if self._form.as_directory:
+            self._given.update((id(leaf), leaf) for _, leaf in leaves(state) if isinstance(leaf, Tensor))
+            return state
+        if not self._form.is_sharded or not is_together:
             return state
         collectives.named_barrier("state_dict", self._timeout)
         return state_dict.whole(state, keep=group_rank() == 0)
@@ -190,8 +198,9 @@ class CheckpointSaver:
                 without_shards(checkpoint, module)
                 if group_rank() == 0:
                     check_pickled(checkpoint)
+        names = set(named_parameters(module, remove_duplicate=False))
+        self._check_edits(checkpoint, target, names)
         if self._form.as_directory:
-            names = set(named_parameters(module, remove_duplicate=False))
             return prepare_shards(checkpoint, target, names, copies)
         if self._form.is_sharded:
             # One file holds whole tensors, and lists which were sharded so that loading can shard them
@@ -201,6 +210,29 @@ class CheckpointSaver:
             ]
             checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
         return prepare_file(checkpoint, target, save_file, copies)
+
+    def _check_edits(self, checkpoint: dict[str, Any], target: str, parameters: Set[str]) -> None:
+        """Raise CheckpointError on every rank if a hook has edited on some ranks alone what each writes a part of.
+
+        The checkpoint would be edited in part, and ranks would wait in a gather that the others do not join. A
+        collective.
+        """
+        group = self._host_group()
+        if group is None or not (self._form.is_sharded or self._form.as_directory):
+            return
+        if not self._form.as_directory:
+            parameters = frozenset()
+            checkpoint = {key: value for key, value in checkpoint.items() if key not in state_dict.STATES}
+        found: dict[str, str] = {}
+        for key, path, tensor in keyed_tensors(checkpoint):
+            if is_everywhere(path, tensor, parameters):
+                origin = "the run's" if self._given.get(id(tensor)) is tensor else "a hook's"
+                found[key] = f"{origin} ({tensor.dtype} of shape {list(tensor.shape)})"
+        if difference := collectives.disagreement(found, group):
+            raise CheckpointError(
+                f"Cannot save {target}: {difference}: each rank writes its part, so on_save_checkpoint must"
+                " edit it on all ranks, not on rank 0 alone"
+            )
 
     def _host_group(self, in_background: bool = False) -> dist.ProcessGroup | None:
         """A group for objects: in one of accelerators they would wait for queued work and take device memory.

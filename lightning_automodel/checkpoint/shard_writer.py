@@ -85,27 +85,37 @@ class ShardWriter(torch_internals.FsspecWriter):
                 filesystem.rm(path, recursive=True)
 
 
+def is_everywhere(path: TreePath, tensor: Tensor, parameters: Set[str]) -> bool:
+    """Whether all ranks have the tensor at ``path`` of a checkpoint, or a shard of it, and write a part each.
+
+    That is each sharded tensor, and the ``parameters`` and states of optimizers that all ranks have.
+    """
+    if isinstance(tensor, DTensor):
+        return True
+    if path[0] == MODEL:
+        return not parameters.isdisjoint(path[1:2])
+    return path[0] == OPTIMIZERS and tensor.dim() > 0
+
+
 def taken_apart(
     checkpoint: dict[str, Any], parameters: Set[str]
 ) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
     """``checkpoint`` without the values that lie in shards, and what this rank writes of them.
 
-    That is each sharded tensor, the parameters and states that all ranks have, of which torch gives each
-    rank a share, and on rank 0 the other tensors of the model's state: buffers may differ between ranks,
-    and rank 0's are saved, as in one file. None for what other ranks write.
+    That is what is everywhere, of which torch gives each rank a share, and on rank 0 the other tensors of the
+    model's state: buffers may differ between ranks, and rank 0's are saved, as in one file. None for what
+    other ranks write.
     """
     own: dict[str, Tensor | None] = {}
 
     def placed(key: str, path: TreePath, tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided or tensor.is_quantized:
             return tensor
-        is_everywhere = isinstance(tensor, DTensor) or (path[0] == OPTIMIZERS and tensor.dim() > 0)
-        if not is_everywhere:
-            # Extra states may have another size on each rank.
-            if path[0] != MODEL or is_extra_state(path[1]):
-                return tensor
-            is_everywhere = path[1] in parameters
-        is_own = not tensor.is_meta and (is_everywhere or group_rank() == 0)
+        is_shared = is_everywhere(path, tensor, parameters)
+        # Extra states may have another size on each rank.
+        if not is_shared and (path[0] != MODEL or is_extra_state(path[1])):
+            return tensor
+        is_own = not tensor.is_meta and (is_shared or group_rank() == 0)
         own[key] = tensor if is_own else None
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import CheckpointError
 from lightning_automodel.checkpoint.__main__ import main
-from tests.checkpoint.checkpoints import ACCUMULATE, FORMS, AdamModule, batches, fit, forms, save
+from tests.checkpoint.checkpoints import ACCUMULATE, FORMS, AdamModule, batches, fit, forms, load_only, save
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import SILENT, Outcome, full_weights, weight_error
 from tests.trainer.runs import CASE, TOLERANCE, make_trainer
@@ -38,6 +38,70 @@ def consolidated(path: Path) -> str:
     """One file of a directory, for plain Lightning."""
     assert main(["consolidate", str(path), f"{path}.whole"]) == 0
     return f"{path}.whole"
+
+
+# --- on_save_checkpoint -----------------------------------------------------------------------------------------------
+
+
+class EditsOnRankZero(AdamModule):
+    """The mistake of who believes that rank 0 writes all."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.how != "on all ranks" and not self.trainer.is_global_zero:
+            return
+        state = checkpoint["state_dict"]
+        if self.how == "removed":
+            del state["model.head.weight"]
+        elif self.how == "added":
+            checkpoint["average"] = [parameter.detach().clone() for parameter in self.parameters()]
+        else:
+            state.update({name: 2 * value for name, value in state.items()})
+
+
+def _edit_what_is_saved(options: dict[str, Any], path: str, how: str) -> tuple[str, bool]:
+    """The message, if any; else whether all that was saved is as rank 0 has edited it."""
+    trainer, module = fit(options, EditsOnRankZero(how))
+    try:
+        trainer.save_checkpoint(path)
+    except CheckpointError as error:
+        return str(error), False
+    expected = full_weights(module.model)
+    loaded = load_only(options, path)
+    return "", all(torch.equal(loaded[name], 2 * value) for name, value in expected.items())
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("form", "how", "message"),
+    [
+        (
+            "shards",
+            "changed",
+            "model.embedding.weight is a hook's (torch.float64 of shape [11, 7]) on rank 0 and the run's",
+        ),
+        ("replicated_directory", "changed", "on rank 0 and the run's"),
+        ("shards", "removed", "state_dict.model.head.weight is missing on rank 0 and the run's"),
+        (
+            "one_file_of_shards",
+            "added",
+            "average.0 is a hook's (torch.float64 of shape [11, 7]) on rank 0 and missing",
+        ),
+        ("shards", "on all ranks", ""),
+        ("one_file_of_shards", "changed", ""),
+        ("replicated", "changed", ""),
+    ],
+)
+def test_edits_on_one_rank(pool2: RankPool, tmp_path: Path, form: str, how: str, message: str) -> None:
+    """Of what each rank writes a part are refused: half of a tensor would be edited. What rank 0 has whole may be."""
+    for found, is_edited in pool2.run(_edit_what_is_saved, FORMS[form], str(tmp_path / "last.ckpt"), how):
+        assert message in found
+        assert is_edited == (message == "")
+        assert not message or "on_save_checkpoint must edit it on all ranks, not on rank 0 alone" in found
+    assert message == "" or list(tmp_path.iterdir()) == []
 
 
 # --- on_load_checkpoint -----------------------------------------------------------------------------------------------
