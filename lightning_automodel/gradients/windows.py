@@ -283,10 +283,12 @@ class GradientWindows:
         trainable = {parameter for parameter in self.parameters if parameter.requires_grad}
         frozen = window.trained.union(*(other.trained for other in others)) - trainable
         window.trained |= trainable
-        final = []
-        if ends:
+        final: list[nn.Parameter] = []
+        if ends and others:
             owned_elsewhere = {parameter for other in others for parameter in other.owned}
             final = [parameter for parameter in self.parameters if parameter not in owned_elsewhere]
+        elif ends:
+            final = self.parameters
         held = list(map(GRAD.__get__, self.parameters))
         set_aside = held
         if self._engine.reuses_gradients:
@@ -370,9 +372,14 @@ class GradientWindows:
         self._show(older, parts)
         self._engine.backward = None
         self._engine.refusal = SECOND_BACKWARD
-        final = set(backward.final)
+        self._kept = parts
+        if not backward.ends:
+            return
+        kept: set[nn.Parameter] = set()
+        if len(backward.final) < len(self.parameters):
+            kept = set(self.parameters).difference(backward.final)
         for index, (parameter, part, before) in enumerate(zip(self.parameters, parts, older, strict=True)):
-            if part is None or parameter not in final:
+            if part is None or (kept and parameter in kept):
                 continue
             parts[index] = None
             if before is None:
@@ -381,7 +388,6 @@ class GradientWindows:
                 GRAD.__set__(parameter, before + part)
             else:
                 before.add_(part)  # in place, as autograd accumulates: the user may hold this tensor
-        self._kept = parts
 
     def close(self, window: Window, totals: Tensor) -> None:
         """End a window with these [3] ``totals`` over all ranks, and report on the next step, so far."""

@@ -61,7 +61,8 @@ class DDPEngine(Engine):
         self.reuses_gradients = ddp.gradient_as_bucket_view
         # DDP's messages number these parameters. It never reduces others, which were frozen at its set-up.
         self._reduced = {p: name for name, p in module.named_parameters() if p.requires_grad}
-        self.track(set(self._reduced))
+        self._trainable_at_setup = set(self._reduced)
+        self.track(self._trainable_at_setup)
         if ddp.forward_sync_buffers:
             # Else DDP would broadcast them, without knowing where windows begin: not every forward is
             # its own.
@@ -136,12 +137,17 @@ class DDPEngine(Engine):
             self._check_is_complete()
         if not backward.ends:
             return reached
-        trained = [parameter for parameter in backward.final if parameter in backward.window.trained]
-        unfrozen = [parameter for parameter in trained if parameter not in self._reduced]
+        trained = backward.window.trained
+        unfrozen: list[nn.Parameter] = []
+        if not trained <= self._trainable_at_setup:
+            late = trained - self._trainable_at_setup
+            unfrozen = [parameter for parameter in backward.final if parameter in late]
         if unfrozen and self._mesh.sizes.divisor > 1:
             rescale_clip.average_gradients_(unfrozen, self._mesh.group)
         # DDP itself gives no gradient to what no rank has used, but a padding batch uses what it uses.
-        backward.zero_filled = trained if ddp.find_unused_parameters else unfrozen
+        backward.zero_filled = unfrozen
+        if ddp.find_unused_parameters:
+            backward.zero_filled = [parameter for parameter in backward.final if parameter in trained]
         return reached
 
     def _refuse_several_backwards(self) -> None:
