@@ -43,14 +43,28 @@ NO_BACKWARD = (
 class _Step:
     """What the backwards of one training step need of it."""
 
+    # What it was given.
     batch: Any = None
-    output: Any = None  # what it has returned, under automatic optimization, until its backward
+    # What it has returned, under automatic optimization, until its backward.
+    output: Any = None
     # By toggled optimizer, how many resets there were when the whole batch was counted.
     counted: dict[Optimizer | None, int] = field(default_factory=dict)
 
 
 class MicroBatches:
-    """Runs the training steps and backwards of a fit, one micro-batch after the other."""
+    """Runs the training steps and backwards of a fit, one micro-batch after the other.
+
+    Attributes:
+        module: The user's, whose steps and backwards run.
+        plugin: The Trainer's precision plugin, which runs the backward.
+        engine: Distributes the module, and reduces gradients.
+        windows: The open accumulation windows, to which each backward adds.
+        context: Slices batches under context parallelism; else None.
+        inputs: Knows whether a batch is a padding batch.
+        ahead: Counts windows before their first forward; None without ``count_window_ahead``.
+        advice: Says what the first micro-batches show.
+        weighting: How losses are counted and weighed.
+    """
 
     def __init__(
         self,
@@ -76,7 +90,8 @@ class MicroBatches:
         )
         self._draws_its_batches = lightning_internals.draws_its_batches(module.training_step)
         self._has_hooks_before_backward = lightning_internals.has_hooks_before_backward(module.trainer)
-        self._num_looks = NUM_LOOKS  # micro-batches that may still read the device, for advice
+        self._num_to_advise = NUM_LOOKS  # micro-batches that may still read the device, for advice
+        # The step whose backwards run.
         self._step = _Step()
 
     # --- The forward --------------------------------------------------------------------------------------------------
@@ -95,7 +110,7 @@ class MicroBatches:
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
 
         noting_hooks: AbstractContextManager[Any] = nullcontext()
-        if self._num_looks == NUM_LOOKS:
+        if self._num_to_advise == NUM_LOOKS:
             noting_hooks = self.advice.noting_tensor_hooks(self.module)
 
         def attending_step() -> Any:
@@ -168,8 +183,8 @@ class MicroBatches:
         # The plugin's loss is backpropagated; the user's is reported.
         if plugin_loss is not loss and windows.scaling.scaler is None:
             token_losses = self.weighting.objective(plugin_loss, count, divided_by, aux_loss)
-        if self._num_looks > 0 or is_first_window:
-            self._look(loss, count, divided_by, aux_loss)
+        if self._num_to_advise > 0 or is_first_window:
+            self._advise(loss, count, divided_by, aux_loss)
 
         window = windows.open(count * divided_by, None if self.ahead is None else self.ahead.totals())
         objective = windows.weigh(window, token_losses, aux_loss)
@@ -238,9 +253,9 @@ class MicroBatches:
         if backward.ends:
             windows.close(window, totals)
 
-    def _look(self, loss: Tensor, count: Count, divided_by: int, aux_loss: Tensor | None) -> None:
+    def _advise(self, loss: Tensor, count: Count, divided_by: int, aux_loss: Tensor | None) -> None:
         """Give advice on one of the first micro-batches of a run, for which the device may be read."""
-        self._num_looks -= 1
+        self._num_to_advise -= 1
         self.advice.about_half_precision(loss, count)
         if aux_loss is None:
             batch = self._step.batch
@@ -264,7 +279,7 @@ class MicroBatches:
             count = self.ahead.count
             is_first_window = self.windows.last_step is None
             self.weighting.check_returned_count(output, count, reads_device=is_first_window)
-        if self._num_looks > 0:
+        if self._num_to_advise > 0:
             self.advice.about_count(self.module, self.weighting, output)
         aux_loss = self.weighting.aux_loss(output, self.ahead is not None)
         return count, self.module.trainer.accumulate_grad_batches, aux_loss
