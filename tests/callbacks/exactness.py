@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
@@ -193,6 +194,58 @@ class Stateful(Writer):
         mean = self.state["mean"] = 0.9 * self.state.get("mean", mean) + 0.1 * mean
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
         return loss + mean * (logits - logits.detach()).mean()
+
+
+class Augmentation:
+    """No module: an object with a generator and a number."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+        self.calls = 0
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        return (ids + self.calls + torch.randint(0, WORDS, ids.shape, generator=self.generator)) % WORDS
+
+
+class Remembering(Writer):
+    """Keeps state in all places that are no buffer or number, of which the loss depends on each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.augmentation = Augmentation()
+        self.net.augmentation = self.augmentation  # held twice
+        self.generators = {"numpy": np.random.default_rng(3), "legacy": np.random.RandomState(4)}
+        self.python = random.Random(5)
+        self.phases = {"names": ["a"], "counts": {"a": 0}}
+        self.outputs: list[Any] = [lambda: None]  # which no other rank could get
+        self.total = np.zeros(2)
+        self.register_buffer("made", None)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        ids = self.net.augmentation(self.augmentation(batch["input_ids"])) + self.python.randrange(WORDS)
+        ids = ids + int(self.generators["numpy"].integers(WORDS)) + self.generators["legacy"].randint(WORDS)
+        self.phases["names"].append(self.phases["names"][-1] + "b")
+        self.phases["counts"]["a"] += 1
+        self.outputs.append(ids)
+        self.total += 1
+        self.made = torch.ones(()) if self.made is None else self.made + 1
+        weight = (
+            len(self.phases["names"][-1]) + self.phases["counts"]["a"] + float(self.total.sum() + self.made)
+        )
+        return super().loss({**batch, "input_ids": ids % WORDS}) * weight
+
+    def remembered(self) -> bytes:
+        """All of it."""
+        held = (
+            len(self.outputs),
+            self.augmentation.calls,
+            self.python.getstate(),
+            self.phases["names"],
+            self.phases["counts"],
+        )
+        drawn = (self.generators["numpy"].random(), self.generators["legacy"].rand())
+        return repr((held, drawn, self.total, self.made, self.augmentation.generator.get_state())).encode()
 
 
 class Averaging(Stateful):
@@ -707,6 +760,7 @@ TRAININGS: dict[str, Training] = {
     "an early cache": Training(Caching),
     "a private state": Training(Averaging, says="EXACT for the count given"),
     "a hidden state": Training(Stateful, says="EXACT for the count given"),
+    "states": Training(Remembering, says="EXACT for the count given"),
     "a wrapped forward": Training(Wrapped),
     "rows of a gradient": Training(ZeroingRows, trainer={"gradient_clip_val": 0.1}),
     "rows of a gradient, ddp": Training(ZeroingRows, strategy="ddp", trainer={"gradient_clip_val": 0.1}),
@@ -912,4 +966,5 @@ def bits_of(name: str, checked: bool) -> dict[str, bytes]:
     _, module = run(TRAININGS[name], checked)
     whole = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in module.named_parameters()}
     found = {name: tensor.detach().numpy().tobytes() for name, tensor in whole.items()}
-    return {**found, "random": torch.get_rng_state().numpy().tobytes()}
+    remembered = getattr(module, "remembered", bytes)()
+    return {**found, "remembered": remembered, "random": torch.get_rng_state().numpy().tobytes()}

@@ -61,6 +61,7 @@ def test_verdicts(name: str, pool2: RankPool, pool1: RankPool) -> None:
         "lightning",
         "contrastive",
         "a hidden state",
+        "states",
         "overrides",
         "overrides, one process",
         "unrepeatable",
