@@ -192,7 +192,19 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = gradients
-        part = gradient.new_empty((1, *gradient.shape[1:]))
-        dist.reduce_scatter_single(part, gradient.contiguous(), group=ctx.group)
-        return part[0], None
+        return _ReduceScatter.apply(*gradients, ctx.group), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """Sums [w, ...] of all ranks to [...] of each: the backward of :class:`_Gather`, which is that of this one."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        part = whole.new_empty((1, *whole.shape[1:]))
+        dist.reduce_scatter_single(part, whole.contiguous(), group=group)
+        return part[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _Gather.apply(*gradients, ctx.group), None

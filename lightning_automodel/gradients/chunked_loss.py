@@ -34,7 +34,7 @@ def token_loss(
     memory: positions go through the head in chunks. A chunk's gradients are computed right after its loss,
     so that its logits are computed once and then freed; the head's are accumulated in float32 or wider. All
     chunks run within one call of ``head``, so FSDP2 gathers it once. The loss can be backpropagated only
-    once.
+    once, and not with ``create_graph=True``.
 
     If FSDP2 or tensor parallelism shards the head, every rank must call this, even one without labels.
     Logits that are sharded over the vocabulary stay sharded; the softmax needs an all-gather of a few
@@ -224,6 +224,11 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # they would be constants to the second derivative
+            raise RuntimeError(
+                "A token_loss has no second derivative (create_graph=True), as its logits are not kept: take"
+                " F.cross_entropy of the head's output where a penalty differentiates gradients."
+            )
         if ctx.gradients is None:
             raise RuntimeError(
                 "A token_loss can be backpropagated once: its gradients are not kept. Call it again."

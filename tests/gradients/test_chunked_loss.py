@@ -367,6 +367,16 @@ def test_one_backward() -> None:
         loss.backward()
 
 
+def test_no_second_derivative() -> None:
+    """A gradient penalty would be a constant, without a word."""
+    (hidden, labels) = inputs()
+    head = nn.Linear(WIDTH, VOCABULARY).double()
+    loss, _ = token_loss(hidden, head, labels)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, head.weight, create_graph=True)
+    loss.backward()  # what was refused has used nothing up
+
+
 # --- Trained by the strategy
 
 
