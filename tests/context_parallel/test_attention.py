@@ -63,7 +63,9 @@ def penalty_gradient() -> Tensor:
     """On each rank a slice; the gradient of the whole sequence."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     assert dist.group.WORLD is not None
-    slices = attention.Slices(dist.group.WORLD, chunks=(rank, 2 * ranks - 1 - rank), chunk=1, length=2 * ranks)
+    slices = attention.Slices(
+        dist.group.WORLD, chunks=(rank, 2 * ranks - 1 - rank), chunk=1, length=2 * ranks
+    )
     part = sequence(2 * ranks)[..., list(slices.chunks), :].requires_grad_()
     penalised(part, slices, 1).backward()
     assert part.grad is not None
