@@ -43,7 +43,6 @@ from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.gradients.window import NUMBERS, BackwardPass
 from lightning_automodel.internals import fsdp2
-from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.sharding.gathered import GatheredUnit
 from lightning_automodel.sharding.sync_context import Deferral
@@ -122,8 +121,6 @@ class FSDP2Window(Engine):
     ) -> None:
         super().__init__()
         self.model = model
-        # Whether views of gathered parameters have a class of theirs: compiled code takes plain tensors only.
-        self.follows_views = not any(map(torch_internals.is_compiled, model.modules()))
         self._defer = defer
         self._group = group
         self._retain_unsharded = retain_unsharded
@@ -308,6 +305,7 @@ class FSDP2Window(Engine):
         self.enter(Phase.HOOKS, reductions)
         for unit in self.units:
             unit.settle()
+            unit.check_uncounted_writes()
         for unit in self.units:
             if unit.is_gathered and unit in retained:
                 unit.retain()

@@ -28,6 +28,9 @@ from lightning_automodel.sharding.gathered_tensors import (
 
 _IS_UNSHARDED = attrgetter("is_unsharded")
 
+_NUM_COMPARISONS = 8
+"""How often a unit compares copies with shards, in the first steps: code that writes as below does so in each."""
+
 
 class GatheredUnit(fsdp2.Unit):
     """Lets the shards of a unit follow what is done to its gathered parameters.
@@ -52,6 +55,7 @@ class GatheredUnit(fsdp2.Unit):
         self._copies: list[Any] = []
         self._looks: list[tuple[int, bool]] = []  # writes to each copy, and whether it trains
         self._assignments: list[int] = []  # `shard.data = values`, before the newest forward
+        self._num_comparisons_left = _NUM_COMPARISONS
         self.note_shards()
         self.hook = cast(nn.Module, module).register_forward_pre_hook(self._before_forward, prepend=True)
 
@@ -179,6 +183,25 @@ class GatheredUnit(fsdp2.Unit):
                         self._gathered_versions[number] = version(shard)
         self._note()
 
+    def check_uncounted_writes(self) -> None:
+        """Raise RuntimeError if a copy was written in a way that torch does not count, in the first steps.
+
+        Not a collective. Reads the device.
+        """
+        if self._num_comparisons_left == 0 or not (self.is_adopted and self.is_gathered and self.is_current):
+            return
+        self._num_comparisons_left -= 1
+        for param in self.params:
+            shard = local_tensor(param.sharded_param)
+            own = fsdp2.own_slice(param)
+            if own.dtype == shard.dtype and not _are_equal(own.to(shard.device), shard):
+                raise RuntimeError(
+                    f"{param.sharded_param.parameter_name} was written within a step or a forward in a way that"
+                    " nothing counts: by .data of a slice (p[:2].data), by an array of .numpy(), or its shard"
+                    " was by its local tensor, while it was gathered. The write would be lost. Write"
+                    f" p[:2].clamp_() under torch.no_grad(), or p.data[:2].clamp_(), or write {IN_HOOKS}."
+                )
+
     def forget_writes(self) -> None:
         """After an exception, give up what was written to copies, some of which may have been freed."""
         self._undo_assignments()
@@ -209,6 +232,10 @@ def _write_back(param: fsdp2.FSDPParam, shard_is_current: bool) -> None:
     # If `.data` was only read, they are equal.
     elif not torch.equal(own.to(shard.device), shard.to(own.dtype)):
         raise RuntimeError(text_of_refusal(param.sharded_param, gathered))
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _freed(shard: Any, gathered: Tensor) -> str:

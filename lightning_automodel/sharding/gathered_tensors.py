@@ -1,12 +1,11 @@
 """What user code sees of a parameter that FSDP2 has gathered for a step: a copy, whose writes are counted.
 
 In-place writes are counted by torch, on views of a copy too. What is written through ``.data`` counts
-where nobody looks: on the tensor that ``.data`` returns. So a copy, and each view that its methods return,
-notes that tensor. Functions take copies and views as plain tensors, without ``__torch_function__``: a
-forward is as fast as ever.
+where nobody looks: on the tensor that ``.data`` returns. So a copy notes that tensor. Functions take copies
+as plain tensors, without ``__torch_function__``: a forward is as fast as ever. Views are plain tensors, since
+compiled functions refuse other classes.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,14 +22,6 @@ from lightning_automodel.sharding.whole_copies import own_part
 IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones"
 """Where weights are written without being gathered."""
 
-_VIEWING = """
-    __getitem__ adjoint as_strided chunk detach diagonal dsplit expand expand_as flatten hsplit
-    moveaxis movedim narrow permute ravel reshape reshape_as select split split_with_sizes squeeze
-    swapaxes swapdims t tensor_split transpose unbind unflatten unfold unsqueeze view view_as vsplit
-""".split()  # noqa: SIM905 (a table of names)
-
-_VIEWING_ATTRIBUTES = ("T", "H", "mT", "mH", "real", "imag")
-
 
 def set_memory(gathered: Tensor, memory: Tensor) -> None:
     """Let a copy have other memory. Not counted as a write."""
@@ -43,18 +34,11 @@ def set_memory(gathered: Tensor, memory: Tensor) -> None:
 # --- Writes through `.data` -------------------------------------------------------------------------------------------
 
 
-def _get_data(tensor: Any) -> Tensor:
-    alias: Tensor = DATA.__get__(tensor)  # whose version counter is its own
-    gathered = tensor.gathered
-    if isinstance(gathered, GatheredTensor) and _address(alias) == _address(gathered):
-        gathered.aliases.append(alias)
-        gathered.unit.is_touched = True
+def _get_data(gathered: Any) -> Tensor:
+    alias: Tensor = DATA.__get__(gathered)  # whose version counter is its own
+    gathered.aliases.append(alias)
+    gathered.unit.is_touched = True
     return alias
-
-
-def _address(tensor: Any) -> int:
-    address: int = local_tensor(tensor).untyped_storage().data_ptr()
-    return address
 
 
 def _set_data(gathered: Any, value: Tensor) -> None:
@@ -67,56 +51,6 @@ def _set_data(gathered: Any, value: Tensor) -> None:
     gathered.unit.assigned.append(gathered)
     gathered.shard.num_assignments += 1
     torch.autograd.graph.increment_version([_get_data(gathered)])
-
-
-def _follow(result: Any, gathered: Any) -> None:
-    """Give views of a copy, one or several, the class that notes what their ``.data`` returns."""
-    view_class = _VIEWS.get(result.__class__)
-    if isinstance(result, list | tuple):
-        for view in result:
-            _follow(view, gathered)
-    elif (
-        view_class is not None
-        and isinstance(gathered, GatheredTensor)
-        and gathered.unit.engine.follows_views
-    ):
-        result.gathered = gathered
-        result.__class__ = view_class
-
-
-def _viewing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of tensors that returns views, which are followed."""
-
-    def view(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        result = function(tensor, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            _follow(result, tensor.gathered)
-        return result
-
-    return view
-
-
-class _Followed:
-    """A copy, or a view of one.
-
-    Attributes:
-        gathered: The copy.
-    """
-
-    __slots__ = ()  # or a tensor could not be given the classes below
-    gathered: Any
-
-    def numpy(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """An array that cannot be written: nothing would count that."""
-        array = Tensor.numpy(self, *args, **kwargs)
-        array.flags.writeable = False
-        return array
-
-
-for _name in _VIEWING:
-    setattr(_Followed, _name, _viewing(getattr(Tensor, _name)))
-for _name in _VIEWING_ATTRIBUTES:
-    setattr(_Followed, _name, property(_viewing(getattr(Tensor, _name).__get__)))
 
 
 # --- Gradients --------------------------------------------------------------------------------------------------------
@@ -143,39 +77,27 @@ def _is_asked_by_torch(gathered: Any) -> bool:
 # --- Classes ----------------------------------------------------------------------------------------------------------
 
 
-class GatheredTensor(_Followed):
+class GatheredTensor:
     """A parameter that FSDP2 has gathered. It shows the gradient of the shard.
 
     Attributes:
         shard: The sharded parameter.
         unit: Whose parameter it is.
         memory: Where FSDP2 gathers it.
-        aliases: What ``.data`` was, of it and its views, each time that it was read or assigned since writes were
-            last carried into the shard.
+        aliases: What ``.data`` was, each time that it was read or assigned since writes were last carried into the
+            shard.
     """
 
-    __slots__ = ()
+    __slots__ = ()  # or a parameter could not be given the classes below
     shard: Any
     unit: Any
     memory: Tensor
     aliases: list[Tensor]
-    gathered = property(lambda gathered: gathered)
     data = property(_get_data, _set_data)
     grad = property(_get_grad, _set_grad, partial(_set_grad, value=None))
 
     def __deepcopy__(self: Any, memo: Any) -> nn.Parameter:
         return nn.Parameter(self.detach().clone(), self.requires_grad)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__deepcopy__(None).__reduce_ex__(protocol)
-
-
-class _ViewOfGathered(_Followed):
-    __slots__ = ()
-    data = property(_get_data, DATA.__set__)
-
-    def __deepcopy__(self: Any, memo: Any) -> Any:
-        return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__deepcopy__(None).__reduce_ex__(protocol)
@@ -203,19 +125,6 @@ class _Gathered(GatheredTensor, nn.Parameter):
 
 class _GatheredPart(GatheredTensor, _Part):
     """This rank's part of a parameter."""
-
-
-class _View(_ViewOfGathered, Tensor):
-    """A view of a whole parameter."""
-
-    __torch_function__ = nn.Parameter.__torch_function__
-
-
-class _ViewOfPart(_ViewOfGathered, _Part):
-    """A view of a part."""
-
-
-_VIEWS: dict[type, type] = {Tensor: _View, DTensor: _ViewOfPart}
 
 
 def make_gathered(gathered: Any, shard: nn.Parameter, unit: Any) -> None:

@@ -28,7 +28,7 @@ CASES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "averaged-into-buffers": ("AveragesIntoBuffers", ("recipe",)),
     "averages-shards-into-buffers": ("AveragesIntoBuffers", ("shards",)),
     **{f"clamped-{place}": ("Clamps", (place,)) for place in ("start", "end", "batch_start", "batch_end")},
-    **{f"slices-{place}": ("WritesSlices", (place,)) for place in ("start", "end")},
+    "slices-counted": ("WritesUncounted", ("counted", "end")),
     "reads": ("Normalises", ("read",)),
     **{f"wgan-{place}": ("WassersteinGAN", (place,)) for place in ("start", "forward", "step")},
 }
@@ -54,9 +54,7 @@ ALWAYS = (  # one for each way of writing, and for each state in which weights a
     ("resharded", "teacher-swap-batch_end"),
     ("kept", "teacher-swap-middle"),
     ("kept", "teacher-swap-end"),
-    ("kept", "slices-start"),
-    ("resharded", "slices-start"),
-    ("kept", "slices-end"),
+    ("kept", "slices-counted"),
     ("kept", "normalised-in-forward"),
     ("kept", "freezes"),
     ("kept", "averaged-into-buffers"),
@@ -171,6 +169,21 @@ def test_values_for_a_backward(pool2: RankPool, case: str) -> None:
     """A resharded unit is gathered anew for its backward, which needs the values of the forward."""
     for message in pool2.run(_refusal, STRATEGIES["resharded"], case, "64-true"):
         assert "got other values (p.data = values) between a forward and its backward" in message
+
+
+@pytest.mark.parametrize("engine", ["kept", "resharded", "offloaded"])
+@pytest.mark.parametrize("how", ["slice", "function", "array"])
+@pytest.mark.parametrize("place", ["start", "end"])
+def test_uncounted_writes(pool2: RankPool, engine: str, how: str, place: str) -> None:
+    """A copy that differs from its shard in the first steps is refused: the write would be lost."""
+    for message in pool2.run(_uncounted, ENGINES[engine], (how, place)):
+        assert message.startswith("student.head.weight was written within a step or a forward in a way that")
+
+
+def _uncounted(options: dict[str, Any], args: tuple[str, str]) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        fit(options, "WritesUncounted", args)
+    return str(raised.value)
 
 
 @pytest.mark.every_case
