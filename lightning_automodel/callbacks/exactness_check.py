@@ -39,7 +39,7 @@ class ExactnessCheck(Callback):
     the training, which has the same bits without it. Before each of the first optimizer steps all ranks
     compute the micro-batches of all ranks again, each of them together, and compare what they add up to
     with the gradients of the run, as autograd has left them: before any hook, callback, clipping or
-    optimizer. So each of these steps is a collective over all ranks, and takes as long as three steps of a
+    optimizer. So each of these steps is a collective over all ranks, and takes as long as two steps of a
     single rank on the micro-batches of all.
 
     The verdict is logged by rank 0, as a warning; docs/is_my_training_exact.md explains each verdict and its remedy.

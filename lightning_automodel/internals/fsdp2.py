@@ -288,11 +288,6 @@ class Unit:
         """Whether an all-gather was started, and not waited for yet."""
         return any(group._all_gather_result is not None for group in self.groups)
 
-    @property
-    def runs_forward(self) -> bool:
-        """Whether a forward of the unit has begun and not ended."""
-        return any(group._training_state.name == "FORWARD" for group in self.groups)
-
     def gather(self) -> None:
         """Gather its parameters, unless they are. A collective if not."""
         gather(self.module)

@@ -48,6 +48,9 @@ from lightning_automodel.sharding.gathered import GatheredUnit
 from lightning_automodel.sharding.sync_context import Deferral
 from lightning_automodel.sharding.units import fsdp_roots, is_head
 
+_NUM_COMPARISONS = 4
+"""How often, from the first micro-batch on, copies are compared with shards. Code that writes them does so in each."""
+
 PENALTY_ON_WEIGHTS = (
     "Add the penalty's gradient where gradients are final, once a step: in on_before_optimizer_step, under"
     " torch.enable_grad(), `p.grad += torch.autograd.grad(penalty(p), p)[0]`, where penalty(p) computes"
@@ -124,6 +127,7 @@ class FSDP2Window(Engine):
         self._defer = defer
         self._group = group
         self._retain_unsharded = retain_unsharded
+        self._num_comparisons_left = _NUM_COMPARISONS
         self._is_manual = is_manual
         self.units = [
             GatheredUnit(module, number, self)
@@ -151,9 +155,8 @@ class FSDP2Window(Engine):
         self.enter(Phase.HOOKS)
 
     def _register_hooks(self) -> None:
-        for unit in self.units:
-            self._hooks += unit.after_state_dicts(partial(self._gather_after_state_dict, unit))
         for unit in self._whole_step:
+            self._hooks += unit.after_state_dicts(partial(self._gather_after_state_dict, unit))
             self._call_on_writes(unit, partial(self._gather_written, unit))
         for root in cast(list[nn.Module], self._roots):
             if root is not self.model:
@@ -172,8 +175,8 @@ class FSDP2Window(Engine):
             cast(FSDPModule, root).reshard()
 
     def _gather_after_state_dict(self, unit: GatheredUnit, *_: object) -> None:
-        """Gather what FSDP2 has freed for a state dict within a step or forward that goes on. Then a collective."""
-        if unit.runs_forward or (self._phase is Phase.STEP and unit in self._whole_step):
+        """Gather what FSDP2 has freed for a state dict within a step that goes on with it. Then a collective."""
+        if self._phase is Phase.STEP:
             unit.gather()
 
     def _call_on_writes(self, unit: GatheredUnit, listener: Callable[[], None] | None) -> None:
@@ -305,7 +308,10 @@ class FSDP2Window(Engine):
         self.enter(Phase.HOOKS, reductions)
         for unit in self.units:
             unit.settle()
-            unit.check_uncounted_writes()
+        if self._num_comparisons_left > 0:
+            self._num_comparisons_left -= 1
+            for unit in self.units:
+                unit.check_uncounted_writes()
         for unit in self.units:
             if unit.is_gathered and unit in retained:
                 unit.retain()

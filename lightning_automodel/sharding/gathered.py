@@ -28,9 +28,6 @@ from lightning_automodel.sharding.gathered_tensors import (
 
 _IS_UNSHARDED = attrgetter("is_unsharded")
 
-_NUM_COMPARISONS = 8
-"""How often a unit compares copies with shards, in the first steps: code that writes as below does so in each."""
-
 
 class GatheredUnit(fsdp2.Unit):
     """Lets the shards of a unit follow what is done to its gathered parameters.
@@ -55,7 +52,6 @@ class GatheredUnit(fsdp2.Unit):
         self._copies: list[Any] = []
         self._looks: list[tuple[int, bool]] = []  # writes to each copy, and whether it trains
         self._assignments: list[int] = []  # `shard.data = values`, before the newest forward
-        self._num_comparisons_left = _NUM_COMPARISONS
         self.note_shards()
         self.hook = cast(nn.Module, module).register_forward_pre_hook(self._before_forward, prepend=True)
 
@@ -184,13 +180,12 @@ class GatheredUnit(fsdp2.Unit):
         self._note()
 
     def check_uncounted_writes(self) -> None:
-        """Raise RuntimeError if a copy was written in a way that torch does not count, in the first steps.
+        """Raise RuntimeError if a copy was written in a way that torch does not count. Reads the device.
 
-        Not a collective. Reads the device.
+        Not a collective.
         """
-        if self._num_comparisons_left == 0 or not (self.is_adopted and self.is_gathered and self.is_current):
+        if not (self.is_adopted and self.is_gathered and self.is_current):
             return
-        self._num_comparisons_left -= 1
         for param in self.params:
             shard = local_tensor(param.sharded_param)
             own = fsdp2.own_slice(param)

@@ -109,7 +109,7 @@ class _Part(DTensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let lists of parameters hold whole ones beside these, which torch refuses."""
-        if not all(issubclass(kind, _Part | nn.Parameter) for kind in types):
+        if not all(kind is Tensor or issubclass(kind, _Part | nn.Parameter) for kind in types):
             return NotImplemented
         with plain_access():
             if function.__name__.startswith("_foreach_"):

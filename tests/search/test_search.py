@@ -74,9 +74,6 @@ FOUND = {
     "adversarial_loss": Case(num_batches=2, accumulation=(2,), inner="virtual"),
     "weights_written_in_the_forward": Case(num_batches=2, writes=("normalize@forward",)),
     "teacher_in_the_root": Case(parts=("teacher",), num_batches=2, writes=("teacher_mul@forward",)),
-    "teacher_loaded_in_a_closure": Case(
-        parts=("teacher",), num_batches=1, manual="closure", writes=("teacher_load@forward",)
-    ),
     "lists_of_whole_parameters_and_parts": Case(
         seed=239342, experts=2, num_batches=2, accumulation=(2,), writes=("unit_foreach@forward",)
     ),

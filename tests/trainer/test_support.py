@@ -131,8 +131,8 @@ def as_markdown(found: dict[Cell, Status]) -> str:
         f"# What works with what, {datetime.date.today()}",
         "",
         f"Written by `{COMMAND}` with torch {torch.__version__}, Lightning {lightning.__version__}, Python"
-        f" {platform.python_version()} and {torch.cuda.device_count()} CUDA devices. Each of the"
-        f" {len(CELLS):,} combinations trains on ragged data with a short last window. *passed*: the"
+        f" {platform.python_version()} and {torch.cuda.device_count()} CUDA devices. Of"
+        f" {len(CELLS):,} combinations each that can trains on ragged data with a short last window. *passed*: the"
         " weights are those of a plain single-process float64 loop. The number behind a precision is the"
         " tolerance, relative to the largest weight of each tensor. *refused* and *not run* point to the"
         " message or the reason below.",

@@ -158,12 +158,12 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             if isinstance(value, DTensor) or (value.requires_grad and value.is_leaf):
-                raise pickle.PicklingError("it is a weight")
+                raise pickle.PicklingError  # it is a weight
             on_host = value.detach().to("cpu", copy=True).contiguous()
             numbers = on_host.reshape(-1).view(torch.uint8).numpy()
             return _tensor, (numbers, value.dtype, value.shape, value.device.type)
         if isinstance(value, Iterator) or _is_foreign(value):
-            raise pickle.PicklingError(f"{type(value).__name__} is no state")
+            raise pickle.PicklingError  # it is no state
         return NotImplemented
 
 
