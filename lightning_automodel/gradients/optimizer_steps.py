@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
@@ -181,8 +182,12 @@ class OptimizerSteps:
             return
         if windows.in_backward or optimizer in windows.since_step:
             return
-        replicated = [p for p in optimizer_parameters(optimizer) if not isinstance(p, DTensor)]
-        norm = rescale_clip.total_norm(replicated)
+        parameters = optimizer_parameters(optimizer)
+        replicated = [p for p in parameters if not isinstance(p, DTensor)]
+        norms = [rescale_clip.total_norm(replicated)]
+        written = [getattr(parameter.grad, "whole_norm", None) for parameter in parameters]
+        norms += [norm for norm in written if norm is not None]  # the shards are parts of other wholes
+        norm = torch.stack([norm.to(windows.device) for norm in norms]).norm()
         largest = collectives.reduce_tensor(norm, windows.mesh.group, "max", windows.device)
         smallest = collectives.reduce_tensor(norm, windows.mesh.group, "min", windows.device)
         if largest - smallest > _ROUNDING * largest:

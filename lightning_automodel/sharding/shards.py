@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_automodel.gradients.token_loss import wide_dtype
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import (
     GRAD,
@@ -65,6 +66,7 @@ class Shard(DTensor):
         fsdp_param: What FSDP2 knows of the parameter; None of a gradient or a state.
         accepts_hooks: Whether FSDP2 calls its post-accumulate-gradient hooks with a final gradient.
         num_assignments: How often it was given other values (``p.data = values``).
+        whole_norm: Of a gradient that this rank has set as a whole tensor, [] the norm of that; else None.
         on_write: Called after a write, since the parameter may be gathered.
     """
 
@@ -72,6 +74,7 @@ class Shard(DTensor):
     fsdp_param: Any = None
     accepts_hooks: bool = False
     num_assignments: int = 0
+    whole_norm: Tensor | None = None
     on_write: Callable[[], None] | None = None
 
     @classmethod
@@ -101,7 +104,11 @@ class Shard(DTensor):
     def grad(self, value: Any) -> None:
         with plain_access():
             if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == self.shape:
-                value = with_part(Shard, _part_of_values(value, self), self)
+                part = _part_of_values(value, self)
+                dtype = torch.promote_types(value.dtype, wide_dtype(value.device))
+                norm = torch.linalg.vector_norm(value.detach(), dtype=dtype)
+                value = with_part(Shard, part, self)
+                value.whole_norm = norm  # parts say nothing of whether ranks have set the same
             GRAD.__set__(self, value)
 
     @grad.deleter

@@ -134,7 +134,7 @@ class GradientsByHand(Recipe):
         optimizer = self.optimizers()
         parameters = list(self.parameters())
         if self.equal:
-            gradients = [torch.full_like(parameter, 0.1) for parameter in parameters]
+            gradients = [torch.full(p.shape, 0.1, dtype=p.dtype) for p in parameters]
         else:
             gradients = list(torch.autograd.grad(self.loss(batch), parameters))
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -142,20 +142,22 @@ class GradientsByHand(Recipe):
         optimizer.step()
 
 
-def _fit_gradients_by_hand(equal: bool) -> str | None:
+def _fit_gradients_by_hand(equal: bool, options: dict[str, Any]) -> str | None:
     try:
-        make_trainer(AutomodelStrategy(data_parallel="ddp")).fit(GradientsByHand(equal), _batches(2))
+        make_trainer(AutomodelStrategy(**options)).fit(GradientsByHand(equal), _batches(2))
     except RuntimeError as error:
         return str(error)
     return None
 
 
-def test_gradients_by_hand_must_be_alike(pool2: RankPool) -> None:
-    """No window averages them."""
-    for message in pool2.run(_fit_gradients_by_hand, False):
+@pytest.mark.each_value
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+def test_gradients_by_hand_must_be_alike(pool2: RankPool, engine: str) -> None:
+    """No window averages them, and of a shard each rank would step its part with its own."""
+    for message in pool2.run(_fit_gradients_by_hand, False, ENGINES[engine][1]):
         assert message is not None
         assert "SGD would step with gradients that differ between ranks: their norms are" in message
-    assert pool2.run(_fit_gradients_by_hand, True) == [None, None]
+    assert pool2.run(_fit_gradients_by_hand, True, ENGINES[engine][1]) == [None, None]
 
 
 class PlainBackwardInMidWindow(Recipe):
