@@ -117,11 +117,12 @@ class OptimizerSteps:
             self._begin(optimizer)
             return None
 
-        # A closure runs its backward inside the step, so the strategy checks after it.
+        # A closure runs its backward inside the step.
         def run_closure() -> Any:
             # Of an earlier call: SAM evaluates the model at the weights that it has written.
             self.whole.end(optimizer)
             result = closure()
+            self.check(optimizer)
             self._begin(optimizer)
             return result
 
@@ -223,8 +224,9 @@ class OptimizerSteps:
         def clip_gradients(
             optimizer: OneOptimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
         ) -> None:
-            if not is_lightnings:
+            if clip_val > 0 or not is_lightnings:
                 self.check(unwrap(optimizer))
+            if not is_lightnings:
                 self._measure_if_asked(optimizer)
                 own(optimizer, clip_val, gradient_clip_algorithm)
             elif clip_val > 0 and gradient_clip_algorithm == "value":

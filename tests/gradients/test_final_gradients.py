@@ -212,6 +212,16 @@ class ClipsInMidWindow(StepsInMidWindow):
         self.trainer.strategy.clip_gradients(optimizer, 1.0)
 
 
+class ClipsValuesInMidWindow(StepsInMidWindow):
+    def step(self, optimizer: Any) -> None:
+        self.clip_gradients(optimizer, 1.0, "value")
+
+
+class StepsClosureInMidWindow(StepsInMidWindow):
+    def step(self, optimizer: Any) -> None:
+        optimizer.optimizer.step(lambda: torch.zeros(()))
+
+
 class UntoggledBesideTwo(Recipe):
     two_optimizers = True
 
@@ -243,6 +253,8 @@ MISUSE = {
     StepsInMidWindow: "SGD.step() in the middle of an accumulation window: 2 backward(s) have accumulated",
     StepsRawInMidWindow: "SGD.step() in the middle of an accumulation window",
     ClipsInMidWindow: "in the middle of an accumulation window",
+    ClipsValuesInMidWindow: "in the middle of an accumulation window",
+    StepsClosureInMidWindow: "SGD.step() in the middle of an accumulation window",
     UntoggledBesideTwo: "2 accumulation windows are open (SGD, SGD)",
     SharedParameters: "1 parameters of SGD belong to the open accumulation window of SGD",
 }
