@@ -165,11 +165,12 @@ class OptimizerSteps:
                     " the window up."
                 )
         unsynchronised = self._windows.unsynchronised().intersection(parameters)
-        if unsynchronised and not self._is_automatic:
+        if unsynchronised:
             raise RuntimeError(
                 f"{len(unsynchronised)} parameters of {name} have gradients of a plain loss.backward(),"
-                " which DistributedDataParallel does not synchronise under manual optimization, so ranks"
-                " would diverge. Call self.manual_backward(loss) instead."
+                " which DistributedDataParallel does not synchronise here, so ranks would diverge. Call"
+                " self.manual_backward(loss) instead; under automatic optimization, return the sum of the"
+                " losses."
             )
 
     def _check_gradients_by_hand(self, optimizer: Optimizer) -> None:

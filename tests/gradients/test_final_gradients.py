@@ -24,7 +24,7 @@ from tests.trainer.exactness import (
     micro_batches,
     weight_error,
 )
-from tests.trainer.runs import TOLERANCE, LabelledModule, make_trainer, mean_loss
+from tests.trainer.runs import TOLERANCE, LabelledModule, loader, make_trainer, mean_loss
 
 # GANs leave parameters out of a backward, which DDP has to be told.
 DDP = {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}}
@@ -121,6 +121,24 @@ def test_plain_backward_raises_under_ddp(pool2: RankPool) -> None:
     """DDP would not: ranks would drift apart."""
     for message in pool2.run(_fit_plain_backward, DDP):
         assert "Call self.manual_backward(loss) instead" in message
+
+
+class PlainBackwardAfterwards(LabelledModule):
+    """Automatic optimization, with an auxiliary loss of this rank in a hook."""
+
+    def on_after_backward(self) -> None:
+        (self.model.head.weight * (1 + dist.get_rank())).sum().backward()
+
+
+def _fit_plain_backward_afterwards() -> str:
+    with pytest.raises(RuntimeError) as raised:
+        make_trainer(AutomodelStrategy(data_parallel="ddp")).fit(PlainBackwardAfterwards(), loader())
+    return str(raised.value)
+
+
+def test_plain_backward_in_a_hook_raises_under_ddp(pool2: RankPool) -> None:
+    for message in pool2.run(_fit_plain_backward_afterwards):
+        assert "under automatic optimization, return the sum of the losses" in message
 
 
 class GradientsByHand(Recipe):
