@@ -227,14 +227,16 @@ def _refuse(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 
 
 def _hook(function: Function, args: Arguments, kwargs: Keywords) -> Any:
-    """Hooks on parameters: FSDP2 writes gradients itself, and calls none of them when a gradient is final."""
+    """Hooks on parameters: FSDP2 writes gradients itself, and calls at most hooks for accumulated ones."""
     shard = args[0]
-    if shard.is_leaf and shard.requires_grad and not shard.accepts_hooks:
+    is_called = shard.accepts_hooks and function.__name__ == "register_post_accumulate_grad_hook"
+    if shard.is_leaf and shard.requires_grad and not is_called:
         raise RuntimeError(
             f"{function.__name__} on {shard.parameter_name}, which is sharded: FSDP2 would not call the"
             " hook, or would call it before the gradient is divided by the label tokens of its window."
             " Change or read gradients in on_before_optimizer_step, where they are final. For hooks that"
-            " step inside of the backward use count_window_ahead=True, or else data_parallel='ddp'."
+            " step inside of the backward use register_post_accumulate_grad_hook with"
+            " count_window_ahead=True."
         )
     return function(*args, **kwargs)
 

@@ -231,6 +231,14 @@ def test_hooks_on_shards_are_refused(pool2: RankPool, where: str, how: str) -> N
         assert "on_before_optimizer_step" in message
 
 
+def test_hooks_before_accumulation_are_refused_in_windows_counted_ahead(pool2: RankPool) -> None:
+    """FSDP2 calls those after accumulation alone."""
+    arguments = ({"count_window_ahead": True}, "Hooks", "on_fit_start", "register_hook")
+    for message in pool2.run(_outcome, *arguments):
+        assert isinstance(message, str), "nothing was refused"
+        assert "use register_post_accumulate_grad_hook with count_window_ahead=True" in message
+
+
 def test_hooks_on_replicated_parameters_are_refused(pool2: RankPool) -> None:
     """They would see sums over label tokens."""
     arguments = ("Hooks", "on_train_start", "register_post_accumulate_grad_hook")
