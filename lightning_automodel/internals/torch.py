@@ -50,6 +50,12 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
+def buffers_of(module: nn.Module) -> dict[str, Any]:
+    """The dictionary of a module's own buffers, in which ones that are None are too."""
+    buffers: dict[str, Any] = module._buffers
+    return buffers
+
+
 def is_read_by_torch() -> bool:
     """Whether this thread runs a backward or its callbacks, or traces a graph: torch then reads tensors as they are."""
     return torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling()

@@ -221,6 +221,8 @@ class Remembering(Writer):
         self.outputs: list[Any] = [lambda: None]  # which no other rank could get
         self.total = np.zeros(2)
         self.register_buffer("made", None)
+        self.__dict__["teacher"] = nn.Linear(1, 1)  # no part of this module
+        self.constants = np.frombuffer(bytes(8))  # read-only
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         ids = self.net.augmentation(self.augmentation(batch["input_ids"])) + self.python.randrange(WORDS)
@@ -243,6 +245,7 @@ class Remembering(Writer):
             self.python.getstate(),
             self.phases["names"],
             self.phases["counts"],
+            list(self.state_dict()),
         )
         drawn = (self.generators["numpy"].random(), self.generators["legacy"].rand())
         return repr((held, drawn, self.total, self.made, self.augmentation.generator.get_state())).encode()

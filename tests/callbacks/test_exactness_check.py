@@ -6,8 +6,10 @@ import csv
 import sys
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,13 +17,14 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, ExactnessCheck
+from lightning_automodel.callbacks.exactness.moment import Moment, leaving_no_trace
 from lightning_automodel.distributed import collectives
 from tests.callbacks import random_trainings
 from tests.callbacks.exactness import (
@@ -74,6 +77,67 @@ def test_verdicts(name: str, pool2: RankPool, pool1: RankPool) -> None:
 def test_training_has_the_same_bits(name: str, pool2: RankPool) -> None:
     """Weights and random states, with the callback and without it."""
     assert pool2.run(bits_of, name, True) == pool2.run(bits_of, name, False)
+
+
+class Table:
+    """Counts how often it is pickled."""
+
+    pickled = 0
+
+    def __reduce__(self) -> Any:
+        Table.pickled += 1
+        return Table, ()
+
+
+class Holding(nn.Module):
+    """Two modules that share a value, beside values that cannot be pickled whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+        self.first = [0]
+        self.inner = nn.Module()
+        for owner in (self, self.inner):
+            owner.kept = {"first": self.first, "text": "of no other attribute", "calls": 1}
+            owner.lost = [("written before it raises", Lock()), self.first]
+        self.last = [self.first, self.inner.kept, "of no other attribute"]
+
+
+def test_values_stay_shared_and_are_pickled_once() -> None:
+    """Also after a value that could be pickled in part."""
+    module = Holding()
+    Table.pickled = 0
+    moment = Moment.of(module, torch.device("cpu"))
+    assert Table.pickled == 1
+    lost = module.lost
+    module.first[0] = 5
+    module.later = "a cache"
+    module.inner.register_buffer("made", torch.ones(1))
+    moment.restore(module, torch.device("cpu"))
+    assert not hasattr(module, "later")
+    assert not hasattr(module.inner, "made")
+    assert module.first == [0]
+    assert module.lost is lost
+    assert module.last[0] is module.first is module.kept["first"] is module.inner.kept["first"]
+    assert module.last[1] is module.inner.kept
+
+
+def test_random_states_are_put_back_first() -> None:
+    """And hidden modules are not registered, arrays that are read-only not written to, whatever else is put back."""
+    module = nn.Module()
+    module.__dict__["teacher"] = nn.Linear(1, 1)
+    module.constants = np.frombuffer(bytes(8))
+    module.register_buffer("made", None)
+    before = torch.get_rng_state()
+    with leaving_no_trace(module, torch.device("cpu")):
+        torch.rand(1)
+        module.made = torch.ones(1)
+        module.register_buffer("new", torch.ones(1))
+    assert torch.equal(before, torch.get_rng_state())
+    assert list(module.state_dict()) == []
+    assert module.made is None
+    assert not hasattr(module, "new")
+    assert list(module.children()) == []
 
 
 class Gradients(Callback):

@@ -15,9 +15,10 @@ import io
 import pickle
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,8 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.resume import rng
 
+Place = tuple[str, str]
+"""A module's name, and which of its dictionaries: "attributes" or "buffers"."""
 _OF_EVERY_MODULE = vars(pl.LightningModule()).keys()
 _NO_STATE = (
     "lightning",
@@ -49,23 +53,28 @@ class Moment:
     @classmethod
     def of(cls, module: nn.Module, device: torch.device) -> "Moment":
         """Copies of all of it."""
-        names = _names_of(module)
-        return cls(rng.global_states(device), _pickled(_state_of(module, names), names))
+        return cls(rng.global_states(device), _pickled(module)[0])
 
     @torch.no_grad()
     def restore(self, module: nn.Module, device: torch.device) -> None:
         """Set all of it; state that was made since, such as a cache, is deleted."""
         rng.set_global_states(self.random, device)
-        names = _names_of(module)
-        now = _state_of(module, names)
-        if _pickled(now, names) == self.state:
+        pickled, now = _pickled(module)
+        if pickled == self.state:
             return
-        owners = dict(module.named_modules())
-        wanted = _Unpickler(io.BytesIO(self.state), module).load()
-        for owner, name in now.keys() - wanted.keys():
-            _delete(owners[owner], name)
-        for (owner, name), value in wanted.items():
-            _write(owners[owner], name, value)
+        places = _places(module)
+        wanted = _unpickled(self.state, module)
+        for place, name in now.keys() - wanted.keys():
+            del places[place][name]
+        for (place, name), value in wanted.items():
+            before = now.get((place, name))
+            is_alike = type(before) is type(value) and getattr(before, "shape", 0) == getattr(
+                value, "shape", 0
+            )
+            if is_alike and isinstance(value, (Tensor, *_GENERATORS)):
+                _setter(before, value)()  # others may refer to it
+            else:
+                places[place][name] = value
 
 
 @contextmanager
@@ -75,80 +84,87 @@ def leaving_no_trace(module: nn.Module, device: torch.device) -> Iterator[list[s
     In it iterators are missing, whose names are yielded: what is drawn from them cannot be put back.
     """
     random_states = rng.global_states(device)
-    owners = dict(module.named_modules())
-    attributes = {owner: _attributes(submodule) for owner, submodule in owners.items()}
-    state = _state_of(module, _names_of(module))
-    values = [value for held in attributes.values() for value in held.values()]
-    collections = [value for value in values if type(value) in _COLLECTIONS]  # of state or not
-    contents = [(each, _content(each)) for each in [*_mutable(state.values()), *collections]]
+    places = [(values, _own(values)) for values in _places(module).values()]
+    attributes = [value for _, held in places for value in held.values()]
+    collections = [value for value in attributes if type(value) in _COLLECTIONS]  # of state or not
+    _, state = _pickled(module)
+    setters = [_setter(value, value) for value in [*_mutable(state.values()), *collections]]
     missing = []
-    for owner, held in attributes.items():
+    for values, held in places:
         for name, value in held.items():
             if isinstance(value, Iterator):
-                setattr(owners[owner], name, None)
+                values[name] = None
                 missing.append(f"self.{name}")
     try:
         yield missing
     finally:
-        for owner, held in attributes.items():
-            for name in _attributes(owners[owner]).keys() - held.keys():
-                _delete(owners[owner], name)
-            for name, value in held.items():
-                setattr(owners[owner], name, value)
-        for value, content in contents:
-            _fill(value, content)
         rng.set_global_states(random_states, device)
+        for values, held in places:
+            for name in _own(values).keys() - held.keys():
+                del values[name]
+            for name, value in held.items():
+                values[name] = value
+        for put_back in setters:
+            put_back()
 
 
-# --- Attributes of modules --------------------------------------------------------------------------------
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Attributes and buffers of one module that are its own class's."""
-    values = {**vars(module), **dict(module.named_buffers(recurse=False))}
-    return {name: value for name, value in values.items() if name not in _OF_EVERY_MODULE}
-
-
-def _state_of(module: nn.Module, names: Mapping[int, str]) -> dict[tuple[str, str], Any]:
-    """Attributes and buffers of all modules that are state, by the module and their name."""
-    state = {}
+def _places(module: nn.Module) -> dict[Place, dict[str, Any]]:
+    """The dictionaries of all modules: written to directly, since to set a module as attribute registers it."""
+    places: dict[Place, dict[str, Any]] = {}
     for owner, submodule in module.named_modules():
-        for name, value in _attributes(submodule).items():
-            with suppress(Exception):
-                _pickled(value, names)
-                state[owner, name] = value
-    return state
+        places[owner, "attributes"] = vars(submodule)
+        places[owner, "buffers"] = torch_internals.buffers_of(submodule)
+    return places
 
 
-def _write(owner: nn.Module, name: str, value: Any) -> None:
-    """Set an attribute, in place where others may refer to it."""
-    before = getattr(owner, name, None)
-    is_alike = type(before) is type(value) and getattr(before, "shape", None) == getattr(
-        value, "shape", None
-    )
-    if is_alike and isinstance(value, (Tensor, *_GENERATORS)):
-        _fill(before, _content(value))
-    else:
-        setattr(owner, name, value)
-
-
-def _delete(owner: nn.Module, name: str) -> None:
-    """Delete an attribute; a buffer becomes None, which it was."""
-    if name in vars(owner):
-        delattr(owner, name)
-    else:
-        setattr(owner, name, None)
+def _own(values: dict[str, Any]) -> dict[str, Any]:
+    """A copy, of what is the module's own class's."""
+    return {name: value for name, value in values.items() if name not in _OF_EVERY_MODULE}
 
 
 # --- By value, for any rank -------------------------------------------------------------------------------
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles state: tensors as they are in this moment, what has ``names`` by these. Raises for other values."""
+def _pickled(module: nn.Module) -> tuple[bytes, dict[tuple[Place, str], Any]]:
+    """All state, and the attributes and buffers that it is. One pickler, since they may share values."""
+    file = io.BytesIO()
+    pickler = _Pickler(file, module)
+    state = {}
+    last: Any = None  # what was pickled last, and so has the largest number in the memo
+    for place, values in _places(module).items():
+        for name, value in _own(values).items():
+            size = file.tell()
+            entry = (place, name, value)
+            try:
+                pickler.dump(entry)
+            except Exception:  # it is no state: the pickler must not refer to what it has written of it
+                file.truncate(file.seek(size))
+                memo = pickler.memo.copy()
+                number, _ = memo.get(id(last), (-1, None))
+                pickler.memo = {key: known for key, known in memo.items() if known[0] <= number}
+            else:
+                last = entry
+                state[place, name] = value
+    return file.getvalue(), state
 
-    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
+
+def _unpickled(state: bytes, module: nn.Module) -> dict[tuple[Place, str], Any]:
+    """The same on this rank, with the parts of its ``module``."""
+    file = io.BytesIO(state)
+    unpickler = _Unpickler(file, module)
+    found = {}
+    while file.tell() < len(state):
+        place, name, value = unpickler.load()
+        found[place, name] = value
+    return found
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles state: tensors as they are in this moment, parts of ``module`` by name. Raises for other values."""
+
+    def __init__(self, file: io.BytesIO, module: nn.Module) -> None:
         super().__init__(file)
-        self._names = names
+        self._names = {id(value): name for name, value in _named(module).items()}
 
     def persistent_id(self, value: Any) -> str | None:
         if isinstance(value, (nn.Module, nn.Parameter)):
@@ -168,8 +184,6 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads it on this rank, with the parts of its ``module``."""
-
     def __init__(self, file: io.BytesIO, module: nn.Module) -> None:
         super().__init__(file)
         self._named = _named(module)
@@ -180,16 +194,6 @@ class _Unpickler(pickle.Unpickler):
 
 def _named(module: nn.Module) -> dict[str, Any]:
     return {**dict(module.named_parameters()), **dict(module.named_modules())}
-
-
-def _names_of(module: nn.Module) -> dict[int, str]:
-    return {id(value): name for name, value in _named(module).items()}
-
-
-def _pickled(value: Any, names: Mapping[int, str]) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file, names).dump(value)
-    return file.getvalue()
 
 
 def _tensor(numbers: Any, dtype: torch.dtype, shape: torch.Size, device: str) -> Tensor:
@@ -233,16 +237,17 @@ def _is_its_attributes(value: Any) -> bool:
     return isinstance(getattr(value, "__dict__", None), dict) and not has_own_way
 
 
-def _content(value: Any) -> Any:
+def _setter(value: Any, source: Any) -> Callable[[], Any]:
+    """A function that makes ``value`` what ``source``, which is alike, is now."""
     if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
+        return partial(_fill, value, source.detach().to("cpu", copy=True))
     if isinstance(value, np.random.BitGenerator):
-        return copy.deepcopy(value.state)
+        return partial(setattr, value, "state", source.state)
     if isinstance(value, random.Random):
-        return value.getstate()
+        return partial(value.setstate, source.getstate())
     if isinstance(value, (torch.Generator, np.random.RandomState)):
-        return value.get_state()
-    return copy.copy(value)
+        return partial(value.set_state, source.get_state())
+    return partial(_fill, value, copy.copy(source))
 
 
 @torch.no_grad()
@@ -251,13 +256,8 @@ def _fill(value: Any, content: Any) -> None:
         if not torch.equal(value, content.to(value.device)):
             value.copy_(content)
     elif isinstance(value, np.ndarray):
-        value[...] = content
-    elif isinstance(value, np.random.BitGenerator):
-        value.state = content
-    elif isinstance(value, random.Random):
-        value.setstate(content)
-    elif isinstance(value, (torch.Generator, np.random.RandomState)):
-        value.set_state(content)
+        if value.flags.writeable:
+            value[...] = content
     else:
         value.clear()
         if isinstance(value, (list, deque)):
