@@ -95,7 +95,9 @@ class Replayed:
 
 
 class LockStep:
-    """Replays windows on all ranks together: every public method but ``gradients`` is a collective over the world.
+    """Replays windows on all ranks together.
+
+    Collectives over the world are ``together``, ``compute``, ``one_batch``, ``norms`` and ``products`` alone.
 
     Where parameters are sharded, a step of the replay communicates. A rank whose step raises alone waits for
     the others as long as ``_TIME_AFTER_ERROR``, and then raises: they may wait for it within the step, as they
@@ -123,19 +125,19 @@ class LockStep:
         return any(isinstance(parameter, DTensor) for parameter in self.trained.values())
 
     def requiring_gradients(self) -> set[str]:
-        """The parameters of optimizers that require gradients. Not a collective."""
+        """The parameters of optimizers that require gradients."""
         groups = (group for optimizer in self._trainer.optimizers for group in optimizer.param_groups)
         optimized = {id(parameter) for group in groups for parameter in group["params"]}
         return {name for name, p in self.parameters.items() if p.requires_grad and id(p) in optimized}
 
     def gradients(self) -> Gradients:
-        """What ``.grad`` holds. Not a collective."""
+        """What ``.grad`` holds."""
         with plain_access():
             graded = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
             return {name: local_part(gradient).to("cpu", copy=True) for name, gradient in graded.items()}
 
     def weights(self) -> Gradients:
-        """This rank's parts of all parameters, in host memory. Not a collective."""
+        """This rank's parts of all parameters, in host memory."""
         return {name: local_part(p).to("cpu", copy=True) for name, p in self.parameters.items()}
 
     @contextmanager
@@ -172,7 +174,7 @@ class LockStep:
             yield
 
     def restore_weights(self) -> bool:
-        """Write back the weights. Returns whether any had changed. Not a collective."""
+        """Write back the weights. Returns whether any had changed."""
         return self._write(self._weights)
 
     @torch.no_grad()
@@ -231,7 +233,7 @@ class LockStep:
         """Compute a micro-batch's forward, and the backward of its objective times ``scale`` if there is one.
 
         Its gradients are then in ``.grad``. Returns this rank's part of its share in the loss of one batch,
-        and its own loss. A collective over the world.
+        and its own loss.
         """
         sent = b""
         if turn.source == group_rank():
@@ -377,7 +379,7 @@ class LockStep:
     # --- Comparing --------------------------------------------------------------------------------------------
 
     def sample(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """[k] entries of this rank's parts of gradients, in float64 on the host; 0 for missing ones. No collective."""
+        """[k] entries of this rank's parts of gradients, in float64 on the host; 0 for missing ones."""
         parts = [torch.zeros(0, dtype=torch.float64)]
         for name, parameter in self.trained.items():
             local = local_part(gradients.get(name, parameter)).reshape(-1)
