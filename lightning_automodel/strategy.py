@@ -147,8 +147,8 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
             several ranks, and the Trainer has no ``CheckpointIO`` plugin, which writes files.
         uneven_inputs: What happens if a rank's training data, from samplers or streams of your own, ends
             before another's. ``"error"``: every rank raises. ``"pad"``: it goes on with padding batches,
-            which have no effect, until all have ended. With the Trainer's sampler, and in evaluation and
-            prediction, each sample counts once either way.
+            whose losses have no weight, until all have ended (docs/unequal_data.md says what else counts).
+            With the Trainer's sampler, and in evaluation and prediction, each sample counts once either way.
         count_window_ahead: Draw and count the batches of a window before its first forward, so that each
             loss is weighed before its backward: for ``"aux_loss"`` in the output of ``training_step``, for
             gradient hooks that step during backward (FSDP2 only), and for the range of half-precision
@@ -862,16 +862,23 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
 
         The mean of integers is exact. Non-tensors are returned unchanged. Of a ``DTensor``, the full one is
         reduced. After a failure for which the other ranks do not come, the value is returned unchanged.
+        A mean within ``training_step`` is over the ranks that have no padding batch, if there are any; other
+        operations take all.
         """
         if not isinstance(tensor, Tensor) or self._mesh is None or self._supervisor.wait_whether_alone():
             return tensor
-        if self._run is not None:
-            self._run.inputs.check_reduction()
+        group = group or self._mesh.group
         tensor = collectives.full(tensor)
-        reduced = collectives.reduce_tensor(tensor, group or self._mesh.group, reduce_op, self.root_device)
-        if self._run is not None and collectives.is_mean(reduce_op):
-            return reduced * self._run.inputs.mean_factor()
-        return reduced
+        num_averaged = group.size()
+        if self._run is not None:
+            inputs = self._run.inputs
+            inputs.check_reduction()
+            if collectives.is_mean(reduce_op):
+                # With padding batches alone their mean is taken, by which a loss without weight may be divided.
+                num_averaged = inputs.num_with_data(group) or group.size()
+                if inputs.is_filler and num_averaged < group.size():
+                    tensor = torch.zeros_like(tensor)
+        return collectives.reduce_tensor(tensor, group, reduce_op, self.root_device, num_averaged)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -202,7 +202,8 @@ def batches(name: str) -> list[list[Any]]:
 def train(name: str, options: dict[str, Any], accumulate: int) -> dict[str, Tensor]:
     module, given = recipe(name)
     trainer = make_trainer(AutomodelStrategy(**given, **options), accumulate_grad_batches=accumulate)
-    trainer.fit(module, DataLoader(batches(name)[dist.get_rank()], batch_size=None))
+    number = len(SIZES[0]) - (dist.get_rank() if "uneven_inputs" in options else 0)
+    trainer.fit(module, DataLoader(batches(name)[dist.get_rank()][:number], batch_size=None))
     return full_weights(module)
 
 
@@ -231,6 +232,19 @@ def test_trains_like_one_process(
     if engine == "ddp" and not module.automatic_optimization:
         options["ddp_kwargs"] = {"find_unused_parameters": True}
     for weights in pool2.run(train, name, options, accumulate):
+        assert max(relative_error(weights[key], expected[key]) for key in expected) < TOLERANCE
+
+
+def test_the_mean_by_which_a_loss_is_divided_leaves_padding_out(pool2: RankPool) -> None:
+    """Rank 1 has a batch less."""
+    module, _ = recipe("Potential")
+    first, second = batches("Potential")
+    whole = [merged(parts) for parts in zip(first[:-1], second[:-1], strict=True)] + first[-1:]
+    L.Trainer(accelerator="cpu", devices=1, max_epochs=1, **SILENT).fit(
+        module, DataLoader(whole, batch_size=None)
+    )
+    expected = full_weights(module)
+    for weights in pool2.run(train, "Potential", {"uneven_inputs": "pad"}, 1):
         assert max(relative_error(weights[key], expected[key]) for key in expected) < TOLERANCE
 
 

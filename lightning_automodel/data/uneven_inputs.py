@@ -239,14 +239,14 @@ class UnevenInputs:
             self.ahead.begin_batch(self._tracked, self._handle)
             self.seconds_drawing += time.perf_counter() - start
 
-    def mean_factor(self) -> float:
-        """Factor for a mean over ranks that makes padding batches not count. Waits until all ranks have drawn."""
+    def num_with_data(self, group: dist.ProcessGroup) -> int:
+        """How many ranks of ``group`` have no padding batch in this training step. Waits until all ranks have drawn."""
         handle = self._handle
         if not (self._is_in_step and self.is_training) or handle is None or handle.sent is None:
-            return 1.0
+            return group.size()
         if self._tracked is None or self._tracked.uneven == ERROR:
-            return 1.0
-        return 1.0 / float(handle.sent.received().mean())
+            return group.size()
+        return int(handle.sent.received()[dist.get_process_group_ranks(group), 0].sum())
 
     def train(self, step: Callable[[], Any]) -> Any:
         """Run a training step. What a padding batch changes in the module lasts until :meth:`end_padding`."""

@@ -191,15 +191,22 @@ def log_full(log: Callable[..., None], name: str, value: Any, *args: Any, **kwar
 
 
 def reduce_tensor(
-    tensor: Tensor, group: dist.ProcessGroup, reduce_op: dist.ReduceOp | str | None, device: torch.device
+    tensor: Tensor,
+    group: dist.ProcessGroup,
+    reduce_op: dist.ReduceOp | str | None,
+    device: torch.device,
+    num_averaged: int | None = None,
 ) -> Tensor:
-    """Reduce ``tensor`` over ``group`` into a new one. A collective. The mean of integers is taken in float64."""
+    """Reduce ``tensor`` over ``group`` into a new one. A collective. The mean of integers is taken in float64.
+
+    A mean is the sum divided by ``num_averaged``, or by the number of ranks.
+    """
     reduced = tensor.detach().to(device, copy=True).contiguous()
     if is_mean(reduce_op):
-        if not reduced.is_floating_point():
+        if not (reduced.is_floating_point() or reduced.is_complex()):
             reduced = reduced.double()
         dist.all_reduce(reduced, group=group)
-        reduced /= group.size()
+        reduced /= num_averaged or group.size()
     else:
         if isinstance(reduce_op, str):
             reduce_op = getattr(dist.ReduceOp, reduce_op.upper())

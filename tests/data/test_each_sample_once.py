@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -196,6 +197,78 @@ def test_other_ways_to_train(
         assert weight_error(Outcome(result["weights"], None), expected) <= TOLERANCE
         assert (result["rows"], result["told"]) == (length, [])
         assert result["buffer"] == len(results[0]["seen"])  # rank 0's, which all have at the end
+
+
+class Reduces(LabelledModule):
+    """Keeps what it reduces and logs in each step, over all ranks and over half of them."""
+
+    def __init__(self, gathers: bool) -> None:
+        super().__init__()
+        self.gathers = gathers
+        self.own: list[tuple[int, bool]] = []
+        self.reduced: list[dict[str, float]] = []
+
+    def on_fit_start(self) -> None:
+        halves = [dist.new_group(ranks.tolist()) for ranks in torch.arange(4).chunk(2)]
+        self.half = halves[dist.get_rank() // 2]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        own = batch["index"][0]
+        if self.gathers:
+            self.all_gather(own)
+        self.own.append((int(own), self.trainer.strategy.is_filler))
+        reduce = self.trainer.strategy.reduce
+        self.log("logged", own.double(), on_step=True, batch_size=1, sync_dist=True)
+        self.log(
+            "half logged",
+            own.double(),
+            on_step=True,
+            batch_size=1,
+            sync_dist=True,
+            sync_dist_group=self.half,
+        )
+        values = {
+            "mean": reduce(own, reduce_op="mean"),
+            "complex": reduce(own * 1j, reduce_op="mean").imag,
+            "half": reduce(own, self.half, "mean"),
+            "sum": reduce(own, reduce_op="sum"),
+            **{name: self.trainer.callback_metrics[name] for name in ("logged", "half logged")},
+        }
+        self.reduced.append({name: float(value) for name, value in values.items()})
+        return {"loss": self(batch), "num_label_tokens": int((batch["labels"] != -100).sum())}
+
+
+def _reduce(length: int, gathers: bool = False) -> tuple[list[tuple[int, bool]], list[dict[str, float]]]:
+    module = Reduces(gathers)
+    trainer = make_trainer(AutomodelStrategy(data_parallel="ddp"), use_distributed_sampler=True)
+    trainer.fit(module, DataLoader(Rows(length), batch_size=1))
+    return module.own, module.reduced
+
+
+def _mean(values: list[tuple[int, bool]]) -> float:
+    own = [value for value, is_padding in values if not is_padding]
+    return sum(own) / len(own) if own else 0.0
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("length", [5, 7, 8])
+def test_means_leave_padding_batches_out(pool4: RankPool, length: int) -> None:
+    """In the last of two steps 3, 1 or none of four ranks have one: of a half all, one or none."""
+    results = pool4.run(_reduce, length)
+    for step in range(2):
+        own = [values[step] for values, _ in results]
+        assert sum(is_padding for _, is_padding in own) == (8 - length) * step
+        for rank, (_, reduced) in enumerate(results):
+            half = own[rank // 2 * 2 :][:2]
+            expected = {"mean": _mean(own), "complex": _mean(own), "logged": _mean(own)}
+            expected |= {
+                "half": _mean(half),
+                "half logged": _mean(half),
+                "sum": sum(value for value, _ in own),
+            }
+            if all(is_padding for _, is_padding in half):  # a loss may be divided by it
+                expected["half"] = sum(value for value, _ in half) / 2
+            assert reduced[step] == pytest.approx(expected, rel=1e-6)
 
 
 def test_dropping_the_last_batch(pool2: RankPool) -> None:
