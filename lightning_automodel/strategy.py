@@ -869,7 +869,7 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
             return tensor
         group = group or self._mesh.group
         tensor = collectives.full(tensor)
-        num_averaged = group.size()
+        num_averaged = None
         if self._run is not None:
             inputs = self._run.inputs
             inputs.check_reduction()
@@ -899,10 +899,11 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         """Stack a tensor of one shape from every rank. A collective over the group.
 
         Over all ranks, it raises on each if shapes differ (in training steps at the last batch of an
-        epoch, which may be shorter on some), and in an evaluation step if a rank has no data left.
+        epoch, which may be shorter on some), and in an evaluation step if a rank has no data left. In a
+        training step it raises if a rank of the group has a padding batch.
         """
-        if self._run is not None and group in (None, dist.group.WORLD):
-            self._run.inputs.check_gathering(tensor)
+        if self._run is not None:
+            self._run.inputs.check_gathering(tensor, group)
         if sync_grads or not dist.is_initialized():
             return super().all_gather(tensor, group, sync_grads)
         # Lightning's own calls a function that torch 2.13 has deprecated, with a warning on each rank.

@@ -371,12 +371,22 @@ class UnevenInputs:
                 " many batches."
             )
 
-    def check_gathering(self, tensor: Tensor) -> None:
-        """Raise unless all ranks gather tensors of one shape. A collective over the host group of all ranks.
+    def check_gathering(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Raise if a rank of ``group`` has a padding batch, or, over all ranks, unless all gather tensors of one shape.
 
-        Within training steps it looks at the last batch of an epoch alone, which may be shorter on some
-        ranks: no other waits on the host.
+        The latter is a collective over the host group of all ranks. Within training steps it looks at the
+        last batch of an epoch alone, which may be shorter on some ranks: no other waits on the host.
         """
+        members = group or self._group
+        if self.num_with_data(members) < members.size():
+            raise ValueError(
+                "self.all_gather() in training_step while the data of a rank has ended: its padding batch, samples"
+                " that were trained on before, would be gathered as if it were data. DataLoader(drop_last=True)"
+                " leaves no such batch with the Trainer's sampler; with one of your own, give all ranks equally"
+                " many batches. self.log(..., sync_dist=True) and strategy.reduce(x, reduce_op='mean') leave it out."
+            )
+        if group not in (None, dist.group.WORLD):
+            return
         self.check_reduction()
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         if self._is_in_step and self.is_training and not progress.is_last_batch:

@@ -202,7 +202,7 @@ def test_other_ways_to_train(
 class Reduces(LabelledModule):
     """Keeps what it reduces and logs in each step, over all ranks and over half of them."""
 
-    def __init__(self, gathers: bool) -> None:
+    def __init__(self, gathers: str = "") -> None:
         super().__init__()
         self.gathers = gathers
         self.own: list[tuple[int, bool]] = []
@@ -215,7 +215,7 @@ class Reduces(LabelledModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         own = batch["index"][0]
         if self.gathers:
-            self.all_gather(own)
+            self.all_gather(own, self.half if self.gathers == "half" else None, sync_grads=True)
         self.own.append((int(own), self.trainer.strategy.is_filler))
         reduce = self.trainer.strategy.reduce
         self.log("logged", own.double(), on_step=True, batch_size=1, sync_dist=True)
@@ -238,8 +238,8 @@ class Reduces(LabelledModule):
         return {"loss": self(batch), "num_label_tokens": int((batch["labels"] != -100).sum())}
 
 
-def _reduce(length: int, gathers: bool = False) -> tuple[list[tuple[int, bool]], list[dict[str, float]]]:
-    module = Reduces(gathers)
+def _reduce(length: int) -> tuple[list[tuple[int, bool]], list[dict[str, float]]]:
+    module = Reduces()
     trainer = make_trainer(AutomodelStrategy(data_parallel="ddp"), use_distributed_sampler=True)
     trainer.fit(module, DataLoader(Rows(length), batch_size=1))
     return module.own, module.reduced
@@ -269,6 +269,24 @@ def test_means_leave_padding_batches_out(pool4: RankPool, length: int) -> None:
             if all(is_padding for _, is_padding in half):  # a loss may be divided by it
                 expected["half"] = sum(value for value, _ in half) / 2
             assert reduced[step] == pytest.approx(expected, rel=1e-6)
+
+
+def _gather(length: int, gathers: str, drop_last: bool) -> str:
+    trainer = make_trainer(AutomodelStrategy(data_parallel="ddp"), use_distributed_sampler=True)
+    try:
+        trainer.fit(Reduces(gathers), DataLoader(Rows(length), batch_size=1, drop_last=drop_last))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_padding_batches_are_not_gathered(pool4: RankPool) -> None:
+    """Where they were negatives of a contrastive loss; over half of the ranks too."""
+    for message in pool4.run(_gather, 7, "all", False):
+        assert message.startswith("self.all_gather() in training_step while the data of a rank has ended")
+    assert pool4.run(_gather, 7, "all", True) == [""] * 4
+    assert pool4.run(_gather, 8, "all", False) == [""] * 4
+    assert all(pool4.run(_gather, 5, "half", False))  # whose halves have 1 and 2 of them
 
 
 def test_dropping_the_last_batch(pool2: RankPool) -> None:
