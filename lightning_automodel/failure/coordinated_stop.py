@@ -37,6 +37,7 @@ class StopAgreement:
         self._ranks = ranks
         self._lock = threading.Lock()
         self._reason: str | None = None  # why this rank asks
+        self.is_asked_here = False  # whether this rank asked to stop, be it besides a request to requeue
         self._has_promised = False
         self.is_decided = False  # whether all ranks stop, or have stopped, after the same step
         self._may_go_on = threading.Event()  # nothing is left to wait for: it is decided, or will never be
@@ -45,14 +46,13 @@ class StopAgreement:
         self.requeues = False  # whether they stop to save and requeue
         self.asked_by: int | None = None  # the first rank to ask
 
-    @property
-    def is_asked_here(self) -> bool:
-        """Whether this rank asked to stop, and not to requeue."""
-        return self._reason == ""
-
     def ask(self, reason: str = "") -> None:
-        """Ask all ranks to stop, with :data:`REQUEUE` to save and requeue. Safe in a signal handler."""
-        self._reason = reason
+        """Ask all ranks to stop, with :data:`REQUEUE` to save and requeue. Safe in a signal handler.
+
+        Of two requests before a step ends, the one to requeue counts: SLURM may send SIGTERM beside its signal.
+        """
+        self._reason = self._reason or reason
+        self.is_asked_here = self.is_asked_here or not reason
 
     def decide(self, last_step: int | None = None) -> None:
         """Note that all ranks stop: after ``last_step``, or at the end of their run."""

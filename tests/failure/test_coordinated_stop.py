@@ -69,6 +69,17 @@ def test_last_step_is_the_same_and_nobody_has_passed_it(seed: int) -> None:
     assert {agreement.requeues for agreement in agreements} == {not agreements[asking].is_asked_here}
 
 
+@pytest.mark.parametrize("reasons", [(REQUEUE, ""), ("", REQUEUE)])
+def test_requeue_beside_sigterm(reasons: tuple[str, str]) -> None:
+    """SIGTERM right before or after SLURM's signal does not cancel the requeue."""
+    store, (agreement, _) = make(2)
+    for reason in reasons:
+        agreement.ask(reason)
+    assert agreement.is_asked_here
+    exchange([agreement], store)
+    assert store.get(STOP).decode() == f"0|{REQUEUE}"
+
+
 def test_waiting_step_goes_on_when_released() -> None:
     """As there is no decision to wait for once a rank has failed."""
     store, (agreement, _) = make(2)
