@@ -488,6 +488,8 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         if name == "run-stage" and self._run is not None:
             meta_init.check_initialized(self._module, self.root_device)
             self._loader = CheckpointLoader()  # Lightning has restored the checkpoint
+            if self._resume is not None:
+                self._resume.on_checkpoint_loaded()
 
     def _expect_barriers(self, *names: str) -> None:
         """Raise RuntimeError unless these have come: what is done there would be left out in silence.

@@ -90,12 +90,17 @@ class Resume:
         self._optimizes = False
         self._loaded: dict[str, Any] | None = None  # waits for the start of training
         self._has_started = False
+        self._can_resume = True
         self._has_stopped_before_validation = False
         self._final: dict[str, Any] | None = None  # where the fit ended
 
     def process_dataloader(self, loader: Any) -> Any:
         """What to iterate instead of a loader. Positions of training loaders are kept."""
         return self._loaders.take(loader) if self._trainer.training else loader
+
+    def on_checkpoint_loaded(self) -> None:
+        """The Trainer has loaded the checkpoint to resume from, if any: what is loaded later are weights."""
+        self._can_resume = False
 
     def on_train_start(self) -> None:
         """Called in ``on_train_start``, after everything is loaded and all other hooks. Every rank calls it."""
@@ -247,8 +252,11 @@ class Resume:
         the loops from ``checkpoint`` after this. Raises ValueError if another version of this package wrote
         ``state``.
         """
-        if self._has_started:
-            return  # the fit runs, and a hook loads weights: it goes on where it is
+        # LearningRateFinder and BatchSizeFinder train in the hook on_fit_start, and load what they have saved.
+        # The Trainer itself loads after that hook, in none.
+        is_search = self._has_started and lightning_internals.current_hook(self._module) is not None
+        if is_search or not self._can_resume:
+            return  # a hook loads weights: the fit goes on where it is
         if state is not None and state["format"] != FORMAT:
             raise ValueError(
                 f"The checkpoint's resume state has format {state['format']}, and this version of"

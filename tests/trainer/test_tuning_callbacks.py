@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BackboneFinetuning, BatchSizeFinder, LearningRateFinder, ModelPruning
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
@@ -91,6 +92,42 @@ def test_learning_rate_finder(pool2: RankPool, tmp_path: Path, by_tuner: bool, e
         _, expected = losses_at([rate] * 24)
         assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
     assert list(tmp_path.iterdir()) == []
+
+
+def _resume_with_finder(engine: str, folder: str) -> tuple[list[int], dict[str, Tensor], dict[str, Tensor]]:
+    """The batches of a resumed run that searches first, its weights, and those of a run that was not stopped."""
+    path = f"{folder}/at_2.ckpt"
+
+    class Noting(Callback):
+        def __init__(self) -> None:
+            self.batches: list[int] = []
+
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int
+        ) -> None:
+            self.batches.append(index)
+            if index == 1 and trainer.ckpt_path is None:
+                trainer.save_checkpoint(path)
+
+    weights = []
+    settings = {"accumulate_grad_batches": 1, "max_epochs": 1, "default_root_dir": folder}
+    for ckpt_path in (None, path):
+        module = Rated()
+        noting = Noting()
+        callbacks: list[Callback] = [noting]
+        if ckpt_path is not None:
+            callbacks.append(LearningRateFinder(num_training_steps=4, update_attr=False, **SEARCH))
+        trainer_with(engine, callbacks, **settings).fit(module, loader(GAPLESS), ckpt_path=ckpt_path)
+        weights.append(full_weights(module.model))
+    return noting.batches, weights[1], weights[0]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_resume_with_learning_rate_finder(pool2: RankPool, tmp_path: Path, engine: str) -> None:
+    """The run goes on where it was saved, though the search has trained before the checkpoint is loaded."""
+    for batches, weights, undisturbed in pool2.run(_resume_with_finder, engine, str(tmp_path)):
+        assert batches == list(range(2, GAPLESS.num_batches))
+        assert weight_error(Outcome(weights, None), Outcome(undisturbed, None)) <= TOLERANCE
 
 
 def _scale_batch_size(engine: str) -> tuple[str, str]:
