@@ -1,6 +1,6 @@
 """The strategy: its hooks in the order in which the Trainer calls them; each delegates to the module that does it."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
@@ -20,10 +19,12 @@ from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -60,6 +61,10 @@ from lightning_automodel.sharding.weight_averaging import LateAverages
 from lightning_automodel.training_run import TrainingRun
 
 _TIME_TO_MEET_AFTER_A_STOP = timedelta(seconds=15)
+
+
+def _moved(state: Any, device: torch.device) -> Any:
+    return apply_to_collection(state, Tensor, Tensor.to, device, wrong_dtype=DTensor, allow_frozen=True)
 
 
 class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
@@ -600,10 +605,18 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         self._patches.set(module, "on_validation_model_zero_grad", lambda: self._stop_or(zero_grad))
 
     def _move_optimizer_states(self) -> None:
-        """Move them to this rank's device: they may come from an earlier fit, whose end moved them to the host."""
+        """Move them to their parameters: they may come from an earlier fit, whose end moved them to the host.
+
+        Shards stay where they are, and so do counters of steps, which optimizers expect where they made them.
+        """
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
-                optimizer.state[parameter] = move_data_to_device(state, self.root_device)
+                device = parameter.device if isinstance(parameter, Tensor) else self.root_device
+                if not isinstance(state, MutableMapping):
+                    optimizer.state[parameter] = _moved(state, device)
+                    continue
+                for key in state.keys() - {"step"}:
+                    state[key] = _moved(state[key], device)
 
     def _as_on_rank_0(self, decision: bool) -> bool:
         """What rank 0 decides. A collective on the host."""

@@ -13,10 +13,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from lightning_automodel import AutomodelStrategy
 from tests.checkpoint.test_fits import (
     test_a_missing_checkpoint_raises_on_every_rank,
     test_resumes_where_it_stopped,
@@ -40,6 +42,7 @@ from tests.markdown import merged_table
 from tests.processes import run_anew
 from tests.rank_pool import RankPool
 from tests.resume.test_fit import test_from_everywhere
+from tests.trainer.runs import LabelledModule, loader, make_trainer
 from tests.trainer.support import CELLS, FEATURES, LAYOUTS, PRECISIONS, Cell
 from tests.trainer.test_evaluation import test_around_a_fit
 from tests.trainer.test_exactness import (
@@ -160,6 +163,46 @@ def as_markdown(found: dict[Cell, str]) -> str:
         ]
         rows[precision] = cells
     return "\n".join([*lines, *merged_table(["precision", *layouts], rows, "precisions")]) + "\n"
+
+
+class WithStates(LabelledModule):
+    """Its optimizer comes with states on the host, as from an earlier fit; notes where training finds them."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=1e-3)
+        for parameter in self.parameters():
+            first, second = (torch.zeros_like(parameter).cpu() for _ in range(2))
+            self.optimizer.state[parameter] = {
+                "step": torch.tensor(1.0),
+                "exp_avg": first,
+                "exp_avg_sq": second,
+            }
+        return self.optimizer
+
+    def on_train_start(self) -> None:
+        self.found = {
+            (parameter.device.type, key, value.device.type)
+            for parameter, state in self.optimizer.state.items()
+            for key, value in state.items()
+        }
+
+
+def _places_of_states(options: dict[str, Any]) -> set[tuple[str, str, str]]:
+    module = WithStates()
+    make_trainer(AutomodelStrategy(**options), limit_train_batches=1).fit(module, loader())
+    return module.found
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("options", "place"), [({"cpu_offload": True}, "cpu"), ({"data_parallel": "ddp"}, "hostdev")]
+)
+def test_states_of_an_earlier_fit_follow_their_parameters(
+    pool2: RankPool, options: dict[str, Any], place: str
+) -> None:
+    """Offloaded shards stay on the host, and counters of steps where an optimizer has made them."""
+    expected = {(place, "step", "cpu")} | {(place, key, place) for key in ("exp_avg", "exp_avg_sq")}
+    assert pool2.run(_places_of_states, options) == [expected] * 2
 
 
 @pytest.mark.every_case
