@@ -268,7 +268,7 @@ def summary(described: dict[str, Any]) -> str:
     units = described.get("units")
     parts = [
         f"{described['data_parallel']} over {ranks}",
-        *([f"{len(units)} FSDP units beside the root"] if isinstance(units, list) else []),
+        *([] if units is None else [f"{len(units)} FSDP units beside the root"]),
         f"precision {described['precision']['trainer']}",
         f"gradients per {described['gradient_denominator']}",
         *(

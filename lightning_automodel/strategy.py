@@ -1102,7 +1102,10 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
     # --- Explaining ---------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
-        """What was decided and why: mesh, units, divisors, modes, dtypes, memory. Before set-up, only the options."""
+        """What was decided and why: mesh, units, divisors, modes, dtypes, memory. Before set-up, only the options.
+
+        ``"sharded_elsewhere"``: FSDP2's units are those of other code, such as ``configure_model``.
+        """
         if self._run is None:
             described = {}
         else:

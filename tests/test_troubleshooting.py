@@ -43,7 +43,6 @@ NOT_MESSAGES = {
     "AutomodelStrategy: …; trainer.strategy.describe() has the details.": "what rank 0 says where all is well",
     "… FSDP units beside the root": "a part of that line",
     "… ranks have joined at … (backend …).": "a log line where all is well",
-    "sharded before this set-up (by configure_model or an earlier run); left as they were": "in describe()",
     "manual optimization may step between two forwards of one training step": "in describe()",
     "auto: an estimated … MiB … what … of the free memory of the rank with least leaves beside its optimizer"
     " state, and what else is kept (… MiB)": "in describe()",

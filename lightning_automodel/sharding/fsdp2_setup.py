@@ -3,17 +3,22 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed.mesh import Placement, RunMesh, num_expert_ranks
+from lightning_automodel.internals.fsdp2 import fsdp_units
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import apply, checks, memory, precision, quantized, tensor_parallel, units
 from lightning_automodel.sharding.gathers import set_prefetch
 from lightning_automodel.sharding.shards import shard_parameters
 from lightning_automodel.sharding.sync_context import Deferral
+
+_DESCRIBED: WeakKeyDictionary[pl.LightningModule, dict[str, Any]] = WeakKeyDictionary()
+"""What is said of modules that were sharded here: also in later runs, which find them sharded."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,8 @@ def shard_module(
         report["experts"] = [n for n, p in module.named_parameters() if num_expert_ranks(p) > 1]
     apply.initialise_fsdp2(module, mesh.sizes.divisor)
     choice, needed = _choose(module, placement, options)
-    is_sharded_here = "roots" in report
-    if choice.keep or is_sharded_here:
-        report["reshard_after_forward"] = False if choice.keep else options.reshard_after_forward
+    if choice.keep:
+        report["reshard_after_forward"] = False
     report |= {
         "defer_fsdp_grad_sync": choice.defer,
         "defer_fsdp_grad_sync_reason": choice.defer_reason,
@@ -68,7 +72,9 @@ def shard_module(
     }
     shard_parameters(module, accept_hooks=options.count_window_ahead)
     is_cpu = placement.device.type == "cpu"
-    ahead, reason = _num_gathers_ahead(options.prefetch, mesh.fsdp.size(), is_cpu and is_sharded_here)
+    ahead, reason = _num_gathers_ahead(
+        options.prefetch, mesh.fsdp.size(), is_cpu and not report["sharded_elsewhere"]
+    )
     if ahead:
         set_prefetch(module, ahead, in_background=is_cpu)
     report |= {"prefetch": ahead, "prefetch_reason": reason}
@@ -81,19 +87,21 @@ def _shard(
 ) -> dict[str, Any]:
     """Returns what is said of the units. A collective over the world."""
     plan = None
-    report: dict[str, Any] = {
-        "units": "sharded before this set-up (by configure_model or an earlier run); left as they were"
-    }
     if not units.has_fsdp_units(module):
         whole = precision.kept_wide(module, policy) | quantized.kept_whole(module, policy)
         plan = units.plan_sharding(module, options.auto_wrap_policy, module.automatic_optimization, whole)
         checks.check_shardable({n: p for n, p in module.named_parameters() if n not in plan.replicated})
-        report = _described(module, plan)
+        described = _described(module, plan) | {"reshard_after_forward": options.reshard_after_forward}
+        _DESCRIBED[module] = described | {"sharded_elsewhere": False}
     tensor_parallel.distribute(module, mesh)
     apply.broadcast_states(module, mesh)
     if plan is not None:
         apply.apply_fsdp2(module, plan, mesh, options, policy)
-    return report
+    if module in _DESCRIBED:
+        return dict(_DESCRIBED[module])
+    roots: list[Any] = list(units.fsdp_roots(module))
+    below: list[Any] = [unit for unit in fsdp_units(module) if unit not in roots]
+    return _described(module, units.ShardingPlan(roots, below)) | {"sharded_elsewhere": True}
 
 
 def _described(module: pl.LightningModule, plan: units.ShardingPlan) -> dict[str, Any]:

@@ -122,6 +122,25 @@ def test_auto(pool2: RankPool) -> None:
         assert described["prefetch_reason"].startswith("auto: 1 on CPU")
 
 
+def _described_in_two_runs() -> tuple[dict[str, Any], dict[str, Any]]:
+    module = ModelModule(filled_decoder())
+    strategy = AutomodelStrategy()
+    trainer = make_trainer(strategy, limit_val_batches=1, limit_train_batches=1)
+    trainer.validate(module, loader(), verbose=False)
+    first = strategy.describe()
+    trainer.fit(module, loader())
+    return first, strategy.describe()
+
+
+def test_auto_after_a_validation(pool2: RankPool) -> None:
+    """A run that finds the module sharded by an earlier one decides and says what that did."""
+    for first, second in pool2.run(_described_in_two_runs):
+        for key in ("prefetch", "roots", "units", "replicated", "sharded_elsewhere"):
+            assert second[key] == first[key], key
+        assert (second["prefetch"], second["sharded_elsewhere"]) == (1, False)
+        assert second["units"] == [f"model.blocks.{i} (Block)" for i in range(3)]
+
+
 def test_what_is_retained_is_not_gathered_again(pool2: RankPool) -> None:
     """In the second micro-batch of a window nothing is gathered."""
     for _, events, _ in pool2.run(fit, {**LAYOUTS["kept"], "prefetch": 2}, batch_idx=1):

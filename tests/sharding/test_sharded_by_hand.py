@@ -72,7 +72,10 @@ def _fit_sharded_by_hand(
     )
     trainer.fit(module, loader())
     plain = [name for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)]
-    assert trainer.strategy.describe()["averaged_by_the_strategy"] == plain
+    described = trainer.strategy.describe()
+    assert described["averaged_by_the_strategy"] == plain
+    assert described["sharded_elsewhere"]
+    assert "model.blocks.0" in described["roots"] or "model.blocks.0 (Block)" in described["units"]
     return full_weights(module), plain
 
 
