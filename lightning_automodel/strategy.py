@@ -1094,10 +1094,12 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
                 part.teardown()
 
     def _close_run(self) -> None:
-        if self._run is not None:
-            self._run.close()
-        if self._resume is not None:
-            self._resume.close()
+        try:
+            if self._run is not None:
+                self._run.close()
+        finally:
+            if self._resume is not None:
+                self._resume.close()
 
     # --- Explaining ---------------------------------------------------------------------------------------------------
 

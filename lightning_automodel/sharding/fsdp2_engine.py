@@ -88,9 +88,11 @@ class FSDP2Engine(FSDP2Window):
 
     @override
     def close(self) -> None:
-        super().close()
-        if self._sharding.prefetches:
-            set_prefetch(self._module, 0, in_background=False)
+        try:
+            super().close()
+        finally:
+            if self._sharding.prefetches:
+                set_prefetch(self._module, 0, in_background=False)
 
     @override
     def describe(self) -> dict[str, Any]:
