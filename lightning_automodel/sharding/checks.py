@@ -147,8 +147,15 @@ def check_callbacks(callbacks: Iterable[pl.Callback], shards: bool = False) -> N
 
 
 def check_optimizers(optimizers: list[Optimizer], divisor: int) -> None:
-    """Raise ValueError for optimizers that each of several ranks would step otherwise."""
+    """Raise ValueError for optimizers that each of several ranks would step otherwise, or that spread their states."""
     for optimizer in optimizers:
+        if hasattr(optimizer, "consolidate_state_dict"):
+            name = type(optimizer).__name__
+            raise ValueError(
+                f"{name} spreads its states over ranks by itself, so that no checkpoint could have them: return"
+                " the optimizer that it wraps from configure_optimizers, and pass data_parallel='fsdp2', which"
+                " spreads states of any optimizer."
+            )
         if isinstance(optimizer, LBFGS) and divisor > 1:
             raise ValueError(
                 f"{type(optimizer).__name__} chooses its step from the loss of each rank alone, so"

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
@@ -324,8 +325,13 @@ class SecondOrder(ModelModule):
         return torch.optim.LBFGS(self.parameters())
 
 
+class SpreadsItsStates(ModelModule):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1)
+
+
 def _error_of_optimizer(make_module: type[ModelModule], options: dict[str, Any]) -> str:
-    with pytest.raises((ValueError, RuntimeError), match=r"SGD|LBFGS") as raised:
+    with pytest.raises((ValueError, RuntimeError), match=r"SGD|LBFGS|Zero") as raised:
         make_trainer(AutomodelStrategy(**options)).fit(make_module(decoder()), loader())
     return str(raised.value)
 
@@ -350,3 +356,10 @@ def test_lbfgs_raises(pool2: RankPool, options: dict[str, Any]) -> None:
     """A line search on each rank's own loss would let the ranks drift apart."""
     for message in pool2.run(_error_of_optimizer, SecondOrder, options):
         assert "LBFGS chooses its step from the loss of each rank alone, so 2 ranks would diverge" in message
+
+
+def test_spread_states_raise(pool2: RankPool) -> None:
+    """They would be missing in the first checkpoint."""
+    for message in pool2.run(_error_of_optimizer, SpreadsItsStates, DDP):
+        assert "ZeroRedundancyOptimizer spreads its states" in message
+        assert "data_parallel='fsdp2'" in message
