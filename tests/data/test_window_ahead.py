@@ -265,7 +265,7 @@ AHEAD = {"count_window_ahead": True}
         (
             StepsInBackward,
             {},
-            "_hook on model.embedding.weight, which is sharded: .* use count_window_ahead=True",
+            "_hook on model.embedding.weight, which is sharded: .* with count_window_ahead=True",
         ),
         (
             StepsInBackward,

@@ -111,7 +111,9 @@ def test_counters_are_consistent() -> None:
 
 
 def test_another_format_is_refused() -> None:
-    resume: Any = SimpleNamespace(_has_started=False, _trainer=SimpleNamespace(callbacks=[]))
+    resume: Any = SimpleNamespace(
+        _has_started=False, _can_resume=True, _trainer=SimpleNamespace(callbacks=[])
+    )
     with pytest.raises(
         ValueError, match="has format 1, and this version of lightning_automodel knows format 4"
     ):
