@@ -225,12 +225,12 @@ class OptimizerSteps:
         def clip_gradients(
             optimizer: OneOptimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
         ) -> None:
-            if clip_val > 0 or not is_lightnings:
-                self.check(unwrap(optimizer))
             if not is_lightnings:
+                self.check(unwrap(optimizer))
                 self._measure_if_asked(optimizer)
                 own(optimizer, clip_val, gradient_clip_algorithm)
             elif clip_val > 0 and gradient_clip_algorithm == "value":
+                self.check(unwrap(optimizer))
                 self._measure_if_asked(optimizer)
                 rescale_clip.clip_gradient_values(optimizer_parameters(optimizer), clip_val)
             elif clip_val > 0:
