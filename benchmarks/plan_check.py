@@ -124,11 +124,8 @@ def plan(case: Case) -> Plan:
 def cases() -> list[Case]:
     """Every layout and switch that runs on CPU ranks."""
     kept, freed = ({"reshard_during_accumulation": value} for value in (False, True))
-    # DDP settles its buckets in the second step.
     base = Case("automodel", "plan", "cpu", 256, ranks=2, warm_up=2)
     two: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"data_parallel": "ddp"}, {}),
-        ({"data_parallel": "ddp"}, {"accumulate": 2, "recompute": True}),
         (kept, {}),
         (kept, {"accumulate": 2}),
         (freed, {}),
@@ -147,7 +144,6 @@ def cases() -> list[Case]:
         (freed, {"precision": "bf16-mixed", "recompute": True}),
         (freed, {"precision": "bf16-true"}),
         (kept, {"precision": "bf16-true", "accumulate": 2}),
-        ({"data_parallel": "ddp"}, {"precision": "bf16-true"}),
     ]
     four = [
         (freed, {}),

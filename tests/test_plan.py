@@ -9,10 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 
-from lightning_automodel import AutomodelStrategy
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.plan.__main__ import _parser, _plans, main
 from lightning_automodel.plan.layouts import Plan
@@ -38,11 +36,6 @@ class Chain(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-class Rows(pl.LightningDataModule):
-    def train_dataloader(self) -> torch.utils.data.DataLoader[Tensor]:
-        return torch.utils.data.DataLoader(torch.randn(ROWS, WIDTH), batch_size=ROWS)  # type: ignore[arg-type]
 
 
 class ReadsValues(Chain):
@@ -101,13 +94,11 @@ def test_experts_are_refused() -> None:
         _run(expert_parallel_size=2)
 
 
-def test_replicas_hold_everything() -> None:
-    """Parameters, momentum, gradients, DDP's buckets; one bucket is reduced, and the count of the window."""
-    plan = _plan(data_parallel="ddp")
-    held = [plan.memory[name] for name in ("parameters", "optimizer", "gradients")]
-    assert held == [BLOCKS * BLOCK, BLOCKS * BLOCK, 2 * BLOCKS * BLOCK]
-    assert _by_kind(plan) == {"all_reduce": (2, BLOCKS * BLOCK + 40)}
-    assert plan.groups["tokens"] == (2, 2)
+def test_replicas_are_refused() -> None:
+    with pytest.raises(
+        CannotPlanError, match="data_parallel='ddp' is not planned: only sharded layouts are"
+    ):
+        _plan(data_parallel="ddp")
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -144,14 +135,13 @@ def test_layouts_that_defer_or_not() -> None:
     """Both are weighed where micro-batches accumulate, with replicas by one all-reduce of the window."""
     options = ["", "--world-size", "4", "--ranks-per-node", "2", "--precision", "32-true", "--tensor", "1"]
     for micro_batches, expected in (
-        ("4", {("auto", 1), ("auto", 2)}),
+        ("4", {(True, 1), (True, 2)}),
         ("8", {(True, 1), (False, 1), (True, 2), ("all_reduce", 2)}),
     ):
         parsed = _parser().parse_args([*options, "--context", "1", "--micro-batches", micro_batches])
-        plans, _ = _plans(parsed, build)
-        sharded = [plan.options for plan in plans if plan.options.data_parallel == "fsdp2"]
+        options_of_plans = [plan.options for plan in _plans(parsed, build)]
         assert {
-            (each.defer_fsdp_grad_sync, each.data_parallel_replicate_size) for each in sharded
+            (each.defer_fsdp_grad_sync, each.data_parallel_replicate_size) for each in options_of_plans
         } == expected
 
 
@@ -166,41 +156,13 @@ def test_activations_are_those_kept() -> None:
     assert sum(net for *_, net in events) <= batch + 8 + BLOCK
 
 
-def test_command_gives_a_strategy(capsys: pytest.CaptureFixture[str]) -> None:
-    """The YAML that it prints builds a strategy."""
-    options = ["--world-size", "16", "--precision", "32-true", "--context", "1", "--tensor", "1"]
-    assert main(["tests.test_plan:build", *options, "--cpu"]) == 0
-    printed = capsys.readouterr().out
-    trainer = yaml.safe_load(printed[printed.index("trainer:") :])["trainer"]
-    assert trainer["accelerator"] == "cpu"
-    assert trainer["num_nodes"] * trainer["devices"] == 16
-    AutomodelStrategy(**trainer["strategy"]["init_args"])
-
-
-def test_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Of LightningCLI: its model, and a batch of its data."""
-    config = tmp_path / "config.yaml"
-    options = [str(config), "--world-size", "2", "--precision", "32-true", "--context", "1", "--tensor", "1"]
-    config.write_text(
-        "model: {class_path: tests.test_plan.Chain}\ndata: {class_path: tests.test_plan.Rows}\n"
-    )
-    assert main(options) == 0
-    configured = capsys.readouterr().out
-    assert main(["tests.test_plan:build", *options[1:]]) == 0
-    assert capsys.readouterr().out == configured
-    config.write_text("model: {class_path: tests.test_plan.Chain}\ndata: {init_args: {}}\n")
-    assert main(options) == 1
-    assert "has no class_path for data" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("target", "options", "said"),
     [
-        ("no_such_module:build", (), "cannot be imported"),
-        ("tests.test_plan:nothing", (), "cannot be imported"),
-        ("no_such.yaml", (), "No such file"),
+        ("no_such_module:build", (), "No module named 'no_such_module'"),
+        ("tests.test_plan:nothing", (), "has no attribute 'nothing'"),
         ("tests.test_plan:reads_values", (), "training_step does not run on the meta device"),
-        ("tests.test_plan:fused", (), "pass fused=self.device.type == 'cuda'"),
+        ("tests.test_plan:fused", (), "no kernels for fused=True"),
         ("tests.test_plan:manual", (), "manual optimization is not planned"),
         ("tests.test_plan:build", ("--micro-batches", "7"), "pass another --micro-batches"),
     ],
@@ -208,26 +170,26 @@ def test_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
 def test_refusals(
     capsys: pytest.CaptureFixture[str], target: str, options: tuple[str, ...], said: str
 ) -> None:
-    """One line, with the remedy, and status 1."""
+    """Lines with the remedy, and status 1."""
     assert main([target, "--world-size", "4", *options]) == 1
     told = capsys.readouterr()
     assert said in told.err
     *progress, error = told.err.splitlines()
     assert error.startswith("error: ")
-    assert all(line.startswith("Planning ") for line in progress)
+    assert all(line.startswith(("Planning ", "left out: ")) for line in progress)
     assert told.out == ""
 
 
 def test_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--world-size", "2", "--precision", "32-true", "--context", "1", "--tensor", "1"]
     assert main(["tests.test_plan:build", *options, "--memory", "1e-5"]) == 1
-    assert "Nothing fits in 1e-05 GiB. Most of the least is" in capsys.readouterr().out
+    assert "Nothing fits in 1e-05 GiB. The least is 1 x 2" in capsys.readouterr().out
 
 
 def test_the_plainest_comes_first() -> None:
     """No parallelism before any, activations kept before recomputed, then what sends least between nodes."""
     options = ["", "--world-size", "8", "--ranks-per-node", "2", "--precision", "32-true", "--tensor", "1"]
-    plans, _ = _plans(_parser().parse_args([*options, "--context", "1"]), build)
+    plans = _plans(_parser().parse_args([*options, "--context", "1"]), build)
     added = [(each.options.cpu_offload, each.options.activation_checkpointing) for each in plans]
     assert added == sorted(added)
     plain = [each.bytes_by_link()[1] for each, adds in zip(plans, added, strict=True) if not any(adds)]
@@ -255,18 +217,6 @@ def test_the_page_of_scale_is_of_this_plan(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_page_of_scale_is_of_this_plan_at_70b(monkeypatch: pytest.MonkeyPatch) -> None:
     computed, written = scale_page(("70B",), monkeypatch)
     assert computed == written
-
-
-def test_ddp_without_a_plan_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """Under bf16-mixed, the default, with what to pass; under another precision there is nothing to tell."""
-    for precision in ("bf16-mixed", "bf16-true"):
-        assert (
-            main(["tests.test_plan:build", "--world-size", "2", "--precision", precision, "--tensor", "1"])
-            == 0
-        )
-        printed = capsys.readouterr().out
-        assert ("left out: DDP: its autocast" in printed) == (precision == "bf16-mixed")
-        assert ("ddp 2 x 1" in printed) == (precision == "bf16-true")
 
 
 def test_layouts_that_cannot_be() -> None:
@@ -315,7 +265,7 @@ def test_what_is_weighed_is_compared_with_runs(monkeypatch: pytest.MonkeyPatch) 
     parsed = _parser().parse_args(
         ["", "--world-size", "4", "--ranks-per-node", "2", "--precision", "32-true"]
     )
-    plans, _ = _plans(parsed, build)
+    plans = _plans(parsed, build)
     names = [str(plan) for plan in plans]
     assert len(names) == len(set(names)) > 10
     cases = [

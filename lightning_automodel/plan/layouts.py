@@ -4,13 +4,13 @@ from collections import Counter
 
 from lightning_automodel.distributed.mesh import resolve_sizes
 from lightning_automodel.options import StrategyOptions
-from lightning_automodel.plan.recording import Parameter, PlannedBatch
+from lightning_automodel.plan.recording import CannotPlanError, PlannedBatch
 
 _BytesByUnit = Counter[int | None]
 
 
 class Plan:
-    """One layout of one model. ``micro`` records a micro-batch; a rank has ``accumulate`` of them in a step.
+    """One sharded layout of one model. ``micro`` records a micro-batch; a rank has ``accumulate`` of them in a step.
 
     ``defer_fsdp_grad_sync="auto"`` and ``reshard_during_accumulation="auto"`` are taken for True. With
     ``is_host`` ranks compute on the CPU, where gloo copies its messages and optimizers step by parameter.
@@ -21,7 +21,6 @@ class Plan:
         sent: Number of collectives in a step by (group, kind, bytes); bytes are the larger of input and
             output.
         groups: Ranks of each group, and how many of them are on one node.
-        nodes: How many there are.
     """
 
     def __init__(
@@ -33,11 +32,15 @@ class Plan:
         ranks_per_node: int,
         is_host: bool = False,
     ) -> None:
+        if options.data_parallel != "fsdp2":
+            raise CannotPlanError(
+                f"data_parallel={options.data_parallel!r} is not planned: only sharded layouts are. A replica"
+                " holds what one rank of fsdp2 1 x 1 holds, and its gradients once more."
+            )
         self.micro = micro
         self.options = options
         self.accumulate = accumulate
         self.is_host = is_host
-        self.nodes = -(-world_size // ranks_per_node)
         tensor = options.tensor_parallel_size
         context = options.context_parallel_size
         self.sizes = resolve_sizes(
@@ -47,17 +50,14 @@ class Plan:
             tensor_parallel_size=tensor,
             context_parallel_size=context,
             world_size=world_size,
-            num_nodes=self.nodes,
+            num_nodes=-(-world_size // ranks_per_node),
         )
         self._shards = self.sizes.shard * context
-        self._is_sharded = options.data_parallel == "fsdp2"
         self._frees = bool(options.reshard_during_accumulation)
         # On one rank the strategy has nothing to defer.
         self._defers = options.defer_fsdp_grad_sync in (True, "auto") and self.sizes.divisor > 1
         self.groups = self._groups(ranks_per_node)
         self._parameters = micro.parameters
-        if not self._is_sharded:
-            self._parameters = [parameter._replace(unit=None) for parameter in micro.parameters]
         self.high_water = 0
         self.memory = Counter[str]()
         self._add_up()
@@ -85,10 +85,7 @@ class Plan:
         self._reduced = _BytesByUnit()
         self._own = _BytesByUnit()
         for p in self._parameters:
-            if p.unit is None:
-                numel = p.numel
-            else:
-                numel = p.shard(self._shards)
+            numel = p.numel if p.unit is None else p.shard(self._shards)
             self._held["parameters"] += numel * p.stored
             self._unsharded[p.unit] += numel * self._shards * p.computed
             if p.is_trained:
@@ -104,31 +101,23 @@ class Plan:
     def __str__(self) -> str:
         sizes = self.sizes
         options = self.options
-        text = (
-            f"{options.data_parallel} {sizes.replicate} x {sizes.shard} TP {sizes.tensor} CP {sizes.context}"
-        )
+        text = f"{sizes.replicate} x {sizes.shard} TP {sizes.tensor} CP {sizes.context}"
         text += " kept" * (not self._frees)
         text += " undeferred" * (options.defer_fsdp_grad_sync in (False, "all_reduce"))
-        return (
-            text
-            + " recomputed" * bool(options.activation_checkpointing)
-            + " offloaded" * options.cpu_offload
-        )
+        text += " recomputed" * bool(options.activation_checkpointing)
+        return text + " offloaded" * options.cpu_offload
 
     def _follow(self) -> None:
         """Follow the memory of an optimizer step. Its micro-batches after the second are like the second."""
         rounds = min(self.accumulate, 2)
-        buckets = _BytesByUnit()  # DDP's
-        if not self._is_sharded:
-            buckets[None] = self._own[None]
         self._gathered = set[int]()
-        self._gradients = self._own + buckets  # of the step before
+        self._gradients = self._own.copy()  # of the step before
         for number in range(rounds):
-            self._follow_micro_batch(buckets, is_first=number == 0, is_last=number == rounds - 1)
+            self._follow_micro_batch(is_first=number == 0, is_last=number == rounds - 1)
         self._gathered.clear()
         self._see("optimizer", 0 if self.is_host else self._held["parameters"])
 
-    def _follow_micro_batch(self, buckets: _BytesByUnit, is_first: bool, is_last: bool) -> None:
+    def _follow_micro_batch(self, is_first: bool, is_last: bool) -> None:
         root = self.micro.num_units
         missing = Counter(p.unit for p in self._parameters if p.is_trained and p.unit is not None)
         missing[root] += 1
@@ -141,12 +130,12 @@ class Plan:
             elif kind == "free" and self._frees:
                 self._gathered.discard(index)
             elif kind == "loss" and is_first:
-                self._gradients = buckets.copy()
+                self._gradients = _BytesByUnit()
             elif kind == "gradient":
                 p = self._parameters[index]
                 is_reduced = p.unit is not None and not self._defers
                 # FSDP2 adds to a gradient of another dtype only once it has all gradients of a unit.
-                is_cast = self._is_sharded and p.computed != p.reduced
+                is_cast = p.computed != p.reduced
                 self._gradients[p.unit] += p.numel * p.computed * (is_first or is_reduced or is_cast)
                 if p.unit is not None:
                     self._gather(p.unit, p.unit - bool(missing[p.unit - 1]))
@@ -184,28 +173,15 @@ class Plan:
 
     def _count(self) -> Counter[tuple[str, str, int]]:
         sent = Counter({key: number * self.accumulate for key, number in self.micro.messages.items()})
-        if self._defers:
-            scatters = 1
-        else:
-            scatters = self.accumulate
-        if self.options.defer_fsdp_grad_sync is False:
-            all_reduces = self.accumulate
-        else:
-            all_reduces = 1
+        scatters = 1 if self._defers else self.accumulate
+        all_reduces = self.accumulate if self.options.defer_fsdp_grad_sync is False else 1
         for unit in range(self.micro.num_units + 1):
             again = self.accumulate * (1 if unit == self.micro.num_units else 2)
             sent["shard", "all_gather", self._unsharded[unit]] += again if self._frees else 1
             sent["shard", "reduce_scatter", self._reduced[unit]] += scatters
             sent["replicate", "all_reduce", self._reduced[unit] // self._shards] += all_reduces
         whole = [p for p in self._parameters if p.is_trained and p.unit is None]
-        sizes = [sum((p.numel + 1) * p.stored for p in whole)]
-        if not self._is_sharded:
-            ready = [
-                self._parameters[index] for kind, index, _, _ in self.micro.events if kind == "gradient"
-            ]
-            sizes = _ddp_buckets(ready)
-        for size in sizes:
-            sent["tokens", "all_reduce", size] += 1
+        sent["tokens", "all_reduce", sum((p.numel + 1) * p.stored for p in whole)] += 1
         sent["tokens", "broadcast", self.micro.buffers] += 1
         # For a window: its count, loss and number of micro-batches, the order of its units as two numbers,
         # and for each sharded parameter whether it was used.
@@ -219,13 +195,3 @@ class Plan:
         spans = {group: ranks > neighbours for group, (ranks, neighbours) in self.groups.items()}
         sizes = [(spans[group], size * number) for (group, _, size), number in self.sent.items()]
         return sum(size for far, size in sizes if not far), sum(size for far, size in sizes if far)
-
-
-def _ddp_buckets(ready: list[Parameter]) -> list[int]:
-    """Bytes of DDP's buckets, filled in the order of gradients: the first of 1 MiB, the others of 25 MiB."""
-    buckets = [0]
-    for parameter in ready:
-        if buckets[-1] >= (1 << 20 if len(buckets) == 1 else 25 << 20):
-            buckets.append(0)
-        buckets[-1] += parameter.numel * parameter.stored
-    return buckets
