@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
 
 from lightning_automodel.internals.torch import not_compiled
@@ -148,7 +149,7 @@ def _causal_bias(num_rows: int, num_columns: int, device: torch.device) -> Tenso
     try:
         return causal_lower_right(num_rows, num_columns)
     except RuntimeError:
-        # Torch (2.13) cannot make it under a dispatch mode, such as that of FlopCounterMode.
+        # Torch (2.13) cannot make it under a dispatch mode: FlopCounterMode's, selective recomputation's.
         columns = torch.arange(num_columns, device=device)
         return columns <= columns[-num_rows:, None]
 
@@ -191,20 +192,8 @@ class _Gather(torch.autograd.Function):
         return whole
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _ReduceScatter.apply(*gradients, ctx.group), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """Sums [w, ...] of all ranks to [...] of each: the backward of :class:`_Gather`, which is that of this one."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        part = whole.new_empty((1, *whole.shape[1:]))
-        dist.reduce_scatter_single(part, whole.contiguous(), group=group)
-        return part[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _Gather.apply(*gradients, ctx.group), None
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        part = gradient.new_empty((1, *gradient.shape[1:]))
+        dist.reduce_scatter_single(part, gradient.contiguous(), group=ctx.group)
+        return part[0], None

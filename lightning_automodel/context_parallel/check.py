@@ -84,23 +84,22 @@ class FirstStepCheck:
         """
         first = FirstPositions(slices, shape)
         names = {submodule: name for name, submodule in self._module.named_modules()}
-        calls = self.calls
+        calls = [call for call in self.calls if first.are_in(call[1:])]
         self.calls = []
-        # Ranks may have called different modules, or some with arguments that cannot be sliced.
-        told = gather_objects(
-            [names[called] if first.cover(arguments) else None for called, *arguments in calls], group
-        )
+        called = gather_objects([names[module] for module, *_ in calls], group)
         found: str | None = None
-        for call, called in zip(calls, zip(*told, strict=False), strict=False):
-            if called[0] is not None and len({*called}) == 1:
-                difference = self._first_difference(call, first, names)
-                found = found or difference
+        if all(modules == called[0] for modules in called):
+            for module, *arguments in calls:
+                for submodule, error, limit in self.differences(module, arguments, first):
+                    if error > limit and found is None:
+                        name = f"{names[submodule]} ({class_name(submodule)})".strip()
+                        found = _describe_difference(name, error, first.length)
         if found is None and not 0 < slices.num_calls <= first.sliced.num_calls:
             found = (
                 f"{class_name(self._module)}.{self._step} attends by something else than"
                 " lightning_automodel.context_parallel_attention, or outside of modules that are called with"
-                " slices of the batch [b, s], or hidden states [b, s, ...], and no other tensor of their"
-                " length: its layers in slices could not be compared with whole sequences."
+                " slices of the batch [b, s], or hidden states [b, s, ...], on all ranks alike: its layers in"
+                " slices could not be compared with whole sequences."
                 f" {slices.num_calls} calls of attention crossed the {slices.num_ranks} context-parallel"
                 f" ranks, and {first.sliced.num_calls} were compared. Call one module, as in"
                 " self.model(**batch), and attend by context_parallel_attention(query, key, value) in it."
@@ -108,25 +107,6 @@ class FirstStepCheck:
         for message in gather_objects(found, group):
             if message is not None:
                 raise RuntimeError(message)
-
-    def _first_difference(
-        self, call: tuple[nn.Module, Any, Any], first: "FirstPositions", names: dict[nn.Module, str]
-    ) -> str | None:
-        """What is said of the first module whose output differs. A collective of the context peers."""
-        module, *arguments = call
-        found = None
-        for submodule, error, limit in self.differences(module, arguments, first):
-            if error > limit and found is None:
-                name = f"{names[submodule]} ({class_name(submodule)})".strip()
-                found = (
-                    f"{name} gives something else on slices of sequences than on whole ones: off by"
-                    f" {error:.2g} of its size on the first {first.length} positions of the first batch. In"
-                    " it, or just before, positions are mixed within this rank's slice alone, or counted"
-                    " from its start: attend by lightning_automodel.context_parallel_attention(query, key,"
-                    " value), and take positions from batch['position_ids']. (Or it draws random numbers in"
-                    " evaluation mode too, so that it cannot be compared.)"
-                )
-        return found
 
     def differences(
         self, module: nn.Module, arguments: list[Any], first: "FirstPositions"
@@ -140,10 +120,7 @@ class FirstStepCheck:
         arguments = apply_to_collection(arguments, Tensor, first.cut, allow_frozen=True)
         in_slices = self._outputs(module, arguments, first.sliced)
         is_wide = torch.get_float32_matmul_precision() == "highest"
-        if is_wide:
-            epsilon = 0.0
-        else:
-            epsilon = torch.finfo(torch.bfloat16).eps
+        epsilon = 0.0 if is_wide else torch.finfo(torch.bfloat16).eps
         for submodule, output, own in _in_pairs(whole, in_slices):
             # A wide output may come from narrower ones.
             epsilon = max(epsilon, torch.finfo(output.dtype).eps)
@@ -211,15 +188,9 @@ class FirstPositions:
         self.sliced = replace(slices, chunk=chunk, length=length, documents=documents, num_calls=0)
         self.whole = replace(self.sliced, group=None, chunks=(0, 1), chunk=self.length // 2)
 
-    def cover(self, arguments: Any) -> bool:
-        """Whether a module was called with slices, and with no other tensor that has the length of a sequence."""
-        tensors = list(tensors_in(arguments))
-        others = [tensor for tensor in tensors if not self._is_slice(tensor)]
-        own = self._shape[-1]
-        lengths = {own, own * self._slices.num_ranks, self._slices.length, self.length}
-        return len(others) < len(tensors) and not any(
-            lengths.intersection(tensor.shape[1:]) for tensor in others
-        )
+    def are_in(self, arguments: Any) -> bool:
+        """Whether any of a call's arguments is a slice."""
+        return any(map(self._is_slice, tensors_in(arguments)))
 
     def _is_slice(self, tensor: Tensor) -> bool:
         return not isinstance(tensor, DTensor) and tensor.shape[:2] == self._shape
@@ -238,6 +209,17 @@ class FirstPositions:
             return tensor
         chunks = tensor.split(self.sliced.chunk, dim=1)
         return torch.cat([chunks[index] for index in self.sliced.chunks], dim=1)
+
+
+def _describe_difference(name: str, error: float, length: int) -> str:
+    return (
+        f"{name} gives something else on slices of sequences than on whole ones: off by {error:.2g} of its"
+        f" size on the first {length} positions of the first batch. In it, or just before, positions are"
+        " mixed within this rank's slice alone, or counted from its start: attend by"
+        " lightning_automodel.context_parallel_attention(query, key, value), and take positions from"
+        " batch['position_ids']. (Or it draws random numbers in evaluation mode too, so that it cannot be"
+        " compared.)"
+    )
 
 
 def _in_pairs(whole: Outputs, in_slices: Outputs) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:

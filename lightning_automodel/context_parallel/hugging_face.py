@@ -34,12 +34,6 @@ def let_models_attend_across(module: nn.Module, patches: PatchStack) -> bool:
         model.set_attn_implementation(NAME)
         # The cache would hold keys and values of the slice only.
         patches.set(model.config, "use_cache", False)
-        if model.config._attn_implementation != NAME:
-            raise ValueError(
-                f"{type(model).__name__} computes attention in a way of its own, not by transformers'"
-                " AttentionInterface, so that it would stay within a slice: leave context_parallel_size at"
-                " 1."
-            )
     return True
 
 
@@ -75,9 +69,6 @@ def _attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls for the attention of each layer: [b, h, s, d] to [b, s, h, d]."""
@@ -85,24 +76,18 @@ def _attend(
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         plain: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return plain(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
-            **kwargs,
-        )
+        return plain(module, query, key, value, attention_mask, **kwargs)
     if found := [name for name in _CHANGES_SCORES if kwargs.get(name) is not None]:
         raise RuntimeError(
             f"{type(module).__name__} computes attention with {', '.join(found)}, which has not been checked"
             " with context_parallel_size > 1: leave it at 1."
         )
-    options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
-    is_causal = is_causal is not False and getattr(module, "is_causal", True)
+    options = {
+        "dropout_p": kwargs.get("dropout", 0.0),
+        "scale": kwargs.get("scaling"),
+        "enable_gqa": query.shape[1] != key.shape[1],
+    }
+    is_causal = kwargs.get("is_causal") is not False and getattr(module, "is_causal", True)
     mixed = attention.attend_across(query, key, value, attention_mask, is_causal, options)
     return mixed.transpose(1, 2).contiguous(), None
 

@@ -147,16 +147,11 @@ class ShiftedAway:
         " collate function, and pass label_shift=0.)"
     )
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(self._MESSAGE)
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise TypeError(self._MESSAGE)
-
-    __getitem__ = __eq__ = __ne__ = __len__ = __iter__ = _refuse
-    __hash__ = object.__hash__
-
     @classmethod
-    def __torch_function__(cls, *_: Any) -> NoReturn:
-        """Called by torch instead of any of its functions that gets a placeholder."""
-        raise TypeError(cls._MESSAGE)
+    def _refuse(cls, *_: Any) -> NoReturn:
+        raise AttributeError(cls._MESSAGE)
+
+    __getattr__ = __getitem__ = __eq__ = __ne__ = __len__ = __iter__ = _refuse
+    __hash__ = object.__hash__
+    # Called by torch instead of any of its functions that gets a placeholder.
+    __torch_function__ = _refuse

@@ -1,7 +1,7 @@
 """The Trainer's steps on slices of sequences."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from lightning_automodel.context_parallel.check import FirstStepCheck
 from lightning_automodel.context_parallel.hugging_face import let_models_attend_across
 from lightning_automodel.context_parallel.slices import SequenceSlices
 from lightning_automodel.distributed.collectives import gather_objects
-from lightning_automodel.gradients.token_loss import TokenWeighting, has_count
+from lightning_automodel.gradients.token_loss import has_count
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.tensor_parallel import check_same_batch
@@ -42,7 +42,6 @@ class ContextParallelSteps:
         self.slices = SequenceSlices(mesh.get_local_rank(), options, adds_mask)
         self._newest: Slices | None = None
         self._shape = torch.Size()
-        self._is_first = True
         self._checked = set[str]()
         self.whole: Any = None  # the batch that was sliced last, for ExactnessCheck
 
@@ -52,29 +51,25 @@ class ContextParallelSteps:
         The first call is a collective over the group, which compares the batches, and the counts of slices
         with that of the whole batch.
         """
+        is_first = self._newest is None
         self._newest = self.slices.describe(batch, self.group)
         sliced = self.slices.slice(batch)
-        if self._is_first:
-            self._is_first = False
+        if is_first:
             check_same_batch(batch, self.group, self._module.device, "context-parallel")
             if self._count_label_tokens is not None:
-                counting = TokenWeighting(count_label_tokens=self._count_label_tokens)
-                self._check_function(counting, batch, sliced)
+                self._check_function(self._count_label_tokens, batch, sliced)
         self._shape = sliced["input_ids"].shape
         self.whole = batch
         return sliced
 
-    def _check_function(self, counting: TokenWeighting, batch: Any, sliced: Any) -> None:
+    def _check_function(self, count: Callable[[Any], Any], batch: Any, sliced: Any) -> None:
         """Raise unless the counts of slices add up to that of the batch. A collective over the group."""
-        of_whole = torch.as_tensor(counting.count(self.slices.complete(batch)))
-        counts = gather_objects(float(counting.count(sliced)), self.group)
-        tolerance = 0.0
-        if of_whole.is_floating_point():
-            tolerance = 8 * torch.finfo(of_whole.dtype).eps
-        if not math.isclose(sum(counts), of_whole, rel_tol=tolerance):
+        of_whole = float(count(self.slices.complete(batch)))
+        counts = gather_objects(float(count(sliced)), self.group)
+        if not math.isclose(sum(counts), of_whole, rel_tol=1e-6):
             raise ValueError(
                 f"count_label_tokens counts {', '.join(f'{count:g}' for count in counts)} on the"
-                f" {len(counts)} ranks that share a batch, and {float(of_whole):g} in the whole batch. Each"
+                f" {len(counts)} ranks that share a batch, and {of_whole:g} in the whole batch. Each"
                 " must count its slice, since the counts are added: count entries of the shape of"
                 " batch['input_ids'], which are slices; with a label_shift, batch['shift_labels']."
             )

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_automodel import context_parallel_attention
@@ -52,34 +51,18 @@ def test_attention_while_operations_are_counted(chunks: tuple[int, int]) -> None
     torch.testing.assert_close(attended, attend(), rtol=1e-12, atol=1e-12)
 
 
-def penalised(part: Tensor, slices: attention.Slices, num_losses: int) -> Tensor:
-    """[] the squared gradient of a loss of the whole sequence that ``num_losses`` ranks add up."""
-    loss = num_losses * attention.whole(part.square(), slices).pow(3).sum()
-    (gradient,) = torch.autograd.grad(loss, part, create_graph=True)
-    return gradient.square().sum()
-
-
-def penalty_gradient() -> Tensor:
-    """On each rank a slice; the gradient of the whole sequence."""
+def differentiate_twice() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    assert dist.group.WORLD is not None
     slices = attention.Slices(
         dist.group.WORLD, chunks=(rank, 2 * ranks - 1 - rank), chunk=1, length=2 * ranks
     )
-    part = sequence(2 * ranks)[..., list(slices.chunks), :].requires_grad_()
-    penalised(part, slices, 1).backward()
-    assert part.grad is not None
-    return attention.whole(part.grad, slices)
+    part = torch.ones(1, 2, 2, requires_grad=True)
+    loss = attention.whole(part, slices).pow(3).sum()
+    (gradient,) = torch.autograd.grad(loss, part, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
 
 
-def sequence(length: int) -> Tensor:
-    return torch.randn(1, length, 2, generator=torch.Generator().manual_seed(3)).double()
-
-
-def test_second_derivatives_cross_ranks(pool2: RankPool) -> None:
-    """Of a gradient penalty; what a collective returns would be a constant to it."""
-    alone = attention.Slices(None, chunks=(0, 1), chunk=2, length=4)
-    states = sequence(4).requires_grad_()
-    penalised(states, alone, 2).backward()
-    for gradient in pool2.run(penalty_gradient):
-        torch.testing.assert_close(gradient, states.grad, rtol=1e-12, atol=1e-12)
+def test_second_derivatives_are_refused(pool2: RankPool) -> None:
+    """On every rank; a gradient penalty would take what the other ranks send for a constant."""
+    pool2.run(differentiate_twice)

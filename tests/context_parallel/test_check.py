@@ -120,19 +120,6 @@ class Draws(DecoderModule):
         self.model.embedding.register_forward_hook(lambda _, __, output: output + torch.randn_like(output))
 
 
-class CallsWithTables(CallsParts):
-    """Gives its blocks what has a length and is no slice of the batch."""
-
-    third = Block
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        self.model.blocks[1].register_forward_pre_hook(lambda module, args: (args[0], None))
-        hidden = self.model.embedding(batch["input_ids"])
-        for index, block in enumerate(self.model.blocks):
-            hidden = block(hidden, torch.ones(3, hidden.shape[1]) if index == 1 else None)
-        return self.model.head(hidden).sum() * 0
-
-
 class EvaluatesByHand(OneByHand):
     def validation_step(self, batch: Batch, batch_idx: int) -> Any:
         return self.loss(batch, "mean")
@@ -146,11 +133,6 @@ REFUSED = {
     "pooled": Refused(lambda: Pools(Run()), "gives something else on slices", lambda: [BATCH]),
     "random": Refused(
         lambda: Draws(Run()), "(Or it draws random numbers in evaluation mode", lambda: [BATCH]
-    ),
-    "lengths": Refused(
-        lambda: CallsWithTables(Run()),
-        "CallsWithTables.training_step attends by something else than",
-        lambda: [BATCH],
     ),
     "its own, replicated": Refused(
         lambda: CallsItself(Run()),
