@@ -1,7 +1,7 @@
 """The strategy: its hooks in the order in which the Trainer calls them; each delegates to the module that does it."""
 
 from collections.abc import Callable, Generator, Mapping, MutableMapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,8 @@ from lightning_automodel.data.batches import PendingGather
 from lightning_automodel.data.samplers import Ranks
 from lightning_automodel.data.streams import check_counted_ranks
 from lightning_automodel.distributed import collectives, process_group
-from lightning_automodel.distributed.first_rank import Block, FirstRankPerNode
+from lightning_automodel.distributed.failures import RankFailedError
+from lightning_automodel.distributed.first_rank import FirstRankPerNode
 from lightning_automodel.distributed.mesh import Placement, RunMesh, adopt_mesh, build_mesh, resolve_sizes
 from lightning_automodel.failure.supervisor import Supervisor, check_processes
 from lightning_automodel.gradients.token_loss import StepReport
@@ -283,7 +284,7 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         self._patches = PatchStack()  # on the Trainer, its callbacks and the module
         self._mesh: RunMesh | None = None  # once the ranks have joined
         self._barriers: set[str | None] = set()  # names of those that Lightning has called
-        self._setup_block: Block | None = None  # `first_rank_setup`, between two barriers
+        self._setup_block = ExitStack()  # `first_rank_setup`, between two barriers
         self._run: TrainingRun | None = None  # the distributed model, from `setup` on; kept for `last_step`
         self._resume: Resume | None = None  # of a fit
         self._loader = CheckpointLoader()  # of the checkpoint that Lightning restores
@@ -479,7 +480,7 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         """
         self._barriers.add(name)
         if name == "post_setup":
-            self._end_setup_block()
+            self._setup_block.close()
         if self._supervisor.has_failed:
             return
         collectives.named_barrier(name or "unnamed", self._options.parsed_timeout)
@@ -487,9 +488,7 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
             checks.check_callbacks(self._module.trainer.callbacks, self._options.is_sharded)  # type: ignore[attr-defined]
             self._weight_averages.delay(self.lightning_module, self._options.is_sharded, self._patches)
         if name == "pre_setup" and self._options.first_rank_setup:
-            block = Block(None, "node", self._options.parsed_timeout)
-            block.begin()
-            self._setup_block = block
+            self._setup_block.enter_context(self.first_rank_per_node())
         if name == "run-stage" and self._run is not None:
             meta_init.check_initialized(self._module, self.root_device)
             self._loader = CheckpointLoader()  # Lightning has restored the checkpoint
@@ -506,12 +505,6 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
                 f"Lightning {pl.__version__} has not called strategy.barrier({missing[0]!r}), on which"
                 f" {type(self).__name__} relies: install a version that docs/support.md lists."
             )
-
-    def _end_setup_block(self, exception: BaseException | None = None) -> None:
-        block = self._setup_block
-        self._setup_block = None
-        if block is not None:
-            block.end(exception)
 
     def first_rank_per_node(
         self, scope: Literal["node", "global"] = "node", timeout: timedelta | float | None = None
@@ -1049,7 +1042,10 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
     def on_exception(self, exception: BaseException) -> None:
         checks.explain(exception, self._module)
         explain_out_of_memory(exception, self.describe)
-        self._end_setup_block(exception)
+        with suppress(
+            RankFailedError
+        ):  # which the others know, so that none of them comes to the block's end
+            self._setup_block.close()
         if isinstance(exception, lightning_internals.SIGTERMException) and self._supervisor.requeues:
             lightning_internals.save_and_requeue(self._module.trainer)
         if self._run is not None:

@@ -5,11 +5,11 @@ at its entry, of a node's ranks when its first one has done its work, and of all
 its ranks have hearts meanwhile, so that a rank that dies is noticed.
 """
 
-import contextlib
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ContextDecorator, ExitStack
+from contextlib import ContextDecorator, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Literal, get_args
@@ -66,6 +66,7 @@ class FirstRankPerNode(ContextDecorator):
         self._group = group
         self._scope = scope
         self._timeout = process_group.parse_timeout(timeout)
+        self._entered: list[ExitStack] = []  # a block inside another one may be of the same object
 
     def __enter__(self) -> bool:
         """Wait until this rank may run the block, and return whether it goes first.
@@ -74,153 +75,106 @@ class FirstRankPerNode(ContextDecorator):
             RankFailedError: If another rank failed, did not join, or was silent, or the store was lost.
             ValueError: If the block around this one has another group or scope.
         """
-        outer = _active[-1] if _active else None
-        if outer is None or outer.group is None:
-            block = Block(self._group, self._scope, self._timeout)
-            block.begin()
-        elif (self._group or dist.group.WORLD) is outer.group and self._scope == outer.scope:
-            block = outer
-            _active.append(block)
-        else:
-            # Ranks that wait at the outer block's entry cannot take part in another order.
-            members = dist.get_process_group_ranks(outer.group)
-            raise ValueError(
-                "A FirstRankPerNode block cannot be inside a block of another group or scope, here of ranks"
-                f" {members} with scope={outer.scope!r}: leave that one first, or give both the same."
-            )
-        return block.is_first
+        with ExitStack() as entered:
+            is_first = entered.enter_context(_block(self._group, self._scope, self._timeout))
+            self._entered.append(entered.pop_all())
+        return is_first
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Report how the block ended, and wait until it has ended on all ranks, or one failed."""
-        block = _active[-1]
-        if _active.count(block) > 1:  # the block around this one goes on
-            _active.pop()
-        else:
-            block.end(error)
+        self._entered.pop().__exit__(kind, error, traceback)
 
 
-class Block:
-    """One use of :class:`FirstRankPerNode` on this rank, from :meth:`begin` to :meth:`end`.
+@dataclass
+class _Block:
+    """A block of several ranks that this process is in, from its entry on."""
 
-    Attributes:
-        scope: Who goes first.
-        group: Of the ranks that take part; None, once the block has begun, if there is nobody to wait for.
-        is_first: Whether this rank goes first.
-        members: The ranks that take part, as ranks of the default group.
-        peers: Those that wait for the same first rank as this one.
-        store: With a prefix that this block has alone.
-        heart: That of the run that this process is in, else one for the block.
-    """
-
-    members: list[int]
-    peers: list[int]
-    store: dist.Store
-    heart: Heart
-
-    def __init__(self, group: dist.ProcessGroup | None, scope: Scope, timeout: timedelta) -> None:
-        self.scope = scope
-        self.group = group
-        self.is_first = True
-        self._timeout = timeout
-        self._name = f"FirstRankPerNode(scope={scope!r})"
-        self._at_end = ExitStack()
-
-    def begin(self) -> None:
-        """Wait until this rank may run the block; raises as :meth:`FirstRankPerNode.__enter__`."""
-        with ExitStack() as at_end:
-            _active.append(self)
-            at_end.callback(_active.remove, self)
-            if self._finds_others(at_end):
-                self._enter(at_end)
-            self._at_end = at_end.pop_all()
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Wait until the block has ended on all ranks; or tell them of the ``error`` that has ended it here."""
-        with self._at_end:
-            if self.group is None:
-                return
-            if error is not None:
-                self._post(error)
-                return
-            with self._posting():
-                if self.is_first:
-                    self._meet_after_work()
-                at = f"the end of {self._name}"
-                self.heart.meet(self.store, at, self.members, limit_s=LONGEST_WORK_S)
-
-    def _finds_others(self, at_end: ExitStack) -> bool:
-        """Whether there are others to wait for, in a group that is made where the environment tells of one."""
-        makes_group = (
-            self.group is None
-            and not dist.is_initialized()
-            and all(os.environ.get(name) for name in ENVIRONMENT)
-            and join.number_in_environment("WORLD_SIZE", at_least=1) != 1
-        )
-        if makes_group:
-            process_group.initialize_distributed("gloo", self._timeout)
-            at_end.callback(process_group.destroy_global_state)
-        self.group = self.group or dist.group.WORLD
-        if self.group is not None and self.group.size() == 1:
-            self.group = None
-        return self.group is not None
-
-    def _enter(self, at_end: ExitStack) -> None:
-        """Wait for all others, and then for the first rank's work. A collective of the group, through the store."""
-        assert self.group is not None
-        dist.get_rank(self.group)  # raises if the group was destroyed
-        rank = dist.get_rank()
-        self.members = dist.get_process_group_ranks(self.group)
-        # Each member counts its blocks on groups of this name. All enter the same blocks, so the numbers agree. The
-        # path holds the lowest rank, since torch may give one name to groups that share no rank.
-        path = f"first_rank/{self.group.group_name}.{min(self.members)}"
-        path += f"/{process_group.next_number(path)}"
-        self.store = dist.PrefixStore(path, process_group.connection(self._timeout))
-        self.heart = heart.current() or self._start_heart(rank, at_end)
-        at_end.callback(meeting.linger, self.store, "end", rank, self.members, LINGER_S)
-        with self._posting():
-            at = f"the entry to {self._name}"
-            nodes = self.heart.meet(
-                self.store, at, self.members, node_of(rank), self._timeout.total_seconds()
-            )
-            self.peers = peers_of(rank, dict(zip(self.members, nodes, strict=True)), self.scope)
-            self.is_first = rank == min(self.peers)
-            if not self.is_first:
-                self._meet_after_work()
-
-    def _start_heart(self, rank: int, at_end: ExitStack) -> Heart:
-        own = Heart(rank, self.members, self.store, self._timeout.total_seconds())
-        own.record.where = self._name
-        own.start()
-        at_end.callback(own.close)
-        return own
-
-    def _meet_after_work(self) -> None:
-        at = f"the work of rank {min(self.peers)} in {self._name}"
-        self.heart.meet(self.store, at, self.peers, limit_s=LONGEST_WORK_S)
-
-    @contextlib.contextmanager
-    def _posting(self) -> Iterator[None]:
-        """Context in which the others are told of what is raised here."""
-        try:
-            yield
-        except BaseException as error:
-            self._post(error)
-            raise
-
-    def _post(self, error: BaseException) -> None:
-        with contextlib.suppress(dist.DistError, OSError):
-            meeting.post(self.store, RankFailure.from_exception(error, self.heart.rank, self._name))
+    group: dist.ProcessGroup
+    scope: Scope
+    is_first: bool = False
 
 
-_active: list[Block] = []
-"""Blocks that this process is in, outermost first."""
+_outer: list[_Block] = []
+"""The block that this process is in, if any; those inside it are parts of it."""
 
 
 def is_active() -> bool:
     """Whether this process is in a block, where a rank may wait for longer than a collective."""
-    return bool(_active)
+    return bool(_outer)
+
+
+@contextmanager
+def _block(group: dist.ProcessGroup | None, scope: Scope, timeout: timedelta) -> Iterator[bool]:
+    """Context of a block, in a group that is made where the environment tells of one."""
+    with ExitStack() as at_end:
+        is_told_of_ranks = all(os.environ.get(name) for name in ENVIRONMENT)
+        can_join = group is None and not dist.is_initialized() and is_told_of_ranks
+        if can_join and process_group.get_world_size_safe() > 1:
+            process_group.initialize_distributed("gloo", timeout)
+            at_end.callback(process_group.destroy_global_state)
+        group = group or dist.group.WORLD
+        if group is None or group.size() == 1:
+            yield True
+        elif _outer:
+            yield _part_of(_outer[-1], group, scope)
+        else:
+            block = _Block(group, scope)
+            _outer.append(block)
+            at_end.callback(_outer.clear)
+            yield from _meetings(block, timeout, at_end)
+
+
+def _part_of(outer: _Block, group: dist.ProcessGroup, scope: Scope) -> bool:
+    """Whether this rank goes first in ``outer``, and so in a block of ``group`` inside it."""
+    if group is not outer.group or scope != outer.scope:
+        # Ranks that wait at the outer block's entry cannot take part in another order.
+        members = dist.get_process_group_ranks(outer.group)
+        raise ValueError(
+            "A FirstRankPerNode block cannot be inside a block of another group or scope, here of ranks"
+            f" {members} with scope={outer.scope!r}: leave that one first, or give both the same."
+        )
+    return outer.is_first
+
+
+def _meetings(block: _Block, timeout: timedelta, at_end: ExitStack) -> Iterator[bool]:
+    """Wait for all others, and for the first rank's work; yield whether this rank goes first; wait for all again.
+
+    A collective of the group, through the store.
+    """
+    group = block.group
+    dist.get_rank(group)  # raises if the group was destroyed
+    rank = dist.get_rank()
+    members = dist.get_process_group_ranks(group)
+    name = f"FirstRankPerNode(scope={block.scope!r})"
+    # Each member counts its blocks on groups of this name. All enter the same blocks, so the numbers agree. The
+    # path holds the lowest rank, since torch may give one name to groups that share no rank.
+    path = f"first_rank/{group.group_name}.{min(members)}"
+    path += f"/{process_group.next_number(path)}"
+    store = dist.PrefixStore(path, process_group.connection(timeout))
+    running = heart.current()
+    if running is None:
+        running = Heart(rank, members, store, timeout.total_seconds())
+        running.record.where = name
+        running.start()
+        at_end.callback(running.close)
+    at_end.callback(meeting.linger, store, "end", rank, members, LINGER_S)
+    try:
+        nodes = running.meet(store, f"the entry to {name}", members, node_of(rank), timeout.total_seconds())
+        peers = peers_of(rank, dict(zip(members, nodes, strict=True)), block.scope)
+        block.is_first = rank == min(peers)
+        after_work = f"the work of rank {min(peers)} in {name}"
+        if not block.is_first:
+            running.meet(store, after_work, peers, limit_s=LONGEST_WORK_S)
+        yield block.is_first
+        if block.is_first:
+            running.meet(store, after_work, peers, limit_s=LONGEST_WORK_S)
+        running.meet(store, f"the end of {name}", members, limit_s=LONGEST_WORK_S)
+    except BaseException as error:
+        with suppress(dist.DistError, OSError):
+            meeting.post(store, RankFailure.from_exception(error, rank, name))
+        raise
 
 
 def node_of(rank: int) -> str:

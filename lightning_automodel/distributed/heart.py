@@ -145,6 +145,7 @@ class Heart:
         limit_s: float = float("inf"),
     ) -> list[Any]:
         """`meeting.meet` of ``ranks``, which RankFailedError also ends if this rank learns of a failure."""
+        self.raise_failure()  # before it says that it has come
         try:
             return meeting.meet(
                 store, at, self.rank, ranks, value, limit_s, self.raise_failure, records=self.store
