@@ -457,7 +457,7 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         options = self._options
         device_type = self.root_device.type
         if options.device_mesh is not None:
-            return adopt_mesh(options.device_mesh, device_type, options.data_parallel, options.given_sizes())
+            return adopt_mesh(options.device_mesh, device_type, options.data_parallel)
         sizes = resolve_sizes(
             data_parallel=options.data_parallel,
             data_parallel_size=options.data_parallel_size,
