@@ -79,7 +79,6 @@ NOT_MESSAGES = {
     "… is … on rank 0 and … on rank …": "a part of messages that name what ranks must have alike",
     ", units of experts alone over … in place of …": "of `FSDP unit … averages its gradients over`",
     "the work of rank … in …": "what others wait for, a part of `is missing at`",
-    "…; nor has it heard of rank …": "the end of what is said of a silent rank",
     "(DDP does not say which)": "of `DistributedDataParallel did not reduce all gradients`",
     "shared between FSDP roots": "in describe()",
     "in a TorchScript module": "in describe()",

@@ -44,7 +44,6 @@ def named_barrier(name: str, timeout: timedelta) -> None:
     """
     if group_size() == 1:
         return
-    rank = group_rank()
     at = f"barrier {name!r}"
     number = process_group.next_number("barriers")
     store = dist.PrefixStore(f"barrier/{number}", process_group.connection(timeout))
@@ -52,15 +51,9 @@ def named_barrier(name: str, timeout: timedelta) -> None:
     limit_s = timeout.total_seconds()
     running = heart.current()
     if running is None:
-        meeting.meet(store, at, rank, ranks, limit_s=limit_s)
+        meeting.meet(store, at, group_rank(), ranks, limit_s=limit_s)
     else:
         running.meet(store, at, ranks, limit_s=limit_s)
-    # All ranks have come here, and so have read what the barrier before has left.
-    kept = process_group.kept_with_world()
-    if "newest barrier" in kept:
-        before, name_before = kept["newest barrier"]
-        meeting.forget(before, name_before, rank)
-    kept["newest barrier"] = store, at
 
 
 def host_group(timeout: timedelta) -> dist.ProcessGroup:

@@ -2,8 +2,7 @@
 
 import re
 import socket
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +24,6 @@ RUN_ON_ALL_RANKS = (
     " same parameters must be trainable on all ranks."
 )
 COMMUNICATION = re.compile(r"\b(gloo|NCCL|XCCL|monitoredBarrier)\b")
-GLOO_SOURCE = re.compile(r"\bgloo/\S+\.(cc|h|cpp|hpp):\d+")
-COMMUNICATING = (
-    "/torch/distributed/",
-    "/torch/nn/parallel/distributed.py",
-    "/torch/_ops.py",
-    "/torch/autograd/graph.py",  # runs a backward, within which DDP reduces
-)
 
 
 @dataclass
@@ -119,30 +111,20 @@ def message_of(exception: BaseException) -> str:
 
 
 def is_communication_error(exception: BaseException) -> bool:
-    """Whether ``exception``, or one in its chain of causes, says that another rank did not answer."""
+    """Whether ``exception``, or one in its chain of causes, says that another rank did not answer.
+
+    By its text: where it speaks of these libraries for another reason, the other ranks hear of it some seconds later.
+    """
     seen: set[int] = set()
     current: BaseException | None = exception
     while current is not None and id(current) not in seen:
         seen.add(id(current))
         if isinstance(current, dist.DistError):
             return True
-        if isinstance(current, RuntimeError) and _tells_of_communication(current):
+        if isinstance(current, RuntimeError) and COMMUNICATION.search(message_of(current)):
             return True
         current = current.__cause__ or current.__context__
     return False
-
-
-def _tells_of_communication(exception: RuntimeError) -> bool:
-    """Whether it was raised where ranks communicate, and says so: its text alone may name a file `gloo.jpg`."""
-    message = message_of(exception)
-    if GLOO_SOURCE.search(message):
-        # Raised in `wait()`, whose caller may be anybody.
-        return True
-    frames = traceback.extract_tb(exception.__traceback__)
-    if not frames or not COMMUNICATION.search(message):
-        return False
-    innermost = frames[-1]
-    return any(part in innermost.filename for part in COMMUNICATING)
 
 
 def list_first(items: Sequence[Any], most: int) -> str:
@@ -153,22 +135,20 @@ def list_first(items: Sequence[Any], most: int) -> str:
     return first
 
 
-def list_ranks(ranks: Sequence[int], notes: Mapping[int, str] | None = None) -> str:
-    """The first of ``ranks``, each with its note, and how many more there are."""
-    return list_first([f"{rank}{(notes or {}).get(rank, '')}" for rank in ranks], LONGEST_LIST)
+def list_ranks(ranks: Sequence[int]) -> str:
+    """The first of ``ranks``, and how many more there are."""
+    return list_first(ranks, LONGEST_LIST)
 
 
 def missing_ranks(
-    missing: Sequence[int], records: Mapping[int, Record], reader: int, at: str, waited_s: float
+    missing: Sequence[int], first: Record, reader: int, at: str, waited_s: float
 ) -> RankFailure:
-    """The failure to report for ranks that have not come to the meeting ``at``: that of the first one."""
-    first = records[missing[0]]
-    notes = {rank: f" ({record.host}, in {describe(record)})" for rank, record in records.items()}
+    """The failure to report for ranks that have not come to the meeting ``at``: that of the ``first`` one."""
     message = (
-        f"rank {reader} waited {waited_s:.1f} s at {at} for ranks {list_ranks(missing, notes)}: stopped, dead, cut"
-        " off, or not arrived yet"
+        f"rank {reader} waited {waited_s:.1f} s at {at} for ranks {list_ranks(missing)}: stopped, dead, cut off, or"
+        " not arrived yet"
     )
-    return RankFailure(missing[0], first.host, first.where, MISSING, message)
+    return RankFailure(missing[0], first.host, describe(first), MISSING, message)
 
 
 def describe(record: Record) -> str:
@@ -178,7 +158,7 @@ def describe(record: Record) -> str:
     return f"{record.where}, at {record.position}"
 
 
-def silence(rank: int, record: Record, reader: int, silent_s: float | None = None) -> RankFailure | None:
+def silence(rank: int, record: Record, reader: int) -> RankFailure | None:
     """The failure to report for a rank of which ``reader`` hears nothing; None if it sees that its process lives."""
     state = processes.state_of(record.process)
     if state == processes.ALIVE:
@@ -186,13 +166,10 @@ def silence(rank: int, record: Record, reader: int, silent_s: float | None = Non
     if state == processes.GONE:
         message = f"its process has ended without a word, as rank {reader} sees"
         return RankFailure(rank, record.host, record.where, PROCESS_ENDED, message)
-    since = ""
-    if silent_s is not None:
-        since = f" for {silent_s:.1f} s"
     why = "stopped, killed or cut off"
     if state == processes.STOPPED:
         why = f"its process {state}"
-    message = f"rank {reader} has heard nothing of it{since}: {why}"
+    message = f"rank {reader} has heard nothing of it: {why}"
     return RankFailure(rank, record.host, record.where, MISSED_HEARTBEATS, message)
 
 

@@ -264,12 +264,11 @@ class Heart:
 
     def _judge(self, record: Record) -> None:
         """Name the watched rank, whose record stands still, unless its process lives, or this one was away."""
-        silent_s = self.clock() - self._heard_at
-        failure = failures.silence(self._watched, record, self.rank, silent_s)
+        failure = failures.silence(self._watched, record, self.rank)
         if failure is None or not (record.beat or self._expects_all):
             return
         # In the machine's seconds and in beats of this rank: where it hardly gets its turn, seconds say little.
-        is_silent = silent_s > self.silence_s and self._missed >= MISSED_BEATS
+        is_silent = self.clock() - self._heard_at > self.silence_s and self._missed >= MISSED_BEATS
         # A launcher that has started it says more, and has had the time.
         is_gone = failure.error == failures.PROCESS_ENDED and self._missed >= BEATS_TO_NAME_HOW_IT_ENDED
         if is_silent or is_gone:

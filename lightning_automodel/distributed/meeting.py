@@ -80,14 +80,10 @@ def say(store: dist.Store, at: str, rank: int, ranks: Sequence[int], value: Any 
 
 def _collect(store: dist.Store, at: str, ranks: Sequence[int]) -> None:
     values = store.multi_get([f"{at}/{rank}" for rank in ranks])
-    said = [value.decode() for value in values]
-    # All ranks read it: where they say the same, once is enough.
-    if len(set(said)) == 1:
-        said = said[:1]
-    first(store, f"{at}/outcome", json.dumps(said))
+    first(store, f"{at}/outcome", json.dumps([json.loads(value) for value in values]))
 
 
-def outcome_of(value: bytes, num_ranks: int) -> list[Any] | None:
+def outcome_of(value: bytes) -> list[Any] | None:
     """What all ranks have said, in their order, from the value of ``<at>/outcome``; None if there is none yet.
 
     RankFailedError if a rank did not come.
@@ -97,9 +93,7 @@ def outcome_of(value: bytes, num_ranks: int) -> list[Any] | None:
     outcome = json.loads(value)
     if isinstance(outcome, dict):
         raise RankFailedError(RankFailure(**outcome))
-    said = [json.loads(each) for each in outcome]
-    if len(said) == 1:
-        return said * num_ranks
+    said: list[Any] = outcome
     return said
 
 
@@ -142,7 +136,7 @@ def meet(
         failure = parse_failure(posted)
         if failure is not None:
             raise RankFailedError(failure)
-        said = outcome_of(outcome, len(ranks))
+        said = outcome_of(outcome)
         if said is not None:
             return said
         check()
@@ -162,20 +156,11 @@ def _look_for_missing(
         return
     missing = [other for other in ranks if not store.check([f"{at}/{other}"])]
     if missing:
-        found = records_of(records, missing[: failures.LONGEST_LIST])
-        failure = failures.missing_ranks(missing, found, rank, at, waited_s)
+        record = records_of(records, missing[:1])[missing[0]]
+        failure = failures.missing_ranks(missing, record, rank, at, waited_s)
         first(store, f"{at}/outcome", json.dumps(asdict(failure)))
     else:
         _collect(store, at, ranks)  # the last one has died before it had collected
-
-
-def forget(store: dist.Store, at: str, rank: int) -> None:
-    """Delete what a meeting that all ranks have left holds in the store: this rank's part, and on rank 0 the rest."""
-    keys = [f"{at}/{rank}"]
-    if rank == 0:
-        keys += [f"{at}/came", f"{at}/outcome", FAILURE]
-    for key in keys:
-        store.delete_key(key)
 
 
 def linger(store: dist.Store, what: str, rank: int, ranks: Sequence[int], limit_s: float) -> None:

@@ -18,7 +18,6 @@ from lightning_automodel.distributed.failures import RankFailure
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "127."  # how such addresses begin
-MISSING = "none"
 CONNECT_TIMEOUT = timedelta(minutes=1)
 ADVICE = (
     "If it could not connect: all nodes must let connections through at ports that the system chooses, and on each"
@@ -70,24 +69,13 @@ def own_place() -> dict[str, str]:
     host = socket.gethostname()
     network = host
     address = ""  # as far as known
-    chosen = os.environ.get(GLOO_INTERFACE, "")
-    name = chosen.partition(",")[0]
-    known = interfaces()
+    name = os.environ.get(GLOO_INTERFACE, "").partition(",")[0]
     with suppress(OSError):
         # Processes reach each other at loopback addresses if they have these in common.
         network = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
     with suppress(OSError):
-        address = known.get(name, "") if name else socket.gethostbyname(host)
-    problem = f"gloo would listen at {address}, which other machines cannot reach"
-    if name and name not in {name for _, name in socket.if_nameindex()}:
-        address = MISSING
-        problem = f"{GLOO_INTERFACE}={chosen} is no network interface"
-    shown = ", ".join(f"{name} ({address})" for name, address in known.items())
-    message = (
-        f"{problem}: set {GLOO_INTERFACE} on each node to the interface by which the others reach it, and"
-        f" NCCL_SOCKET_IFNAME for NCCL. {host} has the interfaces {shown}"
-    )
-    return {"host": host, "network": network, "address": address, "message": message}
+        address = interfaces().get(name, "") if name else socket.gethostbyname(host)
+    return {"host": host, "network": network, "address": address}
 
 
 def unreachable(places: Sequence[Mapping[str, str]]) -> RankFailure | None:
@@ -98,6 +86,10 @@ def unreachable(places: Sequence[Mapping[str, str]]) -> RankFailure | None:
     are_apart = len({place["network"] for place in places}) > 1
     for rank, place in enumerate(places):
         address = place["address"]
-        if address == MISSING or (are_apart and address.startswith(LOOPBACK)):
-            return RankFailure(rank, place["host"], "joining", "ValueError", place["message"])
+        if are_apart and address.startswith(LOOPBACK):
+            message = (
+                f"gloo would listen at {address}, which other machines cannot reach: set {GLOO_INTERFACE} on each"
+                " node to the interface by which the others reach it, and NCCL_SOCKET_IFNAME for NCCL"
+            )
+            return RankFailure(rank, place["host"], "joining", "ValueError", message)
     return None

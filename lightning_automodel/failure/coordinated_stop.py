@@ -85,7 +85,7 @@ class StopAgreement:
             return
         asked_by, reason = request.decode().split("|")
         self.asked_by = int(asked_by)
-        promised_by_all = outcome_of(steps, len(self._ranks))
+        promised_by_all = outcome_of(steps)
         if promised_by_all is not None:
             self.requeues = reason == REQUEUE
             self.decide(1 + max(promised_by_all))

@@ -5,7 +5,6 @@ Only silence is judged. Everything else is one table of all ranks, those that do
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from lightning_automodel.distributed import failures
 from lightning_automodel.distributed.failures import PROCESS_ENDED, WAITED, RankFailure, Record
@@ -26,11 +25,7 @@ def explain(before: Mapping[int, Record], after: Mapping[int, Record], own: Rank
     if not lost:
         text = f"{own.message}\nAll ranks are alive. They were at:\n{table(after, silent)}"
         return RankFailure(own.rank, own.host, own.where, WAITED, text)
-    first, *others = sorted(lost, key=lambda failure: failure.error != PROCESS_ENDED)
-    if others:
-        ranks = failures.list_ranks([failure.rank for failure in others])
-        return replace(first, message=f"{first.message}; nor has it heard of rank {ranks}")
-    return first
+    return min(lost, key=lambda failure: failure.error != PROCESS_ENDED)
 
 
 def standstill(records: Mapping[int, Record], limit_s: float) -> str | None:

@@ -335,7 +335,7 @@ def test_rank_that_never_comes_is_named(pool4: RankPool, tmp_path: Path) -> None
         assert error[0] == "RankFailedError"
         assert "rank 2 on an unknown host is missing, last seen in set-up: rank " in error[1]
         assert (
-            "s at the entry to FirstRankPerNode(scope='node') for ranks 2 (an unknown host, in set-up): stopped,"
+            "s at the entry to FirstRankPerNode(scope='node') for ranks 2: stopped,"
             " dead, cut off, or not arrived yet" in error[1]
         )
     assert pool4.run(fail_on, -1, "node", OSError()) == [(True, None)] * 4
@@ -461,7 +461,7 @@ def test_failure_reaches_the_others_before_the_store_is_gone(tmp_path: Path, fai
 @pytest.mark.parametrize(
     ("rank", "text"),
     [
-        (0, "for ranks 1 (an unknown host, in set-up), 2 (an unknown host, in set-up): "),
+        (0, "for ranks 1, 2: "),
         (
             1,
             "rank 0 on an unknown host missed heartbeats, last seen in set-up: its process, which holds the"

@@ -49,7 +49,7 @@ def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _place(network_name: str, address: str) -> dict[str, str]:
-    return {"host": network_name, "network": network_name, "address": address, "message": f"at {address}"}
+    return {"host": network_name, "network": network_name, "address": address}
 
 
 @pytest.mark.parametrize(
@@ -60,15 +60,18 @@ def _place(network_name: str, address: str) -> dict[str, str]:
         ([("a", "10.0.0.1"), ("b", "")], None),  # over IPv6, or not Linux: gloo knows
         ([("a", "10.0.0.1"), ("b", "10.0.0.2"), ("b", "127.0.1.1")], 2),
         ([("a", "127.0.0.1"), ("b", "10.0.0.2")], 0),
-        ([("a", "10.0.0.1"), ("a", network.MISSING)], 1),
     ],
 )
 def test_who_cannot_be_reached(places: list[tuple[str, str]], refused: int | None) -> None:
-    """A loopback address if there are several machines; an interface that does not exist in any case."""
+    """At a loopback address if there are several machines."""
     failure = network.unreachable([_place(*place) for place in places])
     assert (failure and failure.rank) == refused
     if failure is not None:
-        assert (failure.host, failure.message) == (places[failure.rank][0], f"at {places[failure.rank][1]}")
+        host, address = places[failure.rank]
+        assert failure.host == host
+        assert failure.message.startswith(
+            f"gloo would listen at {address}, which other machines cannot reach"
+        )
 
 
 # --- Two machines' networks -------------------------------------------------------------------------------------------
@@ -135,7 +138,6 @@ def test_host_name_that_resolves_to_the_loopback_address(two_nodes: TwoNodes, tm
     assert f"gloo would listen at {resolves}, which other machines cannot reach" in first
     assert "set GLOO_SOCKET_IFNAME on each node" in first
     assert "and NCCL_SOCKET_IFNAME for NCCL" in first
-    assert f"{two_nodes.devices[0]} ({ADDRESSES[0]})" in first
 
 
 def test_loopback_interface_that_is_set(two_nodes: TwoNodes) -> None:
@@ -144,15 +146,6 @@ def test_loopback_interface_that_is_set(two_nodes: TwoNodes) -> None:
     for each in said:
         assert each.startswith("RankFailedError: rank 1 on ")
         assert "gloo would listen at 127.0.0.1, which other machines cannot reach" in each
-
-
-def test_interface_that_does_not_exist(two_nodes: TwoNodes) -> None:
-    """Told on both, with those that exist."""
-    said = _join(two_nodes, f"tcp://{ADDRESSES[0]}:29519", [{}, {network.GLOO_INTERFACE: "eth77"}])
-    for each in said:
-        assert each.startswith("RankFailedError: rank 1 on ")
-        assert "ValueError: GLOO_SOCKET_IFNAME=eth77 is no network interface" in each
-        assert f"{two_nodes.devices[1]} ({ADDRESSES[1]})" in each
 
 
 def test_network_that_swallows_packets(two_nodes: TwoNodes, tmp_path: Path) -> None:

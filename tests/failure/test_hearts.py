@@ -242,7 +242,7 @@ def test_all_meet_or_all_are_told_who_is_missing(seed: int) -> None:
         if absent:
             (failure,) = set(outcomes.values())
             assert failure.rank == min(absent)
-            assert f"s at here for ranks {min(absent)} (an unknown host, in set-up)" in failure.message
+            assert f"s at here for ranks {min(absent)}" in failure.message
         else:
             assert list(outcomes.values()) == [[rank * rank for rank in range(size)]] * size
 
@@ -282,13 +282,11 @@ def _beaten(records: dict[int, Record], *silent: int) -> dict[int, Record]:
 
 
 def test_silence_is_named() -> None:
-    """Of a rank on another node, with the others that are silent too."""
+    """Of a rank on another node, the first of those that are silent."""
     records = _records()
     failure = report.explain(records, _beaten(records, 1, 2), OWN)
     assert (failure.rank, failure.error) == (1, MISSED_HEARTBEATS)
-    assert failure.message == (
-        "rank 0 has heard nothing of it: stopped, killed or cut off; nor has it heard of rank 2"
-    )
+    assert failure.message == ("rank 0 has heard nothing of it: stopped, killed or cut off")
 
 
 def test_a_process_on_the_own_node_is_looked_at() -> None:
