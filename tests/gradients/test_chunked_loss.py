@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, EvaluationLoss, token_loss
 from tests.rank_pool import RankPool
-from tests.sharding.test_hf_tensor_parallel import ROUNDING, make_model
+from tests.sharding.test_hf_tensor_parallel import make_model
 from tests.trainer.cases import Case
 from tests.trainer.exactness import (
     PLAN,
@@ -67,7 +67,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ignore_index": {"ignore_index": 3},
     "smoothed": {"label_smoothing": 0.1},
     "weighted": {"weight": CLASS_WEIGHTS},
-    "all": {"label_shift": 1, "label_smoothing": 0.1, "weight": CLASS_WEIGHTS, "z_loss": 0.01},
+    "all": {"label_shift": 1, "label_smoothing": 0.1, "weight": CLASS_WEIGHTS},
 }
 
 
@@ -80,7 +80,6 @@ def of_all_logits(
     label_shift: int = 0,
     weight: Tensor | None = None,
     label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The same by `F.cross_entropy`."""
     logits = head(hidden)[..., : labels.shape[-1] - label_shift, :].flatten(0, -2)
@@ -89,7 +88,7 @@ def of_all_logits(
     loss = F.cross_entropy(logits, labels, reduction="sum", **options)
     used = labels != ignore_index
     counts = torch.ones(int(used.sum())) if weight is None else weight[labels[used]]
-    return loss + z_loss * (counts * logits[used].logsumexp(-1).square()).sum(), counts.sum()
+    return loss, counts.sum()
 
 
 def inputs(dtype: torch.dtype = torch.float64, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
@@ -117,12 +116,11 @@ def deviation(actual: list[Tensor], expected: list[Tensor]) -> float:
     return max(relative_error(one, other) for one, other in zip(actual, expected, strict=True))
 
 
-@pytest.mark.parametrize("skip_ignored", [True, False])
 @pytest.mark.parametrize("chunk_elements", [1, CHUNK, 2**22])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_equals_all_logits(name: str, chunk_elements: int, skip_ignored: bool) -> None:
+def test_equals_all_logits(name: str, chunk_elements: int) -> None:
     options = OPTIONS[name]
-    choices = {"chunk_elements": chunk_elements, "skip_ignored": skip_ignored}
+    choices = {"chunk_elements": chunk_elements}
     (hidden, labels) = inputs(ignore_index=options.get("ignore_index", -100))
     head = nn.Linear(WIDTH, VOCABULARY).double()
     actual = with_gradients(token_loss, hidden, head, labels, **choices, **options)
@@ -136,7 +134,7 @@ def test_equals_all_logits(name: str, chunk_elements: int, skip_ignored: bool) -
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e300])
 def test_ignored_positions_have_no_effect_whatever_stands_there(value: float, name: str) -> None:
     """Padding may attend to nothing, and be NaN. Its gradients are zero, also if no position has a label."""
-    options = OPTIONS[name] | {"skip_ignored": False}
+    options = OPTIONS[name]
     ignore_index = options.get("ignore_index", -100)
     hidden, labels = inputs(ignore_index=ignore_index)
     head = nn.Linear(WIDTH, VOCABULARY).double()
@@ -161,13 +159,12 @@ def test_sequences_without_a_batch() -> None:
     assert deviation(actual, with_gradients(of_all_logits, hidden[1], head, labels[1])) <= TOLERANCE
 
 
-@pytest.mark.parametrize("skip_ignored", [True, False])
 @pytest.mark.parametrize("shape", [(2, 4), (2, 1), (2, 0)])
-def test_without_labels(shape: tuple[int, int], skip_ignored: bool) -> None:
+def test_without_labels(shape: tuple[int, int]) -> None:
     """The head takes part, with gradients of zero, as other ranks need it."""
     hidden = torch.randn(*shape, WIDTH, requires_grad=True)
     head = nn.Linear(WIDTH, VOCABULARY)
-    options = {"label_shift": 1, "label_smoothing": 0.1, "skip_ignored": skip_ignored}
+    options = {"label_shift": 1, "label_smoothing": 0.1}
     loss, count, *gradients = with_gradients(token_loss, hidden, head, torch.full(shape, -100), **options)
     assert loss == count == 0
     assert all(gradient.count_nonzero() == 0 for gradient in gradients)
@@ -224,8 +221,8 @@ def test_dropout_in_the_head() -> None:
     loss, _ = token_loss(hidden, head, labels, chunk_elements=CHUNK)
     (gradient,) = torch.autograd.grad(loss, linear.weight)
     torch.manual_seed(3)
-    rows = hidden[labels != -100]
-    targets = labels[labels != -100]
+    rows = hidden.masked_fill((labels == -100)[..., None], 0.0).flatten(0, 1)
+    targets = labels.flatten()
     dropped = torch.cat([F.dropout(chunk, 0.5) for chunk in rows.split(CHUNK // VOCABULARY)])
     expected = F.cross_entropy(linear(dropped), targets, reduction="sum")
     assert relative_error(loss, expected) <= TOLERANCE
@@ -586,72 +583,47 @@ def test_an_output_in_half_precision_is_refused(pool2: RankPool) -> None:
 
 PLANS: dict[str, ParallelStyle] = {
     "sharded": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    "sharded_local": ColwiseParallel(),
     "gathered": ColwiseParallel(output_layouts=Replicate()),
-    "gathered_distributed": ColwiseParallel(output_layouts=Replicate(), use_local_output=False),
-    "sequence": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
     "rowwise": RowwiseParallel(input_layouts=Replicate()),
 }
 
 
-def tensor_parallel_loss(plan: str, options: dict[str, Any]) -> list[Tensor]:
-    """Loss, count and gradients, those of the head gathered; peers have the same data."""
-    hidden, labels = inputs(ignore_index=options.get("ignore_index", -100))
+def tensor_parallel_error(plan: str) -> str:
+    hidden, labels = inputs()
     head = nn.Linear(WIDTH, VOCABULARY).double()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor_parallel",))
     parallelize_module(head, mesh, PLANS[plan])
-    local = hidden.tensor_split(mesh.size(), dim=1)[mesh.get_local_rank()] if plan == "sequence" else hidden
-    loss, count = token_loss(local, head, labels, chunk_elements=CHUNK, **options)
-    (3 * loss).backward()
-    assert hidden.grad is not None
-    if plan == "sequence":
-        dist.all_reduce(hidden.grad)
-    gradients = [parameter.grad.full_tensor() for parameter in head.parameters()]
-    return [loss.detach(), count, hidden.grad, *gradients]
+    with pytest.raises(ValueError, match="tensor parallelism shards") as raised:
+        token_loss(hidden, head, labels)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.every_case
-def test_tensor_parallel(pool2: RankPool, plan: str) -> None:
-    """Whatever the plan hands back: the softmax is reduced over shards of 6 and 5 classes."""
-    for name, options in OPTIONS.items() if plan == "sharded" else [("all", OPTIONS["all"])]:
-        torch.manual_seed(0)
-        hidden, labels = inputs(ignore_index=options.get("ignore_index", -100))
-        head = nn.Linear(WIDTH, VOCABULARY).double()
-        expected = with_gradients(of_all_logits, hidden, head, labels, **options)
-        for skip_ignored in (True, False):
-            for actual in pool2.run(tensor_parallel_loss, plan, options | {"skip_ignored": skip_ignored}):
-                assert deviation(actual, expected) <= TOLERANCE, name
+def test_a_head_of_tensor_parallel_ranks_is_refused(pool2: RankPool, plan: str) -> None:
+    for message in pool2.run(tensor_parallel_error, plan):
+        assert message.endswith("leave the layer out of the plan, or take F.cross_entropy of its output.")
 
 
 class ByTwo(InChunks):
-    """Two ranks compute each micro-batch together."""
-
-    def __init__(self, model: nn.Module, output: str) -> None:
-        super().__init__(model)
-        self.output = output
+    """Two ranks compute each micro-batch together, all but the head."""
 
     def configure_model(self) -> None:
-        parallelize_module(
-            self.model, self.device_mesh["tensor_parallel"], {**PLAN, "head": PLANS[self.output]}
-        )
+        plan = {name: style for name, style in PLAN.items() if name != "head"}
+        parallelize_module(self.model, self.device_mesh["tensor_parallel"], plan)
 
 
-def fit_by_two(output: str, wraps_head: bool) -> dict[str, Tensor]:
-    module = ByTwo(TinyDecoder(CASE.seed).double(), output)
-    more = {"auto_wrap_policy": is_unit} if wraps_head else {}
-    strategy = AutomodelStrategy(loss_reduction="sum", tensor_parallel_size=2, **more)
+def fit_by_two() -> dict[str, Tensor]:
+    module = ByTwo(TinyDecoder(CASE.seed).double())
+    strategy = AutomodelStrategy(loss_reduction="sum", tensor_parallel_size=2)
     data = DataLoader(micro_batches(CASE)[dist.get_rank() // 2], batch_size=None)
     make_trainer(strategy, accumulate_grad_batches=2).fit(module, data)
     return full_weights(module.model)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("head", first_by_default([("sharded", True), ("gathered", False)]))
-def test_trained_by_tensor_parallel_ranks(pool4: RankPool, head: tuple[str, bool]) -> None:
-    """Beside FSDP2, as a unit of its own or in the root's."""
+def test_trained_by_tensor_parallel_ranks(pool4: RankPool) -> None:
     expected = plain_decoder("in_the_root", CASE)
-    for weights in pool4.run(fit_by_two, *head):
+    for weights in pool4.run(fit_by_two):
         assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
 
 
@@ -706,21 +678,17 @@ def test_hugging_face(pool2: RankPool, make_model: Callable[[], nn.Module], opti
         assert weight_error(Outcome(weights, None), prefixed(expected)) <= TOLERANCE
 
 
-def fit_by_plan(kind: str) -> dict[str, Tensor]:
+def error_by_plan(kind: str) -> str:
     module = CausalInChunks(make_model(kind).model)
     data = DataLoader(micro_batches(replace(CAUSAL, num_ranks=1))[0], batch_size=None)
-    strategy = AutomodelStrategy(tensor_parallel_size=2)
-    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, data)
-    return full_weights(module)
+    with pytest.raises(ValueError, match="tensor parallelism shards") as raised:
+        make_trainer(AutomodelStrategy(tensor_parallel_size=2)).fit(module, data)
+    return str(raised.value)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind", ["Llama-tied", "Qwen3"])
-def test_hugging_face_by_its_tensor_parallel_plan(pool2: RankPool, kind: str) -> None:
-    """The plan gathers the logits; here they stay where they are, beside an embedding that is the same shards."""
-    expected, _ = train_plainly(make_model(kind).model, replace(CAUSAL, num_ranks=1), all_logits)
-    for weights in pool2.run(fit_by_plan, kind):
-        assert weight_error(Outcome(weights, None), prefixed(expected)) <= ROUNDING
+def test_a_tensor_parallel_plan_with_the_head_is_refused(pool2: RankPool) -> None:
+    for message in pool2.run(error_by_plan, "Llama-tied"):
+        assert "take F.cross_entropy of its output" in message
 
 
 def fit_mixed(chunked: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], set[torch.dtype]]:
