@@ -498,7 +498,7 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
     def _expect_barriers(self, *names: str) -> None:
         """Raise RuntimeError unless these have come: what is done there would be left out in silence.
 
-        Not asked for "run-stage" in a fit: LearningRateFinder and BatchSizeFinder run their loops before it.
+        Not asked for "run-stage" in a fit: LearningRateFinder runs its loops before it.
         """
         if missing := [name for name in names if name not in self._barriers]:
             raise RuntimeError(

@@ -18,11 +18,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.multiprocessing import ProcessExitedException
 from typing_extensions import override
 
-from lightning_automodel.distributed.failures import PROCESS_ENDED, RankFailedError, RankFailure
 from lightning_automodel.distributed.process_group import patched_signal
 from lightning_automodel.failure.supervisor import SIGTERM_STATUS, Supervisor
 from lightning_automodel.internals import lightning as lightning_internals
-from lightning_automodel.launch.exits import backend_of, describe_exit
 from lightning_automodel.launch.results import collect, restore
 
 TIME_TO_END_S = 10.0  # after Ctrl-C; the user wants the prompt back
@@ -31,8 +29,8 @@ TIME_TO_END_S = 10.0  # after Ctrl-C; the user wants the prompt back
 class ForkLauncher(lightning_internals.MultiProcessingLauncher):
     """Starts every rank of the node as a fork of this process, and gets the results.
 
-    Lightning's launcher gathers no shards, calls no ``on_exception`` hooks in the workers, and does not
-    say why a process has ended. In a worker, :meth:`launch` is called again, and runs the function.
+    Lightning's launcher gathers no shards, and calls no ``on_exception`` hooks in the workers. In a worker,
+    :meth:`launch` is called again, and runs the function.
     """
 
     def __init__(self, strategy: ParallelStrategy, supervisor: Supervisor) -> None:
@@ -41,7 +39,6 @@ class ForkLauncher(lightning_internals.MultiProcessingLauncher):
         self._is_worker = False
         self._returned: list[Any] = []  # by the Trainer's function, in a worker
         self._has_fitted = False
-        self._is_asked_to_stop = False
 
     @override
     def launch(
@@ -49,8 +46,9 @@ class ForkLauncher(lightning_internals.MultiProcessingLauncher):
     ) -> Any:
         """Run ``function`` in every rank, and wait until all have ended: no limit, unless one has failed.
 
-        ProcessRaisedException with the traceback of the rank that failed first; RankFailedError if its
-        process ended otherwise; SIGTERMException if SIGTERM stopped all.
+        SIGTERM to this process goes to the ranks, which agree on a last step. ProcessRaisedException with the
+        traceback of the rank that failed first; ProcessExitedException if its process ended otherwise;
+        SIGTERMException if SIGTERM stopped all.
         """
         if self._is_worker:
             self._returned = [self._supervisor.run(function, *args, **kwargs)]
@@ -69,15 +67,14 @@ class ForkLauncher(lightning_internals.MultiProcessingLauncher):
                 " torch.distributed.destroy_process_group()), and start again."
             )
         folder = Path(tempfile.mkdtemp(prefix="lightning_automodel-"))
-        self._is_asked_to_stop = False
         try:
-            with patched_signal(signal.SIGTERM, self._pass_sigterm_on):
+            with patched_signal(signal.SIGTERM, lambda *_: self.kill(signal.SIGTERM)):
                 super().launch(self._work, folder, trainer, function, args, kwargs)
         except BaseException as error:
             self._end_workers()
             shutil.rmtree(folder, ignore_errors=True)
-            if isinstance(error, ProcessExitedException):
-                raise self._explained(error) from error
+            if isinstance(error, ProcessExitedException) and error.exit_code == SIGTERM_STATUS:
+                raise lightning_internals.SIGTERMException(SIGTERM_STATUS) from error
             raise
         # Raises if the module lacks trained weights, and their file is kept.
         returned = restore(trainer, folder)
@@ -100,8 +97,8 @@ class ForkLauncher(lightning_internals.MultiProcessingLauncher):
             getattr(trainer, cast(TrainerFn, trainer.state.fn).value)(**given)
             if not self._returned:
                 raise RuntimeError(
-                    "What a Tuner finds stays in the ranks' processes, which end: use the callbacks"
-                    " LearningRateFinder or BatchSizeFinder, which work within fit()."
+                    "What a Tuner finds stays in the ranks' processes, which end: use the callback"
+                    " LearningRateFinder, which works within fit()."
                 )
             collect(trainer, self._returned[0], folder)
         except BaseException as error:
@@ -109,13 +106,6 @@ class ForkLauncher(lightning_internals.MultiProcessingLauncher):
                 raise RuntimeError("sys.exit(0) has ended the run, without results.") from error
             error.add_note(f"Raised by rank {trainer.global_rank} on {socket.gethostname()}.")
             raise
-
-    def _pass_sigterm_on(self, *_: object) -> None:
-        """At the first SIGTERM, let the ranks agree on a last step. At the second one, leave."""
-        if self._is_asked_to_stop:
-            raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
-        self._is_asked_to_stop = True
-        self.kill(signal.SIGTERM)
 
     def _end_workers(self) -> None:
         """End those that still run, as this process leaves: after some seconds, at a second Ctrl-C at once."""
@@ -126,13 +116,3 @@ class ForkLauncher(lightning_internals.MultiProcessingLauncher):
                 process.join(max(0.0, wait_until - time.monotonic()))
         finally:
             self.kill(signal.SIGKILL)
-
-    def _explained(self, error: ProcessExitedException) -> BaseException:
-        """Why a worker has ended that has left no traceback."""
-        if error.exit_code == SIGTERM_STATUS:
-            return lightning_internals.SIGTERMException(SIGTERM_STATUS)
-        strategy: Any = self._strategy
-        rank = strategy.node_rank * strategy.num_processes + error.error_index
-        how = describe_exit(error.exit_code, backend_of(strategy))
-        failure = RankFailure(rank, socket.gethostname(), "", PROCESS_ENDED, f"its process {how}")
-        return RankFailedError(failure)

@@ -13,9 +13,7 @@ from typing_extensions import override
 
 from lightning_automodel.failure import supervisor
 from lightning_automodel.failure.supervisor import Supervisor
-from lightning_automodel.gradients.token_loss import MissingCountError
 from lightning_automodel.internals import lightning as lightning_internals
-from lightning_automodel.launch.exits import backend_of, describe_exit
 from lightning_automodel.launch.forks import ForkLauncher
 
 
@@ -31,7 +29,6 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
     ) -> None:
         assert strategy.cluster_environment is not None
         super().__init__(strategy.cluster_environment, num_processes, num_nodes)
-        self._strategy = strategy
         self._supervisor = supervisor
 
     @property
@@ -62,21 +59,24 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
 
         def find_ended() -> list[tuple[int, str]]:
             """Ranks whose processes have ended since the last call, and how."""
-            backend = backend_of(self._strategy)
             ended = [rank for rank, process in running.items() if process.poll() is not None]
-            return [(rank, describe_exit(running.pop(rank).returncode, backend)) for rank in ended]
+            return [(rank, _describe_exit(running.pop(rank).returncode)) for rank in ended]
 
         if running:
             supervisor.watch_processes(find_ended)
         try:
             return self._supervisor.run(function, *args, **kwargs)
-        except MissingCountError as error:
-            # The same on all ranks, and the thirty frames of Lightning below this one tell nothing of it.
-            raise error.with_traceback(None) from None
         finally:
             if not dist.is_initialized():
                 # They would wait for this rank for their whole timeout.
                 self.kill(signal.SIGTERM)
+
+
+def _describe_exit(status: int) -> str:
+    """The exit status of a process in words; below 0, it is minus a signal."""
+    if status < 0:
+        return f"was ended by signal {-status} ({signal.strsignal(-status)})"
+    return f"ended with exit status {status}"
 
 
 def make_launcher(

@@ -6,7 +6,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 from lightning_automodel import checkpoint as checkpoints
@@ -64,7 +63,7 @@ def load_trained_weights(module: "pl.LightningModule", path: Path) -> None:
     """
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     try:
-        if not state.keys() <= module.state_dict().keys() and is_overridden("configure_model", module):
+        if not state.keys() <= module.state_dict().keys():
             module.configure_model()
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise ValueError("some of its tensors are on the meta device")

@@ -252,8 +252,8 @@ class Resume:
         the loops from ``checkpoint`` after this. Raises ValueError if another version of this package wrote
         ``state``.
         """
-        # LearningRateFinder and BatchSizeFinder train in the hook on_fit_start, and load what they have saved.
-        # The Trainer itself loads after that hook, in none.
+        # LearningRateFinder trains in the hook on_fit_start, and loads what it has saved. The Trainer itself
+        # loads after that hook, in none.
         is_search = self._has_started and lightning_internals.current_hook(self._module) is not None
         if is_search or not self._can_resume:
             return  # a hook loads weights: the fit goes on where it is

@@ -71,7 +71,7 @@ class Launched(LabelledModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         if self.fault and batch_idx >= FAULT_AT_STEP and self.global_rank == FAILING_RANK:
-            happen(self.fault, self.folder)
+            happen(self.fault)
         if batch_idx == FAULT_AT_STEP + 1:
             (self.folder / f"rank{self.global_rank}.on").touch()
         time.sleep(self.pause_s)
@@ -87,14 +87,11 @@ class Launched(LabelledModule):
         self.log("test_loss", loss, on_epoch=True, reduce_fx="sum", sync_dist=True)
 
 
-def happen(fault: str, folder: Path) -> None:
+def happen(fault: str) -> None:
     """Make the fault happen to this process."""
     if fault == "slow":
         time.sleep(0.3)
         return
-    if fault == "hang":
-        (folder / "hanging").touch()
-        time.sleep(1e6)
     if fault == "exception":
         raise ValueError("no labels here")
     if fault == "finish":
