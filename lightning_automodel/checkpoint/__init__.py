@@ -6,7 +6,7 @@ from lightning_automodel.checkpoint.extra_states import differing_extra_states
 from lightning_automodel.checkpoint.form import CheckpointForm
 from lightning_automodel.checkpoint.hyper_parameters import note_on_hyper_parameters
 from lightning_automodel.checkpoint.loading import CheckpointLoader
-from lightning_automodel.checkpoint.optimizer_names import NamedOptimizer
+from lightning_automodel.checkpoint.optimizers import NamedOptimizer
 from lightning_automodel.checkpoint.reading import load_directories
 from lightning_automodel.checkpoint.saving import DIRECTORY_NOTE, CheckpointSaver
 from lightning_automodel.checkpoint.state_dict import model_state, whole

@@ -4,32 +4,34 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.layouts import Layouts, Target, first_alike
-from lightning_automodel.checkpoint.optimizer_loading import OptimizerLoading, check_number
-from lightning_automodel.checkpoint.optimizer_names import NamedOptimizer
+from lightning_automodel.checkpoint.optimizer_loading import check_number, load_state, notes_of, state_here
+from lightning_automodel.checkpoint.optimizers import NamedOptimizer
 from lightning_automodel.checkpoint.shard_directory import ShardDirectory, is_shard_directory
 from lightning_automodel.checkpoint.single_file import load_file
 from lightning_automodel.checkpoint.state_dict import (
     MODEL,
     OPTIMIZERS,
     SHARDED,
-    SHARDS,
     model_state,
     under_own_names,
 )
-from lightning_automodel.checkpoint.tree import Entry, key_of, leaves, mapped
+from lightning_automodel.checkpoint.tree import Entry, leaves, mapped
 from lightning_automodel.checkpoint.tree import Path as TreePath
 from lightning_automodel.distributed import collectives
 from lightning_automodel.internals.torch import module_versions, without_wrappers
 from lightning_automodel.sharding import weight_averaging
 from lightning_automodel.sharding.whole_copies import write_part
+
+_OF_EARLIER_COMMITS = {"lightning_automodel_shards", "lightning_automodel_parameter_names"}
+"""Keys of files that commits of 0.2 have written whose optimizers this version does not resume."""
 
 
 class CheckpointLoader:
@@ -43,8 +45,8 @@ class CheckpointLoader:
     :meth:`open`              all but what lies in shards                 nothing
     the module's hook         the entries with whose values it computes   what the hook does
     :meth:`fill_model`        each rank's part of all other entries       the model, once all of it is read
-    the callbacks' hooks      as the module's                             callbacks
-    :meth:`fill_optimizers`   what hooks have put in the place of others  optimizers
+    the callbacks' hooks      nothing                                     callbacks
+    :meth:`fill_optimizers`   nothing                                     optimizers
     ========================  ==========================================  ==================================
     """
 
@@ -57,9 +59,10 @@ class CheckpointLoader:
         self._sharded: frozenset[Any] = frozenset()
         self._holds_optimizers = False
         self._loops: str | None = None
-        self._layouts = Layouts({})
-        self._read: dict[str, Tensor] = {}  # by the key of its entry
-        self._used: set[str] = set()  # keys of which a tensor has been handed out
+        self._own: dict[str, Any] = {}  # the model's state by name
+        self._named: list[NamedOptimizer] = []
+        self._notes: dict[int, str] = {}  # on tensors of optimizers' states, by id
+        self._filled: dict[int, Tensor] = {}  # tensors of these states that are laid out for this run, by id
 
     def open(
         self, path: str | Path, weights_only: bool | None, io: CheckpointIO, is_first_on_node: bool
@@ -84,7 +87,7 @@ class CheckpointLoader:
                 # A copy, since the plugin may keep the dict that it returned.
                 loaded = dict(io.load_checkpoint(place, weights_only=weights_only))
             self._versions = module_versions(loaded.get(MODEL, {}))
-            self._sharded = frozenset([*loaded.pop(SHARDED, ()), *loaded.pop(SHARDS, ())])
+            self._sharded = frozenset(loaded.pop(SHARDED, ()))
         moments = set(collectives.gather_objects((loaded.get("epoch"), loaded.get("global_step"))))
         if len(moments) > 1:
             raise CheckpointError(
@@ -118,28 +121,28 @@ class CheckpointLoader:
         do not match, every rank raises :class:`CheckpointError`.
         """
         module.zero_grad()  # ends open windows, in case a hook loads weights within a fit
-        loadings: list[OptimizerLoading] = []
         tree = {MODEL: checkpoint.get(MODEL)}
         with on_every_rank(self._what):
             if not isinstance(tree[MODEL], dict):
                 raise CheckpointError("on_load_checkpoint has left no dict in checkpoint['state_dict']")
-            self._layouts = Layouts(model_state(module))
+            self._own = model_state(module)
             if optimizers is not None:
                 tree = {key: value for key, value in checkpoint.items() if key != OPTIMIZERS}
-                loadings = self._loadings(checkpoint, optimizers)
-        self._fetch([(tree, self._target), *((loading.state, loading.target) for loading in loadings)])
-        filled = self._filled(tree, self._target)
+                if states := self._states(checkpoint, optimizers):
+                    tree[OPTIMIZERS] = states
+        filled = self._read(tree)
         with on_every_rank(self._what):
             self._load_model(module, filled[MODEL], strict)
         # Lightning's WeightAveraging reads the weights from this entry, and loads the average by itself.
         if not weight_averaging.averaged_models(module):
             del filled[MODEL]
         checkpoint.update(filled)
-        self._read = {key: value for key, value in self._read.items() if key.startswith(f"{OPTIMIZERS}.")}
+        states = filled.get(OPTIMIZERS, [])
+        self._filled = {id(leaf): leaf for _, leaf in leaves(states) if isinstance(leaf, Tensor)}
 
     def _load_model(self, module: nn.Module, state: dict[str, Any], strict: bool) -> None:
         """Pass ``state`` to the module's ``load_state_dict``. Not a collective."""
-        own = self._layouts.own
+        own = self._own
         is_another = own.keys().isdisjoint(map(without_wrappers, state))
         # Even without ``strict``: training would silently start from scratch.
         if own and is_another and type(module).load_state_dict is nn.Module.load_state_dict:
@@ -165,24 +168,18 @@ class CheckpointLoader:
 
         Raises :class:`CheckpointError`, and changes no optimizer, if they differ from the saved ones.
         """
-        loadings: list[OptimizerLoading] = []
-        with on_every_rank(self._what):
-            loadings = self._loadings(checkpoint, optimizers)
-        self._fetch([(loading.state, loading.target) for loading in loadings])
-        states = [self._filled(loading.state, loading.target) for loading in loadings]
         saved_dtypes = {
             without_wrappers(name): value.dtype
             for name, value in checkpoint.get(MODEL, {}).items()
             if isinstance(value, Tensor)
         }
         with on_every_rank(self._what):
-            for loading, state in zip(loadings, states, strict=True):
-                loading.load(state, saved_dtypes)
+            states = self._states(checkpoint, optimizers)
+            for named, state in zip(self._named, mapped(states, self._part, (OPTIMIZERS,)), strict=False):
+                load_state(named, state, saved_dtypes)
 
-    def _loadings(
-        self, checkpoint: dict[str, Any], optimizers: list[NamedOptimizer]
-    ) -> list[OptimizerLoading]:
-        """What loads each optimizer; empty if a hook has emptied the saved list: they start afresh."""
+    def _states(self, checkpoint: dict[str, Any], optimizers: list[NamedOptimizer]) -> list[dict[str, Any]]:
+        """The state of each optimizer, by this run's names; none if a hook has emptied the list: they start afresh."""
         if self._loops not in (None, repr(checkpoint.get("loops"))):
             raise CheckpointError(
                 "on_load_checkpoint has changed checkpoint['loops'], which says where the run goes"
@@ -192,8 +189,8 @@ class CheckpointLoader:
             )
         states = checkpoint.get(OPTIMIZERS)
         # Lightning's mock optimizer, for modules without one, has no state.
-        optimizers = [named for named in optimizers if named.optimizer.state_dict()]
-        if not optimizers or (self._holds_optimizers and states == []):
+        self._named = [named for named in optimizers if named.optimizer.state_dict()]
+        if not self._named or (self._holds_optimizers and states == []):
             return []
         if not self._holds_optimizers:
             raise CheckpointError(
@@ -206,60 +203,97 @@ class CheckpointLoader:
         if not isinstance(states, list):
             raise CheckpointError("on_load_checkpoint has left no list in checkpoint['optimizer_states']")
         states = [state for state in states if state]
-        check_number("optimizers", len(states), len(optimizers))
-        pairs = enumerate(zip(states, optimizers, strict=True))
-        return [OptimizerLoading(state, named, index, self._layouts) for index, (state, named) in pairs]
+        check_number("optimizers", len(states), len(self._named))
+        self._notes = {}
+        for state in states:
+            self._notes.update(notes_of(state))
+        if "local" in self._notes.values() or not _OF_EARLIER_COMMITS.isdisjoint(checkpoint):
+            raise CheckpointError(
+                "an earlier commit of lightning_automodel 0.2 has written it, which alone can resume from it:"
+                " load the weights (load_from_checkpoint)"
+            )
+        pairs = enumerate(zip(states, self._named, strict=True))
+        return [state_here(state, named, index) for index, (state, named) in pairs]
 
-    def _target(self, path: TreePath, leaf: Tensor) -> Tensor | None:
-        """The target of a tensor of the model, or beside model and optimizers: see :data:`.layouts.Target`.
-
-        It may belong to a parameter of its name, such as an average.
-        """
-        is_of_model = path[0] == MODEL
-        # Only a module that renames entries reads unknown ones.
-        if is_of_model and without_wrappers(str(path[1])) not in self._layouts.own:
-            return None
-        is_nested = not is_of_model or len(path) > 2  # in what callbacks keep, or in an extra state
-        # Older files list keys, or the dicts that hold them.
-        listed = (path, key_of(path), "/".join(map(str, path[:-1])))
-        if is_nested and not isinstance(leaf, Entry) and self._sharded.isdisjoint(listed):
-            return None
-        owner = first_alike(leaf, self._layouts.own, [without_wrappers(str(path[-1]))])
-        return self._layouts.target(leaf, owner, was_sharded=is_nested)
-
-    def _fetch(self, jobs: list[tuple[Any, Target]]) -> None:
-        """Read what lies in shards into the targets of trees, for each rank its part of it. A collective."""
-        wanted: dict[str, Tensor] = {}
+    def _read(self, tree: dict[str, Any]) -> dict[str, Any]:
+        """``tree`` with values, for each rank its part of what is to be sharded. A collective."""
+        targets: dict[str, Tensor] = {}
         with on_every_rank(self._what):
-            for tree, target in jobs:
-                for path, leaf in leaves(tree):
-                    if not isinstance(leaf, Entry) or leaf.value is not None or leaf.key in self._read:
-                        continue
-                    if leaf.key not in wanted and (into := target(path, leaf)) is not None:
-                        wanted[leaf.key] = into
+            for path, leaf in leaves(tree):
+                if not isinstance(leaf, Entry) or leaf.value is not None or leaf.key in targets:
+                    continue
+                if (into := self._target(path, leaf)) is not None:
+                    targets[leaf.key] = into
         if self._shards is not None:
-            self._shards.read(wanted)
-        self._read.update(wanted)
-
-    def _filled(self, tree: Any, target: Target) -> Any:
-        """``tree`` with what was read, and each rank's part of other tensors that are to be sharded."""
+            self._shards.read(targets)
+        used: set[str] = set()
 
         def value(path: TreePath, leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            if isinstance(leaf, Entry) and leaf.value is None:
-                if leaf.key not in self._read:
-                    return leaf  # read when somebody computes with it
-                found = self._read[leaf.key]
-                if leaf.key in self._used:  # under two names
-                    return found.clone()
-                self._used.add(leaf.key)
-                return found
-            known = leaf.read() if isinstance(leaf, Entry) else leaf
-            into = target(path, leaf)
-            if into is None or isinstance(known, DTensor):
-                return known
-            write_part(into, known)
-            return into
+            if not isinstance(leaf, Entry) or leaf.value is not None:
+                return self._part(path, leaf)
+            if leaf.key not in targets:
+                return leaf  # read when somebody computes with it
+            if leaf.key in used:  # under two names
+                return targets[leaf.key].clone()
+            used.add(leaf.key)
+            return targets[leaf.key]
 
-        return mapped(tree, value)
+        filled: dict[str, Any] = {}
+        with on_every_rank(self._what):
+            filled = mapped(tree, value)
+        return filled
+
+    def _part(self, path: TreePath, leaf: Any) -> Any:
+        """This rank's part of a tensor in host memory, if that is to be sharded; else the leaf. Not a collective."""
+        if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or id(leaf) in self._filled:
+            return leaf
+        known = leaf.read() if isinstance(leaf, Entry) else leaf
+        into = self._target(path, leaf)
+        if into is None or isinstance(known, DTensor):
+            return known
+        write_part(into, known)
+        return into
+
+    def _target(self, path: TreePath, leaf: Tensor) -> Tensor | None:
+        """The new tensor that a tensor of the checkpoint is read into; None if it stays as it is.
+
+        It is laid out like the parameter that it belongs to, such as one whose average it is. If it was
+        sharded and belongs to none, like a sharded one of its shape, or whole on all ranks of the mesh.
+        """
+        name = without_wrappers(str(path[-1]))
+        owner = self._own.get(name)
+        if path[0] == OPTIMIZERS:
+            note = self._notes.get(id(leaf))
+            was_sharded = note == "sharded"
+            owner = None
+            if note != "whole":
+                owner = self._named[path[1]].parameter_like(path[2:], leaf)
+        elif path[0] == MODEL and len(path) == 2:
+            was_sharded = False
+            if name not in self._own:
+                return None  # only a module that renames entries reads unknown ones
+        else:  # of a callback, or in an extra state
+            was_sharded = True
+            if not isinstance(leaf, Entry) and path not in self._sharded:
+                return None
+        if getattr(owner, "shape", None) != leaf.shape:
+            owner = None
+        if owner is None and was_sharded:
+            owner = self._sharded_like(leaf)
+        if isinstance(owner, DTensor):
+            return torch.empty_like(owner.detach(), dtype=leaf.dtype)
+        if isinstance(leaf, Entry):
+            return torch.empty(leaf.shape, dtype=leaf.dtype)
+        return None
+
+    def _sharded_like(self, leaf: Tensor) -> DTensor | None:
+        """A sharded tensor of the model of the shape of ``leaf``, or one like it that is whole on all ranks."""
+        sharded = [value for value in self._own.values() if isinstance(value, DTensor)]
+        for value in sharded:
+            if value.shape == leaf.shape:
+                return value
+        if not sharded:
+            return None
+        mesh = sharded[0].device_mesh
+        empty = torch.empty(leaf.shape, dtype=leaf.dtype, device=sharded[0].device)
+        return DTensor.from_local(empty, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -1,4 +1,4 @@
-"""Loads the saved state of one optimizer, whose tensors are read as shards where its parameters are sharded."""
+"""Loads the saved state of one optimizer, whose parameters may have other names and another order in this run."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,85 +10,61 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError, some
-from lightning_automodel.checkpoint.layouts import Layouts
-from lightning_automodel.checkpoint.optimizer_names import (
+from lightning_automodel.checkpoint.optimizers import (
+    NOTES,
     NamedOptimizer,
     by_name,
     has_groups,
     ids_of,
     renamed,
 )
-from lightning_automodel.checkpoint.optimizer_saving import NOTES
 from lightning_automodel.checkpoint.tree import Path, keyed_tensors, leaves, mapped
 
 _AS_SAVED = "configure the optimizers that the run was saved with"
 
 
-class OptimizerLoading:
-    """Loads one optimizer: :attr:`state` is read into the targets of its tensors, and then loaded.
+def notes_of(saved: dict[str, Any]) -> dict[int, str]:
+    """The notes on tensors of a ``saved`` state, by the id of the tensor: parameters may have other names here."""
+    notes = saved.get(NOTES, {})
+    return {id(tensor): notes[key] for key, _, tensor in keyed_tensors(saved) if key in notes}
 
-    Args:
-        saved: The saved state.
-        named: The optimizer.
-        index: Its number.
-        layouts: The layouts of the model.
 
-    Raises:
-        CheckpointError: If the state was saved for another optimizer.
+def state_here(saved: dict[str, Any], named: NamedOptimizer, index: int) -> dict[str, Any]:
+    """The ``saved`` state of optimizer ``index`` by this run's names, without what other ranks own.
 
-    Attributes:
-        state: The state by this run's names, without what other ranks own.
+    CheckpointError if it was saved for another optimizer.
     """
+    state = by_name({key: value for key, value in saved.items() if key != NOTES}, named.names)
+    if has_groups(state):
+        _check_options(named.optimizer, state["param_groups"], index)
+        state = renamed(state, _names_here(state["param_groups"], named, index))
+        for name, is_owned in named.owned.items():
+            if not is_owned:
+                state["state"].pop(name, None)
+    return state
 
-    def __init__(self, saved: dict[str, Any], named: NamedOptimizer, index: int, layouts: Layouts) -> None:
-        self._named = named
-        self._layouts = layouts
-        state = by_name({key: value for key, value in saved.items() if key != NOTES}, named.names)
-        notes = saved.get(NOTES, {})
-        if "local" in notes.values():
-            raise CheckpointError(
-                f"optimizer {index} keeps plain tensors of a rank's part of its parameters, which only the"
-                " version of lightning_automodel that saved them restores: resume with that version, or load"
-                " the weights alone (load_from_checkpoint)"
-            )
-        # By tensor, which lives as long as the checkpoint: parameters may have other names here.
-        self._notes = {id(tensor): notes.get(key) for key, _, tensor in keyed_tensors(state)}
-        if has_groups(state):
-            _check_options(named.optimizer, state["param_groups"], index)
-            state = renamed(state, _names_here(state["param_groups"], named, index))
-            for name, is_owned in named.owned.items():
-                if not is_owned:
-                    state["state"].pop(name, None)
-        self.state = state
 
-    def target(self, path: Path, leaf: Tensor) -> Tensor | None:
-        """See :data:`.layouts.Target`."""
-        note = self._notes.get(id(leaf))
-        owner = self._named.parameter_like(path, leaf)
-        if note == "whole" or not self._named.owned.keys().isdisjoint(path[1:2]):
-            owner = None
-        return self._layouts.target(leaf, owner, was_sharded=note == "sharded")
+def load_state(
+    named: NamedOptimizer, state: dict[str, Any], saved_dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Load a state of this run's names, with values. Not a collective.
 
-    def load(self, state: dict[str, Any], saved_dtypes: Mapping[str, torch.dtype]) -> None:
-        """Load :attr:`state` with values. Not a collective.
-
-        ``saved_dtypes`` are those of parameters in the checkpoint. Where a parameter has another one now,
-        torch casts its state to that; elsewhere it stays as it was saved.
-        """
-        optimizer = self._named.optimizer
-        names = self._named.names
-        numbered = renamed(state, {name: number for number, name in enumerate(names)})
-        packed = optimizer.state_dict()
-        if not has_groups(numbered) or not has_groups(packed):
-            optimizer.load_state_dict(numbered)
-            return
-        # Options that were not saved stay this run's, such as flags that newer releases of torch have added.
-        groups = zip(packed["param_groups"], numbered["param_groups"], strict=True)
-        numbered["param_groups"] = [{**own, **saved, "params": own["params"]} for own, saved in groups]
-        parameters = self._named.parameters
-        keeps = [name in parameters and parameters[name].dtype == saved_dtypes.get(name) for name in names]
-        with _uncast(optimizer, keeps):
-            optimizer.load_state_dict({**packed, **numbered})
+    ``saved_dtypes`` are those of parameters in the checkpoint. Where a parameter has another one now, torch
+    casts its state to that; elsewhere it stays as it was saved.
+    """
+    optimizer = named.optimizer
+    numbered = renamed(state, {name: number for number, name in enumerate(named.names)})
+    packed = optimizer.state_dict()
+    if not has_groups(numbered) or not has_groups(packed):
+        optimizer.load_state_dict(numbered)
+        return
+    # Options that were not saved stay this run's, such as flags that newer releases of torch have added.
+    groups = zip(packed["param_groups"], numbered["param_groups"], strict=True)
+    numbered["param_groups"] = [{**own, **saved, "params": own["params"]} for own, saved in groups]
+    own_dtypes = {name: parameter.dtype for name, parameter in named.parameters.items()}
+    keeps = [name in own_dtypes and own_dtypes[name] == saved_dtypes.get(name) for name in named.names]
+    with _uncast(optimizer, keeps):
+        optimizer.load_state_dict({**packed, **numbered})
 
 
 @contextmanager

@@ -23,8 +23,7 @@ from lightning_automodel.checkpoint import paths, single_file, state_dict
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
 from lightning_automodel.checkpoint.form import CheckpointForm
 from lightning_automodel.checkpoint.hyper_parameters import without_shards
-from lightning_automodel.checkpoint.optimizer_names import NamedOptimizer, named_parameters
-from lightning_automodel.checkpoint.optimizer_saving import state_to_save
+from lightning_automodel.checkpoint.optimizers import NamedOptimizer, named_parameters
 from lightning_automodel.checkpoint.shard_writer import is_everywhere, prepare_shards
 from lightning_automodel.checkpoint.single_file import prepare_file
 from lightning_automodel.checkpoint.tree import check_pickled, keyed_tensors, leaves
@@ -110,7 +109,7 @@ class CheckpointSaver:
         """Like :meth:`model_state`, of an optimizer. A collective of a sharded model's ranks that are together."""
         if self._form.is_sharded and is_together:
             collectives.named_barrier("save_checkpoint", self._timeout)
-            state = state_to_save(named, self._host_group(), for_one_file=not self._form.as_directory)
+            state = named.state_to_save(self._host_group(), for_one_file=not self._form.as_directory)
         else:
             state = named.state()
         return self._in_form(state, is_together)

@@ -8,7 +8,6 @@ import os
 import zipfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,13 +18,9 @@ from torch.utils.serialization import config as serialization_config
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.optimizer_names import by_name
 from lightning_automodel.checkpoint.safe_load import load_plain_data
-from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, copied
+from lightning_automodel.checkpoint.state_dict import MODEL, copied
 from lightning_automodel.distributed.process_group import group_rank
-
-PARAMETER_NAMES = "lightning_automodel_parameter_names"
-"""Key in files of replicated models that were written before parameters had names there: those, by optimizer."""
 
 
 def prepare_file(
@@ -98,11 +93,8 @@ def load_file(path: str, weights_only: bool | None, reads_content: bool = True) 
         source = io.BytesIO(filesystem.cat_file(place))
         if reads_content:
             check_content(source)
-    checkpoint = load_plain_data(source, path, weights_only is not False)
+    checkpoint: dict[str, Any] = load_plain_data(source, path, weights_only is not False)
     check_model(checkpoint, "it")
-    if OPTIMIZERS in checkpoint and PARAMETER_NAMES in checkpoint:
-        states = zip(checkpoint[OPTIMIZERS], checkpoint.pop(PARAMETER_NAMES), strict=True)
-        checkpoint[OPTIMIZERS] = [by_name(state, list(chain(*names))) for state, names in states]
     return checkpoint
 
 

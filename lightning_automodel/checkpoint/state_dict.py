@@ -28,9 +28,6 @@ STATES = (MODEL, OPTIMIZERS)
 SHARDED = "lightning_automodel_sharded"
 """Key in one file of a list: the paths of its tensors beside these states that were sharded."""
 
-SHARDS = "lightning_automodel_shards"
-"""Key of that list in files that were written before it had paths: keys, or paths of dicts, as strings."""
-
 
 def is_extra_state(name: Any) -> bool:
     """Whether the entry ``name`` of the model's state comes from a module's ``get_extra_state``."""

@@ -1,0 +1,214 @@
+"""States of optimizers have the names of parameters as ids, in every form of a checkpoint and under both engines.
+
+All of a state that trains shards comes back, or its save is refused:
+
+=========================================  ==================================================================
+a tensor of the state                      how it is saved
+=========================================  ==================================================================
+sharded like its parameter                 in shards; it may load whole, under the other engine
+sharded otherwise, or of no parameter      in shards, with the note "sharded": it comes back sharded
+plain, equal on all ranks                  once; like its sharded parameter, with the note "whole"
+plain, other values on each rank           refused
+of a parameter that one rank steps whole   by that rank, its owner; the others have tensors without values
+=========================================  ==================================================================
+"""
+
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_automodel.checkpoint.errors import CheckpointError
+from lightning_automodel.checkpoint.state_dict import whole
+from lightning_automodel.checkpoint.tree import PLAIN, Path, keyed_tensors, mapped
+from lightning_automodel.distributed.collectives import disagreement, gather_objects, gather_to_first
+from lightning_automodel.internals.torch import without_wrappers
+
+NOTES = "lightning_automodel"
+"""Key of the notes in an optimizer's saved state, if it needs any: what loading cannot know of a tensor, by key."""
+
+
+def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
+    """The parameters of ``model`` under names without wrappers; those that optimizers have, if it is gathered."""
+    return {
+        without_wrappers(name): getattr(parameter, "shard", parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate)
+    }
+
+
+class NamedOptimizer:
+    """An optimizer of a run, and the names of its parameters.
+
+    Args:
+        model: The model whose parameters are trained.
+        optimizer: The optimizer that trains them.
+        owned: The parameters that it steps whole, and whether this rank owns them.
+
+    Attributes:
+        optimizer: The optimizer.
+        parameters: The model's parameters by name.
+        groups: The names of the optimizer's parameters by group; the number of one that the model lacks.
+        names: All of these, group after group.
+        owned: The names of those that are stepped whole, and whether this rank owns them.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, owned: Mapping[nn.Parameter, bool]) -> None:
+        self.optimizer = optimizer
+        self.parameters = named_parameters(model)
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        number = itertools.count()
+        self.groups: list[list[Any]] = [
+            [names.get(id(parameter), next(number)) for parameter in group["params"]]
+            for group in optimizer.param_groups
+        ]
+        self.names = list(itertools.chain(*self.groups))
+        self.owned = {name: owned[value] for name, value in self.parameters.items() if value in owned}
+
+    def state(self) -> dict[str, Any]:
+        """Its state by name, with its own tensors; empty for Lightning's mock optimizer."""
+        return by_name(self.optimizer.state_dict(), self.names)
+
+    def parameter_like(self, path: Path, tensor: Tensor) -> Tensor | None:
+        """The parameter that a ``tensor`` of the state belongs to, if that is sharded like it.
+
+        It has the same shape, and is not stepped whole. The path leads into a parameter's state, or to an
+        entry of a list in a group with an entry for each parameter.
+        """
+        if tensor.dim() == 0 or not self.owned.keys().isdisjoint(path[1:2]):
+            return None
+        names = path
+        if path[0] == "param_groups" and isinstance(path[-1], int):
+            names = tuple(self.groups[path[1]][path[-1] : path[-1] + 1])
+        for name in names:
+            if name in self.parameters and self.parameters[name].shape == tensor.shape:
+                return self.parameters[name]
+        return None
+
+    def state_to_save(self, group: dist.ProcessGroup | None, for_one_file: bool) -> dict[str, Any]:
+        """The state of an optimizer that trains shards, by name and with notes. A collective over ``group``.
+
+        For parameters that are stepped whole, each rank returns the states of those that it owns, and for
+        the others the numbers, and tensors without values; rank 0 all values, if it writes one file. The
+        group is for objects of all ranks; None in a single process.
+
+        Raises:
+            CheckpointError: On every rank, if plain tensors of the state differ between ranks.
+        """
+        state = self.state()
+        owned: dict[str, Any] = {}
+        if has_groups(state):
+            owned = {name: state["state"].pop(name) for name in self.owned if name in state["state"]}
+        notes: dict[str, str] = {}
+        digests: dict[str, str] = {}
+        for key, path, tensor in keyed_tensors(state):
+            is_shard = isinstance(tensor, DTensor)
+            if not is_shard:
+                digests[key] = _digest(tensor)
+            if is_shard != isinstance(self.parameter_like(path, tensor), DTensor):
+                notes[key] = "sharded" if is_shard else "whole"
+        if group is not None and (difference := disagreement(digests, group)):
+            raise CheckpointError(
+                f"the optimizer {type(self.optimizer).__name__} keeps other values on each rank, and a"
+                f" checkpoint would bring back rank 0's everywhere ({difference}): keep a tensor that is"
+                " sharded like its parameter (torch.zeros_like(parameter), in place of"
+                " parameter.to_local()) or a value that all ranks have reduced, or pass data_parallel='ddp',"
+                " under which all ranks have whole parameters"
+            )
+        if notes:
+            state[NOTES] = notes
+        if self.owned:
+            self._add_owned(state, owned, group, for_one_file)
+        return state
+
+    def _add_owned(
+        self,
+        state: dict[str, Any],
+        owned: dict[str, Any],
+        group: dist.ProcessGroup | None,
+        for_one_file: bool,
+    ) -> None:
+        """Add all owners' states of parameters that are stepped whole, of which this rank has ``owned``."""
+        # A rank that owns nothing of a group may not have counted its steps.
+        options_here = {
+            index: {name: value for name, value in options.items() if isinstance(value, PLAIN)}
+            for index, options in enumerate(state["param_groups"])
+            if any(self.owned.get(name, False) for name in options["params"])
+        }
+        known: dict[int, dict[str, Any]] = {}
+        without_values = mapped(owned, _without_values)
+        for states_of_rank, options_of_rank in gather_objects((without_values, options_here), group):
+            for name, state_of_parameter in states_of_rank.items():
+                state["state"].setdefault(name, state_of_parameter)
+            for index, options in options_of_rank.items():
+                if known.setdefault(index, options) != options:
+                    raise CheckpointError(
+                        f"the owners of parameters of {type(self.optimizer).__name__} have different options"
+                        f" in group {index}, of which a checkpoint could bring back one: pass"
+                        " data_parallel='ddp'"
+                    )
+                state["param_groups"][index].update(options)
+        state["state"].update(owned)
+        if for_one_file:
+            for states_of_rank in gather_to_first(whole(owned, keep=True), group):
+                state["state"].update(states_of_rank)
+
+
+def _digest(tensor: Tensor) -> str:
+    """A digest of a tensor's values, if it has any that can be compared."""
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+        return "not comparable"
+    values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return (
+        f"of shape {list(tensor.shape)} and SHA-256 {hashlib.sha256(values.numpy().tobytes()).hexdigest()}"
+    )
+
+
+def _without_values(_: Path, leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if leaf.dim() == 0:  # such as counters, which every rank writes
+        return leaf.detach().cpu()
+    return torch.empty_like(leaf, device="meta")
+
+
+def has_groups(state: Any) -> bool:
+    """Whether the state of an optimizer has the form of torch's optimizers."""
+    if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
+        return False
+    groups = state.get("param_groups")
+    return isinstance(groups, list) and all("params" in group for group in groups)
+
+
+def ids_of(state: Mapping[str, Any]) -> list[Any]:
+    """The ids of parameters in a state of torch's form, group after group."""
+    return [parameter for group in state["param_groups"] for parameter in group["params"]]
+
+
+def renamed(state: Any, new: Mapping[Any, Any]) -> Any:
+    """``state`` with other ids of parameters in each state of torch's form, with as many ids, within it.
+
+    Wrappers save the state of another optimizer within theirs.
+    """
+    if isinstance(state, list):
+        return [renamed(item, new) for item in state]
+    if type(state) is not dict:
+        return state
+    changed = {key: renamed(value, new) for key, value in state.items()}
+    if has_groups(state) and len(ids_of(state)) == len(new):
+        changed["state"] = {new.get(old, old): value for old, value in changed["state"].items()}
+        changed["param_groups"] = [
+            {**group, "params": [new.get(old, old) for old in group["params"]]}
+            for group in changed["param_groups"]
+        ]
+    return changed
+
+
+def by_name(state: Any, names: Sequence[Any]) -> Any:
+    """An optimizer's state with parameters by name, even if they are numbered, as in plain optimizers' states."""
+    return renamed(state, dict(enumerate(names)))
