@@ -4,26 +4,18 @@ A local checkpoint is written beside its target under a temporary name, then ren
 with a temporary name is ever taken for a checkpoint. So a crash leaves the old checkpoint or the new one.
 """
 
-import contextlib
 import os
 import shutil
-import time
 import uuid
 from pathlib import Path
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_automodel.checkpoint.errors import CheckpointError
 
 TEMPORARY = ".unfinished-"
 """Prefix of the names of directories and files that are being written or removed."""
-
-PATIENCE_S = 5.0
-"""Seconds for which a rank waits to see another's file before it concludes that they share no file system."""
-
-_LONGEST_NAME = 255  # bytes, on all common file systems
 
 _OF_CHECKPOINTS = (".metadata", "meta.pt")
 """Files that show that a directory holds shards, this package's or another's, even if some are missing."""
@@ -31,10 +23,7 @@ _OF_CHECKPOINTS = (".metadata", "meta.pt")
 
 def normalize(path: str | Path) -> str:
     """An absolute local path without protocol, or a URL without a trailing slash."""
-    try:
-        filesystem, place = url_to_fs(str(path))
-    except (ValueError, ImportError) as error:
-        raise CheckpointError(f"{path} is an unsupported path: {error}") from error
+    filesystem, place = url_to_fs(str(path))
     if not isinstance(filesystem, LocalFileSystem):
         return str(path).rstrip("/")
     if "::" in str(path):
@@ -96,8 +85,8 @@ def prepare_place(path: str) -> str:
     """Make the directory that ``path`` lies in. Called by one rank.
 
     Returns:
-        A new folder for the files of a directory at ``path``: beside it, or within it if it is a URL, where
-        nothing can be renamed.
+        A folder to make for the files of a directory at ``path``: beside it, or within it if it is a URL,
+        where nothing can be renamed.
 
     Raises:
         CheckpointError: If ``path`` is a local directory that holds something other than a checkpoint.
@@ -107,10 +96,6 @@ def prepare_place(path: str) -> str:
         filesystem.makedirs(above, exist_ok=True)
     if not is_local(path):
         return f"{path}/{temporary_name()}"
-    for leftover in Path(path).parent.glob(f"{TEMPORARY}*"):
-        rank_zero_warn(
-            f"{leftover} was left by a save that did not end: remove it, unless another run is writing it."
-        )
     _check_replaceable(Path(path))
     return f"{above}/{temporary_name()}"
 
@@ -125,27 +110,6 @@ def _check_replaceable(path: Path) -> None:
             f"it is a directory, but not a checkpoint (it holds {names[0]}), and saving would replace it:"
             f" choose another path, such as {path}/last.ckpt"
         )
-
-
-def mark(folder: str, name: str) -> None:
-    """Make a ``folder`` for a directory's files, with an empty file ``name`` for other ranks to look for."""
-    filesystem, place = url_to_fs(folder)
-    filesystem.makedirs(place, exist_ok=True)
-    filesystem.pipe_file(f"{place}/{name}", b"")
-
-
-def is_seen(folder: str, name: str) -> bool:
-    """Whether this process sees the file of another's :func:`mark`; network file systems may be late."""
-    filesystem, place = url_to_fs(folder)
-    deadline = time.monotonic() + PATIENCE_S
-    pause_s = 0.05
-    while not filesystem.exists(f"{place}/{name}"):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 1.0)
-        filesystem.invalidate_cache()
-    return True
 
 
 def new_local_target(path: str | Path) -> Path:
@@ -172,20 +136,6 @@ def remove(path: str) -> None:
         filesystem.rm(place, recursive=True)
 
 
-def remove_unfinished(folder: str) -> None:
-    """Remove the folder of a save that failed, and a remote target if it is empty. Called by one rank.
-
-    What fails here is left out: it would hide why the save failed, which often has the same cause.
-    """
-    with contextlib.suppress(Exception):
-        remove(folder)
-        if not is_local(folder):
-            filesystem, place = url_to_fs(folder)
-            directory = place.rpartition("/")[0]
-            if filesystem.isdir(directory) and not filesystem.ls(directory, detail=False):
-                filesystem.rmdir(directory)
-
-
 def temporary_name() -> str:
     """A new name for a file or directory that is about to be written or removed."""
     return f"{TEMPORARY}{uuid.uuid4().hex}"
@@ -202,7 +152,7 @@ def replace(temporary: Path, target: Path) -> None:
     if _is_folder(temporary):
         sync(temporary)
     if (_is_folder(temporary) and os.path.lexists(target)) or _is_folder(target):  # os.replace would refuse
-        aside = _aside(target)
+        aside = target.with_name(f"{target.stem}.replaced-{uuid.uuid4().hex}{target.suffix}")
         os.rename(target, aside)
     try:
         os.replace(temporary, target)
@@ -213,13 +163,6 @@ def replace(temporary: Path, target: Path) -> None:
     sync(target.parent)
     if aside is not None:
         remove(str(aside))
-
-
-def _aside(target: Path) -> Path:
-    """A new name for the directory that is replaced at ``target``, no longer than file systems allow."""
-    end = f".replaced-{uuid.uuid4().hex}{target.suffix}"
-    stem = target.stem.encode()[: _LONGEST_NAME - len(end.encode())].decode(errors="ignore")
-    return target.with_name(f"{stem}{end}")
 
 
 def link(target: Path, name: Path) -> None:

@@ -6,11 +6,15 @@ manifest, which is written last and makes it complete. Each entry of a ``.distcp
 ``torch.save``, with torch's checksums.
 """
 
+import dataclasses
+import enum
 import io
 import json
+import pickle
 import warnings
 import zlib
 from collections.abc import Callable
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
@@ -25,7 +29,6 @@ from typing_extensions import override
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_this_rank
-from lightning_automodel.checkpoint.safe_load import MetadataUnpickler, load_plain_data
 from lightning_automodel.checkpoint.single_file import check_content, check_model
 from lightning_automodel.checkpoint.state_dict import MODEL, STATES
 from lightning_automodel.checkpoint.tree import Entry, leaves, mapped, mapped_tensors
@@ -57,56 +60,67 @@ def read_manifest(path: str) -> bytes | None:
 
 
 def open_table(path: str, manifest: bytes | None) -> tuple[str, Metadata]:
-    """The folder of the files, and ``.metadata``; raises CheckpointError if that is missing or damaged."""
+    """The folder of the files, and ``.metadata``; CheckpointError if it has changed, or has another version."""
     folder = path
     crc32 = None
     if manifest is not None:
-        try:
-            content = json.loads(manifest)
-            written = content["format"]
-            within = content["folder"]
-            crc32 = content["crc32"]
-        except Exception as error:  # damaged content can raise anything
-            raise CheckpointError(f"{MANIFEST} is damaged ({len(manifest)} bytes)") from error
-        if written != FORMAT:
+        content = json.loads(manifest)
+        if content["format"] != FORMAT:
             raise CheckpointError(
-                f"{MANIFEST} says {str(written)[:80]!r}, and this version of lightning_automodel"
+                f"{MANIFEST} says {str(content['format'])[:80]!r}, and this version of lightning_automodel"
                 f" reads {FORMAT!r}: let the version that wrote it make one file, which this one"
                 " reads (python -m lightning_automodel.checkpoint consolidate)"
             )
-        if within:
-            folder = paths.member(path, within)
+        crc32 = content["crc32"]
+        if content["folder"]:
+            folder = paths.member(path, content["folder"])
     table = paths.read_file(f"{folder}/{METADATA}")
     if crc32 not in (None, checksum(table)):
         raise CheckpointError(
             f"{METADATA} has changed since it was written: its CRC-32 is {checksum(table)}, in {MANIFEST}"
             f" {crc32}"
         )
-    return folder, _parsed(table)
-
-
-def _parsed(table: bytes) -> Metadata:
-    """The content of ``.metadata``; raises CheckpointError if it is damaged or has Lightning's layout."""
-    try:
-        metadata = MetadataUnpickler(io.BytesIO(table)).load()
-        saved = {place[0] for place in metadata.planner_data.values()}
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(
-            f"{METADATA} is damaged ({type(error).__name__}: {error}; {len(table)} bytes)"
-        ) from error
-    if "model" in saved and MODEL not in saved:
-        raise CheckpointError(
-            "Lightning's FSDPStrategy has written these shards: make one file of them, which this strategy"
-            " reads, with python -m lightning.pytorch.utilities.consolidate_checkpoint"
-        )
-    return metadata
+    return folder, _MetadataUnpickler(io.BytesIO(table)).load()
 
 
 def checksum(content: bytes) -> str:
     """CRC-32 of the content of a file, as manifests hold it."""
     return f"{zlib.crc32(content):08x}"
+
+
+def check_sizes(folder: str, metadata: Metadata) -> None:
+    """Raise CheckpointError if a file of shards is missing, cut off, or not a regular file."""
+    needed: dict[str, int] = {}
+    for place in metadata.storage_data.values():
+        end = place.offset + place.length
+        needed[place.relative_path] = max(needed.get(place.relative_path, 0), end)
+    for name, num_bytes in needed.items():
+        size = paths.size_of_file(paths.member(folder, name))
+        if size < num_bytes:
+            raise CheckpointError(f"{name} is cut off: it has {size} bytes, and {num_bytes} were written")
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Loads ``.metadata`` with torch's data classes and enumerations for shards, and refuses all others."""
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):
+            named = super().find_class(module, name)
+            is_data = isinstance(named, type) and (
+                dataclasses.is_dataclass(named) or issubclass(named, enum.Enum)
+            )
+            # A name with dots could reach an object that the module only imports.
+            if is_data and named.__module__ == module:
+                return named
+        if module in ("pathlib", "pathlib._local") and name.endswith("Path"):  # of any operating system
+            return PurePosixPath
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        if module == "torch.serialization" and name.lstrip("_") == "get_layout":
+            layouts = [value for value in vars(torch).values() if isinstance(value, torch.layout)]
+            return {str(layout): layout for layout in layouts}.__getitem__
+        raise CheckpointError(f".metadata names {module}.{name}, which is not a class that describes shards")
 
 
 class ShardDirectory:
@@ -126,10 +140,11 @@ class ShardDirectory:
         self._manifest = read_manifest(path)
         self._folder, self._metadata = open_table(path, self._manifest)
         self._reader = _CheckingReader(self._folder, self._metadata, self._check_unreplaced)
-        self._check_sizes()
+        check_sizes(self._folder, self._metadata)
         content = io.BytesIO(paths.read_file(f"{self._folder}/{REST}"))
         check_content(content, REST)
-        tree = load_plain_data(content, f"{REST} of {path}", weights_only is not False)
+        content.seek(0)
+        tree = torch.load(content, map_location="cpu", weights_only=weights_only is not False)
         if self._manifest is None and isinstance(tree, dict):
             tree[MODEL] = self._foreign_model()
         check_model(tree, REST)
@@ -140,11 +155,17 @@ class ShardDirectory:
         """The model's state in a directory of another program, without values."""
         prefix = f"{MODEL}."
         saved = self._metadata.state_dict_metadata.items()
-        return {
+        state = {
             key.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             for key, entry in saved
             if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
         }
+        if not state:
+            raise CheckpointError(
+                f"no entry of its shards begins with {prefix!r}: if Lightning's FSDPStrategy has written it, make"
+                " one file of it (python -m lightning.pytorch.utilities.consolidate_checkpoint)"
+            )
+        return state
 
     def _with_entry(self, key: str, path: TreePath, tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
@@ -184,19 +205,6 @@ class ShardDirectory:
         for place in self._metadata.storage_data.values():
             self._reader.content(place)
 
-    def _check_sizes(self) -> None:
-        """Raise CheckpointError if a file is missing, cut off, or not a regular file."""
-        needed: dict[str, int] = {}
-        for place in self._metadata.storage_data.values():
-            end = place.offset + place.length
-            needed[place.relative_path] = max(needed.get(place.relative_path, 0), end)
-        for name, num_bytes in needed.items():
-            size = paths.size_of_file(paths.member(self._folder, name))
-            if size < num_bytes:
-                raise CheckpointError(
-                    f"{name} is cut off: it has {size} bytes, and {num_bytes} were written"
-                )
-
     def _check_unreplaced(self) -> None:
         """Raise CheckpointError if a newer save, with the same names and sizes, has replaced this one."""
         if read_manifest(self.path) != self._manifest:
@@ -222,6 +230,7 @@ class _CheckingReader(FileSystemReader):
         end = place.offset + place.length
         content = io.BytesIO(self._filesystem.cat_file(file, start=place.offset, end=end))
         check_content(content, place.relative_path)
+        content.seek(0)
         return content
 
     @override
@@ -229,7 +238,7 @@ class _CheckingReader(FileSystemReader):
         for item in plan.items:
             place = self._metadata.storage_data[item.storage_index]
             name = f"{item.storage_index.fqn} in {place.relative_path}"
-            stored = load_plain_data(self.content(place), name, weights_only=True)
+            stored = torch.load(self.content(place), map_location="cpu", weights_only=True)
             target = planner.resolve_tensor(item).detach()
             if not isinstance(stored, Tensor):
                 raise CheckpointError(f"{name} is a {type(stored).__name__}, not a tensor")

@@ -1,8 +1,8 @@
 """Writes a directory of shards by torch.distributed.checkpoint, which appears when it is complete."""
 
+import contextlib
 import io
 import json
-import socket
 from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,14 @@ from typing_extensions import override
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank, some
-from lightning_automodel.checkpoint.shard_directory import FORMAT, MANIFEST, METADATA, REST, checksum
+from lightning_automodel.checkpoint.shard_directory import (
+    FORMAT,
+    MANIFEST,
+    METADATA,
+    REST,
+    check_sizes,
+    checksum,
+)
 from lightning_automodel.checkpoint.single_file import with_checksums
 from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, copied, is_extra_state
 from lightning_automodel.checkpoint.tree import Path as TreePath
@@ -63,6 +70,14 @@ class ShardWriter(torch_internals.FsspecWriter):
         if unwritten := sorted(self._keys - metadata.state_dict_metadata.keys()):
             raise CheckpointError(f"no rank has the values of {some(unwritten)}")
         super().finish(metadata, results)
+        try:
+            check_sizes(self._folder, metadata)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"rank 0 does not see all that the ranks have written ({error}): save to a file system that all"
+                " ranks share (ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)), or pass"
+                " save_distributed_checkpoint=False, with which rank 0 writes one file"
+            ) from error
         is_local = paths.is_local(self._folder)
         top = self._target
         valid = self._folder.rpartition("/")[2]
@@ -141,23 +156,14 @@ def prepare_shards(
     folder = ""
     content = io.BytesIO()
     shards: dict[str, Tensor | None] = {}
-    try:
-        with on_every_rank(what):
-            if not isinstance(checkpoint.get(MODEL), dict):
-                raise CheckpointError("on_save_checkpoint has left no dict in checkpoint['state_dict']")
-            tree, shards = taken_apart(checkpoint, parameters)
-            if group_rank() == 0:
-                torch.save(tree, content)
-                folder = paths.prepare_place(path)
-                paths.mark(folder, REST)
-        # All ranks write into the folder, whose name is random.
-        folder, node = collectives.broadcast_object((folder, socket.gethostname()), 0)
-        with on_every_rank(what):
-            _check_shared(folder, path, node)
-    except BaseException:
-        if folder and group_rank() == 0:
-            paths.remove_unfinished(folder)
-        raise
+    with on_every_rank(what):
+        if not isinstance(checkpoint.get(MODEL), dict):
+            raise CheckpointError("on_save_checkpoint has left no dict in checkpoint['state_dict']")
+        tree, shards = taken_apart(checkpoint, parameters)
+        if group_rank() == 0:
+            torch.save(tree, content)
+            folder = paths.prepare_place(path)
+    folder = collectives.broadcast_object(folder, 0)  # its name is random
     writer = ShardWriter(path, folder, content.getvalue(), shards.keys())
     own = {key: plain_dtensor(leaf) for key, leaf in shards.items() if leaf is not None}
     staged = copied(own) if copy else own
@@ -167,23 +173,9 @@ def prepare_shards(
             with on_this_rank(what):
                 dcp.save(staged, storage_writer=writer, process_group=group)
         except BaseException:
-            if group_rank() == 0:
-                paths.remove_unfinished(folder)
+            # On all ranks, which may have written to file systems of their own.
+            with contextlib.suppress(Exception):  # it would hide why the save failed
+                paths.remove(folder)
             raise
 
     return write
-
-
-def _check_shared(folder: str, path: str, node: str) -> None:
-    """Raise CheckpointError unless this rank sees rank 0's ``folder``, made on ``node``. Not a collective.
-
-    Called before anything large is written: shards on the disk of another node, or in the memory of another
-    process (``memory://``), would be lost.
-    """
-    if not paths.is_seen(folder, REST):
-        raise CheckpointError(
-            f"{socket.gethostname()} does not see what rank 0 has written at {path} on {node}, so that"
-            " shards written there would be lost: save to a file system that all ranks share"
-            " (ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)), or pass"
-            " save_distributed_checkpoint=False, with which rank 0 writes one file"
-        )

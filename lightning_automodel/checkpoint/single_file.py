@@ -18,7 +18,6 @@ from torch.utils.serialization import config as serialization_config
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.safe_load import load_plain_data
 from lightning_automodel.checkpoint.state_dict import MODEL, copied
 from lightning_automodel.distributed.process_group import group_rank
 
@@ -76,24 +75,25 @@ def load_file(path: str, weights_only: bool | None, reads_content: bool = True) 
     """Load a file to host memory, after comparing its content with its checksums if it ``reads_content``.
 
     A local file is mapped, so that only the parts in use are read. Any other file is fetched whole, since
-    not every server can send parts. Raises :class:`CheckpointError` if it is damaged, or not a file.
+    not every server can send parts. Raises :class:`CheckpointError` if it is damaged, or not a file, and what
+    ``torch.load`` raises if it holds code and ``weights_only`` is not False.
     """
     filesystem, place = url_to_fs(path)
     if not filesystem.exists(place):
         raise CheckpointError("there is no such file or directory")
-    if paths.is_local(path) and not os.path.isfile(place):
+    is_local = paths.is_local(path)
+    if is_local and not os.path.isfile(place):
         raise CheckpointError("it is not a regular file")
-    source: str | io.BytesIO
-    if paths.is_local(path):
-        source = place
-        if reads_content:
-            with open(place, "rb") as file:
-                check_content(file)
-    else:
+    source: Any = place
+    if not is_local:
         source = io.BytesIO(filesystem.cat_file(place))
-        if reads_content:
-            check_content(source)
-    checkpoint: dict[str, Any] = load_plain_data(source, path, weights_only is not False)
+    if reads_content:
+        check_content(source)
+    if not is_local:
+        source.seek(0)
+    checkpoint: dict[str, Any] = torch.load(
+        source, map_location="cpu", weights_only=weights_only is not False, mmap=is_local
+    )
     check_model(checkpoint, "it")
     return checkpoint
 
@@ -104,10 +104,11 @@ def check_model(checkpoint: Any, name: str) -> None:
         raise CheckpointError(f"{name} has no {MODEL!r}: this is not a checkpoint of a LightningModule")
 
 
-def check_content(file: IO[bytes], name: str = "it") -> None:
+def check_content(file: str | IO[bytes], name: str = "it") -> None:
     """Compare the content of ``torch.save``'s ``file`` with its checksums; CheckpointError if it differs."""
     try:
-        damaged = zipfile.ZipFile(file).testzip()
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
     except Exception as error:  # damaged content can raise anything
         raise CheckpointError(
             f"{name} is damaged, or not what torch.save has written since release 1.6"

@@ -122,18 +122,3 @@ def test_names_that_collide(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """Are refused, as wrappers are left out of names in every form."""
     for found in pool2.run(_collide, FORMS[form], str(tmp_path / "last.ckpt")):
         assert "two entries of the state are named model.part.value" in found
-
-
-def _save_twice(options: dict[str, Any], path: str) -> None:
-    trainer, _ = fit(options, AdamModule())
-    for _ in range(2):
-        trainer.save_checkpoint(path)
-
-
-@pytest.mark.parametrize(
-    "name", ["n" * 250 + ".ckpt", pytest.param("\u00e9" * 125 + ".ckpt", marks=pytest.mark.sweep)]
-)
-def test_long_names(pool2: RankPool, tmp_path: Path, name: str) -> None:
-    """Of as many bytes as file systems allow."""
-    pool2.run(_save_twice, FORMS["shards"], str(tmp_path / name))
-    assert [each.name for each in tmp_path.iterdir()] == [name]

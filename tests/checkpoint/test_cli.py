@@ -122,14 +122,13 @@ def test_inspect_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     """What needs code to load is named, and described with trust alone."""
     path = save(tmp_path / "a.ckpt", custom=Custom())
     report = inspected(capsys, str(path), status=1)
-    assert "more than plain data" in report["problem"]
-    assert "(tests.checkpoint.test_cli.Custom)" in report["problem"]
+    assert "GLOBAL tests.checkpoint.test_cli.Custom was not an allowed global" in report["problem"]
     assert "global_step" not in report
     report = inspected(capsys, str(path), "--trust")
     assert (report["problem"], report["global_step"], "custom" in report["rest"]) == (None, 7, True)
     mark = tmp_path / "mark"
     report = inspected(capsys, str(save(tmp_path / "b.ckpt", runs=Runs(mark))), status=1)
-    assert "(posix.mkdir)" in report["problem"]
+    assert "posix.mkdir" in report["problem"]
     assert not mark.exists()
 
 
@@ -255,7 +254,7 @@ def test_code_is_run_only_with_trust(tmp_path: Path, capsys: pytest.CaptureFixtu
     for name, *options in (["export", *CLASS], ["consolidate"]):
         command = [name, str(path), str(tmp_path / name), *options]
         assert main(command) == 1
-        assert "holds more than plain data" in capsys.readouterr().err
+        assert "was not an allowed global" in capsys.readouterr().err
         assert main([*command, "--trust"]) == (name == "export")
         assert ("holds no model of transformers or PEFT" in capsys.readouterr().err) == (name == "export")
     assert torch.load(tmp_path / "consolidate", weights_only=False)["custom"].inner == {"value": 3}
@@ -280,7 +279,7 @@ def test_any_damage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert main(["export", str(shards), str(tmp_path / "out"), *CLASS]) == 1
         assert capsys.readouterr().err.splitlines()[-1].startswith("error: Cannot load ")
     metadata.write_bytes(b"")
-    assert "a.ckpt: .metadata is damaged (" in inspected(capsys, str(shards), status=1)["problem"]
+    assert "a.ckpt: EOFError: " in inspected(capsys, str(shards), status=1)["problem"]
 
 
 def test_inspect_other_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,10 +296,16 @@ def test_inspect_other_content(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (report["epoch"], report["global_step"]) == ("tensor(3)", "{1}")
 
 
-@pytest.mark.parametrize("path", ["nosuchprotocol://a.ckpt", "a::b.ckpt"])
-def test_unsupported_paths(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("nosuchprotocol://a.ckpt", "ValueError: Protocol not known: nosuchprotocol"),
+        ("a::b.ckpt", "a::b.ckpt has '::' in it"),
+    ],
+)
+def test_unsupported_paths(path: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", path]) == 1
-    assert f'"problem": "{path} ' in capsys.readouterr().out
+    assert f'"problem": "{problem}' in capsys.readouterr().out
 
 
 def test_shards_without_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

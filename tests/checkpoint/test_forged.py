@@ -46,10 +46,6 @@ def put(name: str, content: Any) -> Callable[[Path], None]:
 
 
 DIRECTORIES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "planner_data": (
-        of_metadata(lambda metadata: setattr(metadata, "planner_data", [])),
-        ".metadata is damaged (",
-    ),
     "list": (put("meta.pt", [1]), "meta.pt has no 'state_dict'"),
     "string": (put("meta.pt", "text"), "meta.pt has no 'state_dict'"),
     "no model": (put("meta.pt", {"state_dict": 3}), "meta.pt has no 'state_dict'"),

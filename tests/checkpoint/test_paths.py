@@ -106,12 +106,3 @@ def test_link(tmp_path: Path, old: str | None) -> None:
     assert content(last) == "new"
     paths.link(newest, newest)
     assert not newest.is_symlink()
-
-
-def test_leftovers_are_reported(tmp_path: Path) -> None:
-    """Another run may be writing there: they stay."""
-    leftover = tmp_path / paths.temporary_name()
-    make_directory(leftover, "half")
-    with pytest.warns(UserWarning, match=f"{leftover} was left by a save that did not end"):
-        paths.prepare_place(str(tmp_path / "epoch=1.ckpt"))
-    assert leftovers(tmp_path) == [leftover]

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import http.server
 import os
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -203,7 +202,6 @@ def _save_apart(options: dict[str, Any], path: str, root: str) -> tuple[str, lis
     own = Path(root) / str(dist.get_rank())
     own.mkdir()
     with pytest.MonkeyPatch.context() as patch, stand(str(own)):
-        patch.setattr(paths, "PATIENCE_S", 0.0)
         patch.chdir(own)  # what /proc/self/cwd leads to is another directory in each process
         MemoryFileSystem.store.clear()
         trainer, module = fit(options)
@@ -227,11 +225,12 @@ def _save_apart(options: dict[str, Any], path: str, root: str) -> tuple[str, lis
 def test_a_place_of_each_rank(pool2: RankPool, tmp_path: Path, place: str, in_background: bool) -> None:
     """A disk of one node, the memory of one process: an error on every rank at the save, and nothing is left there."""
     options = {"async_checkpoint": in_background}
-    node = socket.gethostname()
     for rank, (message, left, goes_on) in enumerate(pool2.run(_save_apart, options, place, str(tmp_path))):
         assert message.startswith(
-            f"Cannot save {place}: rank 1: {node} does not see what rank 0 has written at {place} on {node}"
+            f"Cannot save {place}: rank 0: rank 0 does not see all that the ranks have written (__1_0.distcp is"
         )
         assert "pass save_distributed_checkpoint=False" in message
-        assert [name for name in left if name != "runs"] == (["older.ckpt"] if rank == 0 else [])
+        # A store's names are no directories, which stay where they are.
+        left = [name for name in left if not name.startswith("runs")]
+        assert left == (["older.ckpt"] if rank == 0 else [])
         assert goes_on
