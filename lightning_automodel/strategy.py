@@ -15,7 +15,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.layer_sync import LayerSync
-from lightning.pytorch.strategies.strategy import Strategy
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -39,7 +39,6 @@ from lightning_automodel.checkpoint import (
     differing_extra_states,
     note_on_hyper_parameters,
 )
-from lightning_automodel.data.batches import PendingGather
 from lightning_automodel.data.samplers import Ranks
 from lightning_automodel.data.streams import check_counted_ranks
 from lightning_automodel.distributed import collectives, process_group
@@ -57,8 +56,7 @@ from lightning_automodel.options import StrategyOptions
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
 from lightning_automodel.resume.checkpoint_callbacks import save_on_exception
 from lightning_automodel.resume.loops import is_last_batch
-from lightning_automodel.sharding import checks, meta_init
-from lightning_automodel.sharding.weight_averaging import LateAverages
+from lightning_automodel.sharding import checks, meta_init, weight_averaging
 from lightning_automodel.training_run import TrainingRun
 
 _TIME_TO_MEET_AFTER_A_STOP = timedelta(seconds=15)
@@ -68,7 +66,7 @@ def _moved(state: Any, device: torch.device) -> Any:
     return apply_to_collection(state, Tensor, Tensor.to, device, wrong_dtype=DTensor, allow_frozen=True)
 
 
-class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
+class AutomodelStrategy(ParallelStrategy):
     """Trains any LightningModule sharded (FSDP2) or replicated (DDP) with the gradients of one single-process batch.
 
     Each optimizer step follows the gradient of the mean loss per label token over all micro-batches of the
@@ -277,7 +275,6 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         self._form = CheckpointForm(options.is_sharded, options.save_distributed_checkpoint)
         self._saver = CheckpointSaver(self._form, options.async_checkpoint, options.parsed_timeout)
         self._supervisor = Supervisor(self._join, self._saver.wait_for_pending_save)
-        self._weight_averages = LateAverages()
         self._layer_sync: LayerSync | None = None  # set where Trainer(sync_batchnorm=True)
         # Of one run: set from `setup_environment` on. After `teardown`, `last_step` and a save still read them;
         # the next run sets them again.
@@ -486,7 +483,7 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         collectives.named_barrier(name or "unnamed", self._options.parsed_timeout)
         if name == "pre_setup" and self.lightning_module is not None:
             checks.check_callbacks(self._module.trainer.callbacks, self._options.is_sharded)  # type: ignore[attr-defined]
-            self._weight_averages.delay(self.lightning_module, self._options.is_sharded, self._patches)
+            weight_averaging.delay_setup(self.lightning_module, self._options.is_sharded, self._patches)
         if name == "pre_setup" and self._options.first_rank_setup:
             self._setup_block.enter_context(self.first_rank_per_node())
         if name == "run-stage" and self._run is not None:
@@ -554,10 +551,9 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
         self._advice.say_once(summary(self.describe()), say=rank_zero_info)
 
     def _patch_trainer(self, trainer: "pl.Trainer") -> None:
-        """Let all ranks decide alike where Lightning lets each decide by its own signals and clock."""
+        """Let all ranks decide alike where Lightning lets each decide by its own signals."""
         if self.world_size > 1:
             lightning_internals.patch_signals(trainer, self._supervisor.ask_to_requeue, self._patches)
-            lightning_internals.patch_validation_clock(trainer, self._as_on_rank_0, self._patches)
 
     def _prepare_checkpoints(self, trainer: "pl.Trainer") -> None:
         """Decide on the form of checkpoints, and watch the callbacks that save them."""
@@ -582,7 +578,7 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
             module, self._options, placement, self.precision_plugin, self._advice, self._patches
         )
         self.model = self._run.model
-        self._weight_averages.set_up(module)
+        weight_averaging.set_up(module)
 
     def _make_resumable(self, trainer: "pl.Trainer") -> None:
         """Record during a fit what its checkpoints need, so that a resumed one goes on bit for bit."""
@@ -610,11 +606,6 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
                     continue
                 for key in state.keys() - {"step"}:
                     state[key] = _moved(state[key], device)
-
-    def _as_on_rank_0(self, decision: bool) -> bool:
-        """What rank 0 decides. A collective on the host."""
-        sent = PendingGather(collectives.host_group(self._options.parsed_timeout), decision)
-        return bool(sent.received()[0, 0])
 
     @override
     def model_to_device(self) -> None:
@@ -665,6 +656,7 @@ class AutomodelStrategy(lightning_internals.StrategyWithoutCompiledModules):
 
     @override
     def on_train_start(self) -> None:
+        checks.check_validation_interval(self._module.trainer)
         self._required_run.windows.reset()
         if self._resume is not None:
             self._resume.on_train_start()

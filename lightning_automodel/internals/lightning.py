@@ -13,7 +13,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving
 from lightning.pytorch.loops import fetchers
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import (
     _MultiProcessingLauncher as MultiProcessingLauncher,
 )
@@ -21,7 +20,6 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
 from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.exceptions import _TunerExitException as TunerExitException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -33,24 +31,6 @@ from lightning_automodel.internals.patching import PatchStack, overwrite
 from lightning_automodel.internals.torch import defined_in
 
 _BEFORE_BACKWARD = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "pre_backward")
-
-
-class StrategyWithoutCompiledModules(ParallelStrategy):
-    """Refuses what ``torch.compile`` makes of a LightningModule, before Lightning's text names its own strategies.
-
-    No hook of a strategy comes before that text, but the Trainer sets this attribute.
-    """
-
-    # No property: Lightning reads the attribute several times in each micro-batch.
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_lightning_module" and value is not None and value._compiler_ctx is not None:
-            to_uncompiled(value)  # so that the module itself trains
-            kind = type(self).__name__
-            raise RuntimeError(
-                f"{kind} compiles the blocks of a module after it has sharded them: give trainer.fit the"
-                f" LightningModule itself, not torch.compile(module), and pass {kind}(compile=True)."
-            )
-        super().__setattr__(name, value)
 
 
 def has_hooks_before_backward(trainer: Trainer) -> bool:
@@ -153,21 +133,6 @@ def is_trainer_drawing() -> bool:
             return bool(module == fetchers.__name__)
         frame = frame.f_back
     return False
-
-
-def patch_validation_clock(trainer: Trainer, agree: Callable[[bool], bool], patches: PatchStack) -> None:
-    """Let ``agree`` decide for all ranks whether a validation is due, if that goes by each rank's own clock.
-
-    It is given this rank's decision, once after each training batch.
-    """
-    epoch_loop = trainer.fit_loop.epoch_loop
-    is_due = epoch_loop._should_check_val_fx
-
-    def is_due_for_all(*args: Any) -> bool:
-        is_by_clock = trainer.val_check_batch is None  # Trainer(val_check_interval=timedelta(...))
-        return agree(is_due(*args)) if is_by_clock else is_due(*args)
-
-    patches.set(epoch_loop, "_should_check_val_fx", is_due_for_all)
 
 
 def epoch_metrics(trainer: Trainer) -> dict[str, Any]:

@@ -110,6 +110,15 @@ def check_ahead(module: pl.LightningModule) -> None:
         )
 
 
+def check_validation_interval(trainer: pl.Trainer) -> None:
+    """Raise ValueError where each of several ranks would validate by its own clock."""
+    if trainer.world_size > 1 and trainer.val_check_batch is None:
+        raise ValueError(
+            "Trainer(val_check_interval=...) is a time, which ends on each rank after another batch: pass a"
+            " number of batches."
+        )
+
+
 def check_equal_models(tensors: Mapping[str, Tensor], host_group: dist.ProcessGroup) -> None:
     """Refuse on every rank a model whose ``tensors`` differ on other ranks. A collective over the group."""
     held = {

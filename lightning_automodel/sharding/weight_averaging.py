@@ -19,42 +19,33 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import without_wrappers
 from lightning_automodel.sharding import meta_init
-from lightning_automodel.sharding.units import class_name
 
 
-class LateAverages:
-    """Delays the ``setup`` of a Trainer's averaging callbacks until the module is distributed."""
+def delay_setup(module: pl.LightningModule, shards: bool, patches: PatchStack) -> None:
+    """Delay the ``setup`` of averaging callbacks until :func:`set_up`, if ``module`` changes before it is trained.
 
-    def __init__(self) -> None:
-        self._delayed: list[Callable[[], None]] = []
+    It is sharded, or some of its tensors have no values, or it will be converted to float64: validations,
+    which swap average and weights, would round these.
+    """
+    is_converted = isinstance(module.trainer.precision_plugin, DoublePrecision)
+    if shards or is_converted or meta_init.names_without_values(module):
+        for callback in _averaging(module):
+            patches.set(callback, "setup", lambda *_, **__: None)
 
-    def delay(self, module: pl.LightningModule, shards: bool, patches: PatchStack) -> None:
-        """Delay them until :meth:`set_up`, if ``module`` will be sharded or changes before it is trained.
 
-        That is where some of its tensors have no values, or will be converted to float64: validations, which
-        swap average and weights, would round these.
-        """
-        self._delayed = []
-        is_converted = isinstance(module.trainer.precision_plugin, DoublePrecision)
-        for callback in _callbacks(module):
-            if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) and (
-                shards or is_converted or meta_init.names_without_values(module)
-            ):
-                patches.set(callback, "setup", partial(self._delay, callback))
-
-    def _delay(self, callback: Callback, *args: Any, **kwargs: Any) -> None:
-        self._delayed.append(partial(type(callback).setup, callback, *args, **kwargs))
-
-    def set_up(self, module: pl.LightningModule) -> None:
-        """Run the delayed hooks, now that ``module`` is distributed. Not a collective."""
-        with PatchStack() as while_copying:
-            # Only within these calls: other callbacks that copy the module want it whole.
-            while_copying.set(module, "__deepcopy__", partial(_copy_of, module), is_new=True)
-            if is_overridden("configure_model", module):
-                # WeightAveraging calls it, to have layers to copy.
-                while_copying.set(module, "configure_model", lambda: None)
-            for set_up in self._delayed:
-                set_up()
+def set_up(module: pl.LightningModule) -> None:
+    """Run the delayed hooks, now that ``module`` is distributed. Not a collective."""
+    stage = module.trainer.state.fn
+    assert stage is not None
+    with PatchStack() as while_copying:
+        # Only within these calls: other callbacks that copy the module want it whole.
+        while_copying.set(module, "__deepcopy__", partial(_copy_of, module), is_new=True)
+        if is_overridden("configure_model", module):
+            # WeightAveraging calls it, to have layers to copy.
+            while_copying.set(module, "configure_model", lambda: None)
+        for callback in _averaging(module):
+            if "setup" in vars(callback):
+                type(callback).setup(callback, module.trainer, module, stage)
 
 
 def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> Callable[[], bool]:
@@ -62,36 +53,34 @@ def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> Callable[
 
     Returns what tells whether that is so.
     """
-    are_swapped = [
-        _save_unswapped(callback, patches)
-        for callback in _callbacks(module)
-        if isinstance(callback, WeightAveraging)
-    ]
-    return lambda: any(is_swapped() for is_swapped in are_swapped)
+    swapped: set[Callback] = set()
 
-
-def _save_unswapped(callback: WeightAveraging, patches: PatchStack) -> Callable[[], bool]:
-    save = callback.on_save_checkpoint
-    is_swapped = False
-
-    def noting(hook: Callable[..., None], swaps: bool, *args: Any) -> None:
-        nonlocal is_swapped
+    def swap(callback: Callback, hook: Callable[..., None], *args: Any) -> None:
         hook(*args)
-        is_swapped = swaps
+        swapped.add(callback)
 
-    def save_then_swap(
-        trainer: "pl.Trainer", module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        save(trainer, module, checkpoint)
-        current = checkpoint.get("current_model_state")
-        if is_swapped and current is not None:
+    def swap_back(callback: Callback, hook: Callable[..., None], *args: Any) -> None:
+        hook(*args)
+        swapped.discard(callback)
+
+    def save(callback: Callback, hook: Callable[..., None], *args: Any) -> None:
+        hook(*args)
+        checkpoint = args[-1]
+        if callback in swapped and "current_model_state" in checkpoint:
+            average = checkpoint["current_model_state"]
             checkpoint["current_model_state"] = checkpoint["state_dict"]
-            checkpoint["state_dict"] = current
+            checkpoint["state_dict"] = average
 
-    for name, swaps in {"on_validation_epoch_start": True, "on_validation_epoch_end": False}.items():
-        patches.set(callback, name, partial(noting, getattr(callback, name), swaps))
-    patches.set(callback, "on_save_checkpoint", save_then_swap)
-    return lambda: is_swapped
+    hooks = {
+        "on_validation_epoch_start": swap,
+        "on_validation_epoch_end": swap_back,
+        "on_save_checkpoint": save,
+    }
+    for callback in _averaging(module):
+        if isinstance(callback, WeightAveraging):
+            for name, replacement in hooks.items():
+                patches.set(callback, name, partial(replacement, callback, getattr(callback, name)))
+    return lambda: bool(swapped)
 
 
 def _copy_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -100,16 +89,10 @@ def _copy_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     persistent = set(map(without_wrappers, module.state_dict(keep_vars=True)))
     copies: dict[Tensor, Tensor] = {}  # shared tensors stay shared
     for path, original in module.named_modules(remove_duplicate=False):
-        if type(original).get_extra_state is not nn.Module.get_extra_state:
-            raise ValueError(
-                f"{class_name(original)} has an extra state (get_extra_state), which an average of sharded"
-                " weights would lose: keep it in buffers, or pass data_parallel='ddp'."
-            )
         own_path = without_wrappers(f"{path}.").rstrip(".")
-        parent, _, name = own_path.rpartition(".")
-        # Parents come first; a wrapper and what it wraps have one path.
-        if name and name not in dict(copied.get_submodule(parent).named_children()):
-            copied.get_submodule(parent).register_module(name, nn.Module())
+        if own_path:
+            # A wrapper and what it wraps, which comes next and has the tensors, have one path.
+            copied.set_submodule(own_path, nn.Module())
         into = copied.get_submodule(own_path)
         for name, parameter in original.named_parameters(recurse=False, remove_duplicate=False):
             if parameter not in copies:
@@ -121,13 +104,12 @@ def _copy_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return copied
 
 
-def _callbacks(module: pl.LightningModule) -> list[Callback]:
-    return module.trainer.callbacks  # type: ignore[attr-defined]
+def _averaging(module: pl.LightningModule) -> list[Callback]:
+    callbacks: list[Callback] = module.trainer.callbacks  # type: ignore[attr-defined]
+    return [c for c in callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]
 
 
 def averaged_models(module: pl.LightningModule) -> list[AveragedModel]:
     """The averages that callbacks keep of the weights of ``module``."""
-    averaging = [callback for callback in _callbacks(module) if isinstance(callback, WeightAveraging)]
-    return [
-        held for callback in averaging for held in vars(callback).values() if isinstance(held, AveragedModel)
-    ]
+    held = [value for callback in _averaging(module) for value in vars(callback).values()]
+    return [value for value in held if isinstance(value, AveragedModel)]
