@@ -8,12 +8,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import compile_in_place, is_compiled, uncompiled
-from lightning_automodel.sharding.units import WrapPolicy, class_name, instances_below, told, units_of
+from lightning_automodel.sharding.units import WrapPolicy, class_name, described, instances_below, units_of
 
 ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective", "offload"] | Callable[..., Any]
 
@@ -48,13 +48,15 @@ class _Checkpoint:
     second time. With ``offloads``, positional tensor arguments wait in host memory for the backward.
     """
 
+    is_on = True  # until the run ends, which it may survive
+
     def __init__(self, module: nn.Module, contexts: Callable[[], Any] | None, offloads: bool) -> None:
         self._offloads = offloads
         self._kwargs: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
         self._module = module
 
     def __call__(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not self.is_on or not torch.is_grad_enabled():
             return compute(*args, **kwargs)
         buffers = [holder._buffers for holder in self._module.modules() if holder._buffers]
         met: list[_Buffers] = []
@@ -96,22 +98,6 @@ def _replace(buffers: Iterable[_Buffers], values: Iterable[_Buffers]) -> None:
         held.update(new)
 
 
-class _CheckpointedForward:
-    """Replaces the forward of one module: its hooks do not run again. An object, since deep copies share closures.
-
-    If it is wrapped (by casts around FSDP units), it stays when the run ends, and passes calls on.
-    """
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward = forward
-        self.checkpoint: _Checkpoint | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.checkpoint is None:
-            return self._forward(*args, **kwargs)
-        return self.checkpoint(self._forward, *args, **kwargs)
-
-
 def checkpoint_blocks(
     model: nn.Module,
     choice: ActivationCheckpointing,
@@ -130,67 +116,57 @@ def checkpoint_blocks(
         contexts = _selective
     elif callable(choice):
         contexts = partial(create_selective_checkpoint_contexts, choice)
-    blocks = _chosen_blocks(model, choice, policy, root_is_model)
-    names = told(model, blocks)
+    if isinstance(choice, (set, frozenset)):
+        blocks = instances_below(model, choice)
+    else:
+        blocks = units_of(model, policy, root_is_model)
+    names = _names(model, blocks, f"activation_checkpointing={choice!r}")
     for block, name in zip(blocks, names, strict=True):
-        _check(block, name, choice)
+        _check_mode(uncompiled(block), name)
     for block in blocks:
         _let_recompute(block, _Checkpoint(uncompiled(block), contexts, choice == "offload"), patches)
     return names
 
 
-def _chosen_blocks(
-    model: nn.Module, choice: ActivationCheckpointing, policy: WrapPolicy, root_is_model: bool
-) -> list[nn.Module]:
-    """The modules that recompute: instances of the classes in ``choice``, or the units. ValueError without any."""
-    if isinstance(choice, (set, frozenset)):
-        blocks = instances_below(model, choice)
-    else:
-        blocks = units_of(model, policy, root_is_model)
+def _names(model: nn.Module, blocks: list[nn.Module], option: str) -> list[str]:
+    """Names and classes of ``blocks``. ValueError if an ``option`` has found none."""
     if not blocks:
         raise ValueError(
-            f"activation_checkpointing={choice!r} finds no blocks in {class_name(model)}: pass a set of"
-            " classes of modules that it has."
+            f"{option} finds no blocks in {class_name(model)}: pass auto_wrap_policy with classes of modules"
+            " that it has, or for activation_checkpointing a set of them."
         )
-    return blocks
+    return described(model, blocks)
 
 
 def _let_recompute(block: nn.Module, checkpointed: _Checkpoint, patches: PatchStack) -> None:
     """Run ``block`` through ``checkpointed`` from now on, a Hugging Face layer by its own switch."""
+    patches.callback(setattr, checkpointed, "is_on", False)
     layer = uncompiled(block)
     if not _has_switch(layer):
-        if _ATTRIBUTE not in vars(block):
-            patches.callback(_unwrap, block, vars(block).get("forward"))
-            vars(block)[_ATTRIBUTE] = _CheckpointedForward(block.forward)
-            block.forward = vars(block)[_ATTRIBUTE]
-        patches.set(vars(block)[_ATTRIBUTE], "checkpoint", checkpointed)
+        before = vars(block).get("forward")
+        # The forward alone: the block's hooks do not run again. No closure, which deep copies would share.
+        block.forward = partial(checkpointed, block.forward)
+        patches.callback(_unwrap, block, block.forward, before)
     elif not layer.gradient_checkpointing:
         patches.set(layer, "gradient_checkpointing", True)
         patches.set(layer, "_gradient_checkpointing_func", checkpointed, is_new=True)
 
 
-def _unwrap(block: nn.Module, forward: Callable[..., Any] | None) -> None:
-    """Give ``block`` back its ``forward``, None if that is its class's, unless what replaces it was wrapped since."""
-    if vars(block).get("forward") is not vars(block)[_ATTRIBUTE]:
-        return  # it passes calls on
+def _unwrap(block: nn.Module, wrapped: Callable[..., Any], forward: Callable[..., Any] | None) -> None:
+    """Give ``block`` back its ``forward``, None if that is its class's, unless it was wrapped again (by casts)."""
+    if vars(block).get("forward") is not wrapped:
+        return
     del block.forward
-    del vars(block)[_ATTRIBUTE]
     if forward is not None:
         block.forward = forward
 
 
-def _check(block: nn.Module, name: str, choice: ActivationCheckpointing) -> None:
-    layer = uncompiled(block)
+def _check_mode(layer: nn.Module, name: str) -> None:
     if _has_switch(layer) and not layer.training:
         raise ValueError(
             f"activation_checkpointing has no effect on {name}: layers of transformers recompute in training"
             " mode only, and from_pretrained() leaves them in evaluation mode. Call .train() on the model"
             " before trainer.fit."
-        )
-    if choice == "offload" and is_compiled(block):
-        raise ValueError(
-            f"activation_checkpointing='offload' does not work with {name}, which is compiled: torch would"
-            " not compile it. Compile other modules, or pass activation_checkpointing=True."
         )
 
 
@@ -199,27 +175,12 @@ def _has_switch(block: nn.Module) -> bool:
     return isinstance(getattr(type(block), "gradient_checkpointing", None), bool)
 
 
-def _to_host(tensor: Tensor) -> tuple[Tensor, torch.device]:
-    """What is kept of a tensor that autograd saves, and its device. Parameters and DTensors stay, and all on a CPU."""
-    device = tensor.device
-    if type(tensor) is not Tensor or device.type == "cpu" or tensor.layout != torch.strided:
-        return tensor, device
-    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return host.copy_(tensor, non_blocking=True), device
-
-
-def _to_device(kept: tuple[Tensor, torch.device]) -> Tensor:
-    tensor, device = kept
-    return tensor.to(device, non_blocking=True)
-
-
 def offloaded_activations() -> saved_tensors_hooks:
-    """A context: what autograd saves in it waits in pinned host memory.
-
-    As ``torch.autograd.graph.save_on_cpu``, which waits for each copy on devices other than CUDA, and takes
-    DTensors too. Copies run on the stream that computes.
-    """
-    return saved_tensors_hooks(_to_host, _to_device)
+    """A context: what autograd saves in it waits in pinned host memory. All stays where it is without accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return save_on_cpu()
+    return save_on_cpu(pin_memory=True, device_type=accelerator.type)
 
 
 def compile_blocks(
@@ -233,12 +194,8 @@ def compile_blocks(
     if asked is False:
         return []
     blocks = units_of(module, policy, is_automatic)
-    if not blocks:
-        raise ValueError(
-            f"compile={asked!r} finds no repeated blocks in {class_name(module)}: pass auto_wrap_policy with"
-            " the classes to compile, or compile parts of the model yourself."
-        )
+    _names(module, blocks, f"compile={asked!r}")
     chosen = [block for block in blocks if not is_compiled(block)]
     for block in chosen:
         compile_in_place(block, patches, **(asked if isinstance(asked, dict) else {}))
-    return told(module, chosen)
+    return described(module, chosen)

@@ -258,7 +258,7 @@ def class_name(module: nn.Module) -> str:
     return next(cls.__name__ for cls in type(uncompiled(module)).__mro__ if not issubclass(cls, FSDPModule))
 
 
-def told(model: nn.Module, modules: Iterable[nn.Module]) -> list[str]:
+def described(model: nn.Module, modules: Iterable[nn.Module]) -> list[str]:
     """For messages: where ``modules`` are in ``model``, and their classes."""
     names = {module: name for name, module in model.named_modules()}
     return [f"{names[module]} ({class_name(module)})" for module in modules]

@@ -21,8 +21,6 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.internals.patching import PatchStack
-from lightning_automodel.sharding.activation_checkpointing import checkpoint_blocks
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Outcome, full_weights, weight_error
 from tests.trainer.plain import ModelModule, filled_decoder, plain_weights, prefixed
@@ -179,7 +177,3 @@ def test_compiled_blocks_are_not_offloaded() -> None:
     """Tracing gives up where tensors move to the host, so that nothing would be compiled."""
     with pytest.raises(ValueError, match="activation_checkpointing='offload' does not work with compile"):
         AutomodelStrategy(activation_checkpointing="offload", compile=True)
-    with pytest.raises(
-        ValueError, match=r"'offload' does not work with model\.blocks\.0 \(Block\), which is compiled"
-    ):
-        checkpoint_blocks(Compiled("in place"), "offload", None, True, PatchStack())
