@@ -5,14 +5,13 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from lightning_automodel.internals.dtensor import GRAD
 from lightning_automodel.internals.patching import PatchStack, overwrite
@@ -23,9 +22,6 @@ FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes
 
 
 FSDPParam: TypeAlias = Any  # one parameter of such a group
-
-
-Substitute: TypeAlias = tuple[nn.Module, str, Tensor]
 
 
 _IS_SHARDED = attrgetter("is_sharded")
@@ -292,14 +288,6 @@ class Unit:
         """Gather its parameters, unless they are. A collective if not."""
         gather(self.module)
 
-    def gather_again(self) -> None:
-        """Gather the shards as they are now in place of what is gathered, also within a forward. Then a collective."""
-        if self.is_pending:
-            self.gather()
-        if not all(map(_IS_SHARDED, self.groups)):
-            self._show_shards()
-            self.gather()
-
     def retain(self) -> None:
         """Let modules show shards, and retain the memory of what was gathered."""
         self._show_shards()
@@ -322,7 +310,10 @@ class Unit:
     def show_retained(self) -> bool:
         """Undo :meth:`retain`. False if it was not called, or if a forward has freed what was retained."""
         is_available = (
-            self.is_retained and all(map(_IS_SHARDED, self.groups)) and all(map(_has_memory, self.groups))
+            self.is_retained
+            and not self.is_pending
+            and all(map(_IS_SHARDED, self.groups))
+            and all(map(_has_memory, self.groups))
         )
         self.is_retained = False
         if is_available:
@@ -348,36 +339,15 @@ class Unit:
             if group.device.type == "cpu":
                 group._all_gather_result = None
 
-    def substitutes(self) -> list[Substitute]:
-        """The tensors that stand where modules have parameters, for one forward (``torch.func.functional_call``)."""
-        found: list[Substitute] = []
+    def is_substituted(self) -> bool:
+        """Whether a module has another tensor in place of a parameter: for one call, by ``functional_call``."""
         for holder, name, param in self._places:
             tensor = holder._parameters[name]
-            is_own = tensor is param.sharded_param or tensor is getattr(param, "unsharded_param", None)
             # Of another layout, after a forward that keeps parameters sharded over fewer ranks.
-            is_own |= isinstance(tensor, DTensor) and param.sharded_state.name == "SHARDED_POST_FORWARD"
-            if tensor is not None and not is_own:
-                found.append((holder, name, tensor))
-        return found
-
-    def place(self, substitutes: list[Substitute]) -> None:
-        """Let modules have the gathered parameters, or what stands in their place.
-
-        After a forward that has gathered them, ``functional_call`` puts back the shards.
-        """
-        for holder, name, param in self._places:
-            if holder._parameters[name] is param.sharded_param:
-                holder._parameters[name] = param.unsharded_param
-        for holder, name, tensor in substitutes:
-            holder._parameters[name] = cast(nn.Parameter, tensor)  # or any tensor
-
-    def after_state_dicts(self, hook: Callable[..., None]) -> list[RemovableHandle]:
-        """Call ``hook`` after a state dict of its modules was made or loaded, for which FSDP2 shows shards."""
-        handles: list[RemovableHandle] = []
-        for holder in {holder for holder, _, _ in self._places}:
-            handles.append(holder.register_state_dict_post_hook(hook))
-            handles.append(holder.register_load_state_dict_post_hook(hook))
-        return handles
+            is_layout = isinstance(tensor, DTensor) and param.sharded_state.name == "SHARDED_POST_FORWARD"
+            if tensor is not param.sharded_param and tensor is not param.unsharded_param and not is_layout:
+                return True
+        return False
 
 
 def _has_memory(group: FSDPParamGroup) -> bool:

@@ -177,8 +177,10 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 """Autograd's version counter of a tensor: every in-place write but through ``.data`` counts."""
 
 
-version_and_use: Callable[[Tensor], tuple[int, bool]] = attrgetter("_version", "requires_grad")
-"""That, and whether the tensor requires gradients."""
+use_and_writes: Callable[[Tensor], tuple[bool, int, int]] = attrgetter(
+    "requires_grad", "_version", "alias._version"
+)
+"""Whether a tensor requires gradients, and the version counters of it and of its ``alias``."""
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:

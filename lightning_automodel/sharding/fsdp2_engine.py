@@ -49,7 +49,6 @@ class FSDP2Engine(FSDP2Window):
             if not self._module.automatic_optimization or self._mesh.sizes.expert > 1:
                 # Before backwards in the step that are not the strategy's, which are refused within a
                 # window, and wherever they reach spread experts.
-                self.gather_once()
                 self.track({p for p in self._module.parameters() if p.requires_grad})
             if self._mesh.tensor_group is not None:
                 tensor_parallel.check_same_batch(

@@ -24,16 +24,14 @@ forward of a window only. Between two micro-batches the module shows its sharded
 memory of the unsharded ones is retained: others find an ordinary sharded module.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import partial
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
@@ -151,46 +149,7 @@ class FSDP2Window(Engine):
         self._experts = {shard for shard in self._shards if num_expert_ranks(shard) > 1}
         self._bypassed: list[str] = []
         self._hooks: list[RemovableHandle] = []
-        self._register_hooks()
         self.enter(Phase.HOOKS)
-
-    def _register_hooks(self) -> None:
-        for unit in self._whole_step:
-            self._hooks += unit.after_state_dicts(partial(self._gather_after_state_dict, unit))
-            self._call_on_writes(unit, partial(self._gather_written, unit))
-        for root in cast(list[nn.Module], self._roots):
-            if root is not self.model:
-                self._hooks.append(root.register_forward_hook(self._free_unless_training))
-
-    def _free_unless_training(self, root: nn.Module, *_: object) -> None:
-        """Forward hook of a root: frees parameters that no backward will free, and that would become stale.
-
-        These are prefetched units that the forward did not use, and, if no gradients are computed, those of
-        the root.
-        """
-        for unit in self.units:
-            if unit.is_pending:
-                unit.free()
-        if not torch.is_grad_enabled() and not (self._is_manual and self._retain_unsharded):
-            cast(FSDPModule, root).reshard()
-
-    def _gather_after_state_dict(self, unit: GatheredUnit, *_: object) -> None:
-        """Gather what FSDP2 has freed for a state dict within a step that goes on with it. Then a collective."""
-        if self._phase is Phase.STEP:
-            unit.gather()
-
-    def _call_on_writes(self, unit: GatheredUnit, listener: Callable[[], None] | None) -> None:
-        for param in unit.params:
-            param.sharded_param.on_write = listener
-
-    def _gather_written(self, unit: GatheredUnit) -> None:
-        """Gather shards of a unit again that a step has written, and goes on to use. Then a collective.
-
-        Other units are looked at when they are called.
-        """
-        if self._phase is Phase.STEP and unit.is_gathered:
-            unit.settle()
-            unit.gather_again()
 
     def enter(self, phase: Phase, reductions: Reductions | None = None) -> None:
         """Let FSDP2 free gathered parameters as the phase says, and reduce as before, or as ``reductions`` say."""
@@ -210,19 +169,6 @@ class FSDP2Window(Engine):
             for unit in self._whole_step:
                 # A step may run backwards of its own, and go on with these.
                 unit.module.set_reshard_after_backward(False, recurse=False)
-
-    def gather_once(self) -> None:
-        """Gather the units that have never been. A collective, if there are any.
-
-        A unit that is first used in the last micro-batch of a window would lack the unsharded parameter that
-        FSDP2 accumulates into.
-        """
-        for unit in self.units:
-            if not unit.is_adopted:
-                was_gathered = unit.is_gathered
-                unit.adopt()
-                if not was_gathered:
-                    unit.free()
 
     @override
     def _watch(self, parameter: nn.Parameter) -> None:
@@ -267,18 +213,21 @@ class FSDP2Window(Engine):
 
     @override
     def resume_step(self) -> None:
-        for unit in self._whole_step:
-            if not unit.is_adopted:
-                unit.adopt()  # they are gathered for the whole step, past the hook that adopts other units
         self.enter(Phase.STEP)
 
     @override
     def end_forward(self) -> None:
+        self._check_current()
         self._show_shards(retained=set(self.units))
 
     @override
     def end_step(self) -> None:
+        self._check_current()
         self._show_shards(retained=set())
+
+    def _check_current(self) -> None:
+        for unit in self._whole_step:  # others are looked at when they are called
+            unit.check_current()
 
     @override
     def keep(self, backward: BackwardPass) -> None:
@@ -348,6 +297,7 @@ class FSDP2Window(Engine):
 
     @override
     def begin(self, backward: BackwardPass, loss: Tensor) -> None:
+        self._check_current()
         for unit in self.units:
             if unit.is_retained and not unit.show_retained():  # a hook's forward has freed it
                 unit.check_unassigned()
@@ -355,7 +305,6 @@ class FSDP2Window(Engine):
         window = backward.window
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self.enter(Phase.STEP, Reductions.ALL if backward.ends else deferred[self._defer])
-        self.gather_once()
         self.track(window.trained)
         # Later forwards of a window use what the first has gathered.
         gathers = window.order == 0 or not self._retain_unsharded
@@ -382,7 +331,8 @@ class FSDP2Window(Engine):
             raise RuntimeError(
                 f"{', '.join(self._bypassed[:3])}: {len(self._bypassed)} parameters that FSDP2 shards got a"
                 " gradient that it does not reduce, since training_step uses them outside of their unit's"
-                " forward. Code that calls only modules in a unit does that: call the unit itself"
+                " forward. A step that takes a state dict uses shards after it: take it in a hook. Code that"
+                " calls only modules in a unit does that: call the unit itself"
                 " (strategy.describe()['units'] has them), or pass an auto_wrap_policy with the classes of"
                 f" what is called. So does a penalty on weights. {PENALTY_ON_WEIGHTS} For a method that"
                 " differentiates by module.parameters(), as adjoint methods do, pass"
@@ -444,8 +394,6 @@ class FSDP2Window(Engine):
             self.release()  # raises where a write is lost
         finally:
             self._flags.restore()
-            for unit in self._whole_step:
-                self._call_on_writes(unit, None)
             for unit in self.units:
                 unit.close()
             for hook in self._hooks:

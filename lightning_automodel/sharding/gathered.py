@@ -17,9 +17,10 @@ from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import plain_access
-from lightning_automodel.internals.torch import local_tensor, version, version_and_use, versions
+from lightning_automodel.internals.torch import local_tensor, use_and_writes, version, versions
 from lightning_automodel.sharding.gathered_tensors import (
     IN_HOOKS,
+    WRITTEN_TWICE,
     make_gathered,
     make_plain,
     set_memory,
@@ -27,17 +28,22 @@ from lightning_automodel.sharding.gathered_tensors import (
 )
 
 _IS_UNSHARDED = attrgetter("is_unsharded")
+_SUBSTITUTED = (
+    "torch.func.functional_call puts other tensors in the place of parameters of an FSDP unit, which would"
+    " put its own ones back. Call it on modules inside of a unit: pass auto_wrap_policy=set(), which makes one"
+    " unit of the model, or data_parallel='ddp'."
+)
 
 
 class GatheredUnit(fsdp2.Unit):
     """Lets the shards of a unit follow what is done to its gathered parameters.
 
+    Creating one is a collective: it gathers the parameters, for the first time, and frees them again.
+
     Attributes:
         number: Of the unit, from 1.
         engine: Knows whether a backward of the strategy runs.
-        is_adopted: Whether the gathered parameters, which stay the same, have their class.
-        is_touched: Whether any was reached through ``.data`` since writes were last carried into the shards.
-        assigned: Those that have other memory (``p.data = values``), until FSDP2 gathers or frees them: a backward
+        assigned: Copies that have other memory (``p.data = values``), until FSDP2 gathers or frees them: a backward
             may need what it has gathered.
         hook: Of its forwards.
     """
@@ -46,12 +52,17 @@ class GatheredUnit(fsdp2.Unit):
         super().__init__(module)
         self.number = number
         self.engine = engine
-        self.is_adopted = False
-        self.is_touched = False
         self.assigned: list[Any] = []
-        self._copies: list[Any] = []
-        self._looks: list[tuple[int, bool]] = []  # writes to each copy, and whether it trains
         self._assignments: list[int] = []  # `shard.data = values`, before the newest forward
+        # Gathered once, the copies stay the same objects. FSDP2 accumulates into those of units that a window
+        # uses for the first time in its last micro-batch, too.
+        self.gather()
+        self._copies: list[Any] = []
+        for param in self.params:
+            make_gathered(param.unsharded_param, param.sharded_param, self)
+            self._copies.append(param.unsharded_param)
+        self._note()
+        self.free()
         self.note_shards()
         self.hook = cast(nn.Module, module).register_forward_pre_hook(self._before_forward, prepend=True)
 
@@ -69,30 +80,17 @@ class GatheredUnit(fsdp2.Unit):
     @torch_internals.not_compiled
     def _before_forward(self, *_: Any) -> None:
         """Before FSDP2's own hook, which gathers the parameters unless they are."""
-        substitutes = self.substitutes()
-        if not self.is_adopted:
-            self.adopt()
-        elif not self.is_gathered:
+        if self.is_substituted():
+            raise RuntimeError(_SUBSTITUTED)
+        if self.is_gathered:
+            self.check_current()
+        else:
             self.settle()
             self._undo_assignments()
-        if not self.is_current:
-            # A shard was written after the gather had started, or within a step.
-            self.gather_again()
+            if self.is_pending and not self.is_current:
+                self.free()  # a shard was written after the gather had started
+            self.note_shards()
         self._assignments = [param.sharded_param.num_assignments for param in self.params]
-        if substitutes:
-            self.gather()  # or FSDP2's hook would replace them
-        if self.is_gathered:
-            self.place(substitutes)
-
-    def adopt(self) -> None:
-        """Gather the parameters for the first time, and give the copies their class, which they keep."""
-        self.gather()
-        self.is_adopted = True
-        for param in self.params:
-            gathered = param.unsharded_param
-            make_gathered(gathered, param.sharded_param, self)
-            self._copies.append(gathered)
-        self._note()
 
     @override
     def gather(self) -> None:
@@ -113,18 +111,6 @@ class GatheredUnit(fsdp2.Unit):
             set_memory(gathered, gathered.memory)
         self.assigned.clear()
 
-    @override
-    def gather_again(self) -> None:
-        """See the base class. Autograd is told which copies have changed: a backward may need them as they were."""
-        versions_now = self._versions()
-        changes = zip(self._copies, versions_now, self._gathered_versions, strict=True)
-        changed = [gathered for gathered, now, then in changes if now != then]
-        self._undo_assignments()
-        super().gather_again()
-        torch.autograd.graph.increment_version(changed)
-        self._gathered_versions = versions_now
-        self._note()
-
     @property
     def is_current(self) -> bool:
         """Whether no shard was written since it was gathered; the same on all ranks."""
@@ -133,6 +119,12 @@ class GatheredUnit(fsdp2.Unit):
     def _versions(self) -> list[int]:
         with plain_access():
             return versions(param.sharded_param for param in self.params)
+
+    def check_current(self) -> None:
+        """Raise RuntimeError if a step has written shards while it computes with what was gathered of them."""
+        if self.is_gathered and not self.is_current:
+            names = [param.sharded_param.parameter_name for param in self.params]
+            raise RuntimeError(f"{names[0]}, or another parameter of its unit, {WRITTEN_TWICE}")
 
     def check_unassigned(self) -> None:
         """Raise RuntimeError if ``p.data = values`` came between a forward and the backward that gathers it again.
@@ -150,11 +142,7 @@ class GatheredUnit(fsdp2.Unit):
     # --- Before copies are freed --------------------------------------------------------------------------------------
 
     def _note(self) -> None:
-        if self.is_touched:
-            for gathered in self._copies:
-                gathered.aliases.clear()
-        self.is_touched = False
-        self._looks = list(map(version_and_use, self._copies))
+        self._noted = list(map(use_and_writes, self._copies))
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -162,18 +150,19 @@ class GatheredUnit(fsdp2.Unit):
 
         Raises RuntimeError if FSDP2 has freed a copy that was written.
         """
-        looks = list(map(version_and_use, self._copies))
-        if looks == self._looks and not self.is_touched:
+        noted = list(map(use_and_writes, self._copies))
+        if noted == self._noted:
             return
         versions_now = self._versions()
-        for number, (num_writes, trained) in enumerate(self._looks):
-            gathered = self._copies[number]
-            shard = gathered.shard
-            if gathered.requires_grad != trained and shard.requires_grad == trained:
-                shard.requires_grad_(gathered.requires_grad)
-            if version(gathered) + sum(map(version, gathered.aliases)) > num_writes:
+        for number, (before, now) in enumerate(zip(self._noted, noted, strict=True)):
+            param = self.params[number]
+            shard = param.sharded_param
+            (trained, *writes_before), (trains, *writes_now) = before, now
+            if trains != trained and shard.requires_grad == trained:
+                shard.requires_grad_(trains)
+            if writes_now != writes_before:
                 is_current = self._gathered_versions[number] == versions_now[number]
-                _write_back(self.params[number], is_current)
+                _write_back(param, is_current)
                 if is_current:
                     with plain_access():
                         self._gathered_versions[number] = version(shard)
@@ -184,7 +173,7 @@ class GatheredUnit(fsdp2.Unit):
 
         Not a collective.
         """
-        if not (self.is_adopted and self.is_gathered and self.is_current):
+        if not (self.is_gathered and self.is_current):
             return
         for param in self.params:
             shard = local_tensor(param.sharded_param)

@@ -16,7 +16,7 @@ and have drawn alike since, then hold parts of one tensor.
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -67,7 +67,6 @@ class Shard(DTensor):
         accepts_hooks: Whether FSDP2 calls its post-accumulate-gradient hooks with a final gradient.
         num_assignments: How often it was given other values (``p.data = values``).
         whole_norm: Of a gradient that this rank has set as a whole tensor, [] the norm of that; else None.
-        on_write: Called after a write, since the parameter may be gathered.
     """
 
     parameter_name: str = "a tensor"
@@ -75,7 +74,6 @@ class Shard(DTensor):
     accepts_hooks: bool = False
     num_assignments: int = 0
     whole_norm: Tensor | None = None
-    on_write: Callable[[], None] | None = None
 
     @classmethod
     def __torch_function__(
@@ -197,7 +195,6 @@ def _alias(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """What returns the same memory, and shares its version counter."""
     alias = make_shard(function(*args, **kwargs))
     alias.parameter_name = args[0].parameter_name
-    alias.on_write = args[0].on_write
     return alias
 
 

@@ -104,12 +104,8 @@ def write_part(into: Tensor, whole: Tensor) -> None:
 
 
 def count_writes(shards: list[Any]) -> None:
-    """Raise the version counters of shards whose parts were written, and tell who has gathered them."""
+    """Raise the version counters of shards whose parts were written."""
     torch.autograd.graph.increment_version([shard for shard in shards if not shard.is_inference()])
-    listeners = {getattr(shard, "on_write", None) for shard in shards}
-    for listener in listeners:
-        if listener is not None:
-            listener()
 
 
 # --- Copies and their views -----------------------------------------------------------------------------------------

@@ -265,6 +265,7 @@ KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
         c.changed and c.changed.startswith("replace")
     ),
     r"must be finite and not negative, got -": lambda c: c.negative,
+    r"torch.func.functional_call puts other tensors in the place": lambda c: c.functional == "made",
 }
 """Messages of errors that name the kind, and which cases may end in them."""
 

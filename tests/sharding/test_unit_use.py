@@ -190,8 +190,9 @@ MESSAGES = {
     "later": DROPPED,
     "PreActivation": "An FSDP unit changes its input in place",
     "Adjoint": "got a gradient that it does not reduce",
-    "FirstOrderMAML": "got a gradient that it does not reduce",
-    "ScaledWeights": "got a gradient that it does not reduce",
+    "FirstOrderMAML": "torch.func.functional_call puts other tensors in the place of parameters",
+    "FunctionalCalls": "torch.func.functional_call puts other tensors in the place of parameters",
+    "ScaledWeights": "torch.func.functional_call puts other tensors in the place of parameters",
 }
 """What is said of those that are refused with the default units."""
 
@@ -231,8 +232,7 @@ DEFAULT = (
     "FirstOrderMAML, kept",
     "FirstOrderMAML, remedy",
     "FunctionalCalls, kept",
-    "FunctionalCalls, resharded",
-    "FunctionalCalls, by hand",
+    "FunctionalCalls, remedy",
     "LooksAhead, kept",
     "ScaledWeights, kept",
     "ScaledWeights, remedy",

@@ -292,6 +292,20 @@ class WritesUncounted(Writer):
             weight.data[1:].clamp_(-0.01, 0.01)
 
 
+class WritesHeld(Writer):
+    """Writes shards, which a list holds, in its step."""
+
+    def on_fit_start(self) -> None:
+        self.held = list(self.student.head.parameters())
+
+    @torch.no_grad()
+    def step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for parameter in self.held:
+            parameter.mul_(0.9)
+        with torch.enable_grad():
+            return self.distance(batch)
+
+
 class NormalisesInForward(Block):
     """Writes its weight in its own forward, as a cosine classifier does."""
 
@@ -419,6 +433,7 @@ MODULES = {
     "Normalises": Normalises,
     "InForward": InForward,
     "WritesUncounted": WritesUncounted,
+    "WritesHeld": WritesHeld,
     "AveragesIntoBuffers": AveragesIntoBuffers,
     "Freezes": Freezes,
     "LooksOnOneRank": LooksOnOneRank,
