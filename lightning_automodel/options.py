@@ -150,11 +150,6 @@ class StrategyOptions:
                 " blocks that move tensors to the host. Leave out one of them, or pass"
                 " activation_checkpointing=True."
             )
-        if self.device_mesh is not None and (given := self._changed(_SIZES)):
-            raise ValueError(
-                f"{given[0]}={getattr(self, given[0])!r} cannot be given beside device_mesh, whose sizes count:"
-                " leave one of them out."
-            )
         if self.ddp_comm_hook is not None and not self.count_window_ahead:
             raise ValueError(
                 "ddp_comm_hook needs count_window_ahead=True: without it, the gradients that the hook"
@@ -164,6 +159,7 @@ class StrategyOptions:
     def _check_beside_context_parallelism(self) -> None:
         """Raise ValueError for options that are wrong, or untested, with slices of sequences."""
         problems = {
+            "device_mesh": self.device_mesh is not None,
             "per_token_loss=False (means of slices are not the mean of a batch)": not self.per_token_loss,
             "count='samples' (a slice is not a sample)": self.count == "samples",
             "count_window_ahead=True": self.count_window_ahead,
@@ -184,6 +180,13 @@ class StrategyOptions:
                 " which copies whole parameters to every rank: pass data_parallel='fsdp2', or leave"
                 " expert_parallel_size at 1."
             )
+        if self.device_mesh is not None:
+            raise ValueError(
+                f"expert_parallel_size={self.expert_parallel_size} does not work with device_mesh: the"
+                " strategy splits the dimension that parameters are sharded over itself. Leave device_mesh"
+                " out and pass the sizes (data_parallel_replicate_size, tensor_parallel_size,"
+                " context_parallel_size), or leave expert_parallel_size at 1."
+            )
 
     @property
     def parsed_timeout(self) -> timedelta:
@@ -199,6 +202,10 @@ class StrategyOptions:
     def is_sharded(self) -> bool:
         """Whether the engine is FSDP2."""
         return self.data_parallel == "fsdp2"
+
+    def given_sizes(self) -> dict[str, Any]:
+        """Sizes of the mesh that differ from their defaults, by keyword."""
+        return {name: getattr(self, name) for name in self._changed(_SIZES)}
 
     def without_effect(self) -> list[str]:
         """One sentence for each option that has no effect because of another one."""

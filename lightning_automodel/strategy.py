@@ -454,7 +454,7 @@ class AutomodelStrategy(ParallelStrategy):
         options = self._options
         device_type = self.root_device.type
         if options.device_mesh is not None:
-            return adopt_mesh(options.device_mesh, device_type, options.data_parallel)
+            return adopt_mesh(options.device_mesh, device_type, options.data_parallel, options.given_sizes())
         sizes = resolve_sizes(
             data_parallel=options.data_parallel,
             data_parallel_size=options.data_parallel_size,

@@ -218,26 +218,25 @@ def test_sizes(
         (
             3,
             1,
-            "data_parallel_size=3 times tensor_parallel_size=1 times context_parallel_size=1 does not match the"
-            " world size 4: start 3 processes, or pass",
+            "data_parallel_size=3 does not match the world size 4: start 3 processes, or pass",
         ),
         (
             4,
             2,
-            "data_parallel_size=4 times tensor_parallel_size=2 times context_parallel_size=1 does not match the"
-            " world size 4: start 8 processes, or pass",
+            "data_parallel_size=4 times tensor_parallel_size=2 does not match the world size 4: start 8"
+            " processes, or pass",
         ),
         (
             "auto",
             3,
-            "data_parallel_size=1 times tensor_parallel_size=3 times context_parallel_size=1 does not match the"
-            " world size 4: start 3 processes, or pass",
+            "data_parallel_size=1 times tensor_parallel_size=3 does not match the world size 4: start 3"
+            " processes, or pass",
         ),
         (
             "auto",
             8,
-            "data_parallel_size=1 times tensor_parallel_size=8 times context_parallel_size=1 does not match the"
-            " world size 4: start 8 processes, or pass",
+            "data_parallel_size=1 times tensor_parallel_size=8 does not match the world size 4: start 8"
+            " processes, or pass",
         ),
     ],
 )
@@ -371,27 +370,18 @@ def test_beside_context_parallelism(options: dict[str, Any], named: str) -> None
     assert str(raised.value) == message
 
 
-def test_experts_under_ddp() -> None:
-    """It copies whole parameters."""
-    with pytest.raises(ValueError, match="expert_parallel_size=2 does not work with data_parallel='ddp'"):
-        AutomodelStrategy(expert_parallel_size=2, data_parallel="ddp")
-
-
 @pytest.mark.parametrize(
-    "keyword",
+    ("options", "named"),
     [
-        "data_parallel_size",
-        "data_parallel_replicate_size",
-        "tensor_parallel_size",
-        "context_parallel_size",
-        "expert_parallel_size",
+        ({"data_parallel": "ddp"}, "data_parallel='ddp'"),
+        ({"device_mesh": Mock(spec=DeviceMesh)}, "device_mesh"),
     ],
 )
-def test_sizes_beside_a_mesh(keyword: str) -> None:
-    """A mesh of the caller's tells its sizes, and has no dimension for context peers or experts."""
-    message = f"{keyword}=2 cannot be given beside device_mesh, whose sizes count: leave one of them out."
+def test_beside_expert_parallelism(options: dict[str, Any], named: str) -> None:
+    """DDP copies whole parameters, and a mesh of the caller's has no dimension for experts."""
+    message = f"expert_parallel_size=2 does not work with {named}"
     with pytest.raises(ValueError, match=re.escape(message)):
-        AutomodelStrategy(device_mesh=Mock(spec=DeviceMesh), **{keyword: 2})
+        AutomodelStrategy(expert_parallel_size=2, **options)
 
 
 def test_an_unknown_keyword() -> None:

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,13 @@ EXPERT = "expert_parallel"
 EXPERT_SHARD = "expert_data_parallel_shard"
 EXPERT_SHARD_CONTEXT = "expert_data_parallel_shard_context"
 
-CALLERS_DIMENSIONS = ((REPLICATE, SHARD), (SHARD,), (DATA,))
-"""Data-parallel dimensions that a mesh of the caller's may have; :data:`TENSOR` may follow them."""
+NAMES = {
+    REPLICATE: (REPLICATE, "dp_replicate", "replicate"),
+    SHARD: (SHARD, "dp_shard", "fsdp", "shard"),
+    DATA: (DATA, "dp", "data"),
+    TENSOR: (TENSOR, "tp", "tensor"),
+}
+"""Names of each role in a mesh that the caller built."""
 
 
 @dataclass(frozen=True)
@@ -68,30 +73,29 @@ def resolve_sizes(
     For replicas ``"auto"`` is the number of nodes; under DDP all data-parallel ranks are replicas.
     Expert-parallel ranks are some of those that parameters are sharded over.
     """
-    peers = tensor_parallel_size * context_parallel_size
-    size = world_size // peers or 1 if data_parallel_size == "auto" else data_parallel_size
-    if size * peers != world_size:
+    tensor = tensor_parallel_size
+    context = context_parallel_size
+    by_keyword = {"tensor_parallel_size": tensor, "context_parallel_size": context}
+    peers = [f"{name}={size}" for name, size in by_keyword.items() if size > 1]
+    size = world_size // (tensor * context) or 1 if data_parallel_size == "auto" else data_parallel_size
+    if size * tensor * context != world_size:
         raise ValueError(
-            f"data_parallel_size={size} times tensor_parallel_size={tensor_parallel_size} times"
-            f" context_parallel_size={context_parallel_size} does not match the world size {world_size}: start"
-            f" {size * peers} processes, or pass sizes that multiply to {world_size}; 'auto' finds"
-            " data_parallel_size where the others divide it."
+            f"{' times '.join([f'data_parallel_size={size}', *peers])} does not match the world size"
+            f" {world_size}: start {size * tensor * context} processes, or pass sizes that multiply to"
+            f" {world_size}; 'auto' finds data_parallel_size where the others divide it."
         )
     if data_parallel == "ddp":
-        if tensor_parallel_size > 1:
-            raise ValueError(
-                f"Tensor parallelism (size {tensor_parallel_size}) does not work with data_parallel='ddp',"
-                " which copies whole parameters: pass data_parallel='fsdp2', with"
-                " data_parallel_replicate_size for copies."
-            )
-        return MeshSizes(replicate=size, shard=1, context=context_parallel_size)
+        _refuse_tensor_parallel_ddp(tensor)
+        return MeshSizes(replicate=size, shard=1, context=context)
     replicate = num_nodes if data_parallel_replicate_size == "auto" else data_parallel_replicate_size
     _check_divides("data_parallel_replicate_size", replicate, size, "data-parallel ranks")
     shard = size // replicate
     _check_divides(
         "expert_parallel_size", expert_parallel_size, shard, "ranks that parameters are sharded over"
     )
-    return MeshSizes(replicate, shard, tensor_parallel_size, context_parallel_size, expert_parallel_size)
+    return MeshSizes(
+        replicate=replicate, shard=shard, tensor=tensor, context=context, expert=expert_parallel_size
+    )
 
 
 def _check_divides(keyword: str, size: int, num_ranks: int, ranks: str) -> None:
@@ -99,6 +103,15 @@ def _check_divides(keyword: str, size: int, num_ranks: int, ranks: str) -> None:
         valid = ", ".join(str(divisor) for divisor in range(1, num_ranks + 1) if num_ranks % divisor == 0)
         raise ValueError(
             f"{keyword}={size} does not divide the {num_ranks} {ranks}: valid sizes are {valid}."
+        )
+
+
+def _refuse_tensor_parallel_ddp(tensor_parallel_size: int) -> None:
+    if tensor_parallel_size > 1:
+        raise ValueError(
+            f"Tensor parallelism (size {tensor_parallel_size}) does not work with data_parallel='ddp', which"
+            " copies whole parameters: pass data_parallel='fsdp2', with data_parallel_replicate_size for"
+            " copies."
         )
 
 
@@ -133,14 +146,16 @@ class RunMesh:
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
         """Group of the ranks that compute one micro-batch together; None where each computes alone."""
-        if self.tensor_parallel is None or self.sizes.tensor == 1:
-            return None
-        return self.tensor_parallel.get_group()
+        is_alone = self.tensor_parallel is None or self.sizes.tensor == 1
+        return None if is_alone else self.tensor_parallel.get_group()  # type: ignore[union-attr]
 
     def sizes_by_name(self) -> dict[str, int]:
         """Ranks along each named dimension."""
-        sizes = dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True))
-        return sizes | {DATA: self.sizes.data_parallel, SHARD: self.sizes.shard}
+        names = self.mesh.mesh_dim_names or (DATA,)
+        sizes = dict(zip(names, self.mesh.shape, strict=True)) | {DATA: self.sizes.data_parallel}
+        if self.expert_fsdp is not None:
+            sizes[SHARD] = self.sizes.shard
+        return sizes
 
     def all_groups(self) -> set[dist.ProcessGroup]:
         """Every group of this rank that the mesh and its views communicate over."""
@@ -197,7 +212,7 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
         if sizes.context > 1:
             context = {CONTEXT: sizes.context}
         dimensions = {REPLICATE: sizes.replicate, **shards, **context, TENSOR: sizes.tensor}
-        views = view_mesh(_make_mesh(device_type, dimensions), sizes)
+        views = view_mesh(_make_mesh(device_type, dimensions), sizes, (REPLICATE, SHARD), TENSOR)
         # For user code that names it so, as under ModelParallelStrategy. Where torch makes a second group of
         # the same ranks, that connects to nothing before it is used.
         process_groups.flatten_mesh(views.data_parallel, DATA)
@@ -227,15 +242,16 @@ def _make_mesh(device_type: str, dimensions: Mapping[str, int]) -> DeviceMesh:
     return DeviceMesh.from_group(along, device_type, ranks, mesh_dim_names=tuple(dimensions))
 
 
-def view_mesh(mesh: DeviceMesh, sizes: MeshSizes) -> RunMesh:
-    """Make the views of a mesh, whose dimensions have the names of this module.
+def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor: str | None) -> RunMesh:
+    """Make the views of a mesh; ``data`` names its data-parallel dimensions and ``tensor`` its tensor-parallel one.
 
     A collective over the world if there are two data-parallel dimensions or context peers: flattening makes
     groups.
     """
-    names = mesh.mesh_dim_names or ()
 
     def view(*names: str) -> DeviceMesh:
+        if mesh.ndim == len(names):
+            return mesh
         with warnings.catch_warnings():
             # torch would rather have callers keep flattened meshes; but a mesh of two dimensions has no
             # other way.
@@ -249,22 +265,22 @@ def view_mesh(mesh: DeviceMesh, sizes: MeshSizes) -> RunMesh:
         return process_groups.flatten_mesh(view(*names), name)
 
     def with_replicas(shards: DeviceMesh) -> DeviceMesh:
-        if sizes.replicate == 1 or REPLICATE not in names:
+        if sizes.replicate == 1 or len(data) == 1:
             return shards
-        return view(REPLICATE, *shards.mesh_dim_names or ())
+        return view(data[0], *shards.mesh_dim_names or ())
 
-    unflattened: tuple[str, ...] = (SHARD,)
+    unflattened = data
     if sizes.expert > 1:
         process_groups.flatten_mesh(view(EXPERT_SHARD, EXPERT), SHARD)
-        unflattened = (EXPERT_SHARD, EXPERT)  # a flattened dimension cannot be flattened again
-    shards = view(DATA if DATA in names else SHARD)
+        unflattened = (*data[:-1], EXPERT_SHARD, EXPERT)  # a flattened dimension cannot be flattened again
+    shards = view(data[-1])
     expert_shards = view(EXPERT_SHARD) if sizes.expert > 1 else None
-    data_parallel = tokens = flatten(DATA, REPLICATE, SHARD) if REPLICATE in names else shards
+    data_parallel = tokens = flatten(DATA, *data) if len(data) == 2 else shards
     context_parallel = None
     if sizes.context > 1:
         context_parallel = view(CONTEXT)
-        tokens = flatten(TOKENS, REPLICATE, *unflattened, CONTEXT)
-        shards = flatten(SHARD_CONTEXT, *unflattened, CONTEXT) if sizes.replicate > 1 else tokens
+        tokens = flatten(TOKENS, *unflattened, CONTEXT)
+        shards = flatten(SHARD_CONTEXT, *unflattened[1:], CONTEXT) if sizes.replicate > 1 else tokens
         if expert_shards is not None:
             expert_shards = flatten(EXPERT_SHARD_CONTEXT, EXPERT_SHARD, CONTEXT)
     return RunMesh(
@@ -273,17 +289,20 @@ def view_mesh(mesh: DeviceMesh, sizes: MeshSizes) -> RunMesh:
         data_parallel,
         tokens,
         with_replicas(shards),
-        view(TENSOR) if TENSOR in names else None,
+        None if tensor is None else view(tensor),
         context_parallel,
         None if expert_shards is None else with_replicas(expert_shards),
     )
 
 
-def adopt_mesh(mesh: DeviceMesh, device_type: str, data_parallel: Literal["fsdp2", "ddp"]) -> RunMesh:
-    """Check a mesh that the caller built, and read its sizes by the names of its dimensions.
+def adopt_mesh(
+    mesh: DeviceMesh, device_type: str, data_parallel: Literal["fsdp2", "ddp"], requested: Mapping[str, Any]
+) -> RunMesh:
+    """Check a mesh that the caller built, and find the role of each dimension by its name.
 
     FSDP2 shards over the last data-parallel dimension; under DDP all of them replicate. The mesh's groups
-    keep their timeouts. A collective like :func:`view_mesh`. ValueError if the mesh does not fit this run.
+    keep their timeouts. A collective like :func:`view_mesh`. ValueError if the mesh does not fit this run,
+    or contradicts ``requested``, the sizes by keyword.
     """
     process_group.kept_with_world()
     if mesh.device_type != device_type:
@@ -291,28 +310,56 @@ def adopt_mesh(mesh: DeviceMesh, device_type: str, data_parallel: Literal["fsdp2
             f"device_mesh is for devices of type {mesh.device_type!r}, but this run's are of type"
             f" {device_type!r}: build it with init_device_mesh({device_type!r}, ...)."
         )
-    world_size = dist.get_world_size()
-    if mesh.mesh.flatten().tolist() != list(range(world_size)):
+    ranks = mesh.mesh
+    ascend = all(bool((ranks.diff(dim=dimension) > 0).all()) for dimension in range(ranks.ndim))
+    if not ascend or sorted(ranks.flatten().tolist()) != list(range(dist.get_world_size())):
         # Torch sorts the ranks of each group: in another order, a rank would not have its coordinate in the
         # mesh.
         raise ValueError(
-            f"device_mesh holds the ranks {mesh.mesh.tolist()}, but must hold all {world_size} ranks of the world,"
-            " in their order: init_device_mesh lays them out so."
+            f"device_mesh holds the ranks {ranks.tolist()}, but must hold each of the"
+            f" {dist.get_world_size()} ranks of the world once, ascending along each dimension:"
+            " init_device_mesh lays them out so."
         )
-    names = mesh.mesh_dim_names or ()
-    data = tuple(name for name in names if name != TENSOR)
-    if data not in CALLERS_DIMENSIONS or names not in (data, (*data, TENSOR)):
+    names = _names_by_role(mesh, data_parallel)
+    size = {role: mesh.shape[(mesh.mesh_dim_names or ("",)).index(name)] for role, name in names.items()}
+    tensor = size.get(TENSOR, 1)
+    sizes = MeshSizes(size.get(REPLICATE, 1), size.get(SHARD) or size.get(DATA, 1), tensor)
+    if data_parallel == "ddp":
+        _refuse_tensor_parallel_ddp(tensor)
+        sizes = MeshSizes(sizes.data_parallel, 1)
+    actual = {
+        "data_parallel_size": sizes.data_parallel,
+        "data_parallel_replicate_size": sizes.replicate,
+        "tensor_parallel_size": sizes.tensor,
+        "context_parallel_size": sizes.context,
+        "expert_parallel_size": sizes.expert,
+    }
+    for keyword, value in requested.items():
+        if value not in ("auto", actual[keyword]):
+            raise ValueError(
+                f"{keyword}={value} contradicts device_mesh, where it is {actual[keyword]}: leave it out."
+            )
+    data = tuple(name for role, name in names.items() if role != TENSOR)
+    return view_mesh(mesh, sizes, data, names.get(TENSOR))
+
+
+def _names_by_role(mesh: DeviceMesh, data_parallel: str) -> dict[str, str]:
+    """The mesh's name of each dimension by role, in the mesh's order."""
+    if mesh.mesh_dim_names is None and mesh.ndim == 1:
+        return {DATA: ""}
+    dimensions = list(zip(mesh.mesh_dim_names or ["no name"] * mesh.ndim, mesh.shape, strict=True))
+    roles = {name: role for role, known in NAMES.items() for name in known}
+    found = [(roles.get(name, ""), name) for name, size in dimensions if name in roles or size > 1]
+    data = [role for role, _ in found]
+    if data[-1:] == [TENSOR]:
+        del data[-1]
+    if data not in ([REPLICATE, SHARD], [SHARD], [DATA], *([[REPLICATE]] if data_parallel == "ddp" else [])):
+        shown = ", ".join(f"{name!r} ({size})" for name, size in dimensions)
+        others = ", ".join(other for known in NAMES.values() for other in known[1:])
         raise ValueError(
-            f"device_mesh has the dimensions {names}, but needs {REPLICATE!r} and {SHARD!r}, or one of {SHARD!r}"
-            f" and {DATA!r}, and after them may have {TENSOR!r}: pass such mesh_dim_names, in this order."
+            f"device_mesh has the dimensions {shown}, but needs {REPLICATE!r} and {SHARD!r}, or {SHARD!r},"
+            f" or {DATA!r}, or under data_parallel='ddp' {REPLICATE!r} alone, and after them may have"
+            f" {TENSOR!r} (other names are {others}): pass such mesh_dim_names, in this order; other"
+            " dimensions must have size 1."
         )
-    size = dict(zip(names, mesh.shape, strict=True))
-    sizes = resolve_sizes(
-        data_parallel=data_parallel,
-        data_parallel_size="auto",
-        data_parallel_replicate_size=size.get(REPLICATE, 1),
-        tensor_parallel_size=size.get(TENSOR, 1),
-        world_size=world_size,
-        num_nodes=1,
-    )
-    return view_mesh(mesh, sizes)
+    return dict(found)

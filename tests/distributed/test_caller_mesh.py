@@ -8,24 +8,24 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_automodel.distributed.mesh import DATA, REPLICATE, SHARD, TENSOR, MeshSizes, adopt_mesh
+from lightning_automodel.distributed.mesh import MeshSizes, adopt_mesh
 from tests.rank_pool import RankPool
 
 Spec = tuple[tuple[int, ...], tuple[str, ...] | None]
 
 
-def adopt(spec: Spec, engine: Any = "fsdp2", type_: str = "cpu") -> Any:
+def adopt(spec: Spec, engine: Any = "fsdp2", told: dict[str, Any] | None = None, type_: str = "cpu") -> Any:
     """Sizes, names and sizes of what FSDP2 takes, and ranks with different data; or the error."""
     shape, names = spec
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     try:
-        adopted = adopt_mesh(mesh, type_, engine)
+        adopted = adopt_mesh(mesh, type_, engine, told or {})
     except ValueError as error:
         return str(error)
     ranks = adopted.data_parallel.mesh.tolist()
     assert adopted.mesh is mesh
     assert adopted.group.size() == len(ranks) == adopted.sizes.data_parallel
-    assert (adopted.tensor_parallel is None) == (TENSOR not in (names or ()))
+    assert (adopted.tensor_parallel is None) == ("tp" not in " ".join(names or ()))
     return adopted.sizes, adopted.fsdp.mesh_dim_names, tuple(adopted.fsdp.shape), ranks
 
 
@@ -34,33 +34,58 @@ def adopt_all(arguments: list[tuple[Any, ...]]) -> list[Any]:
 
 
 FITTING: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = [
-    ((((4,), (DATA,)),), (MeshSizes(1, 4), (DATA,), (4,), [0, 1, 2, 3])),
-    ((((2, 2), (DATA, TENSOR)),), (MeshSizes(1, 2, 2), (DATA,), (2,), [0, 2])),
-    ((((2, 2), (REPLICATE, SHARD)),), (MeshSizes(2, 2), (REPLICATE, SHARD), (2, 2), [0, 1, 2, 3])),
-    ((((1, 4), (REPLICATE, SHARD)),), (MeshSizes(1, 4), (SHARD,), (4,), [0, 1, 2, 3])),
-    ((((2, 1, 2), (REPLICATE, SHARD, TENSOR)),), (MeshSizes(2, 1, 2), (REPLICATE, SHARD), (2, 1), [0, 2])),
-    ((((2, 2), (REPLICATE, SHARD)), "ddp"), (MeshSizes(4, 1), (REPLICATE, SHARD), (2, 2), [0, 1, 2, 3])),
+    ((((4,), None),), (MeshSizes(1, 4), None, (4,), [0, 1, 2, 3])),
+    ((((4,), ("dp",)),), (MeshSizes(1, 4), ("dp",), (4,), [0, 1, 2, 3])),
+    ((((2, 2), ("dp", "tp")),), (MeshSizes(1, 2, 2), ("dp",), (2,), [0, 2])),
+    (
+        (((2, 2), ("dp_replicate", "dp_shard")),),
+        (MeshSizes(2, 2), ("dp_replicate", "dp_shard"), (2, 2), [0, 1, 2, 3]),
+    ),
+    ((((1, 4), ("replicate", "fsdp")),), (MeshSizes(1, 4), ("fsdp",), (4,), [0, 1, 2, 3])),
+    (
+        (((1, 2, 2, 1), ("pp", "dp_replicate", "shard", "tp")),),
+        (MeshSizes(2, 2), ("dp_replicate", "shard"), (2, 2), [0, 1, 2, 3]),
+    ),
+    (
+        (((2, 1, 2), ("dp_replicate", "dp_shard", "tp")),),
+        (MeshSizes(2, 1, 2), ("dp_replicate", "dp_shard"), (2, 1), [0, 2]),
+    ),
+    (
+        (((2, 2), ("replicate", "shard")), "ddp"),
+        (MeshSizes(4, 1), ("replicate", "shard"), (2, 2), [0, 1, 2, 3]),
+    ),
+    ((((4,), ("replicate",)), "ddp"), (MeshSizes(4, 1), ("replicate",), (4,), [0, 1, 2, 3])),
+    (
+        (((2, 2), ("dp", "tp")), "fsdp2", {"tensor_parallel_size": 2, "data_parallel_size": "auto"}),
+        (MeshSizes(1, 2, 2), ("dp",), (2,), [0, 2]),
+    ),
 ]
 
 NEEDS = (
-    ", but needs 'data_parallel_replicate' and 'data_parallel_shard', or one of 'data_parallel_shard' and"
-    " 'data_parallel', and after them may have 'tensor_parallel': pass such mesh_dim_names, in this order."
+    ", but needs 'data_parallel_replicate' and 'data_parallel_shard', or 'data_parallel_shard', or"
+    " 'data_parallel', or under data_parallel='ddp' 'data_parallel_replicate' alone, and after them may have"
+    " 'tensor_parallel' (other names are dp_replicate, replicate, dp_shard, fsdp, shard, dp, data, tp,"
+    " tensor): pass such mesh_dim_names, in this order; other dimensions must have size 1."
 )
-UNNAMED: list[Any] = [None, (DATA, "pp"), (DATA, SHARD), (TENSOR, DATA)]
 UNFIT: list[tuple[tuple[Any, ...], str]] = [
-    *[(((2, 2), names), f"device_mesh has the dimensions {names or ()}{NEEDS}") for names in UNNAMED],
-    (((4,), (TENSOR,)), f"device_mesh has the dimensions {(TENSOR,)}{NEEDS}"),
-    (((4,), (REPLICATE,)), f"device_mesh has the dimensions {(REPLICATE,)}{NEEDS}"),
-]
-REFUSED: list[tuple[tuple[Any, ...], str]] = [
-    *[((spec,), message) for spec, message in UNFIT],
+    ((((2, 2), None),), f"device_mesh has the dimensions 'no name' (2), 'no name' (2){NEEDS}"),
+    ((((2, 2), ("dp", "pp")),), f"device_mesh has the dimensions 'dp' (2), 'pp' (2){NEEDS}"),
+    ((((2, 2), ("dp", "data")),), f"device_mesh has the dimensions 'dp' (2), 'data' (2){NEEDS}"),
+    ((((4,), ("tp",)),), f"device_mesh has the dimensions 'tp' (4){NEEDS}"),
+    ((((2, 2), ("dp", "shard")),), f"device_mesh has the dimensions 'dp' (2), 'shard' (2){NEEDS}"),
+    ((((2, 2), ("tp", "dp")),), f"device_mesh has the dimensions 'tp' (2), 'dp' (2){NEEDS}"),
+    ((((4,), ("replicate",)),), f"device_mesh has the dimensions 'replicate' (4){NEEDS}"),
     (
-        (((2, 2), (DATA, TENSOR)), "ddp"),
+        (((2, 2), ("dp", "tp")), "ddp"),
         "Tensor parallelism (size 2) does not work with data_parallel='ddp', which copies whole parameters:"
         " pass data_parallel='fsdp2', with data_parallel_replicate_size for copies.",
     ),
     (
-        (((4,), (DATA,)), "fsdp2", "cuda"),
+        (((2, 2), ("dp", "tp")), "fsdp2", {"tensor_parallel_size": 4}),
+        "tensor_parallel_size=4 contradicts device_mesh, where it is 2: leave it out.",
+    ),
+    (
+        (((4,), ("dp",)), "fsdp2", {}, "cuda"),
         "device_mesh is for devices of type 'cpu', but this run's are of type 'cuda': build it with"
         " init_device_mesh('cuda', ...).",
     ),
@@ -75,23 +100,45 @@ def test_meshes_that_fit(pool4: RankPool) -> None:
 
 def test_meshes_that_do_not_fit(pool4: RankPool) -> None:
     """One sentence on every rank: what was given, what would do."""
-    for outcomes in pool4.run(adopt_all, [arguments for arguments, _ in REFUSED]):
-        assert outcomes == [message for _, message in REFUSED]
+    for outcomes in pool4.run(adopt_all, [arguments for arguments, _ in UNFIT]):
+        assert outcomes == [message for _, message in UNFIT]
 
 
 def adopt_permuted(layouts: list[Any]) -> list[str]:
     messages = []
     for layout in layouts:
-        names = (REPLICATE, SHARD)[-torch.tensor(layout).ndim :]
-        with pytest.raises(ValueError, match="in their order") as raised:
-            adopt_mesh(DeviceMesh("cpu", layout, mesh_dim_names=names), "cpu", "fsdp2")
+        names = ("replicate", "shard")[-torch.tensor(layout).ndim :]
+        with pytest.raises(ValueError, match="ascend") as raised:
+            adopt_mesh(DeviceMesh("cpu", layout, mesh_dim_names=names), "cpu", "fsdp2", {})
         messages.append(str(raised.value))
     return messages
 
 
 def test_ranks_out_of_order_are_refused(pool4: RankPool) -> None:
-    """Replicas would average different shards: weights were silently wrong. So is a mesh of some ranks."""
-    layouts: list[Any] = [[[3, 1], [0, 2]], [[0, 1], [3, 2]], [[0, 2], [1, 3]], [1, 0, 2, 3], [0, 1]]
+    """Replicas would average different shards: weights were silently wrong. Strided layouts are in order."""
+    layouts: list[Any] = [[[3, 1], [0, 2]], [[0, 1], [3, 2]], [[0, 3], [1, 2]], [1, 0, 2, 3]]
     for messages in pool4.run(adopt_permuted, layouts):
         for layout, message in zip(layouts, messages, strict=True):
-            assert message.startswith(f"device_mesh holds the ranks {layout}, but must hold all 4 ranks")
+            assert message.startswith(
+                f"device_mesh holds the ranks {layout}, but must hold each of the 4 ranks"
+            )
+    for sizes in pool4.run(adopt_strided):
+        assert sizes == MeshSizes(2, 2)
+
+
+def adopt_strided() -> MeshSizes:
+    mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
+    return adopt_mesh(mesh, "cpu", "fsdp2", {}).sizes
+
+
+def adopt_part_of_the_world() -> str:
+    with pytest.raises(ValueError, match="world") as raised:
+        adopt_mesh(DeviceMesh("cpu", [0, 1]), "cpu", "fsdp2", {})
+    return str(raised.value)
+
+
+def test_a_mesh_over_some_ranks(pool4: RankPool) -> None:
+    for message in pool4.run(adopt_part_of_the_world):
+        assert message.startswith(
+            "device_mesh holds the ranks [0, 1], but must hold each of the 4 ranks of the world"
+        )

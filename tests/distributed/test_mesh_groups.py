@@ -12,15 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_automodel.distributed.mesh import (
-    REPLICATE,
-    SHARD,
-    TENSOR,
-    MeshSizes,
-    RunMesh,
-    adopt_mesh,
-    build_mesh,
-)
+from lightning_automodel.distributed.mesh import MeshSizes, RunMesh, adopt_mesh, build_mesh
 from tests.rank_pool import RankPool
 
 TIMEOUT = timedelta(seconds=30)
@@ -126,9 +118,9 @@ def test_user_code_finds_data_parallel_ranks_by_name(
 
 
 def _adopted() -> tuple[int, list[float]]:
-    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=(REPLICATE, SHARD, TENSOR))
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     before = len(dist.distributed_c10d._world.pg_map)
-    adopted = adopt_mesh(mesh, "cpu", "fsdp2")
+    adopted = adopt_mesh(mesh, "cpu", "fsdp2", {})
     return len(dist.distributed_c10d._world.pg_map) - before, _sums(adopted)
 
 

@@ -127,7 +127,7 @@ class TinyModule(LightningModule):
 
     def configure_model(self) -> None:
         if self.case.tensor > 1:
-            dimension = "tensor_parallel"
+            dimension = "tp" if self.case.layout == "own_mesh" else "tensor_parallel"
             parallelize_module(self.model, self.device_mesh[dimension], PLAN)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | dict[str, Any]:

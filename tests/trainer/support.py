@@ -109,7 +109,7 @@ LAYOUTS = {
     "FSDP2": Layout(),
     "HSDP": Layout({"data_parallel_replicate_size": 2}, num_ranks=4),
     "TP x FSDP2": Layout({"tensor_parallel_size": 2}, tensor=2),
-    "own mesh": Layout(tensor=2, mesh=("data_parallel", "tensor_parallel")),
+    "own mesh (dp, tp)": Layout(tensor=2, mesh=("dp", "tp")),
     "DDP": Layout({"data_parallel": "ddp"}),
     "CP x FSDP2": Layout({"context_parallel_size": 2}, num_ranks=1, context=2),
     "CP x HSDP": Layout({"context_parallel_size": 2, "data_parallel_replicate_size": 2}, context=2),
@@ -170,7 +170,9 @@ class SupportModule(ModelModule):
 
     def configure_model(self) -> None:
         if self.layout.tensor > 1:
-            parallelize_module(self.model, self.device_mesh["tensor_parallel"], PLAN)
+            parallelize_module(
+                self.model, self.device_mesh["tp" if self.layout.mesh else "tensor_parallel"], PLAN
+            )
         if self.feature.compile_blocks:
             for block in self.model.blocks:
                 block.compile(backend="aot_eager")

@@ -54,9 +54,7 @@ def automodel(case: Case) -> Strategy:
         options["tensor_parallel_size"] = case.tensor
     if case.layout == "own_mesh":
         options["device_mesh"] = init_device_mesh(
-            devices.device_type(case.world_size),
-            (case.num_ranks, case.tensor),
-            mesh_dim_names=("data_parallel", "tensor_parallel"),
+            devices.device_type(case.world_size), (case.num_ranks, case.tensor), mesh_dim_names=("dp", "tp")
         )
     if case.telling == "callable_tensor" or (case.ahead and case.telling.startswith("returned")):
         options["count_label_tokens"] = case.num_label_tokens
