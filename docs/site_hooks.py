@@ -22,7 +22,8 @@ LOG = logging.getLogger("mkdocs.hooks")
 OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)")
 MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.M | re.S)
 LANGUAGES = {".py": "python", ".yaml": "yaml"}
-WIDE_PAGES = ("CONTRIBUTING.md", "scale.md", "support.md")
+SUPPORT_TABLES = "benchmarks/results/support_cpu2.md"
+WIDE_PAGES = ("CONTRIBUTING.md", "scale.md", SUPPORT_TABLES)
 """Their tables need the room of the table of contents."""
 SHORT_CELL = 20
 """Characters. A phone shows a table of short cells beside a first column that stays; rows of others become blocks."""
@@ -69,7 +70,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
     """Prepare tables for phones; colour the words of the support table, and collapse troubleshooting by kind."""
     content = re.sub(r"<table>.*?</table>", lambda found: _responsive(found[0]), content, flags=re.S)
-    if page.file.src_uri == "support.md":
+    if page.file.src_uri == SUPPORT_TABLES:
         content = re.sub(
             r"<td([^>]*)>(passed|agrees|refused|differs|not run|not selected)\b", _coloured, content
         )

@@ -1,7 +1,8 @@
 """Real packages that ship LightningModules, each as it is, beside Lightning's ddp.
 
 `bash tests/projects/make_environment` makes what they run in; without it, these tests are skipped. `pytest
--m sweep tests/projects --support-table docs/support.md` enters what came of them into its last table.
+-m sweep tests/projects --support-table benchmarks/results/support_cpu2.md` enters what came of them into its
+table.
 """
 
 from __future__ import annotations

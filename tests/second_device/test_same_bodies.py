@@ -1,8 +1,8 @@
 """Fits on the second device: the bodies that run on the CPU, with ranks that have another device (`conftest.py`).
 
 What is imported here is collected here. One set of parameters of each runs by default, the others in the
-sweep. `-k test_cell -m "sweep or not sweep" --support-table docs/support.md` writes how much of the matrix
-of support has run.
+sweep. `-k test_cell -m "sweep or not sweep" --support-table
+benchmarks/results/support_cpu2.md` writes how much of the matrix of support has run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """In the steady state of a fit the host waits for nothing, but for what is named here, and launches few kernels.
 
-`-m "sweep or not sweep" --support-table docs/support.md` writes the table of waits there, and a record of
-kernels.
+`-m "sweep or not sweep" --support-table benchmarks/results/support_cpu2.md` writes the table of
+waits there, and a record of kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.second_device.steady import ACCUMULATE, FIRST, LAST, STEADY, STEADY_L
 PACKAGE = "lightning_automodel"
 COMMAND = (
     'python -m pytest tests/second_device/test_steady_step.py -m "sweep or not sweep"'
-    " --support-table docs/support.md"
+    " --support-table benchmarks/results/support_cpu2.md"
 )
 BY_DEFAULT = {
     ("FSDP2", "activations in host memory"),

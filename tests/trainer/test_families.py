@@ -1,7 +1,7 @@
 """One step of families of transformers, replicated and sharded on two ranks, beside one process with the whole batch.
 
-`pytest tests/trainer/test_families.py -m sweep --support-table docs/support.md` writes the table there, and
-a dated record of every family.
+`pytest tests/trainer/test_families.py -m sweep --support-table benchmarks/results/support_cpu2.md` writes the
+table there, and a dated record of every family.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ ENGINES: dict[str, dict[str, Any]] = {
     "replicated": {"data_parallel": "ddp", "ddp_kwargs": {"find_unused_parameters": True}},
     "sharded": {},
 }
-COMMAND = "python -m pytest tests/trainer/test_families.py -m sweep --support-table docs/support.md"
+COMMAND = (
+    "python -m pytest tests/trainer/test_families.py -m sweep"
+    " --support-table benchmarks/results/support_cpu2.md"
+)
 
 
 class Family(LightningModule):
