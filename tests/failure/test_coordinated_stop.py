@@ -62,7 +62,7 @@ def test_last_step_is_the_same_and_nobody_has_passed_it(seed: int) -> None:
     while any(thread.is_alive() for thread in threads):
         exchange(draw.sample(agreements, world_size), store)
     assert len(last_steps) == world_size
-    promised = outcome_of(store.get(STEPS), world_size)
+    promised = outcome_of(store.get(STEPS))
     assert promised is not None
     assert set(last_steps.values()) == {1 + max(promised)}
     assert {agreement.asked_by for agreement in agreements} == {asking}
