@@ -45,7 +45,8 @@ from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.failures import RankFailedError
 from lightning_automodel.distributed.first_rank import FirstRankPerNode
 from lightning_automodel.distributed.mesh import Placement, RunMesh, adopt_mesh, build_mesh, resolve_sizes
-from lightning_automodel.failure.supervisor import Supervisor, check_processes
+from lightning_automodel.failure.supervisor import Supervisor
+from lightning_automodel.failure.watch import check_processes
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.gradients.windows import unwrap
 from lightning_automodel.internals import lightning as lightning_internals

@@ -44,6 +44,7 @@ MISSED_BEATS = 8
 BEATS_TO_NAME_HOW_IT_ENDED = 2
 BEATS_IN_A_FILE = 40
 JOIN_S = 1.0
+LINGER_AFTER_FAILURE_S = 2.5
 
 
 class Heart:
@@ -177,13 +178,10 @@ class Heart:
         self.store_answers = False
         return self.learn(self._was_away() or failures.lost_store(self._host, what))
 
-    def linger(self, limit_s: float) -> None:
-        """After a failure: rank 0 stays until the others know of it, for ``limit_s`` seconds at most."""
+    def linger(self) -> None:
+        """After a failure: rank 0 stays until the others know of it, 2.5 s at most."""
         if self.store_answers and self.failure is not None:
-            living = self.ranks
-            if self.failure.error in (failures.PROCESS_ENDED, failures.MISSED_HEARTBEATS):
-                living = [rank for rank in self.ranks if rank != self.failure.rank]
-            meeting.linger(self.store, FAILURE, self.rank, living, limit_s)
+            meeting.linger(self.store, FAILURE, self.rank, self.ranks, LINGER_AFTER_FAILURE_S)
 
     def retire(self) -> None:
         """From now on barriers and first-rank blocks of this process do without this heart: its rank leaves."""

@@ -323,15 +323,15 @@ def next_number(what: str) -> int:
 
 
 def leave_after_failure(aborts: bool) -> None:
-    """Destroy this package's group after a failed run, waiting for nobody; this process joins no other one.
+    """Destroy this package's group after a failed run, or a stop of all; this process joins no other one.
 
-    ``aborts``: otherwise, groups of an accelerator would wait for what they have queued, and so for ranks that
-    are gone.
+    ``aborts``: after a failure it waits for nobody. Groups of an accelerator would wait for what they have queued,
+    and so for ranks that are gone.
     """
     global _has_failed
     _has_failed = _has_failed or _membership is not None
     forget_world()
-    _leave(linger_s=0.0, aborts=aborts)
+    _leave(linger_s=0.0 if aborts else join.LINGER_S, aborts=aborts)
 
 
 def destroy_global_state() -> None:

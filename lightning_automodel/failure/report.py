@@ -28,13 +28,6 @@ def explain(before: Mapping[int, Record], after: Mapping[int, Record], own: Rank
     return min(lost, key=lambda failure: failure.error != PROCESS_ENDED)
 
 
-def standstill(records: Mapping[int, Record], limit_s: float) -> str | None:
-    """The table, if no rank has begun a step, or come to another hook, for ``limit_s`` seconds."""
-    if any(record.stood_s < limit_s for record in records.values()):
-        return None
-    return table(records)
-
-
 def table(records: Mapping[int, Record], without_python: Sequence[int] = ()) -> str:
     """A line for each place at which ranks are, those that do not wait for others first, and what to do about it.
 

@@ -2,13 +2,10 @@
 
 What a supervisor knows of its rank:
 
-    _state              where it is in its run (:class:`RankState`); only `Supervisor._become` changes it
+    _failed_at          when its run raised, until the next run; None otherwise
     _watch              the watch over the others; None before they have joined, after the run, and on a single rank
     _is_alone           after a failure, once it is known: whether it must save without the others
     _handler            of SIGTERM, while it is set, with the process that it is for, and the one before it
-
-    IDLE --- run ---> RUNNING --- returns, and all ranks have come to the end ---> IDLE
-                              --- raises ---> FAILED, until the next run
 """
 
 import contextlib
@@ -16,12 +13,10 @@ import faulthandler
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -29,35 +24,24 @@ import torch.distributed as dist
 
 from lightning_automodel.distributed import device_groups, process_group
 from lightning_automodel.distributed.failures import (
-    PROCESS_ENDED,
     RankFailedError,
     RankFailure,
     is_communication_error,
     message_of,
 )
 from lightning_automodel.distributed.last_resort import limited
-from lightning_automodel.distributed.meeting import linger
 from lightning_automodel.failure.coordinated_stop import REQUEUE
 from lightning_automodel.failure.position import main_thread_position
-from lightning_automodel.failure.watch import LINGER_S, Watch
+from lightning_automodel.failure.watch import Watch
 from lightning_automodel.internals import lightning as lightning_internals
 
 log = logging.getLogger(__name__)
 
 SIGTERM_STATUS = 128 + signal.SIGTERM
-LINGER_AFTER_FAILURE_S = 2.5
 TIME_TO_MEET_AT_STOP_S = 15.0
 # Less than a rank that stands in a collective has until it is interrupted, and then until its process is ended.
 TIME_TO_MEET_AFTER_FAILURE_S = 2.0
 LONGEST_LEAVING_S = 30.0
-
-
-class RankState(Enum):
-    """Where a rank is in its run."""
-
-    IDLE = auto()  # no function runs, and the last one has not failed
-    RUNNING = auto()  # the Trainer's function runs
-    FAILED = auto()  # leaving, or left, after an exception of its own or another rank's failure
 
 
 class Supervisor:
@@ -78,9 +62,8 @@ class Supervisor:
         self._handler = contextlib.ExitStack()  # of SIGTERM, while it is set
         self._handler_process = 0
         self._previous_handler: Any = None
-        self._state = RankState.IDLE
         self._is_alone: bool | None = None  # after a failure, once it is known
-        self._failed_at = 0.0  # when it came to RankState.FAILED, on the monotonic clock
+        self._failed_at: float | None = None  # on the monotonic clock
         self.weights_only: bool | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +71,7 @@ class Supervisor:
         for supervisor in [supervisor for supervisor in _current if supervisor.has_failed]:
             # A callback's `on_exception` raised in an earlier run, so that Lightning did not tear it down.
             supervisor.close()
-        self._become(RankState.RUNNING)
+        self._failed_at = None
         self._is_alone = None
         self.weights_only = lightning_internals.told_weights_only(function, args, kwargs)
         try:
@@ -96,22 +79,14 @@ class Supervisor:
             result = function(*args, **kwargs)
             self._raise_what_came_late()
             self._end()
-            self._become(RankState.IDLE)
             return result
         except lightning_internals.TunerExitException:
             self._end()
-            self._become(RankState.IDLE)
             raise
         except BaseException as exception:
-            self._become(RankState.FAILED)
+            self._failed_at = time.monotonic()
             self._leave(exception)
             raise
-
-    def _become(self, state: RankState) -> None:
-        """Change the state, here alone."""
-        if state is RankState.FAILED:
-            self._failed_at = time.monotonic()
-        self._state = state
 
     # --- The way out of a rank whose run has raised -----------------------------------------------
 
@@ -189,10 +164,7 @@ class Supervisor:
             try:
                 yield
             except Exception as error:
-                line = next(iter(message_of(error).splitlines()), "")
-                log.warning(
-                    "Tearing down after a failure has raised too: %s: %s", type(error).__name__, line
-                )
+                log.warning("Tearing down after a failure has raised too: %r", error)
 
     def watch(
         self,
@@ -220,18 +192,8 @@ class Supervisor:
                 faulthandler.enable()
         number = 0 if have_just_joined else process_group.next_number("runs")
         store = dist.PrefixStore(f"run/{number}", connection)
-        interrupts = self._patch_sigterm() and hasattr(signal, "pthread_kill")
-        self._watch = Watch(
-            rank,
-            num_ranks,
-            store,
-            timeout,
-            heartbeat_timeout,
-            where,
-            _find_ended,
-            interrupts,
-            have_just_joined,
-        )
+        self._watch = Watch(rank, num_ranks, store, timeout, heartbeat_timeout, where, have_just_joined)
+        self._watch.interrupts = self._patch_sigterm()
         _current.append(self)
         self._watch.start()
 
@@ -271,7 +233,7 @@ class Supervisor:
     @property
     def has_failed(self) -> bool:
         """Whether this rank is leaving after a failure of its own or of another rank, or a stop of all."""
-        return self._state is RankState.FAILED
+        return self._failed_at is not None
 
     def wait_whether_alone(self) -> bool:
         """Whether this rank must save and decide without the others after a failure.
@@ -298,17 +260,13 @@ class Supervisor:
 
     def close(self) -> None:
         """After a failure, end the watch and destroy this package's process groups, in half a minute at most."""
-        if self._state is RankState.RUNNING:
+        if not self.has_failed:
             return
         stops_together = self._stops_together
-        watch = self._watch
-        if self.has_failed and watch is not None:
-            if stops_together:
-                linger(watch.store, "stop", watch.rank, watch.ranks, LINGER_S)
-            else:
-                watch.linger(LINGER_AFTER_FAILURE_S)
+        if self._watch is not None:
+            self._watch.linger()
         self._end()
-        if self.has_failed and process_group.group_size() > 1:
+        if process_group.group_size() > 1:
             with _limited("destroying its process groups"):
                 process_group.leave_after_failure(aborts=not stops_together)
 
@@ -347,7 +305,7 @@ class Supervisor:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
             return
-        if self.has_failed:
+        if self._failed_at is not None:
             # A launcher sends SIGTERM to the remaining ranks: let this one report the cause first, but not
             # for ever.
             if time.monotonic() - self._failed_at > LONGEST_LEAVING_S:
@@ -394,18 +352,3 @@ def _limited(what: str) -> contextlib.AbstractContextManager[None]:
 
 _current: list[Supervisor] = []
 """Supervisors that watch the other ranks, the innermost run's last: a run may be inside another one."""
-
-_find_ended: Callable[[], list[tuple[int, str]]] = list
-
-
-def watch_processes(find_ended: Callable[[], list[tuple[int, str]]]) -> None:
-    """From now on ask for the processes that this one has started which have ended since: their ranks, and how."""
-    global _find_ended
-    _find_ended = find_ended
-
-
-def check_processes() -> None:
-    """While joining: raise RankFailedError if a process that this one has started has ended."""
-    for rank, how in _find_ended():
-        message = f"before all ranks had joined, its process {how}"
-        raise RankFailedError(RankFailure(rank, socket.gethostname(), "", PROCESS_ENDED, message))

@@ -9,6 +9,7 @@ What a watch holds of its rank, besides its heart:
     own, raised_at        what this rank has raised, and where: its main thread is in this package then
     stop                  the agreement on a last step
     gets_on               set by the main thread, so that no standstill is logged; each beat unsets it
+    interrupts            the main thread has a handler of SIGTERM, which raises a failure that is known
     saves_on_exception    it needs time to leave when another one fails: it then saves a checkpoint alone
     leaves_by_itself      the main thread is not to be interrupted any more
 """
@@ -16,6 +17,7 @@ What a watch holds of its rank, besides its heart:
 import contextlib
 import logging
 import signal
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -36,7 +38,7 @@ log = logging.getLogger(__name__)
 SILENT_S = 3.0
 STANDSTILL_S = 60.0
 TIME_TO_RAISE_S = 2.0
-TIME_TO_RAISE_AFTER_SILENCE_S = 0.5
+TIME_TO_LEAVE_AFTER_SILENCE_S = 0.5
 TIME_TO_RAISE_AND_SAVE_S = 30.0
 TIME_TO_LEAVE_S = 5.0
 TIME_TO_FAIL_S = 2.0
@@ -53,8 +55,6 @@ class Watch(Heart):
         timeout: How long a collective may wait, and this rank for the others at the end.
         heartbeat_timeout: How long a rank may be silent, if that is less.
         where: Returns the hook that this rank is in.
-        find_ended: Returns the ranks whose processes have ended since the last call, and how.
-        interrupts: Whether the main thread has a handler of SIGTERM that raises a failure that is known.
         have_just_joined: Whether a rank of which nothing was ever heard counts as silent.
     """
 
@@ -68,8 +68,6 @@ class Watch(Heart):
         timeout: timedelta,
         heartbeat_timeout: timedelta,
         where: Callable[[], str],
-        find_ended: Callable[[], list[tuple[int, str]]] = list,
-        interrupts: bool = False,
         have_just_joined: bool = False,
     ) -> None:
         self._timeout_s = timeout.total_seconds()
@@ -82,8 +80,7 @@ class Watch(Heart):
         self.leaves_by_itself = threading.Event()
         self._leaving = threading.Lock()
         self.where = where
-        self._find_ended = find_ended
-        self._interrupts = interrupts
+        self.interrupts = False
         self.saves_on_exception = False
         self.gets_on = True
         self._stands_since_s = 0.0
@@ -133,20 +130,19 @@ class Watch(Heart):
     def why(self, own: RankFailure) -> RankFailure:
         """Why a collective of this rank has failed: what another rank has posted, or what the records tell.
 
-        The first rank that asks reads all records, twice. If it dies meanwhile, each reads them for itself.
+        The first rank that asks reads all records, twice, and posts what they tell.
         """
         patience_s = SILENT_S + MISSED_BEATS * self.interval_s
         try:
-            is_reader = first(self.store, "reader", str(self.rank)) == str(self.rank)
-            if not is_reader and self.is_over.wait(3 * patience_s):
-                return self.failure or own
-            before = records_of(self.store, self.ranks)
-            if self.is_over.wait(patience_s):
-                return self.failure or own
-            return self.post(report.explain(before, records_of(self.store, self.ranks), own))
+            if first(self.store, "reader", str(self.rank)) != str(self.rank):
+                self.is_over.wait(3 * patience_s)
+            else:
+                before = records_of(self.store, self.ranks)
+                if not self.is_over.wait(patience_s):
+                    self.post(report.explain(before, records_of(self.store, self.ranks), own))
         except (dist.DistError, OSError):
             self.is_over.wait(patience_s)
-            return self.failure or own
+        return self.failure or own
 
     def come_together(self, limit_s: float) -> bool:
         """Whether every rank calls this after a failure, within the limit; the same on each that does.
@@ -199,7 +195,7 @@ class Watch(Heart):
     def exchange(self, values: Sequence[bytes]) -> None:
         """Agree on a last step, look for what no other rank can see, and warn of a standstill."""
         self.stop.exchange(self.store, *values)
-        for rank, how in self._find_ended():
+        for rank, how in _find_ended():
             record = records_of(self.store, [rank])[rank]
             if not record.has_left:
                 ended = f"its process {how}"
@@ -212,12 +208,12 @@ class Watch(Heart):
         limit_s = min(STANDSTILL_S, self._timeout_s / 2)
         if self._has_warned or self.record.stood_s < limit_s or first_rank.is_active():
             return
-        table = report.standstill(records_of(self.store, self.ranks), limit_s)
-        if table is not None:
+        records = records_of(self.store, self.ranks)
+        if all(record.stood_s >= limit_s for record in records.values()):
             self._has_warned = True
             log.warning(
-                f"No rank has got on for {limit_s:g} s:\n{table} A collective ends after the strategy's timeout,"
-                f" here {self._timeout_s:g} s."
+                f"No rank has got on for {limit_s:g} s:\n{report.table(records)} A collective ends after the"
+                f" strategy's timeout, here {self._timeout_s:g} s."
             )
 
     def _end_what_never_ends(self) -> None:
@@ -237,26 +233,24 @@ class Watch(Heart):
     def make_leave(self, failure: RankFailure) -> None:
         """Make the main thread leave because of ``failure``: interrupt it, free it from its device, end the process."""
         self.stop.release()
+        has_devices = device_groups.exist()
         patience_s = TIME_TO_LEAVE_S
-        if not device_groups.exist():
+        if self.saves_on_exception:
+            patience_s = TIME_TO_RAISE_AND_SAVE_S
+        elif failure.error == failures.MISSED_HEARTBEATS and not has_devices:
+            patience_s = TIME_TO_LEAVE_AFTER_SILENCE_S
+        if not has_devices:
             # A rank that has raised closes its connections, which frees this one; it may also raise alike.
             # One that is stopped does not.
-            time_to_raise_s = TIME_TO_RAISE_S
-            if self.saves_on_exception:
-                time_to_raise_s = TIME_TO_RAISE_AND_SAVE_S
-                patience_s = TIME_TO_RAISE_AND_SAVE_S
-            elif failure.error == failures.MISSED_HEARTBEATS:
-                time_to_raise_s = TIME_TO_RAISE_AFTER_SILENCE_S
-                patience_s = TIME_TO_RAISE_AFTER_SILENCE_S
-            self.leaves_by_itself.wait(time_to_raise_s)
+            self.leaves_by_itself.wait(min(TIME_TO_RAISE_S, patience_s))
         with self._leaving:  # no signal once it leaves by itself: its handler may be gone
             if self.leaves_by_itself.is_set():
                 return
-            if self._interrupts:
+            if self.interrupts:
                 # Sent to the main thread itself, the signal also interrupts a system call in which it sleeps.
                 # The abort comes after it: the signal is handled as soon as the call that it ends has returned.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-        if device_groups.exist():
+        if has_devices:
             threading.Thread(
                 target=device_groups.abort, name="lightning_automodel abort", daemon=True
             ).start()
@@ -265,3 +259,19 @@ class Watch(Heart):
             if self.own is not None and self.own != failure:
                 why += f"; this rank itself: {self.own}"
             end_process(self.rank, why)
+
+
+_find_ended: Callable[[], list[tuple[int, str]]] = list
+
+
+def watch_processes(find_ended: Callable[[], list[tuple[int, str]]]) -> None:
+    """From now on ask for the processes that this one has started which have ended since: their ranks, and how."""
+    global _find_ended
+    _find_ended = find_ended
+
+
+def check_processes() -> None:
+    """While joining: raise RankFailedError if a process that this one has started has ended."""
+    for rank, how in _find_ended():
+        message = f"before all ranks had joined, its process {how}"
+        raise RankFailedError(RankFailure(rank, socket.gethostname(), "", failures.PROCESS_ENDED, message))

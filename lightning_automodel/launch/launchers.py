@@ -11,7 +11,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_automodel.failure import supervisor
+from lightning_automodel.failure import watch
 from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.launch.forks import ForkLauncher
@@ -63,7 +63,7 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
             return [(rank, _describe_exit(running.pop(rank).returncode)) for rank in ended]
 
         if running:
-            supervisor.watch_processes(find_ended)
+            watch.watch_processes(find_ended)
         try:
             return self._supervisor.run(function, *args, **kwargs)
         finally:

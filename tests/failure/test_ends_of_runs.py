@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed import meeting, process_group
 from lightning_automodel.failure import supervisor
-from lightning_automodel.failure.supervisor import LONGEST_LEAVING_S, SIGTERM_STATUS, RankState, Supervisor
+from lightning_automodel.failure.supervisor import LONGEST_LEAVING_S, SIGTERM_STATUS, Supervisor
 from tests.failure.faults import Model, Ragged, become_rank, killed_at_the_end
 from tests.processes import forked, free_port
 from tests.trainer.runs import SILENT
@@ -371,7 +371,6 @@ def _cannot_leave(rank: int, port: int, folder: Path) -> None:
         try:
             raise ValueError("no labels here")
         except ValueError:
-            guard._state = RankState.FAILED
             guard._failed_at = time.monotonic()
             guard.close()
 
@@ -398,7 +397,6 @@ def test_sigterm_is_ignored_on_the_way_out_but_not_for_ever() -> None:
     guard = Supervisor(lambda: None, lambda: None)
     try:
         guard._patch_sigterm()
-        guard._state = RankState.FAILED
         guard._failed_at = time.monotonic()
         _send(signal.SIGTERM)
         assert received == []

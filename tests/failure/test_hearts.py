@@ -6,6 +6,7 @@ ranks than a machine has. What real processes do is asked in `test_races.py` and
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -330,11 +331,21 @@ def test_the_table() -> None:
 
 
 @pytest.mark.parametrize(("stood_s", "has_table"), [(59.0, False), (61.0, True)])
-def test_a_standstill(stood_s: float, has_table: bool) -> None:
-    """Only if nobody has got on."""
-    records = {rank: replace(record, stood_s=61.0) for rank, record in _records().items()}
-    records[2] = replace(records[2], stood_s=stood_s)
-    assert (report.standstill(records, 60.0) is not None) == has_table
+def test_a_standstill(stood_s: float, has_table: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 0 logs the table once, and only if nobody has got on."""
+    store = dist.HashStore()
+    store.set("record/1", json.dumps(asdict(replace(_records()[1], stood_s=stood_s))))
+    watch = Watch(0, 2, store, 10 * MINUTE, MINUTE, lambda: "training_step")
+    now = 0.0
+    watch.clock = lambda: now
+    watch.beat()
+    now = 61.0
+    watch.beat()
+    watch.beat()
+    logged = [record.message for record in caplog.records]
+    assert len(logged) == has_table
+    if has_table:
+        assert logged[0].startswith("No rank has got on for 60 s:\n  rank ")
 
 
 # --- The way out ------------------------------------------------------------------------------------------------------
@@ -350,11 +361,13 @@ def test_whoever_leaves_by_itself_is_not_interrupted(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "end_process", lambda rank, why: done.append(why))
     monkeypatch.setattr(module.signal, "pthread_kill", lambda thread, signum: done.append(signum))
     failure = replace(OWN, rank=1)
-    leaving = Watch(0, 2, dist.HashStore(), MINUTE, MINUTE, str, interrupts=True)
+    leaving = Watch(0, 2, dist.HashStore(), MINUTE, MINUTE, str)
+    leaving.interrupts = True
     leaving.leave()
     leaving.make_leave(failure)
     assert done == []
-    staying = Watch(0, 2, dist.HashStore(), MINUTE, MINUTE, str, interrupts=True)
+    staying = Watch(0, 2, dist.HashStore(), MINUTE, MINUTE, str)
+    staying.interrupts = True
     staying.own = replace(OWN, error="ValueError", message="bad batch")
     staying.make_leave(failure)
     assert done == [module.signal.SIGTERM, f"{failure}; this rank itself: {staying.own}"]

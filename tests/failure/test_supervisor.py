@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed.failures import RankFailedError, RankFailure
 from lightning_automodel.distributed.meeting import FAILURE, make, parse_failure, post
-from lightning_automodel.failure.supervisor import RankState, Supervisor
+from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.failure.watch import Watch
 from tests.rank_pool import RankPool
 from tests.trainer.runs import LabelledModule, loader, make_trainer
@@ -149,12 +149,13 @@ def test_teardown_after_a_failure_does_not_hide_it(caplog: pytest.LogCaptureFixt
         pass
     with pytest.raises(RuntimeError, match="device-side assert"), guard.tearing_down():
         raise RuntimeError("device-side assert")
-    guard._state = RankState.FAILED
+    guard._failed_at = 0.0
     with guard.tearing_down():
         raise RuntimeError("device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA")
     (record,) = caplog.records
     assert record.message == (
-        "Tearing down after a failure has raised too: RuntimeError: device-side assert triggered"
+        "Tearing down after a failure has raised too:"
+        " RuntimeError('device-side assert triggered\\nCompile with TORCH_USE_CUDA_DSA')"
     )
 
 
@@ -169,7 +170,7 @@ def _leave(
     watch = Watch(0, 2, store, timedelta(seconds=60), timedelta(seconds=60), lambda: "training_step")
     vars(watch).update(patches)
     supervisor._watch = watch
-    supervisor._become(RankState.FAILED)
+    supervisor._failed_at = 0.0
     try:
         supervisor._leave(exception)
     finally:
