@@ -60,12 +60,11 @@ POLICY = "auto_wrap_policy must be a set of nn.Module classes or a function of a
         ({"reshard_after_forward": "auto"}, f"{RESHARD} 'auto'."),
         (
             {"timeout": 0},
-            "timeout must be positive and finite, got 0; pass a timedelta or a number of minutes, e.g. 30.",
+            "timeout must be a positive and finite timedelta or number of minutes, got 0, e.g. 30.",
         ),
         (
             {"heartbeat_timeout": -1},
-            "heartbeat_timeout must be positive and finite, got -1; pass a timedelta or a number of"
-            " minutes, e.g. 30.",
+            "heartbeat_timeout must be a positive and finite timedelta or number of minutes, got -1, e.g. 30.",
         ),
     ],
 )
@@ -97,13 +96,6 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
         ({"activation_checkpointing": 1}, f"{RECOMPUTED} 1."),
         ({"activation_checkpointing": {"Linear"}}, f"{RECOMPUTED} {{'Linear'}}."),
         ({"activation_checkpointing": nn.Linear}, f"{RECOMPUTED} <class 'torch.nn.modules.linear.Linear'>."),
-        ({"timeout": "30"}, "timeout must be a timedelta or a number of minutes, got '30'."),
-        ({"timeout": True}, "timeout must be a timedelta or a number of minutes, got True."),
-        (
-            {"heartbeat_timeout": "2"},
-            "heartbeat_timeout must be a timedelta or a number of minutes, got '2'.",
-        ),
-        ({"timeout": None}, "timeout must be a timedelta or a number of minutes, got None."),
     ],
 )
 def test_wrong_types(options: dict[str, Any], message: str) -> None:
@@ -152,22 +144,18 @@ def test_timeout_is_in_minutes(timeout: timedelta | float, parsed: timedelta) ->
     assert parse_timeout(timeout) == parsed
 
 
-@pytest.mark.parametrize("timeout", [0, -1, timedelta(0), timedelta(seconds=-1), 1e-12])
-def test_timeout_that_is_not_positive(timeout: Any) -> None:
-    """Nothing can be done in no time; a number too small for a timedelta is named as it was given."""
-    with pytest.raises(ValueError, match="timeout must be positive") as raised:
+@pytest.mark.parametrize(
+    "timeout",
+    [0, -1, timedelta(0), timedelta(seconds=-1), 1e-12, float("nan"), float("inf"), 1e18, "30", None],
+)
+def test_timeout_that_is_none(timeout: Any) -> None:
+    """Nothing can be done in no time, and no clock counts for ever."""
+    with pytest.raises(ValueError, match="timeout must be a positive") as raised:
         parse_timeout(timeout)
     assert (
         str(raised.value)
-        == f"timeout must be positive and finite, got {timeout!r}; pass a timedelta or a number of minutes, e.g. 30."
+        == f"timeout must be a positive and finite timedelta or number of minutes, got {timeout!r}, e.g. 30."
     )
-
-
-@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), 1e18])
-def test_timeout_that_no_clock_can_hold(timeout: float) -> None:
-    """A ValueError that names the option, as for every other value out of range."""
-    with pytest.raises(ValueError, match=r"timeout must be .*got " + repr(timeout).replace("+", r"\+")):
-        parse_timeout(timeout)
 
 
 def _resolve(**sizes: Any) -> MeshSizes:

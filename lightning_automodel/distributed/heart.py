@@ -13,7 +13,6 @@ A failure that a rank reports comes from one of these lines, all of which end in
     missed heartbeats                    the rank that watches it: `Heart._judge`
     it ended its run after step          the rank that watches it: `Heart._hear`
     holds the store, does not answer     each rank for itself: `Heart.lose_store`
-    this process did not run for         the rank itself: `Heart._was_away`
     is missing                           a meeting that it did not come to: `meeting.meet`
     waited in vain, with the table       the first rank whose collective failed: `Watch.why`
 
@@ -59,7 +58,6 @@ class Heart:
         store: With a prefix that these hearts have in common. Both threads and the main one use it: no call
             waits for a key.
         silence_s: How long a rank may be silent, and the store.
-        expects_all: Whether a rank that has never written a record counts as silent: all have just joined.
 
     Attributes:
         record: What is true of this rank, for the others.
@@ -72,9 +70,7 @@ class Heart:
     keys: tuple[str, ...] = ()
     """What a beat reads besides, for :meth:`exchange`."""
 
-    def __init__(
-        self, rank: int, ranks: Sequence[int], store: dist.Store, silence_s: float, expects_all: bool = False
-    ) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int], store: dist.Store, silence_s: float) -> None:
         self.rank = rank
         self.ranks = list(ranks)
         self.store = store
@@ -89,12 +85,8 @@ class Heart:
         self.store_answers = True
         self.is_stuck = False
         self.clock: Callable[[], float] = time.monotonic
-        self._expects_all = expects_all
         self._read: list[str] = []  # the keys that the newest beat read
         self._learning = threading.Lock()
-        self._turned_at = time.monotonic()  # the newest turn of the switch
-        self._away_s = 0.0  # for how long this process did not run, the last time
-        self._away_until = float("-inf")
         self._host = Record()  # rank 0's newest record
         self._watched = rank
         self._watch_next()
@@ -174,9 +166,9 @@ class Heart:
         return self.failure
 
     def lose_store(self, what: str) -> RankFailure:
-        """Learn that the store does not answer: of its host, or of this rank if it was away."""
+        """Learn that the store does not answer, of its host."""
         self.store_answers = False
-        return self.learn(self._was_away() or failures.lost_store(self._host, what))
+        return self.learn(failures.lost_store(self._host, what))
 
     def linger(self) -> None:
         """After a failure: rank 0 stays until the others know of it, 2.5 s at most."""
@@ -261,16 +253,16 @@ class Heart:
             self._judge(record)
 
     def _judge(self, record: Record) -> None:
-        """Name the watched rank, whose record stands still, unless its process lives, or this one was away."""
+        """Name the watched rank, whose record stands still, unless its process lives."""
         failure = failures.silence(self._watched, record, self.rank)
-        if failure is None or not (record.beat or self._expects_all):
+        if failure is None or not record.beat:  # it lives, or has not begun
             return
         # In the machine's seconds and in beats of this rank: where it hardly gets its turn, seconds say little.
         is_silent = self.clock() - self._heard_at > self.silence_s and self._missed >= MISSED_BEATS
         # A launcher that has started it says more, and has had the time.
         is_gone = failure.error == failures.PROCESS_ENDED and self._missed >= BEATS_TO_NAME_HOW_IT_ENDED
         if is_silent or is_gone:
-            self.post(self._was_away() or failure)
+            self.post(failure)
 
     # --- The dead man's switch ----------------------------------------------------------------------
 
@@ -278,7 +270,6 @@ class Heart:
         beat = 0
         turns = 0
         while not self.is_over.wait(self.interval_s):
-            self._turn()
             turns += 1
             if self.record.beat != beat:
                 beat = self.record.beat
@@ -288,29 +279,6 @@ class Heart:
                 self.lose_store(f"has not answered for {self.silence_s:g} s")
         if self.failure is not None:
             self.make_leave(self.failure)
-
-    def _turn(self) -> None:
-        """Note that this process runs, and for how long it did not, if others may have given it up meanwhile."""
-        now = time.monotonic()
-        if now - self._turned_at > self.silence_s:
-            self._away_s = now - self._turned_at
-            self._away_until = now
-        self._turned_at = now
-
-    def _was_away(self) -> RankFailure | None:
-        """This rank's own failure, if it did not run for so long that the others may have given it up.
-
-        Also until it would find them silent who have left because of it: what they last wrote, it reads only now.
-        """
-        self._turn()
-        if self._turned_at - self._away_until > 2 * self.silence_s:
-            return None
-        message = (
-            f"this process did not run for {self._away_s:.0f} s (stopped, or a call kept Python's lock), and"
-            " the others have left"
-        )
-        record = self.record
-        return RankFailure(self.rank, record.host, record.where, failures.MISSED_HEARTBEATS, message)
 
 
 running: list[Heart] = []

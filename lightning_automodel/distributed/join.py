@@ -50,15 +50,12 @@ class Rendezvous:
 
     rank: int
     world_size: int
-    method: str = ""  # env://, tcp://address:port, file:///path or another registered scheme
+    method: str  # env://, tcp://address:port, file:///path or another registered scheme
     address: tuple[str, int] | None = None  # of the ``TCPStore``; None if none is made
-    store: dist.Store | None = None  # what the caller passed in place of a method
 
     @property
     def place(self) -> str:
         """Where the ranks meet, for messages."""
-        if self.store is not None:
-            return f"the given {type(self.store).__name__}"
         if self.method == ENVIRONMENT and self.address:
             return "{}:{} (env://)".format(*self.address)
         return self.method
@@ -71,7 +68,6 @@ class Rendezvous:
 
 def locate(
     init_method: str | None = None,
-    store: dist.Store | None = None,
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Rendezvous:
@@ -79,19 +75,16 @@ def locate(
 
     ValueError names a value that is missing, out of range or not a number.
     """
-    if init_method is not None and store is not None:
-        raise ValueError(f"Pass either init_method={init_method!r} or store={store!r}, not both.")
     if rank is None:
         rank = number_in_environment("RANK")
     if world_size is None:
         world_size = number_in_environment("WORLD_SIZE")
-    if rank is None and world_size is None and init_method is None and store is None:
+    if rank is None and world_size is None and init_method is None:
         return Rendezvous(0, 1, ENVIRONMENT)
     if rank is None or world_size is None:
         raise ValueError(
             f"RANK is {rank} and WORLD_SIZE is {world_size}: start this process with torchrun, or set both"
-            " (or pass rank= and world_size=); to run as a single process, unset both, and pass neither"
-            " init_method nor store."
+            " (or pass rank= and world_size=); to run as a single process, unset both, and pass no init_method."
         )
     if not 0 <= rank < world_size:
         raise ValueError(
@@ -99,13 +92,11 @@ def locate(
             " WORLD_SIZE - 1, and the same WORLD_SIZE (or world_size=), at least 1, must be given to every"
             " process."
         )
-    method = ""
-    if store is None:
-        method = init_method or ENVIRONMENT
+    method = init_method or ENVIRONMENT
     address = None
     if world_size > 1:
         address = _address(method)
-    return Rendezvous(rank, world_size, method, address, store)
+    return Rendezvous(rank, world_size, method, address)
 
 
 def _address(method: str) -> tuple[str, int] | None:
@@ -139,12 +130,10 @@ def number_in_environment(name: str, at_least: int = 0) -> int | None:
 
 
 def open_store(found: Rendezvous, timeout: timedelta, deadline: float) -> dist.Store:
-    """The store in which the ranks meet: the caller's, or a new one in rank 0 or in the launcher.
+    """The store in which the ranks meet, in rank 0, in the launcher or in a file.
 
     Waits until the deadline, on the monotonic clock, and for ever if what listens there is not a store.
     """
-    if found.store is not None:
-        return found.store
     if found.address is None:
         if "?" in found.method:
             separator = "&"
@@ -205,9 +194,7 @@ def meet(found: Rendezvous, backend: str, timeout: timedelta, check: Callable[[]
     store that accepts connections and never answers ends this process, with the cause.
     """
     if found.world_size == 1:
-        store = found.store
-        if store is None:
-            store = dist.HashStore()
+        store = dist.HashStore()
         return store, store
     timeout_s = timeout.total_seconds()
     deadline = time.monotonic() + timeout_s

@@ -97,20 +97,13 @@ def _first_number(*names: str, default: int = 0) -> int:
 
 
 def parse_timeout(timeout: timedelta | float, name: str = "timeout") -> timedelta:
-    """Read a timeout, a ``timedelta`` or minutes; TypeError for other types, ValueError unless positive."""
-    if isinstance(timeout, bool) or not isinstance(timeout, (timedelta, int, float)):
-        raise TypeError(f"{name} must be a timedelta or a number of minutes, got {timeout!r}.")
-    try:
-        if isinstance(timeout, timedelta):
-            parsed = timeout
-        else:
-            parsed = timedelta(minutes=timeout)
-    except (OverflowError, ValueError):
-        parsed = timedelta(0)
+    """Read a timeout, a ``timedelta`` or minutes; ValueError unless it is one of them, positive and finite."""
+    parsed = timedelta(0)
+    with contextlib.suppress(TypeError, OverflowError, ValueError):
+        parsed = timeout if isinstance(timeout, timedelta) else timedelta(minutes=timeout)
     if parsed <= timedelta(0):
         raise ValueError(
-            f"{name} must be positive and finite, got {timeout!r}; pass a timedelta or a number of minutes,"
-            " e.g. 30."
+            f"{name} must be a positive and finite timedelta or number of minutes, got {timeout!r}, e.g. 30."
         )
     return parsed
 
@@ -144,7 +137,7 @@ _counted: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictiona
 _has_failed = False
 """Whether a run of several ranks has failed, and its group is gone: this process joins no other one."""
 
-OnJoined = Callable[[int, int, dist.Store, bool], None]
+OnJoined = Callable[[int, int, dist.Store], None]
 
 
 def initialize_distributed(
@@ -152,10 +145,8 @@ def initialize_distributed(
     timeout_minutes: timedelta | float = 1,
     *,
     init_method: str | None = None,
-    store: dist.Store | None = None,
     rank: int | None = None,
     world_size: int | None = None,
-    device_id: bool = False,
 ) -> DistInfo:
     """Join the default process group, and set the current accelerator device. A collective over all ranks.
 
@@ -169,11 +160,8 @@ def initialize_distributed(
             minutes.
         init_method: ``env://``, ``tcp://address:port`` or ``file:///path``. None: MASTER_ADDR and
             MASTER_PORT.
-        store: Where the ranks meet, instead of ``init_method``. The same store can serve several joins.
         rank: Rank of this process. None: RANK.
         world_size: Number of ranks. None: WORLD_SIZE.
-        device_id: Bind the group to this rank's accelerator now, which connects NCCL at once. It has no
-            effect on other backends. Some systems hang with it, some without it.
 
     Raises:
         ValueError: If an argument or environment variable is missing or out of range.
@@ -184,13 +172,10 @@ def initialize_distributed(
     device = choose_device(backend, get_local_rank_preinit())
     if dist.is_initialized():
         return _use_existing(backend, device)
-    found = join.locate(init_method, store, rank, world_size)
+    found = join.locate(init_method, rank, world_size)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
-    bound = None
-    if device_id and device.type == "cuda":
-        bound = device
-    _join(found, backend, timeout, bound)
+    _join(found, backend, timeout)
     return DistInfo(backend, found.rank, found.world_size, device, found.rank == 0)
 
 
@@ -201,35 +186,32 @@ def join_process_group(
     device: torch.device,
     init_method: str | None = None,
     check: Callable[[], None] = lambda: None,
-    on_joined: OnJoined = lambda rank, num_ranks, connection, have_just_joined: None,
+    on_joined: OnJoined = lambda rank, num_ranks, connection: None,
 ) -> None:
     """Join like :func:`initialize_distributed`, as Lightning's cluster environment says; call ``check`` meanwhile.
 
     As soon as all ranks have come, and before they connect to each other, ``on_joined`` is called with the
-    rank, the number of ranks, a connection to the store, and whether they have come just now: not where the
-    group exists already.
+    rank, the number of ranks and a connection to the store; at once where the group exists already.
     """
     lightning_internals.reset_seed()
     if dist.is_initialized():
         _use_existing(backend, device)
-        on_joined(dist.get_rank(), dist.get_world_size(), connection(timeout), False)
+        on_joined(dist.get_rank(), dist.get_world_size(), connection(timeout))
         return
     address = cluster_environment.main_address
     if ":" in address:
         address = f"[{address}]"
     url = f"tcp://{address}:{cluster_environment.main_port}"
     rank = cluster_environment.global_rank()
-    found = join.locate(init_method or url, None, rank, cluster_environment.world_size())
-    _join(found, backend, timeout, None, check, on_joined)
+    found = join.locate(init_method or url, rank, cluster_environment.world_size())
+    _join(found, backend, timeout, check, on_joined)
 
 
 def _use_existing(backend: str, device: torch.device) -> DistInfo:
     network.choose_interface(os.environ.get("MASTER_ADDR", ""))  # for the groups that are still to be made
-    actual = str(dist.distributed_c10d.get_backend_config())  # "cpu:gloo,cuda:gloo" for gloo alone
-    names = {pair.rpartition(":")[2] for pair in actual.split(",")}
-    if len(names) == 1:
-        (actual,) = names
-    if any(pair.rpartition(":")[2] not in names for pair in backend.lower().split(",")):
+    actual = dist.get_backend()
+    served = str(dist.distributed_c10d.get_backend_config())  # "cpu:gloo,cuda:gloo" for gloo alone
+    if backend.lower() not in served:
         message = "The default process group exists already, with backend %s: %s has no effect."
         log.warning(message, actual, backend)
     return DistInfo(actual, group_rank(), group_size(), device, group_rank() == 0)
@@ -239,11 +221,10 @@ def _join(
     found: join.Rendezvous,
     backend: str,
     timeout: timedelta,
-    bound: torch.device | None,
     check: Callable[[], None] = lambda: None,
-    on_joined: OnJoined = lambda rank, num_ranks, connection, have_just_joined: None,
+    on_joined: OnJoined = lambda rank, num_ranks, connection: None,
 ) -> None:
-    """Make the default group. Unless a device is ``bound``, an accelerator connects in its first collective."""
+    """Make the default group. An accelerator connects in its first collective."""
     global _membership
     if _has_failed and found.world_size > 1:
         raise RuntimeError(
@@ -254,14 +235,13 @@ def _join(
     store, own_connection = join.meet(found, backend, timeout, check)
     is_gloo = backend.lower() == dist.Backend.GLOO
     try:
-        on_joined(found.rank, found.world_size, own_connection, True)
+        on_joined(found.rank, found.world_size, own_connection)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),
             rank=found.rank,
             world_size=found.world_size,
             timeout=network.connect_timeout(timeout) if is_gloo else timeout,
-            device_id=bound,
         )
     except BaseException as error:
         if is_communication_error(error):

@@ -39,15 +39,12 @@ def without_prefixes(store: dist.Store) -> dist.Store:
 def another_connection(store: dist.Store, timeout: timedelta) -> dist.Store:
     """Another connection to ``store``, with its prefixes: one in which a thread waits serves no other thread.
 
-    Raises at once if the store's host is gone. A custom store that cannot be cloned is returned itself.
+    Raises at once if the store's host is gone.
     """
     innermost = without_prefixes(store)
     if isinstance(innermost, dist.TCPStore):
         # A client would retry for longer than the timeout.
         socket.create_connection((innermost.host, innermost.port), timeout=timeout.total_seconds()).close()
-    try:
-        connection: dist.Store = store.clone()  # type: ignore[attr-defined]
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return store
+    connection: dist.Store = store.clone()  # type: ignore[attr-defined]
     connection.set_timeout(timeout)
     return connection

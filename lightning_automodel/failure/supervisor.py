@@ -171,7 +171,6 @@ class Supervisor:
         rank: int,
         num_ranks: int,
         connection: dist.Store,
-        have_just_joined: bool,
         timeout: timedelta,
         heartbeat_timeout: timedelta,
         where: Callable[[], str],
@@ -179,8 +178,8 @@ class Supervisor:
         """Start to watch the other ranks; every rank must call it. A thread asks ``where`` this rank is: its hook.
 
         Called as soon as the ranks have met in the store, to which the ``connection`` is, and before they connect
-        to each other. A collective may wait for ``timeout``. A rank may be silent for ``heartbeat_timeout``, and
-        before its first heartbeat for any time, unless all ranks ``have_just_joined``.
+        to each other. A collective may wait for ``timeout``, and a rank may be silent for ``heartbeat_timeout`` from
+        its first heartbeat on.
         """
         self._end()
         if num_ranks == 1:
@@ -190,9 +189,9 @@ class Supervisor:
             # refuse.
             with contextlib.suppress(Exception):
                 faulthandler.enable()
-        number = 0 if have_just_joined else process_group.next_number("runs")
+        number = process_group.next_number("runs") if dist.is_initialized() else 0
         store = dist.PrefixStore(f"run/{number}", connection)
-        self._watch = Watch(rank, num_ranks, store, timeout, heartbeat_timeout, where, have_just_joined)
+        self._watch = Watch(rank, num_ranks, store, timeout, heartbeat_timeout, where)
         self._watch.interrupts = self._patch_sigterm()
         _current.append(self)
         self._watch.start()

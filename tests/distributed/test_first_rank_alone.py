@@ -90,9 +90,9 @@ def test_as_a_decorator_every_call_is_a_block() -> None:
     ("arguments", "error", "message"),
     [
         ({"scope": "rack"}, ValueError, "scope must be 'node' or 'global', got 'rack'"),
-        ({"timeout": 0}, ValueError, "timeout must be positive"),
-        ({"timeout": timedelta(seconds=-1)}, ValueError, "timeout must be positive"),
-        ({"timeout": "30"}, TypeError, "timeout must be a timedelta or a number of minutes, got '30'"),
+        ({"timeout": 0}, ValueError, "timeout must be a positive"),
+        ({"timeout": timedelta(seconds=-1)}, ValueError, "timeout must be a positive"),
+        ({"timeout": "30"}, ValueError, "timeout must be a positive .*, got '30'"),
         ({"group": "world"}, ValueError, "group must be None or a ProcessGroup .*, got 'world'"),
     ],
 )

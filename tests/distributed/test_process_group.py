@@ -149,13 +149,6 @@ def _join_by(
     return _join_and_sum(delay_s, backend, **arguments)
 
 
-def _join_by_store(
-    port: int, rank: int, world_size: int, timeout: timedelta = TIMEOUT
-) -> tuple[DistInfo, float]:
-    store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
-    return _join_and_sum(store=store, rank=rank, world_size=world_size, timeout=timeout)
-
-
 def _wait_briefly(arguments: dict[str, Any]) -> tuple[DistInfo, float]:
     return _join_and_sum(timeout=BRIEF, **arguments)
 
@@ -175,7 +168,7 @@ def _wait_briefly_as_lightning_does(rank: int, world_size: int) -> None:
     [
         "environment",
         "file",
-        *(pytest.param(way, marks=pytest.mark.sweep) for way in ("tcp", "store", "launcher")),
+        *(pytest.param(way, marks=pytest.mark.sweep) for way in ("tcp", "launcher")),
     ],
 )
 def test_all_come(way: str, tmp_path: Path) -> None:
@@ -196,8 +189,6 @@ def test_all_come(way: str, tmp_path: Path) -> None:
             ranks.append(
                 Launched(_join_by, by_argument | {"init_method": f"file://{tmp_path}/meet"}, delay_s)
             )
-        elif way == "store":
-            ranks.append(Launched(_join_by_store, store.port, rank, 3))
         else:
             agent = _place(store.port, rank, 3) | {"TORCHELASTIC_USE_AGENT_STORE": "True"}
             ranks.append(Launched(_join_by, {}, delay_s, **agent))
@@ -224,7 +215,7 @@ class Case:
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Outcome], list[str]]]:
     """Outcomes by case, and what every message must say. All at the same time: these processes mostly wait."""
     folder = tmp_path_factory.mktemp("meet")
-    host, agent = _host_store(), _host_store()
+    agent = _host_store()
     ports = {
         name: free_port()
         for name in ("env", "tcp", "host", "lightning", "twins", "sizes", "backends", "unknown")
@@ -236,19 +227,15 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[O
         cases = {
             "environment": Case(
                 [Launched(_wait_briefly, {}, **_place(ports["env"], rank, 4)) for rank in (0, 2)],
-                ["for ranks 1 (", ", 3 (", NOT_THERE, f"join at {LOOPBACK}:{ports['env']} (env://)", waited],
+                ["for ranks 1, 3:", NOT_THERE, f"join at {LOOPBACK}:{ports['env']} (env://)", waited],
             ),
             "tcp": Case(
                 [Launched(_wait_briefly, {"init_method": tcp, "rank": r, "world_size": 3}) for r in (0, 1)],
-                ["for ranks 2 (", NOT_THERE, f"join at {tcp}", waited],
+                ["for ranks 2:", NOT_THERE, f"join at {tcp}", waited],
             ),
             "file": Case(
                 [Launched(_wait_briefly, {"init_method": file, "rank": r, "world_size": 3}) for r in (1, 2)],
-                ["for ranks 0 (", NOT_THERE, f"join at {file}", waited],
-            ),
-            "store": Case(
-                [Launched(_join_by_store, host.port, 1, 3, BRIEF)],
-                ["for ranks 0 (", ", 2 (", NOT_THERE, "join at the given TCPStore", waited],
+                ["for ranks 0:", NOT_THERE, f"join at {file}", waited],
             ),
             "launcher": Case(
                 [
@@ -257,7 +244,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[O
                     )
                     for rank in (0, 2)
                 ],
-                ["for ranks 1 (", NOT_THERE, f"join at {LOOPBACK}:{agent.port} (env://)", waited],
+                ["for ranks 1:", NOT_THERE, f"join at {LOOPBACK}:{agent.port} (env://)", waited],
             ),
             "no host": Case(
                 [Launched(_wait_briefly, {}, **_place(ports["host"], 1, 2))],
@@ -278,7 +265,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[O
                         MASTER_PORT=str(ports["lightning"]),
                     ),
                 ],
-                ["for ranks 1 (", NOT_THERE, f"join at tcp://{LOOPBACK}:{ports['lightning']}", waited],
+                ["for ranks 1:", NOT_THERE, f"join at tcp://{LOOPBACK}:{ports['lightning']}", waited],
             ),
             "port in use": Case(
                 [Launched(_wait_briefly, {}, **_place(busy, 0, 2))],
@@ -318,7 +305,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[O
 
 
 CASES = [
-    *("environment", "tcp", "file", "store", "launcher", "no host", "lightning"),
+    *("environment", "tcp", "file", "launcher", "no host", "lightning"),
     *("port in use", "twins", "sizes", "backends"),
 ]
 
@@ -364,7 +351,7 @@ def test_a_store_serves_another_try_after_a_failed_one() -> None:
     ]
     outcomes = [rank.outcome() for rank in ranks]
     assert [outcome.error for outcome in outcomes] == ["", ""]
-    assert "for ranks 1 (" in outcomes[0].value[0]
+    assert "for ranks 1:" in outcomes[0].value[0]
     assert [outcome.value[1] for outcome in outcomes] == [1.0, 1.0]
 
 
@@ -514,8 +501,7 @@ def test_a_dead_rank_is_not_waited_for_beyond_the_bound() -> None:
 
 
 def _join_without_leaving(how: str) -> None:
-    store = dist.TCPStore(LOOPBACK, int(os.environ["STORE_PORT"]), is_master=False, timeout=TIMEOUT)
-    initialize_distributed("gloo", TIMEOUT, store=store)
+    initialize_distributed("gloo", TIMEOUT)
     if how == "raise":
         raise KeyError(how)
     if how == "exit":
@@ -528,7 +514,8 @@ def test_a_multiprocessing_child_leaves_when_it_ends(how: str, exit_code: int) -
     store = _host_store()
     children = [
         forked().Process(
-            target=_bare_child, args=(how, {"STORE_PORT": str(store.port), **_place(0, rank, 2)})
+            target=_bare_child,
+            args=(how, {"TORCHELASTIC_USE_AGENT_STORE": "True", **_place(store.port, rank, 2)}),
         )
         for rank in (0, 1)
     ]

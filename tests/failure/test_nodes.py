@@ -176,21 +176,6 @@ def test_fault_of_a_node(row: Row, cluster: Cluster) -> None:
 
 
 @pytest.mark.sweep
-def test_store_host_that_goes_on_again(cluster: Cluster) -> None:
-    """It says itself that it was away."""
-    cluster.start(0)
-    cluster.start(1)
-    cluster.wait_until_all_train()
-    cluster.signal(signal.SIGSTOP, 0)
-    assert None not in exit_statuses(cluster.ranks[1:], 60)
-    cluster.signal(signal.SIGCONT, 0)
-    assert exit_statuses(cluster.ranks[:1], 60) == (1,)
-    output = cluster.outputs()[0]
-    assert "this process did not run for" in output, output
-    assert not re.search("rank [123] on .* missed heartbeats", output), output
-
-
-@pytest.mark.sweep
 def test_node_that_starts_late(cluster: Cluster) -> None:
     cluster.start(0)
     time.sleep(5)
