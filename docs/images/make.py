@@ -1,8 +1,6 @@
-"""Makes the pictures of this folder anew: what the main example prints, and the report that it leaves (two minutes).
+"""Makes the picture of what the main example prints anew (two minutes). Needs the extra `tests`.
 
-    python docs/images/make.py
-
-Needs the extra `tests`, and chromium for the picture of the report.
+python docs/images/make.py
 """
 
 import fcntl
@@ -20,8 +18,6 @@ from rich.console import Console
 from rich.text import Text
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-from tests.browser import opened_browser  # noqa: E402
 
 COMMAND = ["python", "examples/finetune_docstrings.py"]
 COLUMNS = 160
@@ -36,11 +32,8 @@ SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">
 
 
 def main() -> None:
-    """Run the example, and look at what it leaves."""
+    """Run the example, and draw its last screen."""
     lines = screen(run_in_terminal([sys.executable, *COMMAND[1:]]))
-    with opened_browser() as page:
-        page.open(ROOT / "outputs/finetune_docstrings/report.html", 1100, 875)
-        page.screenshot(ROOT / "docs/images/report.png")
     shown = [f"$ {' '.join(COMMAND)}", *lines]
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print(Text("\n".join(shown).rstrip()))

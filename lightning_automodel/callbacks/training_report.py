@@ -13,7 +13,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_automodel.advice import summary
 from lightning_automodel.callbacks import report_page
 from lightning_automodel.callbacks.step_monitor import StepMonitor
 from lightning_automodel.strategy import AutomodelStrategy
@@ -24,7 +23,7 @@ class TrainingReport(Callback):
 
     It shows training and validation loss, gradient norm, learning rate, throughput and
     ``strategy.describe()``. The curves begin with this fit. They come from ``StepMonitor``, which must be among
-    the Trainer's callbacks too. Unknown values are left out; steps whose value is not finite are listed.
+    the Trainer's callbacks too. Unknown values are left out; a value that is not finite is a gap.
 
     Rank 0 writes the file when the fit ends, even with an exception. If that fails, a warning says why.
     Nothing is communicated. Needs plotly: ``pip install 'lightning-automodel[report]'``.
@@ -73,8 +72,7 @@ class TrainingReport(Callback):
         before = self._metrics_before
         metrics = trainer.callback_metrics.items()
         values = {name: float(value) for name, value in metrics if value is not before.get(name)}
-        is_partial = trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches
-        if trainer.state.fn == TrainerFn.FITTING and not is_partial:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             for name, value in values.items():
                 self._validated.setdefault(name, {})[trainer.global_step] = value
 
@@ -95,15 +93,12 @@ class TrainingReport(Callback):
         try:
             strategy = trainer.strategy
             described: dict[str, Any] = {}
-            line = type(strategy).__name__
             if isinstance(strategy, AutomodelStrategy):
                 described = strategy.describe()
-            if "mesh" in described:  # after an early failure there are only the options
-                line = summary(described).partition(";")[0]
             page = report_page.render(
                 title=self._title,
                 head={
-                    "Strategy": line,
+                    "Strategy": type(strategy).__name__,
                     "Ranks": trainer.world_size,
                     "Steps": trainer.global_step,
                     "Time": timedelta(seconds=round(time.perf_counter() - self._started_at)),
