@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel.callbacks.running_strategy import automodel, options_of
+from lightning_automodel.callbacks.running_strategy import automodel
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.internals import lightning as lightning_internals
 
@@ -24,7 +24,7 @@ class StepMonitor(Callback):
 
     Unknown values are left out: all but the learning rate under other strategies, label tokens with
     ``per_token_loss=False``, the norm if nothing asks for it. Values are those of all ranks. Counts and rates
-    cover all steps since the last logged one.
+    cover all steps since the last logged one, and all that happened between, as a validation or a save.
 
     Between logged steps nothing is read from the device. A logged step waits for the device. Nothing is
     communicated.
@@ -45,44 +45,16 @@ class StepMonitor(Callback):
         self.history: list[dict[str, Any]] = []
         self._every_n_steps = every_n_steps
         self._counted: Tensor | None = None  # the count that was added last
-        self._running_since: float | None = (
-            None  # None while validation or a save is not the training's time
-        )
 
     def _begin_interval(self, step: int) -> None:
         self._logged_step = step
         self._steps = 0
-        self._seconds = 0.0
         self._label_tokens: Any = 0  # stays on its device
+        self._started_at = time.perf_counter()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._counts_label_tokens = options_of(trainer).get("per_token_loss", False)
         self._begin_interval(trainer.global_step)
-        self._running_since = time.perf_counter()
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if self._running_since is None:
-            self._running_since = time.perf_counter()
-
-    @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._stop_clock()
-
-    @override
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        self._stop_clock()
-
-    def _stop_clock(self) -> None:
-        """Stop until the next batch starts."""
-        if self._running_since is not None:
-            self._seconds += time.perf_counter() - self._running_since
-        self._running_since = None
 
     @override
     def on_before_optimizer_step(
@@ -108,7 +80,6 @@ class StepMonitor(Callback):
         if self._steps and every and step // every > self._logged_step // every:
             self._log(trainer, pl_module, step)
             self._begin_interval(step)
-            self._running_since = time.perf_counter()  # logging is not the training's time
 
     def _values(self, trainer: pl.Trainer) -> dict[str, float]:
         """The values to log. Waits for the device."""
@@ -119,11 +90,10 @@ class StepMonitor(Callback):
         values["train/loss"] = float(report.loss)
         if report.grad_norm is not None:
             values["train/grad_norm"] = float(report.grad_norm)
-        if self._counts_label_tokens:
-            label_tokens = float(self._label_tokens)
-            self._stop_clock()
+        label_tokens = float(self._label_tokens)
+        if label_tokens:
             values["train/label_tokens"] = label_tokens / self._steps
-            values["train/tokens_per_second"] = label_tokens / self._seconds
+            values["train/tokens_per_second"] = label_tokens / (time.perf_counter() - self._started_at)
         return values
 
     def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule, step: int) -> None:

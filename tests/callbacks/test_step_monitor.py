@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.throughput import measure_flops
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ThroughputMonitor
-from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -141,45 +138,8 @@ def _monitor_tensor_parallel() -> list[dict[str, Any]]:
 def test_tensor_parallel_peers_count_once(pool2: RankPool) -> None:
     """Each holds all tokens."""
     for history in pool2.run(_monitor_tensor_parallel):
-        assert [entry["train/label_tokens"] for entry in history] == list(map(count_labels, shares()[0][:2]))
-
-
-# --- Time -------------------------------------------------------------------------------------------------------------
-
-NAP = 0.1
-
-
-class Slow(LabelledModule):
-    """Takes a known time in training, and a longer one in validation."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        time.sleep(NAP)
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]
-        time.sleep(10 * NAP)
-
-
-def _fit_slowly(folder: Path) -> list[dict[str, Any]]:
-    def save(trainer: Trainer, *_: Any) -> None:
-        trainer.save_checkpoint(folder / "saved.ckpt")
-
-    monitor = StepMonitor(every_n_steps=1)
-    slow_save = LambdaCallback(on_save_checkpoint=lambda *_: time.sleep(10 * NAP), on_train_batch_end=save)
-    settings = {"val_check_interval": 1, "num_sanity_val_steps": 0, "callbacks": [monitor, slow_save]}
-    trainer = make_trainer(AutomodelStrategy(), devices=1, **settings)
-    batches = [batch for batch in shares()[0] if count_labels(batch)][:3]
-    trainer.fit(Slow(), DataLoader(batches, batch_size=None), DataLoader(batches[:1], batch_size=None))
-    return monitor.history
-
-
-def test_validation_and_saving_are_no_time_of_training(pool1: RankPool, tmp_path: Path) -> None:
-    """Label tokens are divided by the seconds of training alone."""
-    [history] = pool1.run(_fit_slowly, tmp_path)
-    assert len(history) == 3
-    for entry in history:
-        seconds = entry["train/label_tokens"] / entry["train/tokens_per_second"]
-        assert NAP <= seconds < 10 * NAP
+        counts = [entry.get("train/label_tokens", 0) for entry in history]  # left out of a step without any
+        assert counts == list(map(count_labels, shares()[0][:2]))
 
 
 def test_another_strategy() -> None:
