@@ -23,10 +23,9 @@ from lightning_automodel.callbacks.exactness.counting import Counting
 from lightning_automodel.callbacks.exactness.lockstep import local_part
 from lightning_automodel.callbacks.exactness.recording import RecordedWindow, Recorder
 from lightning_automodel.callbacks.exactness.verdict import StepResult
-from lightning_automodel.callbacks.running_strategy import automodel, run_of, weighting_of
+from lightning_automodel.callbacks.running_strategy import automodel, run_of
 from lightning_automodel.data.samplers import distributed_sampler
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
-from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals.patching import PatchStack
 
 log = logging.getLogger(__name__)
@@ -63,8 +62,7 @@ class ExactnessCheck(Callback):
     Attributes:
         verdict: ``"exact"``, ``"wrong"`` or ``"not checked"``; None until it is known.
         report: The logged text.
-        results: A ``StepResult`` for each step, with all numbers. Loggers get ``exactness/gradient_error``
-            and ``exactness/rounding``.
+        results: A ``StepResult`` for each step, with all numbers.
 
     Examples:
         >>> callbacks = [ExactnessCheck()]
@@ -119,7 +117,8 @@ class ExactnessCheck(Callback):
         if reason is not None:
             self._say(trainer, verdict.NOT_CHECKED, f"ExactnessCheck: NOT CHECKED. {reason}.")
             return
-        weighting = weighting_of(trainer) or self._given
+        run = run_of(trainer)
+        weighting = self._given if run is None else run.windows.weighting
         self._counting = Counting(weighting or TokenWeighting(), is_given=weighting is not None)
         self._comparison = Comparison(trainer, self._counting)
         self._recorder = Recorder(trainer, self._counting, self._comparison.lockstep, self._patches)
@@ -152,12 +151,6 @@ class ExactnessCheck(Callback):
             if step is None:
                 continue
             self.results.append(step)
-            numbers = {
-                "exactness/gradient_error": step.gradient_error,
-                "exactness/rounding": step.rounding,
-            }
-            for logger in trainer.loggers:
-                logger.log_metrics(numbers, lightning_internals.logging_step(trainer))
         self._seconds += time.perf_counter() - started_at
         if len(self.results) >= self._num_steps:
             self._finish(trainer)

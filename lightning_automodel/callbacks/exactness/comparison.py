@@ -18,7 +18,7 @@ from lightning_automodel.callbacks.exactness.lockstep import (
     Turn,
 )
 from lightning_automodel.callbacks.exactness.recording import RecordedWindow, Recorder
-from lightning_automodel.callbacks.exactness.slope import Slopes
+from lightning_automodel.callbacks.exactness.slope import slope_along
 from lightning_automodel.callbacks.exactness.verdict import StepResult
 from lightning_automodel.callbacks.exactness.words import percent
 from lightning_automodel.distributed import collectives
@@ -115,7 +115,7 @@ class Comparison:
             if has_slope and self._asks_forwards:
                 self._asks_forwards = False
                 with suppress(ReplayError, ArithmeticError):  # a step may differentiate by itself
-                    step.slope = Slopes(lockstep, turns, recorded.gradients or {}).measure()
+                    step.slope = slope_along(recorded.gradients or {}, lockstep, turns)
         return step
 
     def _replay(self, step: StepResult, turns: list[Turn], final: Gradients, is_counted: bool) -> None:
@@ -130,9 +130,6 @@ class Comparison:
         step.judge(off, lockstep.norms(again.gradients, exact.gradients), size, numel)
         columns = torch.cat([exact.parts, lockstep.sample(run)[:, None]], dim=1)
         step.explain(lockstep.products(columns), self._counting.unit)
-        if step.rounds_much:
-            half = lockstep.one_batch(turns, scale=0.5)  # which does not
-            step.judge_scaling(lockstep.norms(half.gradients, exact.gradients), size)
         tolerance = 1e-2 if step.is_half else 1e-5
         pairs = [
             (turn.recorded.loss, loss)

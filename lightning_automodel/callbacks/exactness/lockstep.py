@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
@@ -24,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel.callbacks.exactness.counting import Told
 from lightning_automodel.callbacks.exactness.manual import up_to_backward
 from lightning_automodel.callbacks.exactness.moment import leaving_no_trace
-from lightning_automodel.callbacks.exactness.words import described, listed
-from lightning_automodel.callbacks.running_strategy import automodel, context_of, options_of, run_of
+from lightning_automodel.callbacks.exactness.words import listed
+from lightning_automodel.callbacks.running_strategy import run_of
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank, group_size
 from lightning_automodel.gradients import rescale_clip
@@ -109,10 +110,9 @@ class LockStep:
         self._module = module
         self._weighting = weighting
         self._device = trainer.strategy.root_device
-        self._context = context_of(trainer)
-        run = run_of(trainer)
-        self._engine = None if run is None else run.engine
-        self.num_slices = options_of(trainer).get("context_parallel_size", 1)
+        self._run = run_of(trainer)
+        self.context = None if self._run is None else self._run.micro_batches.context
+        self.num_slices = 1 if self.context is None else dist.get_world_size(self.context.group)
         self.parameters = dict(module.named_parameters())
         self.trained = self.parameters
         self._own: Sequence[MicroBatch] = ()
@@ -186,8 +186,8 @@ class LockStep:
             if not torch.allclose(part, wanted, rtol=0, atol=0, equal_nan=True):
                 part.copy_(wanted)
                 has_changed = True
-        if has_changed and self._engine is not None:
-            self._engine.stepped()
+        if has_changed and self._run is not None:
+            self._run.engine.stepped()
         elif has_changed:
             self._reshard()
         return has_changed
@@ -206,7 +206,7 @@ class LockStep:
         except ReplayError:
             raise  # of a call within this one
         except Exception as error:
-            problem = f"the replay has raised {described(error)}"
+            problem = f"the replay has raised {type(error).__name__}: {error}"
             if self._missing:
                 problem += (
                     f". It lacks {listed(self._missing)}: what is drawn from iterators cannot be put back"
@@ -273,7 +273,7 @@ class LockStep:
                     f"training_step has called manual_backward less than {turn.recorded.backward} times"
                 )
 
-        with self._replaying() if self._engine is None else self._engine.replaying():
+        with self._replaying() if self._run is None else self._run.engine.replaying():
             self.together(run)
         return found[0]
 
@@ -293,25 +293,24 @@ class LockStep:
     def _requiring_gradients(self) -> Iterator[None]:
         """Context at whose end no optimizer is toggled, as a step that ends early leaves it."""
         required = {parameter: parameter.requires_grad for parameter in self.parameters.values()}
-        run = run_of(self._trainer)
         try:
             yield
         finally:
-            if run is not None:
-                run.engine.release()  # what it has gathered would toggle them again
+            if self._run is not None:
+                self._run.engine.release()  # what it has gathered would toggle them again
             for parameter, requires_grad in required.items():
                 parameter.requires_grad = requires_grad
-            if run is not None:
-                run.windows.toggled = None
-                run.engine.requires_grad_changed()
+            if self._run is not None:
+                self._run.windows.toggled = None
+                self._run.engine.requires_grad_changed()
 
     def _training_step(self, received: bytes) -> Any:
         arguments, before = pickle.loads(received)
         before.restore(self._module, self._device)
         batch, *rest = move_data_to_device(arguments, self._device)
-        if self._context is not None:
-            batch = self._context.slice(batch)
-        attention = nullcontext() if self._context is None else self._context.step("training_step")
+        if self.context is not None:
+            batch = self.context.slice(batch)
+        attention = nullcontext() if self.context is None else self.context.step("training_step")
         with self._trainer.precision_plugin.train_step_context(), attention:
             return self._module.training_step(batch, *rest)
 
@@ -329,7 +328,7 @@ class LockStep:
     def _objective(self, loss: Tensor, output: Any, turn: Turn, turns: Sequence[Turn]) -> Tensor:
         """[] the share of a ``loss`` [] in that of one batch."""
         aux = None
-        if automodel(self._trainer) is not None:
+        if self._run is not None:
             aux = self._weighting.aux_loss(output, is_counted_ahead=True)
         total = max(sum(other.count for other in turns), 1e-30)
         objective = self._weighting.objective(loss, turn.own_count, aux_loss=aux) / total
@@ -363,8 +362,8 @@ class LockStep:
     def _complete(self) -> None:
         """Average what an engine does not, in ``.grad``."""
         plain = [self.trained[name] for name in self._hooks if self.trained[name].grad is not None]
-        if self._context is not None and plain:
-            rescale_clip.average_gradients_(plain, self._context.group)
+        if self.context is not None and plain:
+            rescale_clip.average_gradients_(plain, self.context.group)
         rescale_clip.share_experts_gradients_(list(self.trained.values()))
 
     @torch.no_grad()

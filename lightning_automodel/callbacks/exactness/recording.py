@@ -22,7 +22,7 @@ from lightning_automodel.callbacks.exactness.lockstep import (
 )
 from lightning_automodel.callbacks.exactness.manual import optimizers_of
 from lightning_automodel.callbacks.exactness.moment import Moment
-from lightning_automodel.callbacks.running_strategy import automodel, context_of, run_of
+from lightning_automodel.callbacks.running_strategy import automodel, run_of
 from lightning_automodel.gradients.window import BackwardPass, Window
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
@@ -85,7 +85,7 @@ class Recorder:
             self._patches.set(strategy, "block_backward_sync", self._noting_block(block))
 
     def _recording(self, called: Callable[..., Any]) -> Callable[..., Any]:
-        context = context_of(self._trainer)
+        context = self._lockstep.context
 
         @functools.wraps(called)
         def training_step(*args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_automodel.callbacks.exactness.counting import Counting
-from lightning_automodel.callbacks.exactness.slope import Slope
 from lightning_automodel.callbacks.exactness.words import listed, number_of, percent, plural, range_of
 from lightning_automodel.data.samplers import Ranks, repeats
 from lightning_automodel.distributed.process_group import group_size
@@ -23,6 +22,7 @@ _HALF = 1e-4
 _DOUBTFUL = 2.5  # roundings in half precision
 _LEAST = 16  # roundings that are no error
 _MOST_ROUNDING = 0.01  # with which gradients in single precision still mean something
+_SLOPE_OFF = 0.02  # by the curvature of the loss, and its rounding
 
 Norms = Mapping[str, float]
 
@@ -38,7 +38,8 @@ class StepResult:
         parameters: Errors of single parameters that are larger than rounding.
         explanation: The weights of micro-batches in the gradients, in words, if they explain the difference.
         unequal: Weights that are not the same on all ranks.
-        slope: What forwards alone say of the gradients; None if they were not asked.
+        slope: The change of the loss along the gradients, relative to what they promise, by forwards alone;
+            None if it was not measured.
         is_manual: Whether it is one of several windows of a step of manual optimization.
         is_sharded: Whether the replay is not independent of the strategy, since it computes with shards.
         eps: The rounding unit of the precision that is trained in.
@@ -52,12 +53,17 @@ class StepResult:
     parameters: dict[str, float] = field(default_factory=dict)
     explanation: str = ""
     unequal: list[str] = field(default_factory=list)
-    slope: Slope | None = None
+    slope: float | None = None
     is_manual: bool = False
     is_sharded: bool = False
     eps: float = 0.0
     is_wrong: bool = False
     problem: str | None = None
+
+    @property
+    def keeps_promise(self) -> bool:
+        """Whether the loss changes as the gradients promise."""
+        return self.slope is not None and abs(self.slope - 1) < _SLOPE_OFF
 
     @property
     def noun(self) -> str:
@@ -81,28 +87,16 @@ class StepResult:
         self.is_wrong = self.gradient_error > limit or bool(self.parameters)
         if not math.isfinite(self.gradient_error + self.rounding):
             self.problem = "gradients are not finite"
-
-    @property
-    def rounds_much(self) -> bool:
-        """Whether gradients in single precision mean little."""
-        return self.rounding > _MOST_ROUNDING and not self.is_half
+        elif self.rounding > _MOST_ROUNDING and not (self.is_half or self.is_wrong):
+            self.problem = (
+                f"another order and scale change them by {percent(self.rounding)}: by rounding, which"
+                " precision='64-true' tells, or by a hook of the backward that is not linear"
+            )
 
     @property
     def is_half(self) -> bool:
         """Whether rounding may be as large as a small error."""
         return self.eps > _HALF
-
-    def judge_scaling(self, off: Norms, size: Norms) -> None:
-        """Tell what looks like much rounding: gradients of half the loss, times two, are ``off``."""
-        error = _relative(math.hypot(*off.values()), math.hypot(*size.values()))
-        if error > _MOST_ROUNDING:
-            self.is_wrong = True
-            self.explanation = (
-                f"They are not proportional to the loss ({percent(error)} off at half of it), as if a hook of"
-                " the backward clips or normalises what it sees of a micro-batch."
-            )
-        elif not self.is_wrong:
-            self.problem = f"rounding is {percent(self.rounding)} of them: check with precision='64-true'"
 
     def explain(self, products: Tensor, unit: str) -> None:
         """Look for weights of micro-batches that explain the gradients.
@@ -179,15 +173,12 @@ def report_of(steps: Sequence[StepResult], found: str, wrong_count: str, countin
     if problems:
         lines.append(f"{len(problems)} of {len(steps)} steps say nothing of the gradients: {problems[0]}.")
     if checked:
-        subject = "By this count, gradients" if wrong_count else "Gradients"
         errors = ", ".join(percent(step.gradient_error) for step in checked)
         rounding = percent(max(step.rounding for step in checked))
-        lines.append(f"{subject} are {errors} off those of one batch (rounding alone: {rounding}).")
+        lines.append(f"Gradients are {errors} off those of one batch (rounding alone: {rounding}).")
     if wrong:
-        explanation = next((step.explanation for step in wrong if step.explanation), "")
-        parameters = {name: error for step in reversed(wrong) for name, error in step.parameters.items()}
-        named = listed([f"{name} ({percent(error)})" for name, error in parameters.items()])
-        lines.append(explanation or f"Parameters that are off: {named}.")
+        named = listed([f"{name} ({percent(error)})" for name, error in wrong[0].parameters.items()])
+        lines.append(wrong[0].explanation or f"Parameters that are off: {named}.")
     elif checked:
         lines.append(_of_counts(checked, unit))
     unequal = sorted({name for step in steps for name in step.unequal})
@@ -195,10 +186,9 @@ def report_of(steps: Sequence[StepResult], found: str, wrong_count: str, countin
         lines.append(f"Ranks hold different weights: {listed(unequal)}.")
     if checked and not wrong_count and unit != "micro-batch":
         lines.append(counting.sentence())
-    slope = steps[0].slope
-    if slope is not None and slope.is_one:
+    if steps[0].keeps_promise:
         lines.append(
-            f"Along them the loss changes by {slope.ratio:.4g} of what they promise, by forwards alone."
+            f"Along them the loss changes by {steps[0].slope:.4g} of what they promise, by forwards alone."
         )
     return lines
 
@@ -210,19 +200,19 @@ def _resting_on(steps: Sequence[StepResult], counting: Counting) -> str:
         text = " for each manual_backward by itself"
     if counting.doubt():
         text += " for the count given" if counting.is_given else f" if each {counting.unit} counts the same"
-    slope = steps[0].slope
-    if not steps[0].is_sharded or (slope is not None and slope.is_one):
+    first = steps[0]
+    if first.keeps_promise or not first.is_sharded:
         return text
     text += " as far as a replay on shards can tell"
-    if slope is None:
+    if first.slope is None:
         return (
             f"{text} (forwards alone tell no more in half precision, in manual optimization, or in a step that"
             " differentiates)"
         )
-    text += f" (along the gradients the loss changes by {slope.ratio:.4g} of what they promise"
-    if slope.unmoved:
-        text += f", and by {listed(slope.unmoved)}, without a gradient"
-    return f"{text}: is a part detached on purpose? Else check with data_parallel='ddp')"
+    return (
+        f"{text} (along the gradients the loss changes by {first.slope:.4g} of what they promise: is a part"
+        " detached on purpose? Else check with data_parallel='ddp')"
+    )
 
 
 def _of_counts(steps: Sequence[StepResult], unit: str) -> str:

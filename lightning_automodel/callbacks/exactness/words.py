@@ -1,7 +1,5 @@
-"""Numbers, names and errors in words."""
+"""Numbers and names in words."""
 
-import math
-import textwrap
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -12,12 +10,8 @@ _NAMED = 4  # parameters, at most
 
 
 def percent(value: float) -> str:
-    """A share in percent, with two digits."""
-    if not math.isfinite(value):
-        return "infinitely much"
-    if 0 < abs(value) < 1e-9:
-        return f"{100 * value:.1e} %"
-    return f"{float(f'{100 * value:.2g}'):.9f}".rstrip("0").rstrip(".") + " %"
+    """A share in percent."""
+    return f"{100 * value:.3g} %"
 
 
 def range_of(values: Tensor) -> str:
@@ -29,14 +23,9 @@ def range_of(values: Tensor) -> str:
     return f"{low} to {high}"
 
 
-def described(error: Exception) -> str:
-    """An exception in one line, without a full stop."""
-    return f"{type(error).__name__}: {textwrap.shorten(str(error), 300, placeholder=' [...]').rstrip('.')}"
-
-
-def number_of(number: float, noun: str) -> str:
+def number_of(number: int, noun: str) -> str:
     """A number with its noun, such as "2 ranks"."""
-    return f"{number:g} {noun if number == 1 else plural(noun)}"
+    return f"{number} {noun if number == 1 else plural(noun)}"
 
 
 def plural(noun: str) -> str:
