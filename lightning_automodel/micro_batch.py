@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from lightning_automodel.advice import Advice, stop_iteration_error
 from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
-from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.engine import PLAIN_BACKWARD, Engine
 from lightning_automodel.gradients.loss_weights import NUM_LOOKS
 from lightning_automodel.gradients.token_loss import Count, check_range, sums_of
@@ -145,9 +144,9 @@ class MicroBatches:
         return (self.context.slice(args[0]), *args[1:]), self.context.step(step)
 
     @contextmanager
-    def communicating(self, is_last: bool) -> Generator[None, None, None]:
-        """Context for the forward and backward of one micro-batch; ``is_last``: its backward ends the window."""
-        if not is_last and self._draws_its_batches:
+    def communicating(self, ends_window: bool) -> Generator[None, None, None]:
+        """Context for the forward and backward of one micro-batch, with which the window ends, or not."""
+        if not ends_window and self._draws_its_batches:
             raise ValueError(
                 f"accumulate_grad_batches={self.module.trainer.accumulate_grad_batches} does not work with"
                 " training_step(dataloader_iter): Lightning zeroes gradients one batch late there, and does"
@@ -155,7 +154,7 @@ class MicroBatches:
                 " accumulate_grad_batches=1."
             )
         try:
-            with self.engine.micro_batch(is_last):
+            with self.engine.micro_batch(ends_window):
                 yield
         except RuntimeError as error:
             checks.raise_explanation(error, self.module)
@@ -178,7 +177,7 @@ class MicroBatches:
         # S, n: the loss becomes the sum of its token losses.
         count, divided_by, aux_loss = self._take_count(kwargs)
         token_losses = self.weighting.objective(loss, count, divided_by, aux_loss)
-        sums: Tensor | None = sums_of(token_losses, count)
+        sums = sums_of(token_losses, count)
         plugin_loss = self.plugin.pre_backward(loss, self.module)
         # The plugin's loss is backpropagated; the user's is reported.
         if plugin_loss is not loss and windows.scaling.scaler is None:
@@ -190,20 +189,22 @@ class MicroBatches:
         objective = windows.weigh(window, token_losses, aux_loss)
         if self.inputs.is_filler:
             objective = objective * 0
-            sums = None
         if engine.reached:
             engine.check_foreign()
         try:
+            if not self.inputs.is_filler:
+                window.sums += sums.to(window.sums.device)
+                window.num_micro_batches += 1
             # The window's gradients alone stand in `.grad` during the backward: what stood there is set aside.
             with plain_access():
-                backward = windows.start(window, sums, ends=engine.is_last is not False)
+                backward = windows.set_aside(window, engine.ends_window, self.inputs.is_filler)
             engine.begin(backward, loss)
             if objective.requires_grad:
-                torch_internals.when_backward_ends(objective, self._finish)
+                torch_internals.when_backward_ends(objective, self._end_backward)
             with self._recomputing():
                 self.plugin.backward(objective, self.module, optimizer, *args, **kwargs)
             if engine.backward is not None:
-                self._finish()  # the module's own `backward` may have run that of another loss
+                self._end_backward()  # the module's own `backward` may have run that of another loss
             if engine.backward is not None:
                 raise RuntimeError(NO_BACKWARD)
             if engine.reached:
@@ -223,7 +224,7 @@ class MicroBatches:
             if not self.module.automatic_optimization:
                 engine.resume_step()
 
-    def _finish(self) -> None:
+    def _end_backward(self) -> None:
         """End the backward: if it ends its window, ``.grad`` is then final. Else it is what it was before.
 
         A callback of autograd. What has run may be ``torch.autograd.grad``, which accumulates nothing.
@@ -241,12 +242,10 @@ class MicroBatches:
         engine.keep(backward)
         with plain_access():
             if backward.ends:
-                # Now `.grad` of `backward.final` holds the sum of S over ranks, divided by D.
+                # Now `.grad` of `backward.final` holds the sum of S over ranks, divided by D: times D / N.
                 trainer = self.module.trainer
                 batch = trainer.fit_loop.epoch_loop.batch_idx
-                totals = windows.sum_over_ranks(backward, trainer.current_epoch, batch)  # N, among them
-                denominator = windows.denominator(window, totals)
-                rescale_clip.divide_(backward.final, denominator, windows.divisor, window.scale)
+                totals = windows.finish(backward, trainer.current_epoch, batch)
             if windows.on_backward is not None:
                 windows.on_backward(backward)
             windows.put_back(backward)

@@ -592,7 +592,12 @@ class AutomodelStrategy(ParallelStrategy):
         )
         run.windows.on_step = self._end_window
         zero_grad = module.on_validation_model_zero_grad
-        self._patches.set(module, "on_validation_model_zero_grad", lambda: self._stop_or(zero_grad))
+
+        def stop_or_zero_grad() -> None:
+            self._stop_before_validation()
+            zero_grad()
+
+        self._patches.set(module, "on_validation_model_zero_grad", stop_or_zero_grad)
 
     def _move_optimizer_states(self) -> None:
         """Move them to their parameters: they may come from an earlier fit, whose end moved them to the host.
@@ -705,7 +710,7 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Context for every micro-batch of a window but the last."""
-        with self._required_run.micro_batches.communicating(is_last=False):
+        with self._required_run.micro_batches.communicating(ends_window=False):
             yield
 
     @override
@@ -740,7 +745,8 @@ class AutomodelStrategy(ParallelStrategy):
         run = self._required_run
         run_closure = partial(run.run_closure, closure, optimizer)
         output = super().optimizer_step(optimizer, run_closure, model, **kwargs)
-        run.windows.stepped(optimizer)  # a gradient scaler may have skipped the step
+        if optimizer in run.windows.since_step:
+            run.windows.stepped(optimizer)  # a gradient scaler has skipped the step
         return output
 
     def _end_window(self) -> None:
@@ -750,14 +756,13 @@ class AutomodelStrategy(ParallelStrategy):
         if self._stops:
             lightning_internals.tell_sigterm(self._module.trainer)
 
-    def _stop_or(self, validate: Callable[[], None]) -> None:
-        """Called before a validation: Lightning would stop within it, and a resumed run repeats it."""
+    def _stop_before_validation(self) -> None:
+        """Stop, if all ranks do: Lightning would stop within the validation, and a resumed run repeats it."""
         trainer = self._module.trainer
         if trainer.received_sigterm and self._resume is not None:
             trainer.training = True
             self._resume.stop_before_validation()
             raise lightning_internals.SIGTERMException
-        validate()
 
     def clip_gradients(
         self,

@@ -294,11 +294,12 @@ class TrainingRun:
         if not self.module.automatic_optimization:
             result = closure()
         else:
-            with self.micro_batches.communicating(is_last=True):
+            with self.micro_batches.communicating(ends_window=True):
                 result = self._window_loss(closure())
-        self.steps.check(optimizer)
-        if result is not None or not self.module.automatic_optimization:
-            self.windows.scaling.look_for_overflow(optimizer)
+        scaler = self.windows.scaling.scaler
+        if scaler is not None and (result is not None or not self.module.automatic_optimization):
+            self.steps.check(optimizer)
+            scaler.unscale_(optimizer)  # before the step, or fused optimizers would divide by the scale
         return result
 
     def _window_loss(self, result: Any) -> Any:

@@ -32,13 +32,13 @@ class Engine:
     Attributes:
         reuses_gradients: Whether a backward may overwrite a tensor in ``.grad``.
         reached: Where gradients have come since a backward of the strategy began, or ended.
+        tracked: The parameters that this is noted of.
         unsynchronised: Parameters that may have gradients of a plain backward, which the engine does not average.
         backward: The one of the strategy that runs, from before :meth:`begin` until its gradients stand in
             ``.grad``; else None.
         refusal: Why a backward that is not the strategy's would be refused now; None if it would not.
         model: What to call the module's steps on.
-        is_last: Whether the window ends with the running micro-batch; None outside of
-            :meth:`micro_batch`, where every backward ends its window.
+        ends_window: Whether a backward ends its window now: not in a micro-batch that others follow.
     """
 
     reuses_gradients = False
@@ -49,15 +49,13 @@ class Engine:
         self.refusal: str | None = None
         self.reached = Reached()
         self.unsynchronised: set[nn.Parameter] = set()
-        self.is_last: bool | None = None
-        self._tracked: set[nn.Parameter] = set()
+        self.ends_window = True
+        self.tracked: set[nn.Parameter] = set()
 
     def track(self, trained: set[nn.Parameter]) -> None:
         """Note from now on which backwards reach these parameters."""
-        if trained <= self._tracked:
-            return
-        for parameter in trained - self._tracked:
-            self._tracked.add(parameter)
+        for parameter in trained - self.tracked:
+            self.tracked.add(parameter)
             self._watch(parameter)
 
     def _watch(self, parameter: nn.Parameter) -> None:
@@ -67,7 +65,7 @@ class Engine:
         """Raise RuntimeError if a backward that is not the strategy's has reached parameters, and joins a window."""
         if self.backward is not None or not self.reached:
             return
-        if self.refusal is not None or self.is_last is False:
+        if self.refusal is not None or not self.ends_window:
             raise RuntimeError(self.refusal or PLAIN_BACKWARD)
         self._note_foreign()
         self.reached.clear()
@@ -76,16 +74,16 @@ class Engine:
         """A backward that is not the strategy's has run, outside of a window."""
 
     @contextmanager
-    def micro_batch(self, is_last: bool) -> Generator[None, None, None]:
-        """Context for the forward and backward of one micro-batch; ``is_last``: its window ends with it."""
+    def micro_batch(self, ends_window: bool) -> Generator[None, None, None]:
+        """Context for the forward and backward of one micro-batch, with whose backward the window ends, or not."""
         self.check_foreign()
-        before = self.is_last
-        self.is_last = is_last
+        before = self.ends_window
+        self.ends_window = ends_window
         try:
             yield
             self.check_foreign()
         finally:
-            self.is_last = before
+            self.ends_window = before
 
     # --- The steps of one backward, in the order of `MicroBatches.backward` -------------------------------------------
 

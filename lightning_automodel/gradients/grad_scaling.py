@@ -87,11 +87,6 @@ class LossScaling:
         tokens_per_rank = denominator / self._mesh.sizes.divisor
         return torch.exp2(-torch.log2(tokens_per_rank).ceil()).float()
 
-    def look_for_overflow(self, optimizer: Optimizer) -> None:
-        """Must run before a step, or fused optimizers would divide by the scale. A collective if sharded."""
-        if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
-
     def stepped(self, optimizer: Optimizer) -> None:
         """After a step, gradients from outside a window (``scaler.scale(loss).backward()``) count as scaled again."""
         self._is_checked.pop(optimizer, None)

@@ -152,10 +152,12 @@ class OptimizerSteps:
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise RuntimeError if an open window holds gradients of ``optimizer``, or nobody has synchronised them."""
+        engine = self._windows.engine
+        engine.check_foreign()
         parameters = optimizer_parameters(optimizer)
         name = type(optimizer).__name__
         for window in self._windows.unfinished.values():
-            if window.ahead is not None and self._windows.in_backward:
+            if window.ahead is not None and engine.backward is not None:
                 continue  # counted ahead, so final at once: a gradient hook may step during backward
             if not window.owned.isdisjoint(parameters):
                 raise RuntimeError(
@@ -164,8 +166,8 @@ class OptimizerSteps:
                     " of `optimizer.toggle_model(sync_grad=False)`, or call optimizer.zero_grad() to give"
                     " the window up."
                 )
-        unsynchronised = self._windows.unsynchronised().intersection(parameters)
-        if unsynchronised:
+        unsynchronised = engine.unsynchronised.intersection(parameters)
+        if any(parameter.grad is not None for parameter in unsynchronised):
             raise RuntimeError(
                 f"{len(unsynchronised)} parameters of {name} have gradients of a plain loss.backward(),"
                 " which DistributedDataParallel does not synchronise here, so ranks would diverge. Call"
@@ -182,7 +184,7 @@ class OptimizerSteps:
         windows = self._windows
         if self._is_automatic or windows.divisor == 1:
             return
-        if windows.in_backward or optimizer in windows.since_step:
+        if windows.engine.backward is not None or optimizer in windows.since_step:
             return
         parameters = optimizer_parameters(optimizer)
         replicated = [p for p in parameters if not isinstance(p, DTensor)]

@@ -1,14 +1,15 @@
-"""Whether all ranks end an accumulation window in the same batch, with the same FSDP units: two numbers of each."""
+"""What ranks tell each other where a window ends: its sums, and in which batch and with which units they end it."""
 
 from collections import deque
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_automodel.distributed.collectives import gather_objects
-from lightning_automodel.gradients.window import NUMBERS
+from lightning_automodel.distributed.mesh import Placement
+from lightning_automodel.gradients.window import NUMBERS, Window
 
 DIFFERENT_UNITS = (
     "Ranks have used different FSDP units in the forwards of one accumulation window, so one rank gets the"
@@ -44,29 +45,70 @@ class Position:
     epoch: int
     batch: int
 
-    @property
-    def numbers(self) -> tuple[int, int]:
-        """One number for the position, and its square: by the sums of both, :class:`RankAgreement` compares ranks."""
-        number = 0
-        for part in astuple(self):
-            number = (number * _FACTOR + part) % NUMBERS
-        return number, number**2
-
 
 class RankAgreement:
-    """Raises where ranks end a window in different positions.
+    """Sums up what ranks have in a window, and raises where they end it in different positions.
 
-    On the host it does so at once, and names the ranks. On an accelerator it reads the sums when the device
-    has come to them, in a later window, so that no host waits; :meth:`check_earlier` reads the last ones.
+    A position is compared as one number, by the sums of it and of its square over ranks. On the host that is
+    done at once, and the error names the ranks. On an accelerator the sums are read when the device has come
+    to them, in a later window, so that no host waits; :meth:`check_earlier` reads the last ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, placement: Placement) -> None:
+        self._group = placement.mesh.group
+        self._sizes = placement.mesh.sizes
+        self._device = placement.device
+        self._host_group = placement.host_group  # has all ranks, and none of their devices
+        self._sums_uses_on_host = placement.device.type != "cpu" and self._sizes.divisor > 1
         # On an accelerator, windows that were not compared yet: this rank's position, the sums and the number
         # of ranks, and when these sums are there.
         self._unchecked: deque[tuple[Position, Tensor, int, torch.Event]] = deque()
 
-    def check(self, own: Position, sums: Tensor, group: dist.ProcessGroup) -> None:
-        """Compare ``group`` by the [2] ``sums`` of its ranks' ``numbers``.
+    def sum_over_ranks(
+        self, window: Window, own: Position, parameters: list[nn.Parameter]
+    ) -> tuple[Tensor, list[nn.Parameter]]:
+        """[3] the window's sums over all ranks, and those of ``parameters`` that no rank has used in it.
+
+        One all-reduce of three numbers, two of this rank's ``own`` position, and one for each parameter.
+
+        Raises RuntimeError, on every rank, if ranks have used different units or are in different batches.
+        """
+        number = ((own.order * _FACTOR + own.epoch) * _FACTOR + own.batch) % NUMBERS
+        uses = [parameter in window.used for parameter in parameters]
+        # Pinned, so that the host need not wait until they are on an accelerator.
+        is_pinned = self._device.type != "cpu"
+        numbers = torch.tensor([number, number**2, *uses], dtype=window.sums.dtype, pin_memory=is_pinned)
+        totals, others, group = self._all_reduce(window.sums, numbers, has_uses=bool(uses))
+        if self._sizes.context > 1:
+            totals[2] /= self._sizes.context  # context-parallel ranks share each micro-batch
+        self._compare(own, others[:2], group)
+        unused: list[nn.Parameter] = []
+        if others.device.type == "cpu" or not all(uses):
+            num_users = others[2:].tolist()
+            unused = [p for p, users in zip(parameters, num_users, strict=True) if users == 0]
+        return totals, unused
+
+    def _all_reduce(
+        self, sums: Tensor, numbers: Tensor, has_uses: bool
+    ) -> tuple[Tensor, Tensor, dist.ProcessGroup]:
+        """The sums over ranks of a window's ``sums`` and of ``numbers`` of the host, and the group of the latter.
+
+        A rank that has not used some parameters must know on the host whether another rank has: where this
+        occurs in a run's first window, later ones sum ``numbers`` on the host, which no device keeps waiting.
+        Else that rank reads them.
+        """
+        if self._sums_uses_on_host and has_uses:
+            dist.all_reduce(sums, group=self._group)
+            dist.all_reduce(numbers, group=self._host_group)
+            self._sums_uses_on_host = bool(numbers[2:].min() < self._host_group.size())
+            return sums, numbers, self._host_group
+        both = torch.cat([sums, numbers.to(self._device, non_blocking=True)])
+        if self._sizes.divisor > 1:
+            dist.all_reduce(both, group=self._group)
+        return both[:3], both[3:], self._group
+
+    def _compare(self, own: Position, sums: Tensor, group: dist.ProcessGroup) -> None:
+        """Compare ``group`` by the [2] ``sums`` of its ranks' positions, or note to do so later.
 
         A collective where it raises RuntimeError on the host, on every rank.
         """

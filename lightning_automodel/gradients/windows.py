@@ -10,7 +10,7 @@ a window is open, no backward runs   what stood there before it     kept here, a
 a window's last backward returns     the sum of both, final         those of other open windows: kept here
 ===================================  =============================  =======================================
 
-A backward goes from one row to the next by :meth:`GradientWindows.start` and
+A backward goes from one row to the next by :meth:`GradientWindows.set_aside` and
 :meth:`GradientWindows.put_back`. After an exception in it, and where all is zeroed or a run ends, no window is
 open.
 """
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -73,6 +72,7 @@ class GradientWindows:
             ones.
         weighting: How micro-batches are counted and weighed.
         scaling: What a gradient scaler, and the range of half precision, multiply by.
+        engine: Reduces gradients, and knows which backward of the strategy runs.
         mesh: Of the run.
         device: Of this rank's sums and gradients.
         divisor: D, by which the engine's averages divide.
@@ -82,7 +82,7 @@ class GradientWindows:
         last_step: The report on the last step, or on the one that comes next, so far.
         since_step: By optimizer, the [3] totals of the windows since its previous step.
         measured: The optimizers whose norm was reported since their previous step.
-        agreement: Compares ranks where windows end.
+        agreement: Sums up what ranks have in a window, and compares where they end it.
         num_resets: How often an optimizer stepped, or gradients were zeroed.
         on_step: Called after each step.
         on_backward: Called with each backward after it, while ``.grad`` holds its window's gradients, and nothing
@@ -112,26 +112,11 @@ class GradientWindows:
         self.num_resets = 0
         self.on_step: Callable[[], None] | None = None
         self.on_backward: Callable[[BackwardPass], None] | None = None
-        self._engine = engine
+        self.engine = engine
         # By parameter, in their order: hashing parameters would be a good part of what a micro-batch costs.
         self._nothing: list[Tensor | None] = [None] * len(parameters)
         self._kept = self._nothing  # gradients of open windows, between backwards
-        self._group = placement.mesh.group
-        self._host_group = placement.host_group  # has all ranks, and none of their devices
-        self._sums_uses_on_host = placement.device.type != "cpu" and self.divisor > 1
-        self.agreement = RankAgreement()
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward of the strategy runs, until its gradients stand in ``.grad``."""
-        return self._engine.backward is not None
-
-    def unsynchronised(self) -> set[nn.Parameter]:
-        """Parameters that may have gradients of a plain ``loss.backward()``, which the engine has not averaged."""
-        self._engine.check_foreign()
-        return {
-            parameter for parameter in self._engine.unsynchronised if GRAD.__get__(parameter) is not None
-        }
+        self.agreement = RankAgreement(placement)
 
     def drop(self, parameters: Iterable[nn.Parameter]) -> None:
         """Drop the gradients that open windows hold for these parameters, which have been zeroed.
@@ -143,10 +128,10 @@ class GradientWindows:
         """
         self.num_resets += 1
         dropped = set(parameters)
-        self._engine.check_foreign()
-        self._engine.unsynchronised -= dropped
-        if self._engine.backward is not None:
-            self._drop_within(self._engine.backward, dropped)
+        self.engine.check_foreign()
+        self.engine.unsynchronised -= dropped
+        if self.engine.backward is not None:
+            self._drop_within(self.engine.backward, dropped)
             return
         if all(window.owned.isdisjoint(dropped) for window in self.unfinished.values()):
             return
@@ -160,15 +145,15 @@ class GradientWindows:
             self._forget()
             return
         self._kept = self._without(dropped, self._kept)
-        self._engine.discard(dropped)
+        self.engine.discard(dropped)
 
     def _drop_within(self, backward: BackwardPass, dropped: set[nn.Parameter]) -> None:
         """Drop what stood in ``.grad`` before a backward that has no gradients yet, or whose gradients are final."""
         used_before = any(not window.used.isdisjoint(dropped) for window in self.unfinished.values())
-        if backward.window.ahead is None and (used_before or self._engine.reached):
+        if backward.window.ahead is None and (used_before or self.engine.reached):
             raise RuntimeError(ZEROED_IN_BACKWARD)
         backward.set_aside = self._without(dropped, backward.set_aside)
-        self._engine.discard(dropped)
+        self.engine.discard(dropped)
 
     def _without(self, dropped: set[nn.Parameter], gradients: list[Tensor | None]) -> list[Tensor | None]:
         """``gradients`` of all parameters, but none of these."""
@@ -187,14 +172,14 @@ class GradientWindows:
     def _forget(self) -> None:
         """Drop what is held for windows, of which none is open any more."""
         self._kept = self._nothing
-        self._engine.reached.clear()
-        self._engine.refusal = None
-        self._engine.discard()
+        self.engine.reached.clear()
+        self.engine.refusal = None
+        self.engine.discard()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Start a new report: the optimizer has stepped, or a gradient scaler has skipped its step."""
         self.num_resets += 1
-        self._engine.stepped()
+        self.engine.stepped()
         self.since_step.pop(optimizer, None)
         self.measured.discard(optimizer)
         self.scaling.stepped(optimizer)
@@ -268,33 +253,32 @@ class GradientWindows:
             objective = objective * window.scale.to(objective.device)
         return objective
 
-    def start(self, window: Window, sums: Tensor | None, ends: bool) -> BackwardPass:
+    def set_aside(self, window: Window, ends: bool, is_padding: bool) -> BackwardPass:
         """A backward of ``window`` comes next: let ``.grad`` hold the gradients of open windows alone.
 
         A reduction for one window also reduces what another has accumulated, which is harmless since
-        reductions are linear. ``sums`` [3] are those of its micro-batch, see :func:`sums_of`; None for a
-        padding batch. ``ends``: the window ends with this backward, and the gradients of all parameters
-        that no other open window owns become final.
+        reductions are linear. ``ends``: the window ends with this backward, and the gradients of all
+        parameters that no other open window owns become final.
         """
-        if sums is not None:
-            window.sums += sums.to(self.device)
-            window.num_micro_batches += 1
-        others = [other for other in self.unfinished.values() if other is not window]
+        trained_before = set(window.trained)
+        owned_elsewhere: set[nn.Parameter] = set()
+        for other in self.unfinished.values():
+            if other is not window:
+                trained_before |= other.trained
+                owned_elsewhere |= other.owned
         trainable = {parameter for parameter in self.parameters if parameter.requires_grad}
-        frozen = window.trained.union(*(other.trained for other in others)) - trainable
         window.trained |= trainable
         final: list[nn.Parameter] = []
-        if ends and others:
-            owned_elsewhere = {parameter for other in others for parameter in other.owned}
+        if ends and owned_elsewhere:
             final = [parameter for parameter in self.parameters if parameter not in owned_elsewhere]
         elif ends:
             final = self.parameters
         held = list(map(GRAD.__get__, self.parameters))
-        set_aside = held
-        if self._engine.reuses_gradients:
-            set_aside = [None if gradient is None else gradient.clone() for gradient in held]
-        backward = BackwardPass(window, ends, sums is None, final, frozen, set_aside)
-        self._engine.backward = backward  # from here on, an exception puts back what is set aside
+        older = held
+        if self.engine.reuses_gradients:
+            older = [None if gradient is None else gradient.clone() for gradient in held]
+        backward = BackwardPass(window, ends, is_padding, final, trained_before - trainable, older)
+        self.engine.backward = backward  # from here on, an exception puts back what is set aside
         self._show(self._kept, held)
         self._kept = self._nothing
         return backward
@@ -305,73 +289,44 @@ class GradientWindows:
             if before is not after:
                 GRAD.__set__(parameter, after)
 
-    def sum_over_ranks(self, backward: BackwardPass, epoch: int, batch: int) -> Tensor:
-        """[3] the window's sums over all ranks; drops the gradients of parameters that no rank has used in it.
+    def finish(self, backward: BackwardPass, epoch: int, batch: int) -> Tensor:
+        """Make the gradients of ``backward.final`` those of the window's mean, where there is nothing older.
 
-        One all-reduce of three numbers, two of the rank's :class:`Position`, which ends in ``batch`` of
-        ``epoch``, and one for each parameter that may have a zero gradient in place of none.
+        A collective over the data-parallel group. ``batch`` of ``epoch`` is the window's last one.
 
-        Raises RuntimeError, on every rank, if ranks have used different units or are in different batches;
-        on an accelerator in a later window, so that no host waits.
+        Returns:
+            [3] the window's sums over all ranks, see :func:`sums_of`.
+
+        Raises:
+            RuntimeError: If ranks end the window in different positions, or this rank has run another number
+                of micro-batches than it has counted ahead.
         """
         window = backward.window
         position = Position(window.order, epoch, batch)
-        uses = [parameter in window.used for parameter in backward.zero_filled]
-        own = torch.tensor([*position.numbers, *uses], dtype=window.sums.dtype)
-        totals, others, group = self._all_reduce(window.sums, own, has_uses=bool(uses))
-        if self.mesh.sizes.context > 1:
-            totals[2] /= self.mesh.sizes.context  # context-parallel ranks share each micro-batch
-        self.agreement.check(position, others[:2], group)
-        if others.device.type == "cpu" or not all(uses):
-            for parameter, num_users in zip(backward.zero_filled, others[2:].tolist(), strict=True):
-                if num_users == 0:
-                    GRAD.__set__(parameter, None)
+        totals, unused = self.agreement.sum_over_ranks(window, position, backward.zero_filled)
+        for parameter in unused:
+            GRAD.__set__(parameter, None)
+        denominator: Tensor | None = totals[0]
+        if (ahead := window.ahead) is not None:
+            denominator = None  # its losses were divided by it
+            if window.num_micro_batches != ahead.own_micro_batches:
+                raise RuntimeError(
+                    f"A window was counted ahead as {ahead.own_micro_batches} micro-batches of this rank, and"
+                    f" ends after {window.num_micro_batches} backward(s), so that its gradients are divided"
+                    " by another number of label tokens than they hold. With count_window_ahead=True,"
+                    " training_step must return a loss for each batch, and neither accumulate_grad_batches"
+                    " nor gradients may change in mid-window."
+                )
+        rescale_clip.divide_(backward.final, denominator, self.divisor, window.scale)
         return totals
-
-    def _all_reduce(
-        self, sums: Tensor, numbers: Tensor, has_uses: bool
-    ) -> tuple[Tensor, Tensor, dist.ProcessGroup]:
-        """The sums over ranks of a window's ``sums`` and of ``numbers`` of the host, and the group of the latter.
-
-        A rank that has not used some parameters must know on the host whether another rank has: where this
-        occurs in a run's first window, later ones sum ``numbers`` on the host, which no device keeps waiting.
-        Else that rank reads them.
-        """
-        if self._sums_uses_on_host and has_uses:
-            dist.all_reduce(sums, group=self._group)
-            dist.all_reduce(numbers, group=self._host_group)
-            self._sums_uses_on_host = bool(numbers[2:].min() < self._host_group.size())
-            return sums, numbers, self._host_group
-        both = torch.cat([sums, rescale_clip.moved(numbers, self.device)])
-        if self.divisor > 1:
-            dist.all_reduce(both, group=self._group)
-        return both[:3], both[3:], self._group
-
-    def denominator(self, window: Window, totals: Tensor) -> Tensor | None:
-        """[] the N that final gradients are divided by; None if the losses were, since it was counted ahead.
-
-        Raises RuntimeError if this rank has run another number of micro-batches than it has counted ahead.
-        """
-        ahead = window.ahead
-        if ahead is None:
-            return totals[0]
-        if window.num_micro_batches != ahead.own_micro_batches:
-            raise RuntimeError(
-                f"A window was counted ahead as {ahead.own_micro_batches} micro-batches of this rank, and"
-                f" ends after {window.num_micro_batches} backward(s), so that its gradients are divided by"
-                " another number of label tokens than they hold. With count_window_ahead=True, training_step"
-                " must return a loss for each batch, and neither accumulate_grad_batches nor gradients may"
-                " change in mid-window."
-            )
-        return None
 
     def put_back(self, backward: BackwardPass) -> None:
         """Add final gradients to older ones; keep the others for their windows, and put ``.grad`` back."""
         older = backward.set_aside
         parts = list(map(GRAD.__get__, self.parameters))
         self._show(older, parts)
-        self._engine.backward = None
-        self._engine.refusal = SECOND_BACKWARD
+        self.engine.backward = None
+        self.engine.refusal = SECOND_BACKWARD
         self._kept = parts
         if not backward.ends:
             return
@@ -404,13 +359,13 @@ class GradientWindows:
 
     def abandon(self, error: BaseException) -> None:
         """After an ``error`` in a backward: put ``.grad`` back as it was, unless it is final, and drop all windows."""
-        if self._engine.backward is not None:
-            self._show(self._engine.backward.set_aside, list(map(GRAD.__get__, self.parameters)))
+        if self.engine.backward is not None:
+            self._show(self.engine.backward.set_aside, list(map(GRAD.__get__, self.parameters)))
         try:
             self.reset()
-            self._engine.recover()
+            self.engine.recover()
         except Exception as later:
             # A device that has failed raises in each later call: the first error is the cause.
             error.add_note(f"Dropping the window raised {type(later).__name__} too.")
         finally:
-            self._engine.backward = None
+            self.engine.backward = None

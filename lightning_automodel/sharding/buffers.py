@@ -36,14 +36,14 @@ class SharedBuffers:
     def _list(self) -> list[str]:
         return [name for name in _saved_buffers(self._module) if name not in self._left_out]
 
-    def start_forward(self, is_last: bool | None) -> None:
+    def start_forward(self, ends_window: bool) -> None:
         """Where a window begins, overwrite those of all ranks with the first rank's. Then a collective over the group.
 
-        Called before each training step; ``is_last`` as of :class:`Engine`.
+        Called before each training step; ``ends_window`` as of :class:`Engine`.
         """
         if self._starts_window:
             apply.broadcast_tensors([buffer for _, buffer in self._own()], self._group, self._device)
-        self._starts_window = is_last is not False
+        self._starts_window = ends_window
 
     def synchronize(self) -> None:
         """The same, before an evaluation and where a fit ends, also for the averages that callbacks keep.

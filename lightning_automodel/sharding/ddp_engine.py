@@ -101,19 +101,20 @@ class DDPEngine(Engine):
 
     @override
     @contextmanager
-    def micro_batch(self, is_last: bool) -> Iterator[None]:
-        if self._ddp.static_graph and not is_last:
+    def micro_batch(self, ends_window: bool) -> Iterator[None]:
+        if self._ddp.static_graph and not ends_window:
             raise ValueError(
                 "ddp_kwargs: static_graph=True works without accumulation alone, since DDP learns the graph"
                 " from a backward that synchronises: leave it out, or pass accumulate_grad_batches=1."
             )
-        with super().micro_batch(is_last), nullcontext() if is_last else self._ddp.no_sync():
+        with super().micro_batch(ends_window), nullcontext() if ends_window else self._ddp.no_sync():
             yield
 
     @override
     def begin(self, backward: BackwardPass, loss: Tensor) -> None:
-        self.track(backward.window.trained)
-        if self._is_manual and self.is_last is not False:
+        if not backward.window.trained <= self.tracked:
+            self.track(backward.window.trained)
+        if self._is_manual and self.ends_window:
             self._ddp.require_backward_grad_sync = True
             prepare_for_backward(self._ddp, loss)
             self._ddp.require_backward_grad_sync = False
@@ -131,7 +132,7 @@ class DDPEngine(Engine):
         """
         ddp = self._ddp
         reached = set(self.reached)
-        if self.is_last is not False and not ddp.static_graph:
+        if self.ends_window and not ddp.static_graph:
             if len(reached) < len(self.reached):
                 self._refuse_several_backwards()
             self._check_is_complete()
@@ -180,7 +181,7 @@ class DDPEngine(Engine):
     @override
     def start_forward(self, batch: Any) -> None:
         if self._buffers is not None:
-            self._buffers.start_forward(self.is_last)
+            self._buffers.start_forward(self.ends_window)
 
     @override
     def synchronize_buffers(self) -> None:

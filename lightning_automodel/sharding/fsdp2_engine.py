@@ -54,7 +54,7 @@ class FSDP2Engine(FSDP2Window):
                 tensor_parallel.check_same_batch(
                     batch, self._mesh.tensor_group, self._device, "tensor-parallel"
                 )
-        self._buffers.start_forward(self.is_last)
+        self._buffers.start_forward(self.ends_window)
         self.release(retains=True)
         self.resume_step()
 

@@ -70,16 +70,21 @@ _MORE_THAN_UNITS = 1_009
 
 
 class Reductions(Enum):
-    """What FSDP2 does with the gradients that a backward computes: three flags of each unit.
+    """What FSDP2 does with the gradients of a backward: three flags of each unit, in this order.
 
-    They are whether it reduce-scatters them, whether it all-reduces them across replicas (HSDP), and whether
-    zeros stand for parameters that this rank has not used, so that ranks send the same shapes.
+    - Whether it reduce-scatters gradients.
+    - Whether it then all-reduces them across replicas (HSDP).
+    - Whether zeros stand for parameters that this rank has not used, so that ranks send the same shapes.
     """
 
-    BY_FSDP2 = (True, True, False)  # no window is open: every backward is averaged over ranks
-    NONE = (False, False, True)  # a window is open: gradients wait, and foreign ones leave nothing behind
-    WITHIN_REPLICAS = (True, False, True)  # in a backward of the strategy that does not end the window
-    ALL = (True, True, True)  # in the window's last backward
+    # While no window is open, FSDP2 averages the gradients of every backward.
+    BY_FSDP2 = (True, True, False)
+    # While a window is open, gradients wait in FSDP2. Those of other backwards leave nothing in `.grad`.
+    NONE = (False, False, True)
+    # defer_fsdp_grad_sync="all_reduce", in each backward of the strategy but a window's last one.
+    WITHIN_REPLICAS = (True, False, True)
+    # In a window's last backward, and in each one with defer_fsdp_grad_sync=False.
+    ALL = (True, True, True)
 
 
 class Phase(Enum):
@@ -108,10 +113,6 @@ class FSDP2Window(Engine):
         is_manual: Whether a step goes on after its backward, and may run several.
     """
 
-    _phase = Phase.EVALUATION
-    _reductions = Reductions.BY_FSDP2
-    _is_replaying = False
-
     def __init__(
         self,
         model: nn.Module,
@@ -121,6 +122,10 @@ class FSDP2Window(Engine):
         is_manual: bool = False,
     ) -> None:
         super().__init__()
+        self._phase = Phase.EVALUATION
+        self._reductions = Reductions.BY_FSDP2
+        self._is_replaying = False
+        self._in_micro_batch = False
         self.model = model
         self._defer = defer
         self._group = group
@@ -197,17 +202,20 @@ class FSDP2Window(Engine):
 
     @override
     @contextmanager
-    def micro_batch(self, is_last: bool) -> Iterator[None]:
+    def micro_batch(self, ends_window: bool) -> Iterator[None]:
         """See the base class. Inside another one it does nothing: the outer one has decided."""
-        if self.is_last is not None:
+        if self._in_micro_batch:
             yield
             return
+        self._in_micro_batch = True
         try:
-            with super().micro_batch(is_last):
+            with super().micro_batch(ends_window):
                 yield
         except BaseException:
             self.enter(Phase.HOOKS)  # what is saved after an exception are shards
             raise
+        finally:
+            self._in_micro_batch = False
         if not self._is_manual:  # else the step goes on
             self.end_step()
 
@@ -305,7 +313,8 @@ class FSDP2Window(Engine):
         window = backward.window
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
         self.enter(Phase.STEP, Reductions.ALL if backward.ends else deferred[self._defer])
-        self.track(window.trained)
+        if not window.trained <= self.tracked:
+            self.track(window.trained)
         # Later forwards of a window use what the first has gathered.
         gathers = window.order == 0 or not self._retain_unsharded
         ran = dict.fromkeys(map(self._unit_of.__getitem__, fsdp2.forward_order(self._unit_of)))
@@ -376,7 +385,7 @@ class FSDP2Window(Engine):
             owned = [p for p in group.fsdp_params if wanted is None or p.sharded_param in wanted]
             if not owned:
                 continue
-            others = [p for p in group.fsdp_params if p not in owned and p.sharded_param in self._tracked]
+            others = [p for p in group.fsdp_params if p not in owned and p.sharded_param in self.tracked]
             if others and fsdp2.holds_partial_reduction(group):
                 raise RuntimeError(
                     "Gradients of one FSDP unit belong to several optimizers, and one of them is zeroed in"

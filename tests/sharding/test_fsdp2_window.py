@@ -46,7 +46,7 @@ class Training:
         fail: bool = False,
     ) -> None:
         features, _ = micro_batch(0, dist.get_rank(), step, COUNT)
-        with self.sync.micro_batch(is_last):
+        with self.sync.micro_batch(ends_window=is_last):
             self.sync.release(retains=True)
             self.sync.resume_step()
             loss = _loss(self.model.inner["net"], features, forward)
