@@ -82,10 +82,9 @@ class Advice:
         loss: Tensor,
         count: Count,
         accumulate: int,
-        batch: Any = None,
     ) -> None:
         """Warn, in the first micro-batches of a run, about a loss [] that does not divide by what is counted."""
-        text = self._first_looks.advice(module, weighting, loss, count, accumulate, batch)
+        text = self._first_looks.advice(module, weighting, loss, count, accumulate)
         if text is not None:
             self.say_once(text)
 
@@ -193,14 +192,6 @@ class Advice:
                 " the first label of each row: pass label_shift=1 if training_step returns the model's own"
                 " loss."
             )
-        if weighting.label_shift > 0 and any(
-            map(_is_encoder_decoder, outermost_hugging_face_models(module))
-        ):
-            self.say_once(
-                f"Label tokens are counted with label_shift={weighting.label_shift}, but Hugging Face"
-                " encoder-decoders use every label: they shift the decoder's inputs instead. Leave"
-                " label_shift at 0 if training_step returns the model's own loss."
-            )
 
 
 def stop_iteration_error(where: str) -> RuntimeError:
@@ -247,12 +238,11 @@ def contains_hugging_face_causal_lm(module: nn.Module) -> bool:
     """
     shifting = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
     models = outermost_hugging_face_models(module)
-    return any(type(m).__name__.endswith(shifting) and not _is_encoder_decoder(m) for m in models)
-
-
-def _is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether a Hugging Face model is an encoder-decoder, whose own loss uses every label."""
-    return bool(getattr(model.config, "is_encoder_decoder", False))
+    # An encoder-decoder's own loss uses every label.
+    return any(
+        type(model).__name__.endswith(shifting) and not getattr(model.config, "is_encoder_decoder", False)
+        for model in models
+    )
 
 
 def _is_whole(described: dict[str, Any]) -> bool:

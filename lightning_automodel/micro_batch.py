@@ -14,7 +14,7 @@ from lightning_automodel.context_parallel.steps import ContextParallelSteps
 from lightning_automodel.data.uneven_inputs import UnevenInputs
 from lightning_automodel.gradients.engine import PLAIN_BACKWARD, Engine
 from lightning_automodel.gradients.loss_weights import NUM_LOOKS
-from lightning_automodel.gradients.token_loss import Count, check_range, sums_of
+from lightning_automodel.gradients.token_loss import Count, check_range, has_count, sums_of
 from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
@@ -105,7 +105,7 @@ class MicroBatches:
         self._step = _Step(batch)
         # Only in the first window, since it reads the device.
         if self.ahead is not None and self.windows.last_step is None and not self.inputs.is_filler:
-            self.weighting.check_unchanged(batch, self.ahead.count)
+            self.weighting.check_counted_ahead(batch, None, self.ahead.count, reads_device=True)
         self.engine.start_forward(batch)  # may broadcast buffers, before `inputs` copies them
 
         noting_hooks: AbstractContextManager[Any] = nullcontext()
@@ -257,8 +257,7 @@ class MicroBatches:
         self._num_to_advise -= 1
         self.advice.about_half_precision(loss, count)
         if aux_loss is None:
-            batch = self._step.batch
-            self.advice.about_loss(self.module, self.weighting, loss, count, divided_by, batch)
+            self.advice.about_loss(self.module, self.weighting, loss, count, divided_by)
         if self.windows.last_step is None:
             self.advice.about_backward_hooks(self.module, self.windows.divisor, self.ahead is not None)
 
@@ -276,8 +275,9 @@ class MicroBatches:
             count = self._checked_count(output)
         elif self.ahead is not None and not self.inputs.is_filler:
             count = self.ahead.count
-            is_first_window = self.windows.last_step is None
-            self.weighting.check_returned_count(output, count, reads_device=is_first_window)
+            if has_count(output):
+                reads = self.windows.last_step is None
+                self.weighting.check_counted_ahead(self._step.batch, output, count, reads_device=reads)
         if self._num_to_advise > 0:
             self.advice.about_count(self.module, self.weighting, output)
         aux_loss = self.weighting.aux_loss(output, self.ahead is not None)

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -55,7 +54,6 @@ class FirstLooks:
         loss: Tensor,
         count: Count,
         accumulate: int,
-        batch: Any,
     ) -> str | None:
         """What to tell of a loss [] that does not divide by what is counted, once; None if nothing.
 
@@ -72,7 +70,7 @@ class FirstLooks:
         kinds = tuple(term.kind for term in terms)
         first_terms, first_number = self._first.setdefault(kinds, (terms, number))
         for first, term in zip(first_terms, terms, strict=True):
-            found = _Comparison(module, weighting, (first, term), (first_number, number), batch)
+            found = _Comparison(module, weighting, (first, term), (first_number, number))
             if term.kind == "all ranks":
                 self._over_ranks = found
             if (text := found.of_all_ranks() or found.of_one_rank()) is not None:
@@ -100,7 +98,6 @@ class _Comparison:
     weighting: TokenWeighting
     terms: tuple[LossTerm, LossTerm]
     counts: tuple[float, float]
-    batch: Any  # the second one
 
     @property
     def kind(self) -> Kind:
@@ -133,8 +130,6 @@ class _Comparison:
             remedy = _OF_MEANS
         elif self.divisors == (1, 1):
             remedy = _OF_PLAIN_SUMS
-        elif self.kind == "labels" and self.divisors[1] == self.weighting.count_with_other_shift(self.batch):
-            remedy = f"Pass label_shift={1 - min(self.weighting.label_shift, 1)}, with which the counts are right."
         else:
             remedy = _REMEDIES[self.kind]
         return (

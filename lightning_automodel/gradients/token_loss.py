@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
 
@@ -76,8 +76,8 @@ class TokenWeighting:
             return check_count(output["num_label_tokens"], f"the num_label_tokens that {step} returned")
         if self.count_label_tokens is not None:
             return check_count(self.count_label_tokens(batch), "what count_label_tokens(batch) returned")
-        if self._has_labels(batch):
-            return self.count_labels(batch[self.label_key])
+        if isinstance(batch, Mapping) and self.label_key in batch:
+            return self._count_labels(batch[self.label_key])
         raise MissingCountError(
             "AutomodelStrategy weighs each micro-batch by its number of label tokens and found no count (the"
             f" batch is {_described(batch)}). If each row is one sample, as for a classifier or a GAN, pass"
@@ -89,23 +89,16 @@ class TokenWeighting:
             " ignore_index=). If every micro-batch should weigh the same instead, pass per_token_loss=False."
         )
 
-    def count_with_other_shift(self, batch: Any) -> float | None:
-        """Label tokens with a ``label_shift`` of 1 instead of 0, or 0 instead of 1; None without labels to count."""
-        if self.count_label_tokens is not None or not self._has_labels(batch):
-            return None
-        return float(
-            replace(self, label_shift=1 - min(self.label_shift, 1)).count_labels(batch[self.label_key])
-        )
-
     def count_on_host(self, batch: Any) -> float:
         """Label tokens of a batch that no step has seen; 1 where ``per_token_loss=False``."""
-        if self.per_token_loss and self.count_label_tokens is None and not self._has_labels(batch):
+        try:
+            count = self.count(batch)
+        except MissingCountError:
             raise ValueError(
                 "count_window_ahead=True counts a batch before training_step sees it, and found no count in"
                 " it. Pass count_label_tokens=<function of the batch> or count='samples', or put labels"
                 f" under batch[{self.label_key!r}] (label_key=, ignore_index=)."
-            )
-        count = self.count(batch)
+            ) from None
         if isinstance(count, Tensor):
             number = count.item()
         else:
@@ -113,30 +106,21 @@ class TokenWeighting:
         check_range(number)
         return number
 
-    def check_returned_count(self, output: Any, counted: float, reads_device: bool) -> None:
-        """Raise ValueError if a step returned another count than was ``counted``, on a device if ``reads_device``."""
-        if not (self.per_token_loss and has_count(output)):
-            return
-        returned = check_count(
-            output["num_label_tokens"], "the num_label_tokens that training_step returned"
-        )
-        if isinstance(returned, Tensor) and returned.device.type != "cpu" and not reads_device:
-            return
-        if not math.isclose(float(returned), counted, rel_tol=1e-6):
-            raise ValueError(
-                f"training_step returned num_label_tokens={float(returned):g}, and count_window_ahead=True"
-                f" has counted {counted:g} in its batch before: pass label_shift=, ignore_index= or"
-                " count_label_tokens= so that both are equal."
-            )
+    def check_counted_ahead(self, batch: Any, output: Any, counted: float, reads_device: bool) -> None:
+        """Raise ValueError if a batch, or what a step returned for it, has another count than was ``counted`` before.
 
-    def check_unchanged(self, batch: Any, counted: float) -> None:
-        """Raise ValueError if a batch no longer has the count that it had when it was drawn. Reads the device."""
-        count = self.count_on_host(batch)
+        A count on an accelerator is compared if ``reads_device``.
+        """
+        count = self.count(batch, output)
+        if isinstance(count, Tensor) and count.device.type != "cpu" and not reads_device:
+            return
         if not math.isclose(count, counted, rel_tol=1e-6):
             raise ValueError(
                 f"count_window_ahead=True has counted {counted:g} label tokens in a batch as the loader"
-                f" yielded it, and training_step receives it with {count:g}: change labels in the Dataset or"
-                " in collate_fn, not in on_before_batch_transfer or on_after_batch_transfer."
+                f" yielded it, and training_step has {float(count):g}: change labels in the Dataset or in"
+                " collate_fn, not in on_before_batch_transfer or on_after_batch_transfer, and pass"
+                " label_shift=, ignore_index= or count_label_tokens= so that a returned num_label_tokens is"
+                " the same."
             )
 
     def aux_loss(self, output: Any, is_counted_ahead: bool) -> Tensor | None:
@@ -161,10 +145,7 @@ class TokenWeighting:
             raise TypeError(f"'aux_loss' must be a tensor of one element, a part of 'loss', got {aux!r}.")
         return aux.reshape(())
 
-    def _has_labels(self, batch: Any) -> bool:
-        return isinstance(batch, Mapping) and self.label_key in batch
-
-    def count_labels(self, labels: Tensor) -> Tensor:
+    def _count_labels(self, labels: Tensor) -> Tensor:
         """Positions of ``labels`` [..., s] that the loss uses: not ignored, and not among the first ``label_shift``."""
         if not isinstance(labels, Tensor):
             raise TypeError(

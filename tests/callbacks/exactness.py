@@ -887,7 +887,7 @@ TRAININGS: dict[str, Training] = {
     "one process, unequal": Training(
         strategy="one", verdict="wrong", says="Every micro-batch weighs 50 %, though"
     ),
-    "a wrong shift": Training(options={"label_shift": 1}, verdict="wrong", says="Pass label_shift=0"),
+    "a wrong shift": Training(options={"label_shift": 1}, verdict="wrong", says="label_shift="),
     "class weights": replace(
         of_images, module=Weighted, verdict="wrong", says="give weight[labels].sum() as num_label_tokens"
     ),

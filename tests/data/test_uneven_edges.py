@@ -206,7 +206,7 @@ def _mask() -> None:
 def test_labels_that_change_after_they_were_counted(pool2: RankPool) -> None:
     """Gradients were divided by another number of tokens than they hold."""
     with pytest.raises(
-        RankError, match=r"has counted \d+ label tokens .* receives it with \d+: change labels in the"
+        RankError, match=r"has counted \d+ label tokens .* training_step has \d+: change labels in the"
     ):
         pool2.run(_mask)
 

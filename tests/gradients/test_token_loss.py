@@ -339,10 +339,9 @@ def test_labels_without_rows_cannot_be_shifted(shape: tuple[int, ...]) -> None:
 
 def test_a_count_on_the_device_is_read_where_the_host_may_wait() -> None:
     output = {"loss": torch.tensor(1.0), "num_label_tokens": torch.empty((), device="meta")}
-    TokenWeighting().check_returned_count(output, 3, reads_device=False)
+    TokenWeighting().check_counted_ahead(None, output, 3, reads_device=False)
     with pytest.raises(RuntimeError, match="meta"):  # it reads
-        TokenWeighting().check_returned_count(output, 3, reads_device=True)
-    with pytest.raises(ValueError, match="num_label_tokens=4, and count_window_ahead=True has counted 3"):
-        TokenWeighting().check_returned_count(
-            {**output, "num_label_tokens": torch.tensor(4)}, 3, reads_device=False
-        )
+        TokenWeighting().check_counted_ahead(None, output, 3, reads_device=True)
+    returned = {**output, "num_label_tokens": torch.tensor(4)}
+    with pytest.raises(ValueError, match=r"has counted 3 label tokens .*, and training_step has 4"):
+        TokenWeighting().check_counted_ahead(None, returned, 3, reads_device=False)

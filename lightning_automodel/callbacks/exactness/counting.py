@@ -68,7 +68,7 @@ class Counting:
             self.weighting = replace(self.weighting, count_label_tokens=count_samples)
             count = rows
         if count is not None and self.is_given:
-            advice = self._looks.advice(module, self.weighting, loss, count, 1, batch)
+            advice = self._looks.advice(module, self.weighting, loss, count, 1)
             self._advice = self._advice or advice or ""
         return Told(backward, count, rows, averaged_parts(loss))
 
