@@ -1,6 +1,6 @@
 """Warnings and notes for the user, each given once."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,13 +16,11 @@ from lightning_automodel.distributed.mesh import DATA, REPLICATE, SHARD
 from lightning_automodel.gradients.loss_weights import FirstLooks
 from lightning_automodel.gradients.token_loss import (
     Count,
-    StepReport,
     TokenWeighting,
     count_samples,
     has_count,
 )
 from lightning_automodel.internals import torch as torch_internals
-from lightning_automodel.sharding.memory import GRADIENTS, PARAMETERS
 from lightning_automodel.sharding.precision import HALF
 
 
@@ -87,33 +85,6 @@ class Advice:
         text = self._first_looks.advice(module, weighting, loss, count, accumulate)
         if text is not None:
             self.say_once(text)
-
-    def about_first_window(self, report: StepReport) -> None:
-        """Warn, when a run's first window has ended, about a loss of all ranks, which have counted differently."""
-        text = self._first_looks.advice_after(report)
-        if text is not None:
-            self.say_once(text)
-
-    def about_master_weights(self, precision: str, module: nn.Module) -> None:
-        """Warn about a mixed ``precision`` whose optimizer updates half-precision parameters."""
-        halves = [p.dtype for p in module.parameters() if p.requires_grad and p.dtype in HALF]
-        if halves and precision.endswith("-mixed"):
-            self.say_once(
-                f"precision={precision!r} updates parameters in their own dtype, and {len(halves)} trainable"
-                f" ones are {halves[0]}: small updates are lost. Load the model in float32 (model.float()),"
-                " or pass precision='bf16-true' or '16-true' if that is intended."
-            )
-
-    def about_deferral(self, described: Mapping[str, Any]) -> None:
-        """Warn where memory is too small to defer gradients to the end of a window; ``described``: by the engine."""
-        reason = described.get("defer_fsdp_grad_sync_reason", "")
-        if reason.startswith("auto: ") and not described["defer_fsdp_grad_sync"]:
-            self.say_once(
-                "Gradients are reduced after each micro-batch, since those of a window may not fit"
-                f" unsharded: {reason.removeprefix('auto: ')}. The result is the same, but more is sent."
-                " Pass defer_fsdp_grad_sync=True if they do fit, or False to expect this. With replicas,"
-                " 'all_reduce' needs no more memory and sends less."
-            )
 
     def noting_tensor_hooks(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Context of the first step, for :meth:`about_backward_hooks`. Compiled code would be compiled for it."""
@@ -201,33 +172,6 @@ def stop_iteration_error(where: str) -> RuntimeError:
         " alone, while the others wait. Begin the iterator anew where it ends, or return -1 from"
         " on_train_batch_start on all ranks to end an epoch early."
     )
-
-
-def explain_out_of_memory(error: BaseException, describe: Callable[[], Mapping[str, Any]]) -> None:
-    """Add to the text of an out-of-memory error what would need less; ``describe`` is the strategy's."""
-    is_on_host = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    is_told = "need less memory" in str(error)  # by a Trainer within another one's hook
-    if is_told or not (is_on_host or isinstance(error, torch.OutOfMemoryError)):
-        return
-    described = describe()
-    sizes = {
-        name: f"{size / 2**20:,.0f} MiB" for name, size in described.get("estimated_extra_bytes", {}).items()
-    }
-    remedies = []
-    if described.get("defer_fsdp_grad_sync") is True:
-        remedies.append(
-            f"defer_fsdp_grad_sync=False (a window of several holds {sizes[GRADIENTS]} of gradients)"
-        )
-    if described.get("reshard_during_accumulation") is False:
-        remedies.append(
-            f"reshard_during_accumulation=True ({sizes[PARAMETERS]} of parameters stay gathered)"
-        )
-    if not described.get("activation_checkpointing"):
-        remedies.append("activation_checkpointing=True")
-    if described.get("data_parallel") == "ddp":
-        remedies.append("data_parallel='fsdp2'")
-    remedies += ["lightning_automodel.token_loss in place of all logits", "fewer rows in a micro-batch"]
-    error.args = (f"{error} To need less memory: {', '.join(remedies)}.",)
 
 
 def contains_hugging_face_causal_lm(module: nn.Module) -> bool:

@@ -6,7 +6,6 @@ from datetime import timedelta
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Module
@@ -29,7 +28,6 @@ _DDP_ONLY = ("ddp_kwargs", "ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"
 _CHECKED_APART = (
     "auto_wrap_policy",
     "activation_checkpointing",
-    "mp_policy",
     "timeout",
     "heartbeat_timeout",
 )
@@ -42,7 +40,6 @@ _SIZES = (
 )
 _COUNTERS = ("count_label_tokens", "count")
 _LABELS = ("label_key", "ignore_index", "label_shift")
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SMALLEST = {**dict.fromkeys(_SIZES, 1), "label_shift": 0, "prefetch": 0, "reshard_after_forward": 2}
 
 
@@ -132,7 +129,6 @@ class StrategyOptions:
                 f"start_method={method!r} would pickle the Trainer, the module and its data into each rank:"
                 " pass 'popen' in a script, which the ranks run again, or 'fork' in a notebook."
             )
-        _check_policy(self.mp_policy)
         _ = self.parsed_timeout, self.parsed_heartbeat_timeout  # each raises if it is not valid
         for field in fields(self):
             if field.name not in _CHECKED_APART:
@@ -233,19 +229,6 @@ class StrategyOptions:
 
     def _changed(self, names: Collection[str]) -> list[str]:
         return [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]
-
-
-def _check_policy(policy: MixedPrecisionPolicy | None) -> None:
-    """Raise TypeError or ValueError unless ``policy`` is None or names floating dtypes that can be computed in."""
-    if policy is None:
-        return
-    if not isinstance(policy, MixedPrecisionPolicy):
-        raise TypeError(f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {policy!r}.")
-    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-        dtype = getattr(policy, name)
-        if dtype is not None and dtype not in _DTYPES:
-            valid = ", ".join(map(str, _DTYPES))
-            raise ValueError(f"mp_policy: {name} must be None or one of {valid}, got {dtype!r}.")
 
 
 def _check(name: str, value: Any, annotation: Any) -> None:

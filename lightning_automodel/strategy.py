@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,9 +30,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel.advice import Advice, explain_out_of_memory, stop_iteration_error, summary
+from lightning_automodel.advice import Advice, stop_iteration_error, summary
 from lightning_automodel.checkpoint import (
-    DIRECTORY_NOTE,
     CheckpointForm,
     CheckpointLoader,
     CheckpointSaver,
@@ -226,48 +226,8 @@ class AutomodelStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        options = StrategyOptions(
-            data_parallel=data_parallel,
-            data_parallel_size=data_parallel_size,
-            data_parallel_replicate_size=data_parallel_replicate_size,
-            tensor_parallel_size=tensor_parallel_size,
-            context_parallel_size=context_parallel_size,
-            expert_parallel_size=expert_parallel_size,
-            device_mesh=device_mesh,
-            ddp_kwargs=ddp_kwargs,
-            ddp_comm_hook=ddp_comm_hook,
-            ddp_comm_state=ddp_comm_state,
-            ddp_comm_wrapper=ddp_comm_wrapper,
-            per_token_loss=per_token_loss,
-            loss_reduction=loss_reduction,
-            label_key=label_key,
-            ignore_index=ignore_index,
-            label_shift=label_shift,
-            count_label_tokens=count_label_tokens,
-            count=count,
-            defer_fsdp_grad_sync=defer_fsdp_grad_sync,
-            reshard_during_accumulation=reshard_during_accumulation,
-            auto_wrap_policy=auto_wrap_policy,
-            reshard_after_forward=reshard_after_forward,
-            mp_policy=mp_policy,
-            cpu_offload=cpu_offload,
-            activation_checkpointing=activation_checkpointing,
-            compile=compile,
-            prefetch=prefetch,
-            optimizer_step=optimizer_step,
-            track_grad_norm=track_grad_norm,
-            error_if_nonfinite=error_if_nonfinite,
-            process_group_backend=process_group_backend,
-            init_method=init_method,
-            timeout=timeout,
-            heartbeat_timeout=heartbeat_timeout,
-            start_method=start_method,
-            first_rank_setup=first_rank_setup,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            uneven_inputs=uneven_inputs,
-            count_window_ahead=count_window_ahead,
-            async_checkpoint=async_checkpoint,
-        )
+        keywords = locals()  # those of this function, which are written out for editors
+        options = StrategyOptions(**{field.name: keywords[field.name] for field in fields(StrategyOptions)})
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self._options = options
         self.num_nodes = 1
@@ -446,6 +406,8 @@ class AutomodelStrategy(ParallelStrategy):
         """Make the mesh. The supervisor has joined the ranks before, so that they hear of ``configure_callbacks``."""
         timeout = self._options.parsed_timeout
         self._barriers.clear()
+        self._close_run()  # if an `on_exception` hook raised, Lightning did not tear down the last run
+        self._run = None  # no hook before `setup` shall take the last one for its own
         collectives.host_group(timeout)
         self._mesh = self._make_mesh(timeout)
         if self.lightning_module is not None:  # a plain script may start the launcher by itself
@@ -534,7 +496,6 @@ class AutomodelStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         warn_untested()
         self._expect_barriers("pre_setup", "post_setup")
-        self._close_run()  # if an `on_exception` hook raised, Lightning did not tear down the last run
         if fitting:
             self._resume = None
         self._patch_trainer(trainer)
@@ -651,9 +612,14 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        if self._run is None:
+            raise RuntimeError(
+                "A hook before the run loads data, as trainer.estimated_stepping_batches does in setup: take"
+                " it in configure_optimizers or on_fit_start."
+            )
         ranks = self.distributed_sampler_kwargs
         check_counted_ranks(dataloader, ranks["rank"], ranks["num_replicas"])
-        processed = self._required_run.inputs.process(dataloader)
+        processed = self._run.inputs.process(dataloader)
         if self._resume is None:
             return processed
         return self._resume.process_dataloader(processed)
@@ -692,14 +658,11 @@ class AutomodelStrategy(ParallelStrategy):
         if not run.windows.unfinished:
             run.check_parameters()
         output = run.micro_batches.training_step(super().training_step, args, kwargs)
-        if self._stops and not self._module.automatic_optimization:
-            self._end_window_without_step(run)
-        return output
-
-    def _end_window_without_step(self, run: TrainingRun) -> None:
-        """Stop where no gradients are held, or an epoch ends: no optimizer may step under manual optimization."""
-        if not run.holds_gradients() or is_last_batch(self._module.trainer):
+        # Where no gradients are held, or an epoch ends, no optimizer may step any more by hand.
+        may_step = run.holds_gradients() and not is_last_batch(trainer)
+        if self._stops and not (may_step or self._module.automatic_optimization):
             self._end_window()
+        return output
 
     def _begin_step(self, step: int, is_training: bool) -> bool:
         """Whether all ranks stop after this step."""
@@ -967,7 +930,6 @@ class AutomodelStrategy(ParallelStrategy):
         state = module.trainer.state
         goes_on = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
         self._saver.save(checkpoint, module, filepath, self.checkpoint_io, storage_options, goes_on)
-        self._explain_directory(filepath)
 
     def _meet_to_save(self) -> bool:
         """Whether all ranks save together; False if others have left after a failure. A collective.
@@ -982,11 +944,6 @@ class AutomodelStrategy(ParallelStrategy):
         # Without this barrier, collectives of saving could pair with others of ranks that do not save.
         collectives.named_barrier("save_checkpoint", timeout)
         return True
-
-    def _explain_directory(self, filepath: str | Path) -> None:
-        """Say once what a checkpoint is, if it is a directory and the user has not asked for one."""
-        if self._form.as_directory and self._options.save_distributed_checkpoint is None:
-            self._advice.say_once(DIRECTORY_NOTE, say=lambda text: rank_zero_info(f"{filepath} {text}"))
 
     @override
     def load_checkpoint(
@@ -1039,10 +996,8 @@ class AutomodelStrategy(ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         checks.explain(exception, self._module)
-        explain_out_of_memory(exception, self.describe)
-        with suppress(
-            RankFailedError
-        ):  # which the others know, so that none of them comes to the block's end
+        # The others know of a failure, so that none of them comes to the block's end.
+        with suppress(RankFailedError):
             self._setup_block.close()
         if isinstance(exception, lightning_internals.SIGTERMException) and self._supervisor.requeues:
             lightning_internals.save_and_requeue(self._module.trainer)

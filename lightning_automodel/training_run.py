@@ -7,7 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -126,8 +125,6 @@ class TrainingRun:
         self.engine, self._policy = self._make_engine(fitting)
         self.patches.callback(self.engine.close)
         self.model = self.engine.model
-        if fitting and self._may_accumulate():
-            self.advice.about_deferral(self.engine.describe())
         self.parameters.note_distributed()
         self._replicated = [p for p in self.parameters.named.values() if not isinstance(p, DTensor)]
         tensor_parallel.synchronize_metrics(module, self._mesh, self.patches)
@@ -206,7 +203,6 @@ class TrainingRun:
         """The engine, which distributes the module, and the policy of units that this strategy makes."""
         module = self.module
         options = self._options
-        self.advice.about_master_weights(str(self.plugin.precision), module)
         if not self._options.is_sharded:
             return DDPEngine(module, self._placement, options, fitting, self._give_values), None
         policy = precision.resolve_policy(self.plugin, options.mp_policy, module.parameters())
@@ -270,12 +266,6 @@ class TrainingRun:
                 self.module, "on_validation_model_zero_grad", lambda: self._zero_before_validation(zero)
             )
         checks.check_hooks(self.parameters.named, self._options.count_window_ahead)
-
-    def _may_accumulate(self) -> bool:
-        """Whether windows of several backwards are to be expected."""
-        trainer: Any = self.module.trainer
-        changes = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
-        return changes or trainer.accumulate_grad_batches > 1 or not self.module.automatic_optimization
 
     def _zero_before_validation(self, zero: Callable[[], None]) -> None:
         held = self.holds_gradients()

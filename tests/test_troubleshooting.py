@@ -72,7 +72,6 @@ NOT_MESSAGES = {
     "was told to save and requeue": "of `all ranks stop after this step`",
     "the number of label tokens": "of `must be finite`",
     "the num_label_tokens that … returned": "of `must be finite`",
-    "the num_label_tokens that training_step returned": "of `must be finite`",
     "a tensor of shape …, …": "of `must be a number or a tensor of one element`",
     "per_token_loss=False (means of slices are not the mean of a batch)": "of `context_parallel_size=… does not work`",
     "count='samples' (a slice is not a sample)": "of `context_parallel_size=… does not work`",
@@ -84,10 +83,6 @@ NOT_MESSAGES = {
     "in a TorchScript module": "in describe()",
     "outside of every FSDP root": "in describe()",
     "did not receive grad for rank \\d+: (\\d[\\d ]*)": "torch's own message, which ours quotes",
-    "defer_fsdp_grad_sync=False (a window of several holds … of gradients)": "of `To need less memory`",
-    "reshard_during_accumulation=True (… of parameters stay gathered)": "of `To need less memory`",
-    "lightning_automodel.token_loss in place of all logits": "of `To need less memory`",
-    "fewer rows in a micro-batch": "of `To need less memory`",
     # Parts of messages whose rest says what to do.
     "some of its tensors are on the meta device": "of `the module in this process cannot hold the trained weights`",
     "The last batch of loaders of unequal lengths is not known with ….": "its value says what to do",

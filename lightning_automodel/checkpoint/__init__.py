@@ -8,11 +8,10 @@ from lightning_automodel.checkpoint.hyper_parameters import note_on_hyper_parame
 from lightning_automodel.checkpoint.loading import CheckpointLoader
 from lightning_automodel.checkpoint.optimizers import NamedOptimizer
 from lightning_automodel.checkpoint.reading import load_directories
-from lightning_automodel.checkpoint.saving import DIRECTORY_NOTE, CheckpointSaver
+from lightning_automodel.checkpoint.saving import CheckpointSaver
 from lightning_automodel.checkpoint.state_dict import model_state, whole
 
 __all__ = [
-    "DIRECTORY_NOTE",
     "CheckpointError",
     "CheckpointForm",
     "CheckpointLoader",

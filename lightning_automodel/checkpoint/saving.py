@@ -36,13 +36,6 @@ log = logging.getLogger(__name__)
 
 PENDING_SAVE_LIMIT_S = 60.0
 
-DIRECTORY_NOTE = (
-    "is a directory of shards, and so will the next checkpoints be: ckpt_path= and load_from_checkpoint"
-    " read it, not torch.load. Where a library calls torch.load(best_model_path), pass"
-    " AutomodelStrategy(save_distributed_checkpoint=False); 'python -m lightning_automodel.checkpoint"
-    " consolidate' makes one file of a directory."
-)
-
 Write = Callable[[dist.ProcessGroup | None], None]
 """Writes a prepared checkpoint. A collective over the group that it is given, or over the default group."""
 

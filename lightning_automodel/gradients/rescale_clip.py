@@ -137,10 +137,6 @@ def clip_gradient_values(model: Parameters, clip_value: float) -> None:
     for parameter in parameters:
         lay_out_gradient(parameter)
     for grads in _local_gradients(parameters):
-        if grads[0].is_complex():
-            raise ValueError(
-                "Complex gradients cannot be clipped by value, since they have no order: by norm."
-            )
         torch._foreach_clamp_min_(grads, -clip_value)
         torch._foreach_clamp_max_(grads, clip_value)
 

@@ -142,7 +142,10 @@ def test_which_models_shift_labels() -> None:
 
 @pytest.mark.parametrize(
     ("make_model", "case", "shift", "advice"),
-    [(tied_llama, CAUSAL, 0, "pass label_shift=1"), (t5, SEQ2SEQ, 1, "label_key=, ignore_index=, label_shift= or")],
+    [
+        (tied_llama, CAUSAL, 0, "pass label_shift=1"),
+        (t5, SEQ2SEQ, 1, "label_key=, ignore_index=, label_shift= or"),
+    ],
 )
 def test_wrong_shift(
     pool2: RankPool, make_model: Callable[[], nn.Module], case: Case, shift: int, advice: str

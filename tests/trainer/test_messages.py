@@ -209,6 +209,30 @@ def test_error_of_a_mesh_that_is_not_there_yet() -> None:
     assert "from configure_model() on" in str(raised.value)
 
 
+class CountsStepsInSetup(ModelModule):
+    def setup(self, stage: str) -> None:
+        if stage == "fit":
+            self.steps = self.trainer.estimated_stepping_batches
+
+
+def _error_of_steps_in_setup(validates: bool) -> str:
+    trainer = make_trainer(AutomodelStrategy())
+    module = CountsStepsInSetup(decoder())
+    module.validation_step = lambda batch, index: None
+    if validates:
+        trainer.validate(module, loader())
+    with pytest.raises(RuntimeError, match="estimated_stepping_batches") as raised:
+        trainer.fit(module, loader())
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_error_of_steps_in_setup(pool2: RankPool, validates: bool) -> None:
+    """Loaders need the run, and that of a validation before the fit is not taken for it."""
+    for message in pool2.run(_error_of_steps_in_setup, validates):
+        assert "take it in configure_optimizers or on_fit_start" in message
+
+
 def _error_of_storage_options(folder: str) -> str:
     trainer = make_trainer(AutomodelStrategy())
     trainer.fit(ModelModule(decoder()), loader())
