@@ -128,10 +128,13 @@ class TrackedLoader:
     ``repeats_last``  whether this rank's last batch is padding, a sample that the sampler repeats; None
                       if it is on no rank
     ``count``         counts the label tokens of a batch ahead
-    ``states``        keeps the state of a stateful loader before each draw, to resume
+    ``window_start``  of a stateful loader, to resume: returns the first batch of the open window, since
+                      which the states before each draw are kept
     ``is_peeked``     whether user code has drawn batches since the Trainer's iteration began
     ================  ==============================================================================
     """
+
+    _states: dict[int, Any]
 
     def __init__(self, loader: Any, group: dist.ProcessGroup, loop: Any, uneven: str | None = None) -> None:
         # Past __setattr__, which sets attributes of the loader.
@@ -141,10 +144,11 @@ class TrackedLoader:
             rank_lengths=None,
             repeats_last=None,
             count=None,
-            states=None,
+            window_start=None,
             is_peeked=False,
             draws=None,
             _group=group,
+            _states={},
             loop=loop,
         )
 
@@ -182,8 +186,8 @@ class TrackedLoader:
 
     def state_before(self, number: int) -> Any:
         """The state of a stateful loader before batch ``number`` of the epoch was drawn, or will be."""
-        if number == self.states.newest(number):
-            return self.states.before(number)
+        if number in self._states:
+            return self._states[number]
         return copy.deepcopy(self.loader.state_dict())
 
     def source(self, batches: Iterator[Any], used: int) -> Iterator[tuple[BatchHandle, Any]]:
@@ -193,8 +197,10 @@ class TrackedLoader:
         """
         padding = None
         for number in count(used):
-            if self.states is not None:
-                self.states.note(number, copy.deepcopy(self.loader.state_dict()))
+            if self.window_start is not None:
+                first = self.window_start()
+                kept = {at: state for at, state in self._states.items() if first <= at < number}
+                self._states = {**kept, number: copy.deepcopy(self.loader.state_dict())}
             batch = next(batches, _END)
             handle = BatchHandle(batch is None, batch is _END)
             if self.uneven in (ERROR, PAD):

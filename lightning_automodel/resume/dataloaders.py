@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lightning_automodel.data.batches import is_stateful, track, unwrap_loader
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.resume import loops, rng
-from lightning_automodel.resume.recording import KeptStates, RecordingSampler
+from lightning_automodel.resume.recording import RecordingSampler
 
 # What a loader goes on by within an epoch, in checkpoints.
 STATE = "state"  # that of its own state_dict(), each rank by its own
@@ -29,7 +29,7 @@ NOTHING = "no position"  # it is refused
 
 
 class TrainingLoaders:
-    """The training loaders of a fit. ``first`` returns how many batches of the epoch an open window follows.
+    """The training loaders of a fit. ``window_start`` returns how many batches of the epoch an open window follows.
 
     ================  ==========================================================================
     of each loader    a position in a checkpoint holds
@@ -41,10 +41,10 @@ class TrainingLoaders:
     ================  ==========================================================================
     """
 
-    def __init__(self, trainer: "pl.Trainer", device: torch.device, first: Callable[[], int]) -> None:
+    def __init__(self, trainer: "pl.Trainer", device: torch.device, window_start: Callable[[], int]) -> None:
         self._trainer = trainer
         self._device = device
-        self._first = first
+        self._window_start = window_start
         self._recorders: list[RecordingSampler] = []
 
     def take(self, processed: Any) -> Any:
@@ -53,20 +53,16 @@ class TrainingLoaders:
         is_of_torch = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
         if is_stateful(loader):
             processed = track(processed, cast(dist.ProcessGroup, dist.group.WORLD), self._trainer.fit_loop)
-            processed.states = KeptStates(self._first)
+            processed.window_start = self._window_start
         elif is_of_torch and not isinstance(loader.dataset, IterableDataset) and _recorder(loader) is None:
-            # Functions, not bound methods: a copy of the loader would follow these to the trainer and its model.
-            iterations = KeptStates(lambda: self._first())
-            recorder = RecordingSampler(
-                loader, self._device, iterations, lambda: self._used(), lambda: self._is_drawing()
-            )
-            self._recorders.append(recorder)
+            # A function, not a bound method, which a copy of the loader would follow to the trainer and its model.
+            self._recorders.append(RecordingSampler(loader, self._device, lambda: self._begins_at()))
         return processed
 
-    def _is_drawing(self) -> bool:
-        return self._trainer.training and lightning_internals.is_trainer_drawing()
-
-    def _used(self) -> int:
+    def _begins_at(self) -> int | None:
+        """How many batches of the epoch were used, if the Trainer draws now to train."""
+        if not (self._trainer.training and lightning_internals.is_trainer_drawing()):
+            return None
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
         return int(progress.processed)
 
@@ -85,29 +81,27 @@ class TrainingLoaders:
     def _position(self, tracked: Any, at: loops.Position) -> dict[str, Any]:
         loader = unwrap_loader(tracked)
         generators, samplers = rng.own_states(loader)
-        kind = _kind(loader)
-        found: dict[str, Any] = {"generators": generators, "samplers": samplers}
+        found: dict[str, Any] = {"kind": _kind(loader), "generators": generators, "samplers": samplers}
         if isinstance(sampler := _innermost_sampler(loader), DistributedSampler):
             found["seed"] = sampler.seed
-        is_validated = any(unwrap_loader(other) is loader for other in _flat(self._trainer.val_dataloaders))
-        if kind == STATE and (tracked.is_peeked or is_validated):
-            kind = NOTHING  # the state is that of the other iteration
         # Between epochs a loader is at the end of one, and starts over.
-        elif kind == STATE and at.is_iterated:
-            found["state"] = tracked.state_before(at.batches)
-        if (recorder := _recorder(loader)) is not None and at.is_iterated:
-            begun = recorder.iterations.newest(at.batches)
-            if begun is not None:
-                found["iteration"] = recorder.iterations.before(begun), begun
-                found["yielded"] = at.batches - begun
-                found["length"] = sized_len(loader)
-                found["batch_size"] = _batch_size(loader)
-            elif at.batches > 0:
-                kind = NOTHING
-            if begun and loops.prefetches(self._trainer):
-                # The loop draws ahead: it is not known with which batch the loader has started over.
-                kind = NOTHING
-        return {"kind": kind, **found}
+        if at.is_iterated and found["kind"] == STATE:
+            validated = map(unwrap_loader, _flat(self._trainer.val_dataloaders))
+            if tracked.is_peeked or any(other is loader for other in validated):
+                found["kind"] = NOTHING  # the state is that of the other iteration
+            else:
+                found["state"] = tracked.state_before(at.batches)
+        if at.is_iterated and (recorder := _recorder(loader)) is not None:
+            found["length"] = sized_len(loader)
+            found["batch_size"] = _batch_size(loader)
+            begun = at.batches
+            if recorder.iteration is not None:
+                begun = recorder.iteration[1]
+                found["iteration"] = recorder.iteration
+                found["yielded"] = at.batches
+            if begun > 0:  # a shorter loader of a CombinedLoader has started over
+                found["kind"] = NOTHING
+        return found
 
     def start(self, positions: list[dict[str, Any]], at: loops.Position) -> None:
         """Resume, once the loaders are iterated and the run has started. Changes the global random states."""
@@ -119,8 +113,6 @@ class TrainingLoaders:
             _restore_position(at, loader, position)
         if at.is_iterated and positions:
             lightning_internals.begin_training_data(self._trainer)
-        for recorder in self._recorders:
-            recorder.record()
         for loader, position in pairs:
             # Workers have drawn by now, under the state of the sampler that this has left. Without them
             # it is set when indices are drawn, perhaps not in this epoch.
@@ -131,16 +123,16 @@ class TrainingLoaders:
     @staticmethod
     def _check_same(loaders: list[Any], positions: list[dict[str, Any]]) -> None:
         """Raise ValueError if these loaders do not go on within an epoch, or with other samples."""
-        now = [(_kind(loader), sized_len(loader), _batch_size(loader)) for loader in loaders]
+        now = [
+            (INDICES, sized_len(loader), _batch_size(loader))
+            if _recorder(loader)
+            else (_kind(loader), None, None)
+            for loader in loaders
+        ]
         then = [
             (position["kind"], position.get("length"), position.get("batch_size")) for position in positions
         ]
-        # What is None is not known, as of another world size.
-        known = [
-            tuple(own if saved is None else saved for own, saved in zip(*pair, strict=True))
-            for pair in zip(now, then, strict=False)
-        ]
-        if len(now) != len(then) or now != known or NOTHING in (kind for kind, *_ in now):
+        if now != then or NOTHING in (kind for kind, *_ in now):
             raise ValueError(
                 "Training loaders go on within an epoch by (what, number of batches, batch size)"
                 f" {now}, and the checkpoint holds {then}: pass loaders like those that were used, or resume"
@@ -191,7 +183,7 @@ def _restore_position(at: loops.Position, loader: Any, position: dict[str, Any])
     if is_stateful(loader) and position.get("state") is not None:
         loader.load_state_dict(position["state"])
     if (recorder := _recorder(loader)) is not None and "iteration" in position:
-        recorder.repeat(tuple(position["iteration"]), position["yielded"])
+        recorder.repeat(position["iteration"], position["yielded"])
 
 
 def _batch_size(loader: Any) -> int | None:

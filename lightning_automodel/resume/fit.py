@@ -32,10 +32,10 @@ REPEATS = (
 )
 WITHOUT_POSITION = (
     "A checkpoint was saved within an epoch, from where no run can be resumed: a training loader is neither a"
-    " map-style DataLoader that torch itself iterates, nor has it state_dict() and load_state_dict() that hold"
-    " its order, and that no other iteration of it has changed. Use torchdata's StatefulDataLoader, with"
-    " shuffle=True beside Trainer(use_distributed_sampler=False) and a sampler that shares the data out, or"
-    " resume from the end of an epoch."
+    " map-style DataLoader that torch itself iterates once in an epoch, nor has it state_dict() and"
+    " load_state_dict() that hold its order, and that no other iteration of it has changed. Use torchdata's"
+    " StatefulDataLoader, with shuffle=True beside Trainer(use_distributed_sampler=False) and a sampler that"
+    " shares the data out, or resume from the end of an epoch."
 )
 BEGINS_ANEW = (
     "A checkpoint was saved between epochs, and the training data is a stream with a state of its own. A"
@@ -285,7 +285,7 @@ class Resume:
         self._patches.ignore_warnings("You're resuming from a checkpoint that ended before the epoch ended")
 
     def _go_on(self, loaded: dict[str, Any]) -> None:
-        at = world_size.position(loaded)
+        at = loops.saved_position(loaded)
         self._logged = loaded["logged"]
         self._loaders.start(loaded["loaders"], at)
         unknown = snapshot.restore(self._module, loaded, self._device)
@@ -307,5 +307,5 @@ def _set_counters(checkpoint: dict[str, Any], own: dict[str, Any]) -> None:
     """Set the counters of a checkpoint's loops to those from which they go on with ``own`` state."""
     if "loops" in checkpoint:
         progress = checkpoint["loops"]["fit_loop"]
-        counters = loops.counters_at(progress, world_size.position(own), own["logged"])
+        counters = loops.counters_at(progress, loops.saved_position(own), own["logged"])
         checkpoint["loops"] = {**checkpoint["loops"], "fit_loop": counters}

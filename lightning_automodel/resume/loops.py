@@ -5,7 +5,6 @@ skip a due validation, the end of an epoch, or one step of the logger, so a chec
 leave nothing to guess.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +41,11 @@ class Position:
     def is_iterated(self) -> bool:
         """Whether the loaders' iterators of the epoch exist: Lightning makes the first ones in set-up."""
         return self.stage != EPOCH or self.epochs == 0
+
+
+def saved_position(state: dict[str, Any]) -> Position:
+    """The position of the fit in one rank's ``state`` of a checkpoint."""
+    return Position(state["stage"], state["batches"], state["epochs"], state["is_epoch_ending"])
 
 
 def position(trainer: "pl.Trainer", has_stopped_before_validation: bool = False) -> Position:
@@ -150,8 +154,3 @@ def step_plateau_schedulers(trainer: "pl.Trainer") -> None:
         epochs.completed -= 1
         trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         epochs.completed += 1
-
-
-def prefetches(trainer: "pl.Trainer") -> bool:
-    """Whether the loop draws one batch ahead, since it cannot know otherwise which batch is the last."""
-    return math.isinf(trainer.num_training_batches)

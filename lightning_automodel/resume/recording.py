@@ -10,76 +10,37 @@ from typing_extensions import override
 
 from lightning_automodel.resume import rng
 
-Iteration = tuple[tuple[dict[str, Any], rng.OwnStates] | None, int]
-"""The random states before its first index, None of another world size; batches of the epoch used before it."""
-
-
-class KeptStates:
-    """States by the number of the epoch's batch, from 0, that they precede.
-
-    ``first`` returns how many batches of the epoch were used when an open window began: what is older than
-    the state that it began with is forgotten.
-    """
-
-    def __init__(self, first: Callable[[], int]) -> None:
-        self._first = first
-        self._states: dict[int, Any] = {}
-
-    def note(self, number: int, state: Any) -> None:
-        """``state`` is that before batch ``number``, which is drawn next."""
-        first = self._first()
-        oldest = max((at for at in self._states if at <= first), default=0)
-        self._states = {at: kept for at, kept in self._states.items() if oldest <= at < number}
-        self._states[number] = state
-
-    def newest(self, number: int) -> int | None:
-        """The batch that the newest state precedes, of those before batch ``number``."""
-        return max((at for at in self._states if at <= number), default=None)
-
-    def before(self, number: int) -> Any:
-        """The state that precedes batch ``number``. KeyError if there is none."""
-        return self._states[number]
+Iteration = tuple[tuple[dict[str, Any], rng.OwnStates], int]
+"""The random states before its first index, and how many batches of the epoch were used before it."""
 
 
 class RecordingSampler(Sampler[Any]):
     """Replaces the (batch) sampler of a DataLoader until :meth:`close`: it can skip what was used.
 
-    A shorter loader of a CombinedLoader starts over within an epoch, so an epoch has several iterations:
-    ``iterations`` has the random states before each. ``used`` returns how many batches of the epoch the loop
-    has used. Those are recorded in which the Trainer draws, as ``is_drawing`` tells.
+    ``begins_at`` returns how many batches of the epoch were used when the Trainer begins to draw indices;
+    None if other code does. ``iteration`` is the Trainer's newest one.
     """
 
     def __init__(
-        self,
-        loader: DataLoader[Any],
-        device: torch.device,
-        iterations: KeptStates,
-        used: Callable[[], int],
-        is_drawing: Callable[[], bool],
+        self, loader: DataLoader[Any], device: torch.device, begins_at: Callable[[], int | None]
     ) -> None:
-        self.iterations = iterations
+        self.iteration: Iteration | None = None
         self._loader = loader
         self._device = device
-        self._used = used
-        self._is_drawing = is_drawing
+        self._begins_at = begins_at
+        self._repeated: tuple[int, int] | None = None  # begins at a batch of the epoch, and skips indices
         if loader.batch_sampler is None:
             self._name = "sampler"
         else:
             self._name = "batch_sampler"
         self._inner: Any = getattr(loader, self._name)
-        self._repeated: tuple[Any, int] | None = None  # states, and how many indices to skip
         # DataLoader refuses to set its sampler after its construction.
         vars(loader)[self._name] = self
 
     def repeat(self, iteration: Iteration, num_skipped: int) -> None:
-        """Let iterations that begin now repeat ``iteration`` without its first indices, until :meth:`record`."""
-        states, number = iteration
-        self._repeated = states, num_skipped
-        self.iterations.note(number, states)
-
-    def record(self) -> None:
-        """Record the Trainer's iterations from now on."""
-        self._repeated = None
+        """Let the Trainer's next iteration repeat ``iteration`` without its first indices."""
+        self.iteration = iteration
+        self._repeated = iteration[1] + num_skipped, num_skipped
 
     @property
     def innermost(self) -> Any:
@@ -100,32 +61,33 @@ class RecordingSampler(Sampler[Any]):
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        # Loaders with workers do this twice, and draw from the second iterator.
-        if self._repeated is not None:
-            return self._replay(*self._repeated)
-        return self._record()
-
-    def _record(self) -> Iterator[Any]:
-        if self._is_drawing():
-            states = rng.global_states(self._device), rng.own_states(self._loader)
-            self.iterations.note(self._used(), states)
+        # A generator: loaders with workers begin two iterations, and draw from the second.
+        begins_at = self._begins_at()
+        if begins_at is None:
+            yield from self._inner
+            return
+        repeated = self._repeated
+        self._repeated = None
+        # A run that goes on after the last batch of an epoch draws nothing before the next epoch.
+        if repeated is not None and repeated[0] == begins_at:
+            yield from self._replay(repeated[1])
+            return
+        self.iteration = self._states(), begins_at
         yield from self._inner
 
-    def _replay(self, states: Any, num_skipped: int) -> Iterator[Any]:
-        global_states = rng.global_states(self._device)
-        generators, _ = rng.own_states(self._loader)
-        if states is not None:
-            self._set_states(states)
+    def _replay(self, num_skipped: int) -> Iterator[Any]:
+        assert self.iteration is not None
+        global_states, (generators, _) = self._states()
+        self._set_states(*self.iteration[0])
         indices = iter(self._inner)
-        for _ in range(num_skipped):
-            next(indices, None)
-        head: list[Any] = []
-        if num_skipped == 0:
-            # Under the states of that time, since samplers draw their order with the first index.
-            head = list(islice(indices, 1))
-        self._set_states((global_states, (generators, [])))
-        yield from chain(head, indices)
+        # At least one under the states of that time, since samplers draw their order with the first index.
+        head = list(islice(indices, max(num_skipped, 1)))
+        self._set_states(global_states, (generators, []))
+        return chain(head[num_skipped:], indices)
 
-    def _set_states(self, states: tuple[dict[str, Any], rng.OwnStates]) -> None:
-        rng.set_global_states(states[0], self._device)
-        rng.set_own_states(self._loader, *states[1])
+    def _states(self) -> tuple[dict[str, Any], rng.OwnStates]:
+        return rng.global_states(self._device), rng.own_states(self._loader)
+
+    def _set_states(self, global_states: dict[str, Any], own_states: rng.OwnStates) -> None:
+        rng.set_global_states(global_states, self._device)
+        rng.set_own_states(self._loader, *own_states)

@@ -341,12 +341,6 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
             "rows": DataLoader(rows, shuffle=True, **options),
         }
         return CombinedLoader(loaders, "min_size")
-    if kind in ("stream and few rows", "stateful stream and few rows"):
-        stream = (StatefulDataLoader if kind.startswith("stateful") else DataLoader)(
-            Stream(rank, ranks), **options
-        )
-        few = DataLoader(Subset(rows, range(4)), shuffle=True, generator=generator, **options)
-        return CombinedLoader({"stream": stream, "few": few}, "max_size_cycle")
     if kind == "stream":
         return DataLoader(Stream(rank, ranks), **options)
     if kind == "iterable":
@@ -355,10 +349,6 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
         return DataLoader(Subset(rows, range(4)), shuffle=True, generator=generator, **options)
     if kind == "short stream":
         return Batches([collate([row]) for row in Stream(rank, ranks)][:2])
-    if kind == "ordered cycle":
-        ordered = DataLoader(Subset(rows, range(4)), **options)
-        shuffled = DataLoader(rows, shuffle=True, generator=generator, **options)
-        return CombinedLoader({"few": ordered, "many": shuffled}, "max_size_cycle")
     few = DataLoader(Subset(rows, range(4)), shuffle=True, generator=generator, **options)
     many = DataLoader(rows, shuffle=True, **options)
     return CombinedLoader({"few": few, "many": many}, kind)

@@ -48,7 +48,6 @@ LOADERS = (
     "global generator",
     "random sampler",
     "stateful sampler",
-    "max_size_cycle",
     "min_size",
 )
 ENGINES: tuple[dict[str, Any], ...] = (

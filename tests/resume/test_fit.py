@@ -145,7 +145,6 @@ LOADERS = (
     "distributed",
     "workers",
     "stateful stream",
-    "max_size_cycle",
 )
 
 
