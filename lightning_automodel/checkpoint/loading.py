@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.optimizer_loading import check_number, load_state, notes_of, state_here
+from lightning_automodel.checkpoint.optimizer_loading import AS_SAVED, load_state, notes_of, state_here
 from lightning_automodel.checkpoint.optimizers import NamedOptimizer
 from lightning_automodel.checkpoint.shard_directory import ShardDirectory, is_shard_directory
 from lightning_automodel.checkpoint.single_file import load_file
@@ -203,7 +203,10 @@ class CheckpointLoader:
         if not isinstance(states, list):
             raise CheckpointError("on_load_checkpoint has left no list in checkpoint['optimizer_states']")
         states = [state for state in states if state]
-        check_number("optimizers", len(states), len(self._named))
+        if len(states) != len(self._named):
+            raise CheckpointError(
+                f"it holds {len(states)} optimizers, and this run has {len(self._named)}: {AS_SAVED}"
+            )
         self._notes = {}
         for state in states:
             self._notes.update(notes_of(state))

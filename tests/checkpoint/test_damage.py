@@ -290,13 +290,13 @@ def test_checkpoint_of_another_optimizer(pool2: RankPool, tmp_path: Path, form: 
     """Moments and settings would be dropped silently, or missing in the first step."""
     expected = {
         "class": "optimizer 0 is a SGD, and the checkpoint lacks its dampening, momentum",
-        "groups": "it holds 1 groups of parameters of optimizer 0, and this run has 2",
+        "groups": "optimizer 0 trains other parameters, or in other groups, than when it was saved (only saved: none",
         "second": "it holds 1 optimizers, and this run has 2",
     }
     for outcomes in pool2.run(_load_into_others, FORMS[form], str(tmp_path), OtherOptimizer, list(expected)):
         for change, message, is_unchanged in outcomes:
             assert message.startswith(f"Cannot load {tmp_path}/other.ckpt: ranks 0, 1: {expected[change]}")
-            assert message.endswith(": configure the optimizers that the run was saved with")
+            assert ": configure the optimizers that the run was saved with" in message
             assert is_unchanged
 
 
