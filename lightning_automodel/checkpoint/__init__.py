@@ -7,7 +7,7 @@ from lightning_automodel.checkpoint.form import CheckpointForm
 from lightning_automodel.checkpoint.hyper_parameters import note_on_hyper_parameters
 from lightning_automodel.checkpoint.loading import CheckpointLoader
 from lightning_automodel.checkpoint.optimizers import NamedOptimizer
-from lightning_automodel.checkpoint.reading import load_directories
+from lightning_automodel.checkpoint.reading import read_directory
 from lightning_automodel.checkpoint.saving import CheckpointSaver
 from lightning_automodel.checkpoint.state_dict import model_state, whole
 
@@ -22,7 +22,6 @@ __all__ = [
     "export_hugging_face",
     "model_state",
     "note_on_hyper_parameters",
+    "read_directory",
     "whole",
 ]
-
-load_directories()

@@ -4,18 +4,15 @@ import argparse
 import importlib
 import json
 import sys
-from collections import Counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_automodel.checkpoint import paths
-from lightning_automodel.checkpoint.consolidate import consolidate
 from lightning_automodel.checkpoint.errors import describe
 from lightning_automodel.checkpoint.export import export_hugging_face
-from lightning_automodel.checkpoint.reading import open_tree
-from lightning_automodel.checkpoint.state_dict import MODEL, STATES
+from lightning_automodel.checkpoint.reading import consolidate, open_tree
+from lightning_automodel.checkpoint.state_dict import STATES
 from lightning_automodel.resume import CHECKPOINT_KEY
 
 _INSPECT_EXAMPLES = """the usual cases:
@@ -37,11 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
         return parsed.run(parsed)
     except Exception as error:  # a file that another program wrote can raise anything
         line = " ".join(describe(error).split())
-    # It quotes names from files of unknown origin.
-    printable = "".join(
-        character if character.isprintable() else ascii(character)[1:-1] for character in line
-    )
-    print(f"error: {printable}", file=sys.stderr)
+    # It quotes names from files of unknown origin, which must not control the terminal.
+    print(f"error: {repr(line)[1:-1]}", file=sys.stderr)
     return 1
 
 
@@ -102,7 +96,11 @@ def _inspect(parsed: argparse.Namespace) -> int:
         report: dict[str, Any] = {"path": path, "problem": None}
         try:
             tree = open_tree(paths.normalize(path), not parsed.trust, checks_shards=True)
-            report.update(_content(tree))
+            report["lightning"] = tree.get("pytorch-lightning_version")
+            report["mesh"] = tree.get(CHECKPOINT_KEY, {}).get("sizes")  # None if another program wrote it
+            report["epoch"] = tree.get("epoch")
+            report["global_step"] = tree.get("global_step")
+            report["rest"] = sorted(str(key) for key in tree if key not in STATES)
         except Exception as error:  # see main
             report["problem"] = describe(error)
             status = 1
@@ -129,23 +127,6 @@ def _export(parsed: argparse.Namespace) -> int:
     export_hugging_face(module, parsed.out, dtype=dtype, adapter_only=parsed.adapter_only, prefix=parsed.key)
     print(f"Wrote {parsed.out}")
     return 0
-
-
-def _content(tree: dict[str, Any]) -> dict[str, Any]:
-    num_elements: Counter[str] = Counter()
-    for tensor in tree[MODEL].values():
-        if isinstance(tensor, Tensor):
-            num_elements[str(tensor.dtype)] += tensor.numel()
-    of_run = tree.get(CHECKPOINT_KEY)  # None if another program wrote it
-    return {
-        "lightning": tree.get("pytorch-lightning_version"),
-        "world_size": None if of_run is None else len(of_run["ranks"]),
-        "mesh": None if of_run is None else of_run["sizes"],
-        "epoch": tree.get("epoch"),
-        "global_step": tree.get("global_step"),
-        "num_elements": num_elements,
-        "rest": sorted(str(key) for key in tree if key not in STATES),
-    }
 
 
 if __name__ == "__main__":

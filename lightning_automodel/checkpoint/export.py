@@ -62,7 +62,7 @@ def export_hugging_face(
     folder: Path | None = None
     with ExitStack() as stack:
         with on_every_rank(what):
-            model = _chosen(module, adapter_only, prefix, max_shard_size)
+            model = _chosen(module, adapter_only, prefix)
             if group_rank() == 0:
                 target = paths.new_local_target(path)
                 temporary = tempfile.TemporaryDirectory(prefix=paths.TEMPORARY, dir=target.parent)
@@ -78,12 +78,12 @@ def export_hugging_face(
 def check_export(module: nn.Module, path: str | Path, **options: Any) -> None:
     """Raise :class:`CheckpointError` if :func:`export_hugging_face` would refuse to begin. A collective."""
     with on_every_rank(f"Cannot export to {path}"):
-        _chosen(module, options["adapter_only"], options["prefix"], options["max_shard_size"])
+        _chosen(module, options["adapter_only"], options["prefix"])
         if group_rank() == 0:
             paths.new_local_target(path)
 
 
-def _chosen(module: nn.Module, adapter_only: bool, prefix: str | None, max_shard_size: str | int) -> Any:
+def _chosen(module: nn.Module, adapter_only: bool, prefix: str | None) -> Any:
     """The model to export; CheckpointError if it cannot be exported, as far as that can be known before."""
     models = list(_models(module))
     if not models:
@@ -101,9 +101,6 @@ def _chosen(module: nn.Module, adapter_only: bool, prefix: str | None, max_shard
         )
     (model,) = chosen
     _check(model, adapter_only)
-    from huggingface_hub import split_torch_state_dict_into_shards
-
-    split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)  # raises if that is no size
     return model
 
 
@@ -190,12 +187,7 @@ def _write(
     if _is_a(model, "PeftModel"):
         model.save_pretrained(folder, state_dict=state)
     else:
-        config = vars(model.config)
-        before = dict(config)
-        try:
-            model.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)
-        finally:
-            config.update(before)  # transformers writes a dtype and a class into it
+        model.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)
     if dtype is not None and (path := folder / "config.json").exists():
         # from_pretrained goes by this dtype, which is that of the model in memory.
         content = json.loads(path.read_text())

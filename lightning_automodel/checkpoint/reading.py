@@ -1,6 +1,7 @@
-"""Opening a checkpoint of either form in one process."""
+"""Reading checkpoints in one process: for the commands, and for ``load_from_checkpoint``."""
 
-from functools import cache, wraps
+import tempfile
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_automodel.checkpoint import paths
-from lightning_automodel.checkpoint.errors import on_this_rank
+from lightning_automodel.checkpoint.errors import CheckpointError, on_this_rank
+from lightning_automodel.checkpoint.mapped_files import new_tensor
 from lightning_automodel.checkpoint.shard_directory import ShardDirectory
-from lightning_automodel.checkpoint.single_file import load_file
+from lightning_automodel.checkpoint.single_file import load_file, save_file
 from lightning_automodel.checkpoint.state_dict import OPTIMIZERS
 from lightning_automodel.checkpoint.tree import mapped
 from lightning_automodel.internals import lightning as lightning_internals
@@ -38,19 +40,20 @@ def open_tree(path: str, weights_only: bool | None, checks_shards: bool = False)
         return shards.tree
 
 
-@cache
-def load_directories() -> None:
-    """Patch Lightning's ``load_from_checkpoint``, which has no setting for it, to read directories of shards."""
-    load = lightning_internals.saving.pl_load
+def consolidate(path: str, out: str, weights_only: bool | None) -> None:
+    """Write a directory of shards as one file, like Lightning's other strategies. Not a collective.
 
-    @wraps(load)
-    def load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        checkpoint = read_directory(path_or_url, map_location, weights_only)
-        if checkpoint is None:
-            checkpoint = load(path_or_url, map_location, weights_only)
-        return checkpoint
-
-    overwrite(lightning_internals.saving, "pl_load", load_any)
+    Tensors are mapped to temporary files beside the new one, so that the system can evict what was read or
+    written. torch's ``dcp_to_torch_save`` holds the whole checkpoint, runs code that it may contain, and
+    drops everything but the shards. Optimizer states keep parameter names as ids; torch's optimizers match
+    ids by order.
+    """
+    if not paths.is_directory(path):
+        raise CheckpointError(f"{path} is not a directory of shards: there is nothing to consolidate")
+    target = paths.new_local_target(out)
+    shards = open_directory(path, weights_only)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=paths.TEMPORARY) as folder:
+        save_file(shards.read_all(shards.tree, partial(new_tensor, folder)), str(target))
 
 
 def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any] | None:
@@ -68,3 +71,20 @@ def read_directory(path: Any, map_location: Any, weights_only: bool | None) -> d
             checkpoint, lambda _, leaf: leaf.to(map_location) if isinstance(leaf, Tensor) else leaf
         )
     return checkpoint
+
+
+def _load_directories() -> None:
+    """Patch Lightning's ``load_from_checkpoint``, which has no setting for it, to read directories of shards."""
+    load = lightning_internals.saving.pl_load
+
+    @wraps(load)
+    def load_any(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        checkpoint = read_directory(path_or_url, map_location, weights_only)
+        if checkpoint is None:
+            checkpoint = load(path_or_url, map_location, weights_only)
+        return checkpoint
+
+    overwrite(lightning_internals.saving, "pl_load", load_any)
+
+
+_load_directories()  # once, when this module is imported
