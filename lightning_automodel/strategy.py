@@ -37,7 +37,6 @@ from lightning_automodel.checkpoint import (
     CheckpointSaver,
     NamedOptimizer,
     differing_extra_states,
-    note_on_hyper_parameters,
 )
 from lightning_automodel.data.samplers import Ranks
 from lightning_automodel.data.streams import check_counted_ranks
@@ -519,8 +518,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     def _prepare_checkpoints(self, trainer: "pl.Trainer") -> None:
         """Decide on the form of checkpoints, and watch the callbacks that save them."""
-        if (note := self._form.choose(self.checkpoint_io, self.world_size)) is not None:
-            self._advice.say_once(note)
+        self._form.choose(self.checkpoint_io, self.world_size)
         self._saver.patch_callbacks(trainer, self._patches)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -546,8 +544,6 @@ class AutomodelStrategy(ParallelStrategy):
         """Record during a fit what its checkpoints need, so that a resumed one goes on bit for bit."""
         module = self._module
         run = self._required_run
-        if trainer.checkpoint_callbacks and (note := note_on_hyper_parameters(module)) is not None:
-            self._advice.say_once(note)
         self._resume = Resume(
             trainer, run.state, run.load_state, run.holds_gradients, self._advice.say_once, self._patches
         )

@@ -2,14 +2,11 @@
 
 from lightning_automodel.checkpoint.errors import CheckpointError
 from lightning_automodel.checkpoint.export import check_export, export_hugging_face
-from lightning_automodel.checkpoint.extra_states import differing_extra_states
-from lightning_automodel.checkpoint.form import CheckpointForm
-from lightning_automodel.checkpoint.hyper_parameters import note_on_hyper_parameters
 from lightning_automodel.checkpoint.loading import CheckpointLoader
 from lightning_automodel.checkpoint.optimizers import NamedOptimizer
 from lightning_automodel.checkpoint.reading import read_directory
-from lightning_automodel.checkpoint.saving import CheckpointSaver
-from lightning_automodel.checkpoint.state_dict import model_state, whole
+from lightning_automodel.checkpoint.saving import CheckpointForm, CheckpointSaver
+from lightning_automodel.checkpoint.state_dict import differing_extra_states, model_state, whole
 
 __all__ = [
     "CheckpointError",
@@ -21,7 +18,6 @@ __all__ = [
     "differing_extra_states",
     "export_hugging_face",
     "model_state",
-    "note_on_hyper_parameters",
     "read_directory",
     "whole",
 ]

@@ -73,16 +73,12 @@ def _combined(what: str, failed: Mapping[int, str]) -> CheckpointError:
     """One error for the ``failed`` ranks; equal messages are listed once. A single process names no rank."""
     if group_size() == 1:
         return CheckpointError(f"{what}: {next(iter(failed.values()))}")
-    ranks_by_text: dict[str, list[str]] = {}
+    ranks_by_text: dict[str, list[int]] = {}
     for rank, text in sorted(failed.items()):
-        ranks_by_text.setdefault(text, []).append(str(rank))
-    listed: list[str] = []
-    for text, ranks in ranks_by_text.items():
-        if len(ranks) > 1:
-            noun = "ranks"
-        else:
-            noun = "rank"
-        listed.append(f"{noun} {', '.join(ranks)}: {text}")
+        ranks_by_text.setdefault(text, []).append(rank)
+    listed = [
+        f"{', '.join(f'rank {rank}' for rank in ranks)}: {text}" for text, ranks in ranks_by_text.items()
+    ]
     return CheckpointError(f"{what}: {'; '.join(listed)}")
 
 

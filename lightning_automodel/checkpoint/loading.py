@@ -14,7 +14,7 @@ from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.optimizer_loading import AS_SAVED, load_state, notes_of, state_here
 from lightning_automodel.checkpoint.optimizers import NamedOptimizer
-from lightning_automodel.checkpoint.shard_directory import ShardDirectory, is_shard_directory
+from lightning_automodel.checkpoint.shard_directory import ShardDirectory
 from lightning_automodel.checkpoint.single_file import load_file
 from lightning_automodel.checkpoint.state_dict import (
     MODEL,
@@ -77,15 +77,14 @@ class CheckpointLoader:
         self._what = f"Cannot load {place}"
         loaded: dict[str, Any] = {}
         with on_every_rank(self._what):
-            is_ours = type(io) is TorchCheckpointIO
-            if paths.is_directory(place) and (is_ours or is_shard_directory(place)):
-                self._shards = ShardDirectory(place, weights_only)
-                loaded = self._shards.tree
-            elif is_ours:
-                loaded = load_file(place, weights_only, reads_content=is_first_on_node)
-            else:
+            if type(io) is not TorchCheckpointIO:
                 # A copy, since the plugin may keep the dict that it returned.
                 loaded = dict(io.load_checkpoint(place, weights_only=weights_only))
+            elif paths.is_directory(place):
+                self._shards = ShardDirectory(place, weights_only)
+                loaded = self._shards.tree
+            else:
+                loaded = load_file(place, weights_only, reads_content=is_first_on_node)
             self._versions = module_versions(loaded.get(MODEL, {}))
             self._sharded = frozenset(loaded.pop(SHARDED, ()))
         moments = set(collectives.gather_objects((loaded.get("epoch"), loaded.get("global_step"))))

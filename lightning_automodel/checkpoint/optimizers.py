@@ -34,14 +34,6 @@ NOTES = "lightning_automodel"
 """Key of the notes in an optimizer's saved state, if it needs any: what loading cannot know of a tensor, by key."""
 
 
-def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
-    """The parameters of ``model`` under names without wrappers; those that optimizers have, if it is gathered."""
-    return {
-        without_wrappers(name): getattr(parameter, "shard", parameter)
-        for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate)
-    }
-
-
 class NamedOptimizer:
     """An optimizer of a run, and the names of its parameters.
 
@@ -60,7 +52,11 @@ class NamedOptimizer:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, owned: Mapping[nn.Parameter, bool]) -> None:
         self.optimizer = optimizer
-        self.parameters = named_parameters(model)
+        self.parameters = {
+            # Optimizers have the shard of a parameter that is gathered.
+            without_wrappers(name): getattr(parameter, "shard", parameter)
+            for name, parameter in model.named_parameters()
+        }
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         number = itertools.count()
         self.groups: list[list[Any]] = [
@@ -185,22 +181,15 @@ def has_groups(state: Any) -> bool:
     return isinstance(groups, list) and all("params" in group for group in groups)
 
 
-def ids_of(state: Mapping[str, Any]) -> list[Any]:
-    """The ids of parameters in a state of torch's form, group after group."""
-    return [parameter for group in state["param_groups"] for parameter in group["params"]]
-
-
 def renamed(state: Any, new: Mapping[Any, Any]) -> Any:
     """``state`` with other ids of parameters in each state of torch's form, with as many ids, within it.
 
     Wrappers save the state of another optimizer within theirs.
     """
-    if isinstance(state, list):
-        return [renamed(item, new) for item in state]
     if type(state) is not dict:
         return state
     changed = {key: renamed(value, new) for key, value in state.items()}
-    if has_groups(state) and len(ids_of(state)) == len(new):
+    if has_groups(state) and sum(len(group["params"]) for group in state["param_groups"]) == len(new):
         changed["state"] = {new.get(old, old): value for old, value in changed["state"].items()}
         changed["param_groups"] = [
             {**group, "params": [new.get(old, old) for old in group["params"]]}

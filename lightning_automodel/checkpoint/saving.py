@@ -3,7 +3,7 @@
 import concurrent.futures
 import logging
 import sys
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -16,15 +16,14 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from torch import Tensor
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.checkpoint import paths, single_file, state_dict
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
-from lightning_automodel.checkpoint.form import CheckpointForm
-from lightning_automodel.checkpoint.hyper_parameters import without_shards
-from lightning_automodel.checkpoint.optimizers import NamedOptimizer, named_parameters
-from lightning_automodel.checkpoint.shard_writer import is_everywhere, prepare_shards
+from lightning_automodel.checkpoint.optimizers import NamedOptimizer
+from lightning_automodel.checkpoint.shard_writer import is_of_all_ranks, prepare_shards
 from lightning_automodel.checkpoint.single_file import prepare_file
 from lightning_automodel.checkpoint.tree import check_pickled, keyed_tensors, leaves
 from lightning_automodel.distributed import collectives
@@ -38,6 +37,36 @@ PENDING_SAVE_LIMIT_S = 60.0
 
 Write = Callable[[dist.ProcessGroup | None], None]
 """Writes a prepared checkpoint. A collective over the group that it is given, or over the default group."""
+
+
+class CheckpointForm:
+    """Whether the checkpoints of a strategy are directories of shards, or single files.
+
+    Args:
+        is_sharded: Whether the model is sharded.
+        chosen: What the user chose: directories, or not. None lets :meth:`choose` decide.
+    """
+
+    def __init__(self, is_sharded: bool, chosen: bool | None) -> None:
+        self.is_sharded = is_sharded
+        self._chosen = chosen
+        self.as_directory = chosen or (chosen is None and is_sharded)
+
+    def choose(self, io: CheckpointIO, world_size: int) -> None:
+        """Decide, for a run of ``world_size`` ranks whose files the Trainer's plugin ``io`` writes.
+
+        ValueError if the user asked for directories, on which a plugin has no effect.
+        """
+        is_plugin = type(io) is not TorchCheckpointIO
+        if self._chosen is None:
+            # A single rank has no use for a directory, and any program can read one file.
+            self.as_directory = self.is_sharded and world_size > 1 and not is_plugin
+        elif self._chosen and is_plugin:
+            raise ValueError(
+                "save_distributed_checkpoint=True writes directories of shards, on which"
+                f" {type(io).__name__} would have no effect: leave the plugin out, or pass"
+                " save_distributed_checkpoint=False, with which it writes one file."
+            )
 
 
 class CheckpointSaver:
@@ -187,13 +216,12 @@ class CheckpointSaver:
         """Complete ``checkpoint`` in the run's form, and return what writes it; ``save_file`` writes one file."""
         if self._form.is_sharded:
             with on_every_rank(f"Cannot save {target}"):
-                without_shards(checkpoint, module)
+                _leave_out_shards(checkpoint, module)
                 if group_rank() == 0:
                     check_pickled(checkpoint)
-        names = set(named_parameters(module, remove_duplicate=False))
-        self._check_edits(checkpoint, target, names)
+        self._check_edits(checkpoint, target)
         if self._form.as_directory:
-            return prepare_shards(checkpoint, target, names, copies)
+            return prepare_shards(checkpoint, target, copies)
         if self._form.is_sharded:
             # One file holds whole tensors, and lists which were sharded so that loading can shard them
             # again.
@@ -203,21 +231,20 @@ class CheckpointSaver:
             checkpoint = state_dict.whole(checkpoint, keep=group_rank() == 0)
         return prepare_file(checkpoint, target, save_file, copies)
 
-    def _check_edits(self, checkpoint: dict[str, Any], target: str, parameters: Set[str]) -> None:
+    def _check_edits(self, checkpoint: dict[str, Any], target: str) -> None:
         """Raise CheckpointError on every rank if a hook has edited on some ranks alone what each writes a part of.
 
         The checkpoint would be edited in part, and ranks would wait in a gather that the others do not join. A
         collective.
         """
         group = self._host_group()
-        if group is None or not (self._form.is_sharded or self._form.as_directory):
+        if group is None:
             return
         if not self._form.as_directory:
-            parameters = frozenset()
             checkpoint = {key: value for key, value in checkpoint.items() if key not in state_dict.STATES}
         found: dict[str, str] = {}
         for key, path, tensor in keyed_tensors(checkpoint):
-            if is_everywhere(path, tensor, parameters):
+            if is_of_all_ranks(path, tensor):
                 origin = "the run's" if self._given.get(id(tensor)) is tensor else "a hook's"
                 found[key] = f"{origin} ({tensor.dtype} of shape {list(tensor.shape)})"
         if difference := collectives.disagreement(found, group):
@@ -311,6 +338,29 @@ class CheckpointSaver:
         """Wait, with a limit, for a pending save before reporting a failure: it needs the other ranks."""
         if self._pending is not None:
             concurrent.futures.wait([self._pending], PENDING_SAVE_LIMIT_S)
+
+
+def _leave_out_shards(checkpoint: dict[str, Any], module: "pl.LightningModule") -> None:
+    """Leave out hyper-parameters that are parts of the sharded model, which the checkpoint holds. Not a collective."""
+    key = module.CHECKPOINT_HYPER_PARAMS_KEY
+    saved = checkpoint.get(key)
+    if not isinstance(saved, dict):
+        return
+    parts = [
+        name for name, value in saved.items() if any(_is_sharded_module(leaf) for _, leaf in leaves(value))
+    ]
+    if parts:
+        checkpoint[key] = {name: value for name, value in saved.items() if name not in parts}
+        rank_zero_warn(
+            f"The hyper-parameters {', '.join(parts)} are parts of the model, which is sharded: checkpoints leave"
+            " them out, and hold the model alone. Pass them to load_from_checkpoint(path,"
+            f" {', '.join(f'{name}={name}' for name in parts)}). Without this note:"
+            f" self.save_hyperparameters(ignore={parts})."
+        )
+
+
+def _is_sharded_module(value: Any) -> bool:
+    return isinstance(value, nn.Module) and any(isinstance(weight, DTensor) for weight in value.parameters())
 
 
 def _file_saver(io: CheckpointIO, storage_options: Any | None) -> Callable[[dict[str, Any], str], None]:

@@ -3,7 +3,7 @@
 import contextlib
 import io
 import json
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -100,33 +100,23 @@ class ShardWriter(torch_internals.FsspecWriter):
                 filesystem.rm(path, recursive=True)
 
 
-def is_everywhere(path: TreePath, tensor: Tensor, parameters: Set[str]) -> bool:
-    """Whether all ranks have the tensor at ``path`` of a checkpoint, or a shard of it, and write a part each.
-
-    That is each sharded tensor, and the ``parameters`` and states of optimizers that all ranks have.
-    """
-    if isinstance(tensor, DTensor):
-        return True
-    if path[0] == MODEL:
-        return not parameters.isdisjoint(path[1:2])
-    return path[0] == OPTIMIZERS and tensor.dim() > 0
+def is_of_all_ranks(path: TreePath, tensor: Tensor) -> bool:
+    """Whether each rank writes a part of the tensor at ``path`` of a checkpoint, or its owner does."""
+    return isinstance(tensor, DTensor) or (path[0] == OPTIMIZERS and tensor.dim() > 0)
 
 
-def taken_apart(
-    checkpoint: dict[str, Any], parameters: Set[str]
-) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
+def taken_apart(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
     """``checkpoint`` without the values that lie in shards, and what this rank writes of them.
 
-    That is what is everywhere, of which torch gives each rank a share, and on rank 0 the other tensors of the
-    model's state: buffers may differ between ranks, and rank 0's are saved, as in one file. None for what
-    other ranks write.
+    That is what is of all ranks, and on rank 0 the other tensors of the model's state: buffers may differ
+    between ranks, and rank 0's are saved, as in one file. None for what other ranks write.
     """
     own: dict[str, Tensor | None] = {}
 
     def placed(key: str, path: TreePath, tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided or tensor.is_quantized:
             return tensor
-        is_shared = is_everywhere(path, tensor, parameters)
+        is_shared = is_of_all_ranks(path, tensor)
         # Extra states may have another size on each rank.
         if not is_shared and (path[0] != MODEL or is_extra_state(path[1])):
             return tensor
@@ -138,7 +128,7 @@ def taken_apart(
 
 
 def prepare_shards(
-    checkpoint: dict[str, Any], path: str, parameters: Set[str] = frozenset(), copy: bool = False
+    checkpoint: dict[str, Any], path: str, copy: bool = False
 ) -> Callable[[dist.ProcessGroup | None], None]:
     """Prepare a directory: every rank writes its shards, rank 0 the rest. A collective.
 
@@ -149,7 +139,6 @@ def prepare_shards(
     Args:
         checkpoint: Lightning's checkpoint, with shards instead of whole tensors.
         path: Path of the checkpoint, the same on every rank.
-        parameters: Names of the model's parameters.
         copy: Whether to copy the state to host memory, so that it may change before it is written.
     """
     what = f"Cannot save {path}"
@@ -159,7 +148,7 @@ def prepare_shards(
     with on_every_rank(what):
         if not isinstance(checkpoint.get(MODEL), dict):
             raise CheckpointError("on_save_checkpoint has left no dict in checkpoint['state_dict']")
-        tree, shards = taken_apart(checkpoint, parameters)
+        tree, shards = taken_apart(checkpoint)
         if group_rank() == 0:
             torch.save(tree, content)
             folder = paths.prepare_place(path)

@@ -1,15 +1,20 @@
 """The state of a model under the names of parameters, and whole or copied tensors of a checkpoint."""
 
 import copy
+import hashlib
+import io
 from collections.abc import Mapping
+from pathlib import Path as FilePath
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.checkpoint.errors import CheckpointError
+from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.tree import Path, mapped
+from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.internals.torch import (
     EXTRA_STATE,
     module_versions,
@@ -117,3 +122,28 @@ def _copy_to_host(tensor: Tensor) -> Tensor:
     # A copy to pageable memory goes through a buffer of the driver, and the host waits for each tensor.
     host = torch.empty_like(tensor, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def differing_extra_states(
+    module: nn.Module, path: str | FilePath, group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """This rank's extra states by name, in host memory, if some rank has others: of samplers, for example.
+
+    The state dict of the checkpoint at ``path`` holds rank 0's. A collective over ``group``, which exchanges
+    a digest; without a group nothing can differ. If a rank cannot pickle its states, every rank raises
+    :class:`CheckpointError`.
+    """
+    if group is None:
+        return {}
+    states: dict[str, Any] = {}
+    content = io.BytesIO()
+    with on_every_rank(f"Cannot save {path}", group):
+        for name, state in model_state(module).items():
+            if is_extra_state(name) and not isinstance(state, DTensor):  # which is saved as shards
+                states[name] = state
+        torch.save(states, content)
+    digests = gather_objects(hashlib.sha256(content.getvalue()).digest(), group)
+    if len(set(digests)) == 1:
+        return {}
+    copies: dict[str, Any] = copied(states)
+    return copies

@@ -264,7 +264,7 @@ def test_checkpoint_of_another_model(pool2: RankPool, tmp_path: Path, form: str)
     names = {"more": "model.more.weight", "fewer": "model.norm.weight", "shape": "model.head.weight"}
     for outcomes in pool2.run(_load_into_others, FORMS[form], str(tmp_path), OtherModule, list(names)):
         for change, message, _ in outcomes:
-            assert message.startswith(f"Cannot load {tmp_path}/other.ckpt: ranks 0, 1: ")
+            assert message.startswith(f"Cannot load {tmp_path}/other.ckpt: rank 0, rank 1: ")
             assert names[change] in message
 
 
@@ -295,7 +295,9 @@ def test_checkpoint_of_another_optimizer(pool2: RankPool, tmp_path: Path, form: 
     }
     for outcomes in pool2.run(_load_into_others, FORMS[form], str(tmp_path), OtherOptimizer, list(expected)):
         for change, message, is_unchanged in outcomes:
-            assert message.startswith(f"Cannot load {tmp_path}/other.ckpt: ranks 0, 1: {expected[change]}")
+            assert message.startswith(
+                f"Cannot load {tmp_path}/other.ckpt: rank 0, rank 1: {expected[change]}"
+            )
             assert ": configure the optimizers that the run was saved with" in message
             assert is_unchanged
 

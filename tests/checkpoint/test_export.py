@@ -396,7 +396,7 @@ def test_a_fit_that_could_not_export_does_not_begin(pool2: RankPool, tmp_path: P
         assert "exists: remove it, or choose another path" in message
     for step, message in pool2.run(_begin, str(tmp_path / "new"), True):
         assert step == 0
-        assert "ranks 0, 1: " in message
+        assert "rank 0, rank 1: " in message
         assert "temperature" in message
 
 
