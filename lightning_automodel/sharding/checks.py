@@ -54,8 +54,9 @@ _SPARSE = (
     " out, or pass data_parallel='ddp'."
 )
 _ASSIGNED = (
-    "load_state_dict(..., assign=True) would replace the parameters of a sharded module by whole tensors."
-    " Leave assign=True out: each rank then copies its part of them."
+    "load_state_dict(..., assign=True), or an initialiser that makes new parameters, would replace those of a"
+    " sharded module by whole tensors. Leave assign=True out, and initialise in place (self.weight.normal_()):"
+    " each rank then copies its part."
 )
 _PICKLED = (
     "A sharded module, of which this rank holds a part, cannot be pickled, as by torch.save(module). Save a"

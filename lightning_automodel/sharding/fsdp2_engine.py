@@ -39,7 +39,7 @@ class FSDP2Engine(FSDP2Window):
         self._is_first_batch = True
         self.discard()  # units that the user has sharded may hold gradients of earlier training
         self._gathers = JoinedGathers([unit.module for unit in self.units])
-        tensor_parallel.share_random_state(mesh, placement.device)
+        tensor_parallel.share_random_state(mesh.tensor_group, placement.device)
         self._buffers = SharedBuffers(module, mesh.group, placement.device)
 
     @override

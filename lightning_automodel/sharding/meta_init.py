@@ -1,25 +1,25 @@
 """Initialises a model that was created on the meta device: allocates the shards, then runs each module's initialiser.
 
-Only shards are allocated. An initialiser runs on whole tensors in host memory, all of those below its
-module, from rank 0's random state, and each rank keeps its shards of the result: so one seed gives one
-model, whatever the layout. On shards, writes to a row of a sharded matrix (``padding_idx``) would be lost.
+Initialisers see shards that compute like whole tensors (:mod:`lightning_automodel.sharding.shards`), and
+draw from rank 0's random state: so one seed gives one model, whatever the layout.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed import collectives
 from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.torch import local_tensor
+from lightning_automodel.sharding import tensor_parallel
+from lightning_automodel.sharding.shards import make_shard
 from lightning_automodel.sharding.units import class_name, distinct
-from lightning_automodel.sharding.whole_copies import write_part
 
 # Fills memory that is not initialised. A checkpoint or the user may still write values, so the tensors
 # without any are found only when the run starts: they hold nothing but this byte.
@@ -49,27 +49,23 @@ def materialize(model: nn.Module, device: torch.device, offload: bool) -> None:
             if not tensor.is_meta:
                 continue
             if tensor not in allocated:
-                if offload and isinstance(tensor, DTensor):
-                    where = torch.device("cpu")
-                else:
-                    where = device
-                memory = torch.empty_like(tensor, device=where, memory_format=torch.contiguous_format)
-                allocated[tensor] = _unfilled(tensor, memory)
+                on_host = offload and isinstance(tensor, DTensor)
+                allocated[tensor] = _allocate(tensor, torch.device("cpu") if on_host else device)
                 owners[allocated[tensor]] = module
             setattr(module, name, allocated[tensor])
-    pending = set(owners)
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.set_rng_state(collectives.broadcast_object(torch.get_rng_state(), src=0))
-            for module, below, initialize in _initializers(model):
-                _run(module, below, initialize, owners, pending)
-    finally:
-        names = [name for name, tensor in _named_tensors(model).items() if tensor in pending]
-        vars(model)[_UNINITIALIZED] = names
+    named = _named_tensors(model)
+    vars(model)[_UNINITIALIZED] = [name for name, tensor in named.items() if tensor in owners]
+    for tensor in named.values():
+        make_shard(tensor)
+    accelerators = [device] if device.type != "cpu" else []
+    with torch.random.fork_rng(accelerators, device_type=device.type), torch.no_grad():
+        tensor_parallel.share_random_state(dist.group.WORLD, device)
+        for module, initialize in _initializers(model):
+            _run(module, initialize, owners)
 
 
-def _initializers(model: nn.Module) -> Iterator[tuple[nn.Module, Iterable[nn.Module], Callable[[], Any]]]:
-    """Every initialiser in the order of construction, with its module and the modules whose tensors it may write.
+def _initializers(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
+    """Every initialiser in the order of construction, with its module.
 
     Models of Hugging Face, timm and many others have ``_init_weights(module)``, which is called for each
     submodule.
@@ -77,7 +73,7 @@ def _initializers(model: nn.Module) -> Iterator[tuple[nn.Module, Iterable[nn.Mod
     for module in _children_first(model):
         for name in ("reset_parameters", torch_internals.RESET_PARAMETERS):
             if _takes(module, name, 0):
-                yield module, module.modules(), getattr(module, name)
+                yield module, getattr(module, name)
                 break
         if _takes(module, "_init_weights", 1):
             initialize: Any = module._init_weights
@@ -85,45 +81,29 @@ def _initializers(model: nn.Module) -> Iterator[tuple[nn.Module, Iterable[nn.Mod
             elsewhere = {id(below) for m in has_its_own for below in m.modules()}
             for submodule in _children_first(module):
                 if id(submodule) not in elsewhere:
-                    # It is called for each module, so those in FSDP units below this one are initialised
-                    # already. Gathering them again for each module around them would hold the whole model at
-                    # once.
-                    yield submodule, _up_to_units(submodule), partial(initialize, submodule)
+                    yield submodule, partial(initialize, submodule)
         elif _takes(module, "init_weights", 0):
-            yield module, module.modules(), module.init_weights  # type: ignore[misc]
+            yield module, module.init_weights  # type: ignore[misc]
 
 
-def _run(
-    module: nn.Module,
-    below: Iterable[nn.Module],
-    initialize: Callable[[], Any],
-    owners: dict[Tensor, nn.Module],
-    pending: set[Tensor],
-) -> None:
-    """Run an initialiser while modules hold whole copies of their tensors, and keep this rank's part of the result."""
-    held = [(holder, name, tensor) for holder in below for name, tensor in _own_tensors(holder)]
-    if not any(tensor in owners for _, _, tensor in held):
+def _run(module: nn.Module, initialize: Callable[[], Any], owners: dict[Tensor, nn.Module]) -> None:
+    """Run an initialiser of ``module``, if it has tensors to fill.
+
+    Others keep their values: those that had some before, and those that the module shares with another,
+    whose own initialiser has filled them. A parent may change what its children have filled.
+    """
+    held = [(holder, tensor) for holder in module.modules() for _, tensor in _own_tensors(holder)]
+    filled = {
+        tensor
+        for holder, tensor in held
+        if tensor in owners and (owners[tensor] is module or holder is not module)
+    }
+    if not filled:
         return
-    whole: dict[Tensor, Tensor] = {}
-    for tensor in {tensor: None for _, _, tensor in held}:
-        if tensor in pending:
-            whole[tensor] = _unfilled(tensor, torch.empty(tensor.shape, dtype=tensor.dtype))
-        else:
-            whole[tensor] = _as_parameter(tensor, collectives.full(tensor).to("cpu", copy=True))
-    try:
-        for holder, name, tensor in held:
-            setattr(holder, name, whole[tensor])
-        initialize()
-    finally:
-        results = [getattr(holder, name) for holder, name, _ in held]
-        for holder, name, tensor in held:
-            setattr(holder, name, tensor)
-    for (holder, _, tensor), result in zip(held, results, strict=True):
-        # A layer must not overwrite a shared tensor that another layer has initialised; a parent module may.
-        may_write = tensor in owners and (owners[tensor] is module or holder is not module)
-        if may_write and not (tensor in pending and _has_no_values(result)):
-            write_part(tensor, result)
-            pending.discard(tensor)
+    kept = {tensor: local_tensor(tensor).clone() for _, tensor in held if tensor not in filled}
+    initialize()
+    for tensor, part in kept.items():
+        local_tensor(tensor).copy_(part)
 
 
 def move_what_has_values(module: nn.Module, device: torch.device) -> None:
@@ -164,13 +144,6 @@ def _children_first(model: nn.Module) -> list[nn.Module]:
     return distinct([*below, model])
 
 
-def _up_to_units(module: nn.Module) -> Iterator[nn.Module]:
-    yield module
-    for child in module.children():
-        if not isinstance(child, FSDPModule):
-            yield from _up_to_units(child)
-
-
 def _takes(module: nn.Module, name: str, num_arguments: int) -> bool:
     """Whether the class of ``module`` has a method ``name`` that takes ``num_arguments`` arguments."""
     if not callable(getattr(type(module), name, None)):
@@ -193,23 +166,19 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict([*model.named_parameters(), *model.named_buffers()])
 
 
-def _as_parameter(original: Tensor, tensor: Tensor) -> Tensor:
-    """``tensor``, as a parameter with the same attributes where the original is one."""
+def _allocate(original: Tensor, device: torch.device) -> Tensor:
+    """Memory for a tensor on the meta device, marked as without values; a parameter keeps its attributes."""
+    memory = torch.empty_like(original, device=device, memory_format=torch.contiguous_format)
+    _bytes(memory).fill_(_FILL_BYTE)
     if not isinstance(original, nn.Parameter):
-        return tensor
-    parameter = nn.Parameter(tensor, requires_grad=original.requires_grad)
+        return memory
+    parameter = nn.Parameter(memory, requires_grad=original.requires_grad)
     vars(parameter).update(vars(original))
     return parameter
 
 
-def _unfilled(original: Tensor, memory: Tensor) -> Tensor:
-    """Mark ``memory``, which replaces ``original``, as without values."""
-    _bytes(memory).fill_(_FILL_BYTE)
-    return _as_parameter(original, memory)
-
-
 def _bytes(tensor: Tensor) -> Tensor:
-    return torch_internals.local_tensor(tensor).detach().contiguous().view(-1).view(torch.uint8)
+    return local_tensor(tensor).detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _has_no_values(tensor: Tensor) -> bool:

@@ -113,9 +113,11 @@ def _apply_plan(model: Any, mesh: DeviceMesh) -> None:
     model.tie_weights()  # modules that share a parameter were distributed each by itself
 
 
-def share_random_state(mesh: RunMesh, device: torch.device) -> None:
-    """Give tensor-parallel peers their first rank's random state: they drop out the same activations. A collective."""
-    group = mesh.tensor_group
+def share_random_state(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Give the ranks of ``group``, if any, their first one's random state. A collective.
+
+    Tensor-parallel peers must drop out the same activations.
+    """
     if group is None:
         return
     modules: list[Any] = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device.type)]
