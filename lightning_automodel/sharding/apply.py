@@ -22,6 +22,7 @@ from lightning_automodel.distributed.mesh import (
 )
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import overwrite
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding.precision import OutermostCall, cast_around, step_policy, unit_policy
 from lightning_automodel.sharding.quantized import has_parts
@@ -168,7 +169,7 @@ def initialise_fsdp2(model: nn.Module, divisor: int) -> None:
     """Run FSDP2's lazy initialisation at set-up, so that its errors come now (tied parameters, mixed dtypes).
 
     Raises ValueError if gradients would be averaged over other ranks than the ``divisor`` that hold
-    different tokens, or by another factor.
+    different tokens.
     """
     for root in fsdp_roots(model):
         fsdp2.initialise_fsdp_root(root)
@@ -203,12 +204,8 @@ def _check_averaging(unit: str, group: Any, num_ranks: int, is_expert: bool) -> 
             " it to the strategy. Experts that differ by rank need expert_parallel_size and spread_experts:"
             " as plain parameters they would be overwritten by those of the first rank."
         )
-    if group.gradient_divide_factor not in (None, num_ranks):
-        raise ValueError(
-            f"FSDP unit {unit!r} divides gradients by {group.gradient_divide_factor}"
-            f" (set_gradient_divide_factor), but the strategy rescales averages over {num_ranks} ranks;"
-            " leave the factor unset."
-        )
+    # The strategy divides by label tokens, whatever factor was set by hand.
+    overwrite(group, "gradient_divide_factor", None)
 
 
 def broadcast_states(model: nn.Module, mesh: RunMesh) -> None:

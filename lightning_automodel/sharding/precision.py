@@ -159,12 +159,7 @@ def cast_floating(values: Any, dtype: torch.dtype) -> Any:
     """Cast all floating-point tensors in nested containers, as FSDP2 casts what enters and leaves its units."""
 
     def cast(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        converted = tensor.to(dtype)
-        for name, value in vars(tensor).items():  # of a subclass, such as the names of its columns
-            vars(converted).setdefault(name, value)
-        return converted
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return apply_to_collection(values, Tensor, cast, allow_frozen=True)
 

@@ -94,21 +94,11 @@ def _apply_plan(model: Any, mesh: DeviceMesh) -> None:
     plan: dict[str, str] = model.tp_plan
     unknown = sorted({style for style in plan.values() if style not in STYLES})
     if unknown:
-        experts = ""
-        if getattr(model, "ep_plan", None):
-            experts = " To spread its experts over ranks, pass expert_parallel_size in place of tensor_parallel_size."
         raise ValueError(
             f"The tp_plan of {type(model).__name__} asks for {', '.join(unknown)}, which this strategy"
             f" cannot carry out (it knows {', '.join(STYLES)}): apply a plan of your own with"
-            f" parallelize_module in configure_model.{experts}"
+            " parallelize_module in configure_model, or spread experts by expert_parallel_size."
         )
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(model.config.get_text_config(), name, None)
-        if isinstance(heads, int) and heads % mesh.size():
-            raise ValueError(
-                f"tensor_parallel_size={mesh.size()} does not divide {name}={heads} of"
-                f" {type(model).__name__}: choose a size that does."
-            )
     parallelize_module(model, mesh, {name: STYLES[style] for name, style in plan.items()})
     model.tie_weights()  # modules that share a parameter were distributed each by itself
 

@@ -35,7 +35,7 @@ from tests.expert_parallel.mixtures import (
 )
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import VOCABULARY
-from tests.trainer.plain import ModelModule, fill, plain_weights
+from tests.trainer.plain import fill, plain_weights
 from tests.trainer.runs import TOLERANCE, by_default
 
 PLAN = {
@@ -332,18 +332,11 @@ class OwnFactor(OwnUnits):
 
 def test_units_of_the_user(pool4: RankPool) -> None:
     expected = plain_weights(MixtureDecoder(), ACCUMULATE, CASE)
-    for found in pool4.run(fit, {}, OwnUnits):
+    for found in pool4.run(fit, {}, OwnFactor):
         assert error(found.weights, expected) <= TOLERANCE
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (OwnFactor, r"divides gradients by 4\.0 \(set_gradient_divide_factor\)"),
-        (UnitsOfBoth, "'model.blocks.0' averages its gradients over 2 ranks, but 4 hold different data"),
-    ],
-)
-def test_wrong_units_of_the_user(pool4: RankPool, make: type[ModelModule], message: str) -> None:
+def test_wrong_units_of_the_user(pool4: RankPool) -> None:
+    message = "'model.blocks.0' averages its gradients over 2 ranks, but 4 hold different data"
     with pytest.raises(RankError, match=message):
-        pool4.run(fit, {}, make)
+        pool4.run(fit, {}, UnitsOfBoth)

@@ -16,7 +16,7 @@ from lightning_automodel.distributed.mesh import MeshSizes
 from lightning_automodel.gradients.grad_scaling import LossScaling
 from lightning_automodel.gradients.rescale_clip import scale_gradients_
 from lightning_automodel.internals.patching import PatchStack
-from lightning_automodel.sharding.precision import cast_around, cast_floating, resolve_policy
+from lightning_automodel.sharding.precision import cast_around, resolve_policy
 
 BF16 = torch.bfloat16
 FP16 = torch.float16
@@ -130,17 +130,3 @@ def test_range_of_small_weights() -> None:
 def test_no_range_to_keep() -> None:
     """Without float16 nothing is multiplied."""
     assert _scaling(False).start_window(1) is None
-
-
-class Labelled(torch.Tensor):
-    """Has names for its columns, as the tensors of some libraries do."""
-
-    labels: list[str]
-
-
-def test_casts_keep_attributes_of_subclasses() -> None:
-    """``Tensor.to`` makes a tensor of the class, without them."""
-    batch = torch.ones(2, 3).as_subclass(Labelled)
-    batch.labels = ["x", "y", "t"]
-    (cast,) = cast_floating([batch], torch.float64)
-    assert (type(cast), cast.dtype, cast.labels) == (Labelled, torch.float64, ["x", "y", "t"])

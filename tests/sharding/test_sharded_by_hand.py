@@ -44,13 +44,14 @@ class ShardsOverReplicas(ShardsByHand):
 
 
 class ShardsManyRoots(ModelModule):
-    """Several roots, one of them with a unit inside."""
+    """Several roots, one of them with a unit inside, and one with a divisor of its own."""
 
     def configure_model(self) -> None:
         mesh = self.device_mesh["data_parallel"]
         fully_shard(self.model.blocks[1].linear, mesh=mesh)
         for part in (*self.model.blocks, self.model.embedding, self.model.head):
             fully_shard(part, mesh=mesh)
+        self.model.head.set_gradient_divide_factor(1.0)
 
 
 PLAIN_PARTS = ("model.embedding.", "model.blocks.1.", "model.blocks.2.", "model.norm.")

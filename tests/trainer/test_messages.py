@@ -59,12 +59,6 @@ class ShardsItself(ModelModule):
         fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
 
-class SetsDivisor(ModelModule):
-    def configure_model(self) -> None:
-        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
-        self.model.set_gradient_divide_factor(1.0)
-
-
 class HalfPrecisionLoss(ModelModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return self(batch).bfloat16()
@@ -149,18 +143,6 @@ def _error(
             "ValueError",
             ["ShardsItself is already sharded by FSDP2", "data_parallel='fsdp2'"],
             id="sharded-ddp",
-        ),
-        pytest.param(
-            SetsDivisor,
-            {},
-            {},
-            "ValueError",
-            [
-                "divides gradients by 1.0 (set_gradient_divide_factor)",
-                "averages over 2 ranks",
-                "leave the factor unset",
-            ],
-            id="divisor",
         ),
     ],
 )
