@@ -1,12 +1,12 @@
 """What one run of the Trainer owns, from the strategy's ``setup`` to its ``teardown``."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial, update_wrapper
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities import move_data_to_device
-from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -155,7 +155,8 @@ class TrainingRun:
         if fitting and options.count_window_ahead:
             ahead = WindowAhead(module.trainer, host_group, mesh.sizes.tensor, weighting.count_on_host)
         # Lightning warns in `validate` and `test` that samples are repeated, which `UnevenInputs` prevents.
-        self.patches.ignore_warnings("Using `DistributedSampler` with the dataloaders", PossibleUserWarning)
+        self.patches.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Using `DistributedSampler` with the dataloaders")
         self.inputs = UnevenInputs(
             module.trainer, host_group, options.uneven_inputs, ahead, self.advice.say_once
         )

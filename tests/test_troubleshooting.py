@@ -78,11 +78,9 @@ NOT_MESSAGES = {
     "… is … on rank 0 and … on rank …": "a part of messages that name what ranks must have alike",
     ", units of experts alone over … in place of …": "of `FSDP unit … averages its gradients over`",
     "the work of rank … in …": "what others wait for, a part of `is missing at`",
-    "(DDP does not say which)": "of `DistributedDataParallel did not reduce all gradients`",
     "shared between FSDP roots": "in describe()",
     "in a TorchScript module": "in describe()",
     "outside of every FSDP root": "in describe()",
-    "did not receive grad for rank \\d+: (\\d[\\d ]*)": "torch's own message, which ours quotes",
     # Parts of messages whose rest says what to do.
     "some of its tensors are on the meta device": "of `the module in this process cannot hold the trained weights`",
     "The last batch of loaders of unequal lengths is not known with ….": "its value says what to do",

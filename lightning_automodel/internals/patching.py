@@ -1,6 +1,5 @@
 """What is replaced on objects of Lightning, torch and users: one stack that restores it."""
 
-import warnings
 from contextlib import ExitStack
 from typing import Any
 
@@ -31,14 +30,6 @@ class PatchStack(ExitStack):
             self.callback(_uncover, target, name)
         setattr(target, name, value)
 
-    def ignore_warnings(self, message: str, category: type[Warning] = Warning) -> None:
-        """Ignore warnings whose text begins with ``message``, a regular expression."""
-        before = list(warnings.filters)
-        warnings.filterwarnings("ignore", message, category)
-        added = warnings.filters[0]
-        if added not in before:  # else it is the user's own
-            self.callback(_remove_filter, added)
-
     def restore(self) -> None:
         """Undo everything since the last restore. Calling it again changes nothing."""
         self.close()
@@ -67,9 +58,3 @@ def _uncover(target: Any, name: str) -> None:
     """Remove an attribute of the target itself, which hides its class's. Other code may have removed it already."""
     if name in vars(target):
         delattr(target, name)
-
-
-def _remove_filter(added: Any) -> None:
-    """Remove an entry of ``warnings.filters``, unless other code has."""
-    if added in warnings.filters:
-        warnings.filters.remove(added)  # type: ignore[attr-defined]

@@ -1,9 +1,7 @@
 """DDP: the whole model on every rank."""
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from statistics import mode
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,6 +19,18 @@ from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import apply, quantized, units
 from lightning_automodel.sharding.buffers import SharedBuffers
+
+_SEVERAL_BACKWARDS = (
+    "A parameter gets gradients of several backwards within one backward of the strategy, as a hook computes"
+    " them that runs a backward for each chunk of a batch (GradCache), or reentrant checkpoints of one module."
+    " DistributedDataParallel averages the first of them alone over ranks. Pass data_parallel='fsdp2', which"
+    " averages all of them."
+)
+_INCOMPLETE = (
+    "DistributedDataParallel did not reduce all gradients of this window: some parameters took no part in its"
+    " last micro-batch (unused, frozen since set-up, or not toggled), so ranks would step with different"
+    " gradients. Pass AutomodelStrategy(data_parallel='ddp', ddp_kwargs={'find_unused_parameters': True})."
+)
 
 
 class DDPEngine(Engine):
@@ -59,9 +69,8 @@ class DDPEngine(Engine):
         if hook is not None:
             ddp.register_comm_hook(options.ddp_comm_state, hook if wrapper is None else wrapper(hook))
         self.reuses_gradients = ddp.gradient_as_bucket_view
-        # DDP's messages number these parameters. It never reduces others, which were frozen at its set-up.
-        self._reduced = {p: name for name, p in module.named_parameters() if p.requires_grad}
-        self._trainable_at_setup = set(self._reduced)
+        # DDP never reduces others, which were frozen at its set-up.
+        self._trainable_at_setup = {p for p in module.parameters() if p.requires_grad}
         self.track(self._trainable_at_setup)
         if ddp.forward_sync_buffers:
             # Else DDP would broadcast them, without knowing where windows begin: not every forward is
@@ -133,9 +142,12 @@ class DDPEngine(Engine):
         ddp = self._ddp
         reached = set(self.reached)
         if self.ends_window and not ddp.static_graph:
-            if len(reached) < len(self.reached):
-                self._refuse_several_backwards()
-            self._check_is_complete()
+            if len(reached) < len(self.reached) and self._mesh.sizes.divisor > 1:
+                raise RuntimeError(_SEVERAL_BACKWARDS)
+            try:
+                torch_internals.check_ddp_backward_is_complete(ddp)
+            except RuntimeError as error:
+                raise RuntimeError(_INCOMPLETE) from error
         if not backward.ends:
             return reached
         trained = backward.window.trained
@@ -150,33 +162,6 @@ class DDPEngine(Engine):
         if ddp.find_unused_parameters:
             backward.zero_filled = [parameter for parameter in backward.final if parameter in trained]
         return reached
-
-    def _refuse_several_backwards(self) -> None:
-        if self._mesh.sizes.divisor > 1:
-            name = self._reduced.get(mode(self.reached))
-            raise RuntimeError(
-                f"{name} gets gradients of several backwards within one backward of"
-                " the strategy, as a hook computes them that runs a backward for each chunk of a batch"
-                " (GradCache), or reentrant checkpoints of one module. DistributedDataParallel averages the"
-                " first of them alone over ranks. Pass data_parallel='fsdp2', which averages all of them."
-            )
-
-    def _check_is_complete(self) -> None:
-        try:
-            torch_internals.check_ddp_backward_is_complete(self._ddp)
-        except RuntimeError as error:
-            names = list(self._reduced.values())
-            listed = re.search(r"did not receive grad for rank \d+: (\d[\d ]*)", str(error))
-            if listed:
-                unused = [names[int(index)] for index in listed[1].split()]
-            else:
-                unused = ["(DDP does not say which)"]
-            raise RuntimeError(
-                "DistributedDataParallel did not reduce all gradients of this window: parameters"
-                f" {', '.join(unused)} took no part in its last micro-batch (unused, frozen since set-up, or"
-                " not toggled), so ranks would step with different gradients. Pass"
-                " AutomodelStrategy(data_parallel='ddp', ddp_kwargs={'find_unused_parameters': True})."
-            ) from error
 
     @override
     def start_forward(self, batch: Any) -> None:

@@ -122,9 +122,11 @@ class GatheredUnit(fsdp2.Unit):
 
     def check_current(self) -> None:
         """Raise RuntimeError if a step has written shards while it computes with what was gathered of them."""
-        if self.is_gathered and not self.is_current:
-            names = [param.sharded_param.parameter_name for param in self.params]
-            raise RuntimeError(f"{names[0]}, or another parameter of its unit, {WRITTEN_TWICE}")
+        if not self.is_gathered:
+            return
+        for param, now, then in zip(self.params, self._versions(), self._gathered_versions, strict=True):
+            if now != then:
+                raise RuntimeError(f"{param.sharded_param.parameter_name} {WRITTEN_TWICE}")
 
     def check_unassigned(self) -> None:
         """Raise RuntimeError if ``p.data = values`` came between a forward and the backward that gathers it again.

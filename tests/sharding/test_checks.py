@@ -112,8 +112,8 @@ class Refused:
 
 
 UNREDUCED = (
-    "DistributedDataParallel did not reduce all gradients of this window: parameters {} took no part in its"
-    " last"
+    "DistributedDataParallel did not reduce all gradients of this window: some parameters took no part in its"
+    " last micro-batch"
 )
 FREED = (
     "A backward needed parameters that FSDP2 had freed. It gathers those of a unit again when a gradient"
@@ -131,12 +131,10 @@ REFUSED: dict[str, Refused] = {
     "sparse": Refused(
         Sparse, "FSDP2 cannot reduce sparse gradients, such as those of nn.Embedding(sparse=True)."
     ),
-    "unused": Refused(
-        Unused, UNREDUCED.format("extra.weight, extra.bias"), DDP, {"accumulate_grad_batches": 2}
-    ),
+    "unused": Refused(Unused, UNREDUCED, DDP, {"accumulate_grad_batches": 2}),
     "frozen-later": Refused(
         FreezesLater,
-        UNREDUCED.format("net.0.weight, net.0.bias")
+        UNREDUCED
         + " micro-batch (unused, frozen since set-up, or not toggled), so ranks would step with different gradients."
         " Pass AutomodelStrategy(data_parallel='ddp', ddp_kwargs={'find_unused_parameters': True}).",
         DDP,
