@@ -4,7 +4,6 @@ Element by element nothing is communicated; sums and norms are added up over the
 returns ``WHOLES`` if it cannot.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -174,30 +173,24 @@ def total(function: Function, args: Arguments, kwargs: Keywords) -> Any:
 
 
 def norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
-    """``p.norm()`` or ``torch.linalg.vector_norm(p, 1)``, of all elements."""
+    """``p.norm()`` or ``torch.linalg.vector_norm(p)``: the root of the sum of all squares."""
     # torch passes on what its caller has left out.
     given = {name: value for name, value in kwargs.items() if value is not None and value is not False}
-    options = [*args[1:], *given.values()]
-    if len(options) > 1 or not given.keys() <= {"p", "ord"}:
+    order = [*args[1:], *given.values()]
+    if order not in ([], [2], ["fro"]) or not given.keys() <= {"p", "ord"}:
         return WHOLES
-    order = options[0] if options else 2
-    norms = _norms(function, args[:1], 2 if order == "fro" else order)
+    norms = foreach_norm(function, (args[:1],), {})
     return norms if norms is WHOLES else norms[0]
 
 
 def foreach_norm(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """The norms of a list, as ``torch.nn.utils.clip_grad_norm_`` asks for them."""
-    if kwargs or len(args) != 2:
-        return WHOLES
-    return _norms(function, *args)
-
-
-def _norms(function: Function, tensors: Any, order: Any) -> Any:
-    if not isinstance(order, int | float) or not 0 < order < math.inf or _needs_wholes(tensors):
+    tensors = args[0]
+    if kwargs or [*args[1:]] not in ([], [2]) or _needs_wholes(tensors):
         return WHOLES
     dtype = wide_dtype(tensors[0].device)
-    powers = torch.stack(torch._foreach_norm(parts_of(tensors), order, dtype=dtype)).pow(order)
-    norms = add_up(powers, tensors, function).pow(1 / order).to(tensors[0].dtype)
+    squares = torch.stack(torch._foreach_norm(parts_of(tensors), dtype=dtype)).square()
+    norms = add_up(squares, tensors, function).sqrt().to(tensors[0].dtype)
     return list(norms.unbind())
 
 
@@ -205,13 +198,3 @@ def _needs_wholes(tensors: Any) -> bool:
     if len({(tensor.dtype, tensor.device) for tensor in tensors}) > 1 or not tensors[0].is_floating_point():
         return True
     return any(is_recorded(tensor) or isinstance(tensor, View) for tensor in tensors)
-
-
-def equal(function: Function, args: Arguments, kwargs: Keywords) -> Any:
-    """``torch.equal``, which Lightning's finetuning callbacks call for each pair of parameters."""
-    if args[0].shape != args[1].shape:
-        return False
-    differing = elementwise(torch.ne, args, kwargs)
-    if differing is WHOLES:
-        return WHOLES
-    return not total(function, (elementwise(Tensor.float, (differing,), {}),), {})

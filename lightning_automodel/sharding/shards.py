@@ -210,6 +210,11 @@ def _numpy(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     return array
 
 
+def _equal(function: Function, args: Arguments, kwargs: Keywords) -> Any:
+    """``torch.equal``, which Lightning's finetuning callbacks call for each pair of parameters."""
+    return args[0].shape == args[1].shape and on_wholes(function, args, kwargs)
+
+
 def _refuse(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """What torch.save and safetensors write, and what transformers take to be shared if addresses are equal."""
     if function.__name__ == "data_ptr" and isinstance(args[0], nn.Parameter):
@@ -329,7 +334,7 @@ _NAMES: dict[Function, Sequence[str]] = {
     _grad: ("grad",),
     _backward: ("backward",),
     parts.total: ("sum",),
-    parts.equal: ("equal",),
+    _equal: ("equal",),
     parts.norm: ("norm", "linalg_vector_norm"),
     parts.foreach_norm: ("_foreach_norm",),
 }

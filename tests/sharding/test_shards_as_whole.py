@@ -57,14 +57,15 @@ REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda g: g.sum(),
     "norm": lambda g: g.norm(),
     "norm of torch": torch.norm,
-    "norm by keyword": lambda g: g.norm(p=1),
+    "norm by keyword": lambda g: g.norm(p=2),
+    "first norm": lambda g: g.norm(p=1),
     "third norm": lambda g: torch.linalg.vector_norm(g, 3),
     "list": lambda g: torch.nn.utils.get_total_norm([g, g]),
     "norms of columns": lambda g: g.norm(dim=0),
     "largest": lambda g: g.norm(float("inf")),
     "spectral norm": lambda g: torch.linalg.norm(g, 2),
 }
-GATHERED = {"norms of columns", "largest", "spectral norm"}
+GATHERED = {"first norm", "third norm", "norms of columns", "largest", "spectral norm"}
 
 
 def _gathers_of_reductions() -> dict[str, int]:
@@ -80,6 +81,6 @@ def _gathers_of_reductions() -> dict[str, int]:
     return found
 
 
-def test_sums_and_norms_of_all_elements_gather_nothing(pool2: RankPool) -> None:
+def test_sums_and_roots_of_squares_gather_nothing(pool2: RankPool) -> None:
     for counts in pool2.run(_gathers_of_reductions):
         assert {what for what, number in counts.items() if number} == GATHERED
