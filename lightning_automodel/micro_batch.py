@@ -19,7 +19,6 @@ from lightning_automodel.gradients.windows import GradientWindows
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import plain_access
-from lightning_automodel.sharding import checks
 
 NESTED_BACKWARD = (
     "manual_backward was called within a backward of the strategy, by a hook of autograd. Call"
@@ -122,9 +121,6 @@ class MicroBatches:
             if self.windows.mesh.mesh.size() == 1 or self._draws_its_batches:
                 raise
             raise stop_iteration_error("training_step") from error
-        except RuntimeError as error:
-            checks.raise_explanation(error, self.module)
-            raise
         if not self.module.automatic_optimization:
             self.engine.end_step()
         elif self._has_hooks_before_backward:
@@ -153,12 +149,8 @@ class MicroBatches:
                 " not step the short last window of an epoch. Let the step take the batch, or pass"
                 " accumulate_grad_batches=1."
             )
-        try:
-            with self.engine.micro_batch(ends_window):
-                yield
-        except RuntimeError as error:
-            checks.raise_explanation(error, self.module)
-            raise
+        with self.engine.micro_batch(ends_window):
+            yield
 
     # --- The backward -------------------------------------------------------------------------------------------------
 
@@ -211,7 +203,6 @@ class MicroBatches:
                 engine.check_foreign()
         except BaseException as error:
             windows.abandon(error)
-            checks.raise_explanation(error, self.module)
             raise
         engine.refusal = None if backward.ends else PLAIN_BACKWARD
         if backward.is_padding and self.module.automatic_optimization:

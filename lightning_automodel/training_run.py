@@ -345,9 +345,6 @@ class TrainingRun:
                     ):
                         raise
                     raise stop_iteration_error(step.__name__) from error
-                except RuntimeError as error:
-                    checks.raise_explanation(error, self.module)
-                    raise
 
         return self.inputs.evaluate(evaluate, args, begin, self.engine.join_evaluation)
 

@@ -77,28 +77,15 @@ _EXPLANATIONS = {
 """What a part of torch's text means here."""
 
 
-def _explanation(error: BaseException, module: nn.Module) -> str | None:
-    """What to say in place of a text of torch."""
-    if not isinstance(error, RuntimeError | AssertionError | AttributeError | PicklingError):
-        return None
-    explanation = next((text for symptom, text in _EXPLANATIONS.items() if symptom in str(error)), None)
-    if explanation is _FREED and not has_fsdp_units(module):
-        return None  # a tensor without memory of its own, as operators of a new device may return
-    return explanation
-
-
-def raise_explanation(error: BaseException, module: nn.Module) -> None:
-    """Raise RuntimeError, if ``error``, from a forward or a backward of ``module``, is one of torch to explain."""
-    explanation = _explanation(error, module)
-    if explanation is not None:
-        raise RuntimeError(explanation) from error
-
-
 def explain(error: BaseException, module: nn.Module) -> None:
-    """As :func:`raise_explanation`, for an error that has come in a hook: its text is changed."""
-    explanation = _explanation(error, module)
-    if explanation is not None:
-        error.args = (f"{explanation} (torch: {error})",)
+    """Let an error of torch, from a run of ``module``, begin with what it means here."""
+    if not isinstance(error, RuntimeError | AssertionError | AttributeError | PicklingError):
+        return
+    text = str(error)
+    for symptom, explanation in _EXPLANATIONS.items():
+        # Operators of a new device may return a tensor without memory of its own, too.
+        if symptom in text and (explanation is not _FREED or has_fsdp_units(module)):
+            error.args = (f"{explanation} (torch: {text})",)
 
 
 def check_ahead(module: pl.LightningModule) -> None:
