@@ -218,8 +218,8 @@ class TrainingRun:
             self.advice.say_once(
                 f"{option} has no effect on a model that was sharded before, with another policy."
             )
-        sharding = shard_module(module, self._placement, options, policy, self._give_values)
-        return FSDP2Engine(module, self._placement, sharding), None if has_foreign_policy else policy
+        report = shard_module(module, self._placement, options, policy, self._give_values)
+        return FSDP2Engine(module, self._placement, report), None if has_foreign_policy else policy
 
     def _give_values(self) -> None:
         """Initialise tensors from the meta device, once they are sharded (FSDP2) or before they are copied (DDP)."""

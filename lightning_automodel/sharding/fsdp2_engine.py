@@ -10,7 +10,6 @@ from typing_extensions import override
 from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.sharding import tensor_parallel
 from lightning_automodel.sharding.buffers import SharedBuffers
-from lightning_automodel.sharding.fsdp2_setup import Sharding
 from lightning_automodel.sharding.fsdp2_window import FSDP2Window
 from lightning_automodel.sharding.gathers import JoinedGathers, set_prefetch
 
@@ -19,23 +18,23 @@ class FSDP2Engine(FSDP2Window):
     """Parameters, gradients and optimizer state sharded by FSDP2, over one group or over each replica (HSDP).
 
     To the windows of the base class it adds what surrounds them: the first batch, buffers, and evaluation.
-    ``module`` is sharded as :func:`shard_module` has returned in ``sharding``. Creating one is a collective
+    ``report`` is what :func:`shard_module` has returned of ``module``. Creating one is a collective
     over the tensor-parallel ranks.
     """
 
-    def __init__(self, module: pl.LightningModule, placement: Placement, sharding: Sharding) -> None:
+    def __init__(self, module: pl.LightningModule, placement: Placement, report: dict[str, Any]) -> None:
         mesh = placement.mesh
         super().__init__(
             module,
-            defer=sharding.defer,
-            retain_unsharded=sharding.retain_unsharded,
+            defer=report["defer_fsdp_grad_sync"],
+            retain_unsharded=not report["reshard_during_accumulation"],
             group=mesh.group if mesh.sizes.divisor > 1 else None,
             is_manual=not module.automatic_optimization,
         )
         self._module = module
         self._mesh = mesh
         self._device = placement.device
-        self._sharding = sharding
+        self._report = report
         self._is_first_batch = True
         self.discard()  # units that the user has sharded may hold gradients of earlier training
         self._gathers = JoinedGathers([unit.module for unit in self.units])
@@ -90,9 +89,9 @@ class FSDP2Engine(FSDP2Window):
         try:
             super().close()
         finally:
-            if self._sharding.prefetches:
+            if self._report["prefetch"]:
                 set_prefetch(self._module, 0, in_background=False)
 
     @override
     def describe(self) -> dict[str, Any]:
-        return dict(self._sharding.report)
+        return dict(self._report)

@@ -1,7 +1,6 @@
 """How FSDP2 shards a module for a run: its units, what of it stays gathered, and what is said of that."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -9,33 +8,15 @@ import lightning.pytorch as pl
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.distributed.mesh import Placement, RunMesh, num_expert_ranks
+from lightning_automodel.distributed.mesh import Placement, RunMesh
 from lightning_automodel.internals.fsdp2 import fsdp_units
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import apply, checks, memory, precision, quantized, tensor_parallel, units
 from lightning_automodel.sharding.gathers import set_prefetch
 from lightning_automodel.sharding.shards import shard_parameters
-from lightning_automodel.sharding.sync_context import Deferral
 
 _DESCRIBED: WeakKeyDictionary[pl.LightningModule, dict[str, Any]] = WeakKeyDictionary()
 """What is said of modules that were sharded here: also in later runs, which find them sharded."""
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """What was decided about a module that is sharded.
-
-    Attributes:
-        defer: What the micro-batches of a window do, but its last one, see :func:`get_sync_ctx`.
-        retain_unsharded: Whether parameters are gathered once a window.
-        prefetches: Whether units start all-gathers of others.
-        report: For ``describe()``.
-    """
-
-    defer: Deferral
-    retain_unsharded: bool
-    prefetches: bool
-    report: dict[str, Any]
 
 
 def shard_module(
@@ -44,9 +25,10 @@ def shard_module(
     options: StrategyOptions,
     policy: MixedPrecisionPolicy,
     give_values: Callable[[], None],
-) -> Sharding:
+) -> dict[str, Any]:
     """Make weights equal on all ranks, and shard them unless they are sharded. A collective over the world.
 
+    Returns what was decided, and why, for ``describe()``.
     ``policy`` has the dtypes that units compute and reduce in; ``give_values`` initialises tensors without
     values, once they are sharded.
     """
@@ -57,8 +39,6 @@ def shard_module(
     report["averaged_by_the_strategy"] = [
         name for name, p in module.named_parameters() if p.requires_grad and not isinstance(p, DTensor)
     ]
-    if mesh.sizes.expert > 1:
-        report["experts"] = [n for n, p in module.named_parameters() if num_expert_ranks(p) > 1]
     apply.initialise_fsdp2(module, mesh.sizes.divisor)
     choice, needed = _choose(module, placement, options)
     if choice.keep:
@@ -79,7 +59,7 @@ def shard_module(
         set_prefetch(module, ahead, in_background=is_cpu)
     report |= {"prefetch": ahead, "prefetch_reason": reason}
     report["cpu_offload"] = options.cpu_offload
-    return Sharding(choice.defer, choice.keep, ahead > 0, report)
+    return report
 
 
 def _shard(
