@@ -114,7 +114,7 @@ def test_complex_gradients(foreach: bool) -> None:
     norm = clip_gradients(ours, 0.5, foreach)
     torch.testing.assert_close(norm.double(), nn.utils.clip_grad_norm_(theirs, 0.5), rtol=1e-6, atol=0)
     torch.testing.assert_close(_gradients(ours), _gradients(theirs), rtol=1e-12, atol=0)
-    with pytest.raises(RuntimeError, match="(?i)complex"):  # torch's own: they have no order
+    with pytest.raises(RuntimeError, match=r"(?i)complex"):  # torch's own: they have no order
         clip_gradient_values(ours, 0.5)
 
 
