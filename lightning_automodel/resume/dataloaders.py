@@ -132,7 +132,12 @@ class TrainingLoaders:
         then = [
             (position["kind"], position.get("length"), position.get("batch_size")) for position in positions
         ]
-        if now != then or NOTHING in (kind for kind, *_ in now):
+        # A length of None is that of another world size.
+        known = [
+            (kind, own[1] if length is None else length, size)
+            for own, (kind, length, size) in zip(now, then, strict=False)
+        ]
+        if len(now) != len(then) or now != known or NOTHING in (kind for kind, *_ in now):
             raise ValueError(
                 "Training loaders go on within an epoch by (what, number of batches, batch size)"
                 f" {now}, and the checkpoint holds {then}: pass loaders like those that were used, or resume"

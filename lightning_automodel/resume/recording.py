@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from lightning_automodel.resume import rng
 
-Iteration = tuple[tuple[dict[str, Any], rng.OwnStates], int]
-"""The random states before its first index, and how many batches of the epoch were used before it."""
+Iteration = tuple[tuple[dict[str, Any], rng.OwnStates] | None, int]
+"""The random states before its first index, None of another world size; batches of the epoch used before it."""
 
 
 class RecordingSampler(Sampler[Any]):
@@ -78,7 +78,8 @@ class RecordingSampler(Sampler[Any]):
     def _replay(self, num_skipped: int) -> Iterator[Any]:
         assert self.iteration is not None
         global_states, (generators, _) = self._states()
-        self._set_states(*self.iteration[0])
+        if self.iteration[0] is not None:
+            self._set_states(*self.iteration[0])
         indices = iter(self._inner)
         # At least one under the states of that time, since samplers draw their order with the first index.
         head = list(islice(indices, max(num_skipped, 1)))

@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning_automodel.distributed.mesh import CONTEXT
 from lightning_automodel.resume import loops
+from lightning_automodel.resume.dataloaders import NOTHING
 
 
 def choose(
@@ -13,21 +14,45 @@ def choose(
     """What ``rank`` resumes from, of the states of all ranks that were ``saved``. Not a collective.
 
     ``sizes`` are the present ranks along each dimension of the mesh. ``say`` tells the user of a layout that
-    changed. Raises ValueError if a checkpoint from within an epoch, or with extra states that differ between
-    ranks, was saved in another layout.
+    changed. Raises ValueError if a checkpoint whose extra states differ between ranks was saved in another
+    layout.
     """
     # Each context peer has its own metrics; tensor-parallel peers have the same.
     is_alike = all(saved["sizes"].get(name, 1) == sizes.get(name, 1) for name in ("data_parallel", CONTEXT))
     ranks: list[dict[str, Any]] = saved["ranks"]
     if is_alike and len(ranks) == world_size:
         return ranks[rank]
-    first = ranks[0]
     layouts = f"The checkpoint was saved with a different world size ({saved['sizes']}, now {sizes})"
-    if first["stage"] != loops.EPOCH or first.get("extra_states"):
+    if ranks[0].get("extra_states"):
         raise ValueError(
-            f"{layouts}, within an epoch or with extra states of modules (get_extra_state) that differed between"
-            " the ranks: resume on as many ranks as have saved it, or from the end of an epoch, or take only its"
-            " weights (load_from_checkpoint)."
+            f"{layouts}, with extra states of modules (get_extra_state) that differed between the ranks: resume on"
+            " as many ranks as have saved it, or take only its weights (load_from_checkpoint)."
         )
-    say(f"{layouts}: each rank's random states, buffers and metrics start afresh.")
-    return {**first, "random": None, "buffers": {}, "metrics": {}, "loaders": []}
+    say(
+        f"{layouts}: the data goes on where it stopped, and each rank's random states, buffers and metrics start"
+        " afresh. Without a DistributedSampler, samples of this epoch may be left out or used twice."
+    )
+    return carried_over(saved, sizes["data_parallel"])
+
+
+def carried_over(saved: dict[str, Any], data_parallel: int) -> dict[str, Any]:
+    """One state for every rank of the present world size, without what each rank has for itself.
+
+    Within an epoch, the used samples are counted as batches of the present ranks, rounded down: a few are
+    used again.
+    """
+    first = saved["ranks"][0]
+    before = saved["sizes"]["data_parallel"]
+    loaders = []
+    for loader in first["loaders"]:
+        carried = {**loader, "generators": [], "samplers": [], "length": None}
+        if carried.pop("state", None) is not None:
+            carried["kind"] = NOTHING  # refused within an epoch
+        if "iteration" in carried:
+            carried |= {"iteration": (None, 0), "yielded": carried["yielded"] * before // data_parallel}
+        loaders.append(carried)
+    batches = first["batches"]
+    if first["stage"] != loops.EPOCH:
+        batches = batches * before // data_parallel
+    without: dict[str, Any] = {"random": None, "buffers": {}, "metrics": {}}
+    return {**first, **without, "loaders": loaders, "batches": batches}

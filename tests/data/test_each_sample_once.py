@@ -510,3 +510,12 @@ def test_resuming(pool2: RankPool, tmp_path: Path, engine: str) -> None:
             assert seen == calm_seen[len(calm_seen) - len(seen) :]
             assert all(torch.equal(weights[name], calm_weights[name]) for name in weights)
         assert len(resumed[0][1]) == 6 - (number if number > 1 else 0)  # that window begins again
+
+
+def test_resuming_on_fewer_ranks(pool2: RankPool, pool4: RankPool, tmp_path: Path) -> None:
+    """Four ranks have used 16 of 25 rows. Two go on with the other nine, of which the last is one rank's alone."""
+    used = [rows_of(seen[:2]) for _, seen in pool4.run(_save, {}, tmp_path, (2,), 25, 2)]
+    rest = [rows_of(seen) for _, seen in pool2.run(_resume, {}, tmp_path / "2", 25, 2)]
+    epoch = [index for rows in used for index in rows] + rest[0][:5] + rest[1][:4]
+    assert sorted(epoch) == list(range(25))
+    assert [len(rows) for rows in rest] == [5 + 13, 4 + 12]

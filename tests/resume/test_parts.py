@@ -59,22 +59,32 @@ def test_generators_come_back() -> None:
     assert [torch.rand((), generator=each).item() for each in generators] == drawn
 
 
-@pytest.mark.parametrize("within", [{"stage": loops.STEP}, {"extra_states": {"replay._extra_state": 1}}])
-def test_another_world_size(within: dict[str, Any]) -> None:
-    """Between epochs a run goes on, without what each rank had for itself; elsewhere it is refused."""
-    ended = {"stage": loops.EPOCH, "batches": 3, "buffers": {"seen": 1}, "loaders": [{}], "own": {"a": 1}}
-    saved = {"sizes": {"data_parallel": 4}, "ranks": [ended] * 4}
-    said: list[str] = []
-    chosen = world_size.choose(saved, {"data_parallel": 2}, 1, 2, said.append)
-    assert chosen == {**ended, "random": None, "buffers": {}, "metrics": {}, "loaders": []}
-    assert said[0].endswith("each rank's random states, buffers and metrics start afresh.")
-    saved["ranks"] = [{**ended, **within}] * 4
-    with pytest.raises(
-        ValueError, match="resume on as many ranks as have saved it, or from the end of an epoch"
-    ):
-        world_size.choose(saved, {"data_parallel": 2}, 1, 2, said.append)
-    assert world_size.choose(saved, {"data_parallel": 4}, 1, 4, said.append) == {**ended, **within}
-    assert len(said) == 1
+@pytest.mark.parametrize(("then", "now", "batches"), [(4, 2, 6), (2, 4, 1), (4, 3, 4), (2, 2, 3)])
+def test_as_many_samples_count_as_used(then: int, now: int, batches: int) -> None:
+    """Three batches of `then` ranks, of which a step was just taken, in the second epoch."""
+    saved = {
+        "stage": loops.STEP,
+        "batches": 3,
+        "own": {"last_step": None},
+        "loaders": [
+            {"kind": "indices", "iteration": (1, 0), "yielded": 3, "seed": 5},
+            {"kind": "state", "state": {}},
+        ],
+    }
+    plan = world_size.carried_over({"ranks": [saved], "sizes": {"data_parallel": then}}, now)
+    assert plan["batches"] == plan["loaders"][0]["yielded"] == batches
+    assert plan["loaders"][0]["seed"] == 5
+    assert "state" not in plan["loaders"][1]
+    assert plan["loaders"][1]["kind"] == "no position"
+
+
+def test_extra_states_of_another_world_size_are_refused() -> None:
+    """Those that differed between ranks; on as many ranks each gets its own."""
+    rank = {"stage": loops.EPOCH, "extra_states": {"replay._extra_state": 1}}
+    saved = {"sizes": {"data_parallel": 4}, "ranks": [rank] * 4}
+    with pytest.raises(ValueError, match="resume on as many ranks as have saved it"):
+        world_size.choose(saved, {"data_parallel": 2}, 1, 2, print)
+    assert world_size.choose(saved, {"data_parallel": 4}, 1, 4, print) == rank
 
 
 def test_counters_are_consistent() -> None:

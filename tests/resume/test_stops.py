@@ -245,13 +245,13 @@ def test_with(pool2: RankPool, setting: Setting, stops: Any, tmp_path: Path) -> 
 
 
 def fit_exact(accumulate: int, folder: Path, saves: bool) -> dict[str, Tensor]:
-    """Runs on every rank: weights after two epochs, of which others may have trained the first."""
+    """Runs on every rank: weights after two epochs, of which half of one may have been trained by others."""
     disturb(torch.distributed.get_rank())
     path = folder / "shared.ckpt"
     setting = Setting(
         FSDP2, {"precision": "64-true", "accumulate_grad_batches": accumulate}, loader="distributed"
     )
-    trainer = make_trainer(setting, [Saver("on_train_epoch_end", 1, path)] if saves else [])
+    trainer = make_trainer(setting, [Saver("on_train_batch_end", 2, path)] if saves else [])
     learner = Calm(optimizer="sgd")
     rows = torch.utils.data.Subset(Quiet(), range(24))
     loader = torch.utils.data.DataLoader(rows, batch_size=2, shuffle=True, collate_fn=collate)
