@@ -6,7 +6,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.patching import PatchStack
@@ -32,7 +33,8 @@ def token_loss(
     chunks run within one call of ``head``, so FSDP2 gathers it once. Positions without a label go through
     it as zeros. The loss can be backpropagated only once, and not with ``create_graph=True``.
 
-    If FSDP2 shards the head, every rank must call this, even one without labels.
+    If FSDP2 or tensor parallelism shards the head, every rank must call this, even one without labels. Logits
+    that are sharded over the vocabulary are gathered chunk by chunk.
 
     Args:
         hidden: [..., s, d] hidden states, the input of ``head``.
@@ -53,8 +55,8 @@ def token_loss(
         Without weights, ``loss / count.clamp(min=1)`` is the mean, and 0 without labels.
 
     Raises:
-        ValueError: If shapes do not match, tensor parallelism shards the head, it returns half precision, or
-            one of its parameters has a gradient hook, which would see the chunks.
+        ValueError: If shapes do not match, the head returns half precision, or one of its parameters has a
+            gradient hook, which would see the chunks.
     """
     if chunk_elements is not None and chunk_elements < 1:
         raise ValueError(f"chunk_elements must be at least 1, got {chunk_elements}.")
@@ -69,7 +71,14 @@ def token_loss(
     # All positions stay, since the host would wait for an accelerator to know how many have a label.
     rows = hidden[..., : labels.shape[-1], :].flatten(0, -2).masked_fill(~is_label[:, None], 0.0)
     head = torch_internals.uncompiled(head)
-    logits_of = head.forward
+    original = head.forward
+    mesh: DeviceMesh | None = None  # of tensor parallelism, if it shards the head
+
+    def logits_of(rows: Tensor) -> Tensor:
+        if mesh is not None:
+            rows = DTensor.from_local(rows, mesh, [Replicate()])
+        logits = original(rows)
+        return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
     def loss_of(rows: Tensor, chunk: slice) -> Tensor:
         logits = logits_of(rows)
@@ -85,20 +94,31 @@ def token_loss(
 
     @torch_internals.not_compiled
     def forward(rows: Tensor) -> Tensor:
-        """The head's forward while FSDP2 has gathered its parameters."""
-        if any(isinstance(tensor, DTensor) for tensor in (rows, *head.parameters())):
-            raise ValueError(HEAD_IN_PARTS)
+        """The head's forward while FSDP2 has gathered its parameters and tensor parallelism has placed ``rows``."""
+        nonlocal mesh
+        if isinstance(rows, DTensor):
+            mesh = rows.device_mesh
+            rows = rows.full_tensor()
         # Not under no_grad: autocast would cache a weight without its gradient.
         num_classes = logits_of(rows[:0]).shape[-1]
         num_rows = (chunk_elements or 2**22) // num_classes
         if chunk_elements is None:
             # Each chunk adds a gradient of the whole weight, so its logits may take as much memory.
             num_rows = max(num_rows, rows.shape[-1] // 4)
-        return _sum_over_chunks(loss_of, rows, max(num_rows, 1))
+        loss = _sum_over_chunks(loss_of, rows, max(num_rows, 1))
+        if mesh is None:
+            return loss
+        # One copy per tensor-parallel rank, since the plan may shard the output or replicate it.
+        return DTensor.from_local(loss.expand(mesh.size()), mesh, [Replicate()])
 
     with PatchStack() as patches:
         patches.set(head, "forward", forward)
         loss = head(rows)
+    if mesh is not None:
+        if loss.shape[0] < mesh.size():
+            loss = DTensor.from_local(loss, mesh, [Shard(0)])
+        loss = loss.mean()
+        loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
     if loss.dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
             f"The head casts its output to {loss.dtype}, too coarse for a sum of losses: leave"
@@ -107,13 +127,6 @@ def token_loss(
     if weight is None:
         return loss, is_label.sum()
     return loss, weight[targets.masked_fill(~is_label, 0)].masked_fill(~is_label, 0.0).sum()
-
-
-HEAD_IN_PARTS = (
-    "token_loss computes whole logits, and tensor parallelism shards this output layer: leave the layer out"
-    " of the plan, or take F.cross_entropy of its output."
-)
-"""Why a head of tensor-parallel ranks is refused."""
 
 
 def _sum_over_chunks(loss_of: Callable[[Tensor, slice], Tensor], rows: Tensor, num_rows: int) -> Tensor:

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, EvaluationLoss, token_loss
 from tests.rank_pool import RankPool
-from tests.sharding.test_hf_tensor_parallel import make_model
+from tests.sharding.test_hf_tensor_parallel import ROUNDING, make_model
 from tests.trainer.cases import Case
 from tests.trainer.exactness import (
     PLAN,
@@ -583,33 +583,44 @@ def test_an_output_in_half_precision_is_refused(pool2: RankPool) -> None:
 
 PLANS: dict[str, ParallelStyle] = {
     "sharded": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    "sharded_local": ColwiseParallel(),
     "gathered": ColwiseParallel(output_layouts=Replicate()),
     "rowwise": RowwiseParallel(input_layouts=Replicate()),
 }
 
 
-def tensor_parallel_error(plan: str) -> str:
-    hidden, labels = inputs()
+def tensor_parallel_loss(plan: str, options: dict[str, Any]) -> list[Tensor]:
+    """Loss, count and gradients, those of the head gathered; peers have the same data."""
+    hidden, labels = inputs(ignore_index=options.get("ignore_index", -100))
     head = nn.Linear(WIDTH, VOCABULARY).double()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor_parallel",))
     parallelize_module(head, mesh, PLANS[plan])
-    with pytest.raises(ValueError, match="tensor parallelism shards") as raised:
-        token_loss(hidden, head, labels)
-    return str(raised.value)
+    loss, count = token_loss(hidden, head, labels, chunk_elements=CHUNK, **options)
+    (3 * loss).backward()
+    assert hidden.grad is not None
+    gradients = [parameter.grad.full_tensor() for parameter in head.parameters()]
+    return [loss.detach(), count, hidden.grad, *gradients]
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_head_of_tensor_parallel_ranks_is_refused(pool2: RankPool, plan: str) -> None:
-    for message in pool2.run(tensor_parallel_error, plan):
-        assert message.endswith("leave the layer out of the plan, or take F.cross_entropy of its output.")
+def test_tensor_parallel(pool2: RankPool, plan: str) -> None:
+    """Whatever the plan hands back, over shards of 6 and 5 classes."""
+    torch.manual_seed(0)
+    options = OPTIONS["all"]
+    hidden, labels = inputs(ignore_index=options.get("ignore_index", -100))
+    head = nn.Linear(WIDTH, VOCABULARY).double()
+    expected = with_gradients(of_all_logits, hidden, head, labels, **options)
+    for actual in pool2.run(tensor_parallel_loss, plan, options):
+        assert deviation(actual, expected) <= TOLERANCE
 
 
 class ByTwo(InChunks):
-    """Two ranks compute each micro-batch together, all but the head."""
+    """Two ranks compute each micro-batch together."""
 
     def configure_model(self) -> None:
-        plan = {name: style for name, style in PLAN.items() if name != "head"}
-        parallelize_module(self.model, self.device_mesh["tensor_parallel"], plan)
+        parallelize_module(
+            self.model, self.device_mesh["tensor_parallel"], {**PLAN, "head": PLANS["sharded"]}
+        )
 
 
 def fit_by_two() -> dict[str, Tensor]:
@@ -678,17 +689,21 @@ def test_hugging_face(pool2: RankPool, make_model: Callable[[], nn.Module], opti
         assert weight_error(Outcome(weights, None), prefixed(expected)) <= TOLERANCE
 
 
-def error_by_plan(kind: str) -> str:
+def fit_by_plan(kind: str) -> dict[str, Tensor]:
     module = CausalInChunks(make_model(kind).model)
     data = DataLoader(micro_batches(replace(CAUSAL, num_ranks=1))[0], batch_size=None)
-    with pytest.raises(ValueError, match="tensor parallelism shards") as raised:
-        make_trainer(AutomodelStrategy(tensor_parallel_size=2)).fit(module, data)
-    return str(raised.value)
+    strategy = AutomodelStrategy(tensor_parallel_size=2)
+    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, data)
+    return full_weights(module)
 
 
-def test_a_tensor_parallel_plan_with_the_head_is_refused(pool2: RankPool) -> None:
-    for message in pool2.run(error_by_plan, "Llama-tied"):
-        assert "take F.cross_entropy of its output" in message
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", ["Llama-tied", "Qwen3"])
+def test_hugging_face_by_its_tensor_parallel_plan(pool2: RankPool, kind: str) -> None:
+    """The plan gathers the logits of each chunk, beside an embedding that is the same shards."""
+    expected, _ = train_plainly(make_model(kind).model, replace(CAUSAL, num_ranks=1), all_logits)
+    for weights in pool2.run(fit_by_plan, kind):
+        assert weight_error(Outcome(weights, None), prefixed(expected)) <= ROUNDING
 
 
 def fit_mixed(chunked: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], set[torch.dtype]]:
