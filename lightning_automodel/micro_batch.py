@@ -162,6 +162,11 @@ class MicroBatches:
         engine = self.engine
         if engine.backward is not None:
             raise RuntimeError(NESTED_BACKWARD)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"The loss of a backward has the shape {list(loss.shape)}, but must be one number: pass"
+                " (loss * weights).sum(), with num_label_tokens=<what it is divided by> if it is a mean."
+            )
         is_first_window = windows.last_step is None
         if optimizer is not None and not windows.unfinished:
             self._zero_if_skipped(optimizer)

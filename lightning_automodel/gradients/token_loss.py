@@ -330,13 +330,15 @@ def reduce_loss(
     Args:
         loss_store: Losses of this rank's micro-batches, each [] : sums of token losses where
             ``per_token_loss``, else one mean per micro-batch. May be empty.
-        total_num_tokens: Label tokens of this rank.
+        total_num_tokens: Label tokens of this rank, or a sum of class weights. Integers on all ranks, or
+            floating-point numbers on all.
         per_token_loss: Whether the denominator is label tokens, else micro-batches.
         dp_group: Ranks that hold different data. None: no communication.
 
     Returns:
         [] the sum of the losses, at least float32 (float64 if there are none), and [] the denominator,
-        int64. Both are on the device of the losses, or of the count if there are no losses.
+        int64, or float64 if the count is a floating-point one. Both are on the device of the losses, or of
+        the count if there are no losses.
 
     Examples:
         >>> loss, denominator = reduce_loss([torch.tensor(6.0), torch.tensor(2.0)], torch.tensor(4))
@@ -353,5 +355,8 @@ def reduce_loss(
     sums[1] = total_num_tokens if per_token_loss else len(loss_store)
     if dp_group is not None:
         dist.all_reduce(sums, group=dp_group)
-    result_dtype = torch.promote_types(loss_store[0].dtype, torch.float32) if loss_store else dtype
-    return sums[0].to(result_dtype), sums[1].round().to(torch.int64)
+    result_dtype = torch.float32 if loss_store else dtype
+    for loss in loss_store:
+        result_dtype = torch.promote_types(result_dtype, loss.dtype)
+    is_fractional = per_token_loss and torch.as_tensor(total_num_tokens).is_floating_point()
+    return sums[0].to(result_dtype), sums[1] if is_fractional else sums[1].round().to(torch.int64)

@@ -24,6 +24,10 @@ def get_sync_ctx(
     in the last micro-batch, leaving its context is a collective: it reduces the gradients that these roots
     have deferred.
 
+    FSDP2 keeps deferred gradients when ``optimizer.zero_grad()`` is called. To give up a window, after an
+    exception for example, run ``with get_sync_ctx(model, is_optim_step=True): pass`` on every rank, and then
+    ``optimizer.zero_grad()``.
+
     Args:
         model: Model to be trained; if nothing in it is distributed, the context does nothing.
         is_optim_step: Whether this is the last micro-batch before the optimizer step.

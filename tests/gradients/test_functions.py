@@ -248,6 +248,31 @@ def test_root_without_part_in_the_last_micro_batch(pool2: RankPool) -> None:
         assert gradients["blocks.1.weight"].equal(expected)
 
 
+def _give_up_a_window() -> list[bool]:
+    """What deferred gradients leave behind, of a window that is given up as the docstring says."""
+    model = Holder("several_roots")
+    features = torch.ones((2, WIDTH), dtype=torch.float64)
+    with contextlib.suppress(KeyError), get_sync_ctx(model, False):
+        sum(block(features).sum() for block in model.inner["net"].blocks).backward()
+        raise KeyError
+    with get_sync_ctx(model, True):
+        pass
+    model.zero_grad()
+    with get_sync_ctx(model, True):
+        sum(block(0 * features).sum() for block in model.inner["net"].blocks).backward()
+    weights = [
+        gradient for gradient in _gradients(model).values() if gradient is not None and gradient.ndim > 1
+    ]
+    return [bool(gradient.any()) for gradient in weights]
+
+
+def test_a_window_that_is_given_up(pool2: RankPool) -> None:
+    """FSDP2's deferred gradients outlive `zero_grad`, until they are reduced."""
+    for left_behind in pool2.run(_give_up_a_window):
+        assert left_behind
+        assert not any(left_behind)
+
+
 class Optional(nn.Module):
     """Runs its second layer only when asked to."""
 

@@ -48,9 +48,7 @@ def _reduce(
 LOSSES = [[1 / 3, 2.0, 5.5], [1 / 7]]
 
 
-@pytest.mark.parametrize(
-    "counts", [[5, 2], [torch.tensor(5), torch.tensor([2], dtype=torch.int32)], [5.0, 2]]
-)
+@pytest.mark.parametrize("counts", [[5, 2], [torch.tensor(5), torch.tensor([2], dtype=torch.int32)]])
 @pytest.mark.parametrize(("per_token_loss", "denominator"), [(True, 7), (False, 4)])
 def test_losses_and_denominators_are_summed(
     pool2: RankPool, counts: list[Any], per_token_loss: bool, denominator: int

@@ -64,6 +64,26 @@ class HalfPrecisionLoss(ModelModule):
         return self(batch).bfloat16()
 
 
+class BackwardOfAVector(ModelModule):
+    automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        losses = self(batch).expand(3)
+        self.manual_backward(losses, gradient=torch.ones_like(losses))
+
+
+def _vector_error(options: dict[str, Any]) -> str:
+    with pytest.raises(ValueError, match="must be one number") as raised:
+        make_trainer(AutomodelStrategy(**options)).fit(BackwardOfAVector(decoder()), loader())
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("options", [{}, DDP])
+def test_a_loss_of_several_numbers(pool2: RankPool, options: dict[str, Any]) -> None:
+    for message in pool2.run(_vector_error, options):
+        assert message.startswith("The loss of a backward has the shape [3], but must be one number: pass")
+
+
 def hidden_labels(kind: str) -> DataLoader:
     batches = micro_batches(CASE)[dist.get_rank()]
     if kind == "tuple":
