@@ -6,7 +6,6 @@ from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from lightning_automodel.distributed.mesh import Placement, RunMesh
 from lightning_automodel.internals.fsdp2 import fsdp_units
@@ -36,9 +35,6 @@ def shard_module(
     with apply.attributes_kept(module):
         report = _shard(module, mesh, options, policy)
     give_values()
-    report["averaged_by_the_strategy"] = [
-        name for name, p in module.named_parameters() if p.requires_grad and not isinstance(p, DTensor)
-    ]
     apply.initialise_fsdp2(module, mesh.sizes.divisor)
     choice, needed = _choose(module, placement, options)
     if choice.keep:

@@ -143,12 +143,6 @@ class FSDP2Window(Engine):
             root: list(fsdp2.fsdp_param_groups(cast(nn.Module, root))) for root in fsdp_roots(model)
         }
         self._unit_of = {group: unit for unit in self.units for group in unit.groups}
-        # After a backward, as their user has set it.
-        self._stay_gathered = {
-            unit
-            for group, unit in self._unit_of.items()
-            if not group.reshard_after_backward and not is_head(unit.module)
-        }
         self._flags = fsdp2.GroupFlags(self._unit_of)
         self._shards = [param.sharded_param for unit in self.units for param in unit.params]
         self._experts = {shard for shard in self._shards if num_expert_ranks(shard) > 1}
@@ -226,12 +220,12 @@ class FSDP2Window(Engine):
     @override
     def end_forward(self) -> None:
         self._check_current()
-        self._show_shards(retained=set(self.units))
+        self._show_shards(retained=True)
 
     @override
     def end_step(self) -> None:
         self._check_current()
-        self._show_shards(retained=set())
+        self._show_shards(retained=False)
 
     def _check_current(self) -> None:
         for unit in self._whole_step:  # others are looked at when they are called
@@ -240,12 +234,10 @@ class FSDP2Window(Engine):
     @override
     def keep(self, backward: BackwardPass) -> None:
         """See the base class; after it, the module shows its sharded parameters, and hooks follow."""
-        retained = set(self.units)
-        if not self._retain_unsharded:
-            retained = self._stay_gathered
-        elif backward.ends:
-            retained = set()
-        self._show_shards(retained, Reductions.BY_FSDP2 if backward.ends else Reductions.NONE)
+        if backward.ends:
+            self._show_shards(retained=False, reductions=Reductions.BY_FSDP2)
+        else:
+            self._show_shards(retained=self._retain_unsharded, reductions=Reductions.NONE)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -260,8 +252,8 @@ class FSDP2Window(Engine):
         self.release()
         self.enter(Phase.HOOKS)
 
-    def _show_shards(self, retained: set[GatheredUnit], reductions: Reductions | None = None) -> None:
-        """Hooks follow: retain what was gathered of these units, behind shards, and free that of others."""
+    def _show_shards(self, retained: bool, reductions: Reductions | None = None) -> None:
+        """Hooks follow, which find shards: retain behind them what was gathered, or free it."""
         self.enter(Phase.HOOKS, reductions)
         for unit in self.units:
             unit.settle()
@@ -270,7 +262,7 @@ class FSDP2Window(Engine):
             for unit in self.units:
                 unit.check_uncounted_writes()
         for unit in self.units:
-            if unit.is_gathered and unit in retained:
+            if unit.is_gathered and retained:
                 unit.retain()
             elif unit.is_gathered:
                 unit.free()
@@ -416,7 +408,7 @@ class FSDP2Window(Engine):
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
         gradients = [(shard, shard.grad) for shard in self._shards]
         for unit in self.units:
-            unit.forget_writes()
+            unit.note_copies()
             unit.forget_background_gather()
         for root in self._roots:
             root.reset_iter_state()

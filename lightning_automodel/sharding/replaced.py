@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_automodel.internals.dtensor import plain_access
-from lightning_automodel.sharding.gathered_tensors import GatheredTensor
 from lightning_automodel.sharding.units import class_name
 
 _NUM_NAMED = 3
@@ -89,7 +88,15 @@ class ModuleParameters:
             trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         unknown = [parameter for parameter in trained if id(parameter) not in self._known]
         if unknown:
-            raise RuntimeError(self._text(optimizer, unknown))
+            raise RuntimeError(
+                f"{len(unknown)} parameters of {type(optimizer).__name__} are not those of"
+                f" {class_name(self._module)} as it was distributed, so that ranks would train them differently."
+                " Collect them in configure_optimizers, from self.parameters(): sharding replaces parameters,"
+                " and within a step they are copies, which are freed after it. Register in __init__ or in"
+                " configure_model what the module does not know (self.x = nn.Parameter(...), an"
+                " nn.ParameterDict or an nn.ParameterList). What joins later can be frozen until then, by"
+                " requires_grad_(False)."
+            )
 
     def check_module(self) -> None:
         """Raise RuntimeError before a training step if the module has other parameters by now.
@@ -104,29 +111,6 @@ class ModuleParameters:
                 " Write the new values into the old ones (self.layer.weight.data = values), or replace"
                 " them in configure_model()."
             )
-
-    def _text(self, optimizer: Optimizer, unknown: list[nn.Parameter]) -> str:
-        start = f"{len(unknown)} parameters of {type(optimizer).__name__}"
-        if any(isinstance(parameter, GatheredTensor) for parameter in unknown):
-            return (
-                f"{start} are those that FSDP2 has gathered for a step, which are freed after it. Take them"
-                " from self.parameters() outside of a step: in configure_optimizers, on_train_batch_start"
-                " or a callback."
-            )
-        named = {id(parameter): path for path, _, parameter in self._found()}
-        names = [named[id(parameter)] for parameter in unknown if id(parameter) in named]
-        if names:
-            return (
-                f"{', '.join(names[:_NUM_NAMED])}: {len(names)} parameters that the module got after it was"
-                " distributed, so that ranks would train them differently. Make them in __init__ or in"
-                " configure_model(): what joins later can be frozen until then, by requires_grad_(False)."
-            )
-        return (
-            f"{start} are not parameters of {class_name(self._module)}, so that ranks would train them"
-            " differently. Register in __init__ what the module does not know (self.x = nn.Parameter(...), an"
-            " nn.ParameterDict or an nn.ParameterList), and collect parameters in configure_optimizers, from"
-            " self.parameters(): sharding replaces them."
-        )
 
 
 def _is_shown(holder: dict[str, nn.Parameter | None], own: nn.Parameter) -> bool:

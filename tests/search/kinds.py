@@ -255,16 +255,14 @@ KIND_REFUSALS: dict[str, Callable[[Case], Any]] = {
     r"have gradient hooks .* which it never calls": lambda c: (
         c.backward and c.backward.startswith("parameter_hook")
     ),
-    r"parameters that the module got after it was distributed": lambda c: (
-        c.changed and c.changed.startswith(("append", "replace"))
-    ),
     r"were replaced after the module was distributed": lambda c: (
         c.changed and c.changed.startswith("replace")
     ),
-    r"are not parameters of|DistributedDataParallel did not reduce all gradients": lambda c: (
-        c.changed and c.changed.startswith("replace")
+    r"as it was distributed|DistributedDataParallel did not reduce all gradients": lambda c: (
+        c.changed and c.changed.startswith(("append", "replace"))
     ),
     r"must be finite and not negative, got -": lambda c: c.negative,
+    r"got other memory \(p.data = values\) while FSDP2 has gathered it": lambda c: c.writes,
     r"torch.func.functional_call puts other tensors in the place": lambda c: c.functional == "made",
 }
 """Messages of errors that name the kind, and which cases may end in them."""

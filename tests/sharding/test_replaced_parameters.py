@@ -127,7 +127,7 @@ writers.MODULES["Unregistered"] = Unregistered
 @pytest.mark.parametrize("options", by_default(ENGINES, "ddp", "fsdp2"))
 def test_parameters_that_are_not_registered(pool2: RankPool, options: dict[str, Any]) -> None:
     for message in pool2.run(_outcome, options, "Unregistered"):
-        assert message.startswith("1 parameters of SGD are not parameters of Unregistered")
+        assert message.startswith("1 parameters of SGD are not those of Unregistered")
         assert "(self.x = nn.Parameter(...), an nn.ParameterDict or an nn.ParameterList)" in message
 
 

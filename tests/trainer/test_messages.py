@@ -365,7 +365,7 @@ def _error_of_optimizer(make_module: type[ModelModule], options: dict[str, Any])
 def test_an_optimizer_of_another_model_raises(pool2: RankPool) -> None:
     """It would never train this one."""
     for message in pool2.run(_error_of_optimizer, CollectsOthers, {}):
-        assert "13 parameters of SGD are not parameters of CollectsOthers" in message
+        assert "13 parameters of SGD are not those of CollectsOthers" in message
         assert "configure_optimizers, from self.parameters()" in message
 
 
