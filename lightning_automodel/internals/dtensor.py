@@ -36,15 +36,6 @@ def part_of(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
-def has_layout(tensor: DTensor, like: DTensor) -> bool:
-    """Whether each rank holds the same elements of both, which are of one shape."""
-    spec = tensor._spec
-    other = like._spec
-    if spec is other:
-        return True
-    return tensor.shape == like.shape and spec.placements == other.placements and spec.mesh == other.mesh
-
-
 def parts_of(tensors: Iterable[Any]) -> list[Tensor]:
     """This rank's part of each, as :func:`part_of`; of a plain tensor all of it."""
     return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]

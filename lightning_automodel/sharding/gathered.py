@@ -139,11 +139,9 @@ class GatheredUnit(fsdp2.Unit):
             if trains != trained and shard.requires_grad == trained:
                 shard.requires_grad_(trains)
             if writes_now != writes_before:
-                is_current = self._gathered_versions[number] == versions_now[number]
-                _write_back(param, is_current)
-                if is_current:
-                    with plain_access():
-                        self._gathered_versions[number] = version(shard)
+                _write_back(param, self._gathered_versions[number] == versions_now[number])
+                with plain_access():
+                    self._gathered_versions[number] = version(shard)
         self.note_copies()
 
     def check_uncounted_writes(self) -> None:
@@ -188,12 +186,10 @@ def _write_back(param: fsdp2.FSDPParam, shard_is_current: bool) -> None:
         )
     shard = local_tensor(param.sharded_param)
     own = fsdp2.own_slice(param)
-    if own.dtype == shard.dtype and shard_is_current:
-        shard.copy_(own)
-        torch.autograd.graph.increment_version([param.sharded_param])
-    # If `.data` was only read, they are equal.
-    elif not torch.equal(own.to(shard.device), shard.to(own.dtype)):
+    if own.dtype != shard.dtype or not shard_is_current:
         raise RuntimeError(text_of_refusal(param.sharded_param, gathered))
+    shard.copy_(own)
+    torch.autograd.graph.increment_version([param.sharded_param])
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

@@ -6,7 +6,6 @@ an alias of the copy, of which ``.data`` gives views. Functions take copies as p
 other classes.
 """
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -78,7 +77,7 @@ class GatheredTensor:
     unit: Any
     alias: Tensor
     data = property(_get_data, _set_data)
-    grad = property(_get_grad, _set_grad, partial(_set_grad, value=None))
+    grad = property(_get_grad, _set_grad)
 
     def __deepcopy__(self: Any, memo: Any) -> nn.Parameter:
         return nn.Parameter(self.detach().clone(), self.requires_grad)

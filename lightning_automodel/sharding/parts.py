@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel.gradients.token_loss import wide_dtype
 from lightning_automodel.internals.dtensor import (
     alike,
-    has_layout,
     part_of,
     parts_of,
     tree_map_only,
@@ -98,7 +97,7 @@ def part_like(tensor: Tensor, like: DTensor, is_followed: bool) -> Tensor | None
     tensors.
     """
     needs_gradient = is_followed and tensor.requires_grad
-    if isinstance(tensor, DTensor) and has_layout(tensor, like):
+    if isinstance(tensor, DTensor) and _have_one_layout(tensor, like):
         return tensor.to_local() if needs_gradient else part_of(tensor)
     if needs_gradient:
         return None
@@ -112,6 +111,13 @@ def part_like(tensor: Tensor, like: DTensor, is_followed: bool) -> Tensor | None
         return own_part(tensor.expand(like.shape), like)
     except RuntimeError:  # it does not broadcast
         return None
+
+
+def _have_one_layout(one: DTensor, other: DTensor) -> bool:
+    """Whether each rank holds the same elements of both."""
+    if one.shape != other.shape or one.placements != other.placements:
+        return False
+    return one.device_mesh == other.device_mesh
 
 
 def _as_shard(part: Tensor, like: DTensor) -> DTensor:

@@ -109,10 +109,6 @@ class Shard(DTensor):
                 value.whole_norm = norm  # parts say nothing of whether ranks have set the same
             GRAD.__set__(self, value)
 
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
     @property
     def data(self) -> Any:
         """A shard that autograd does not follow. Its writes are counted as those of this one."""
