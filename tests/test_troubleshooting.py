@@ -83,7 +83,6 @@ NOT_MESSAGES = {
     "outside of every FSDP root": "in describe()",
     # Parts of messages whose rest says what to do.
     "some of its tensors are on the meta device": "of `the module in this process cannot hold the trained weights`",
-    "The last batch of loaders of unequal lengths is not known with ….": "its value says what to do",
     "… parameters have post-accumulate-gradient hooks (…, ...)": "two texts may follow, which do",
     "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones": "of `Write it`",
     "Ranks have ended one accumulation window in different batches: rank … in batch … of epoch …,"

@@ -1,11 +1,11 @@
 """A loader whose batches are tracked: drawn ahead, counted, and followed by padding batches."""
 
 import copy
-import pickle
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, islice
+from math import inf
 from typing import Any
 
 import torch
@@ -47,6 +47,16 @@ class BatchHandle:
     count: float = 0  # label tokens, if they are counted ahead
     sent: PendingGather | None = None  # if ranks compare, each sends 1 if it had a batch, else 0
 
+    def ranks_without(self) -> list[int]:
+        """The ranks that have no such batch, where some have one; else none. Waits until all have drawn."""
+        if self.sent is None:
+            return []
+        has_batch = self.sent.received()[:, 0]
+        return (has_batch < has_batch.max()).nonzero()[:, 0].tolist()
+
+
+NO_BATCH = BatchHandle(is_none=False, is_filler=False)
+
 
 class Draws(Iterator[Any]):
     """One iteration over a :class:`TrackedLoader`. User code's own iterations just yield the loader's batches.
@@ -68,7 +78,7 @@ class Draws(Iterator[Any]):
         self._source: Iterator[tuple[BatchHandle, Any]] | None = None
         self._ahead: deque[Any] = deque()
         self._handles: deque[BatchHandle] = deque()
-        self._number = 0  # of the epoch's batches that were begun
+        self.number = 0  # of the epoch's batches that were begun
 
     def __next__(self) -> Any:
         if self._source is None:
@@ -77,8 +87,8 @@ class Draws(Iterator[Any]):
                 return next(self._batches)
             self._tracked.draws = self
             self._tracked.is_peeked = False
-            self._number = self._tracked.num_used()
-            self._source = self._tracked.source(self._batches, self._number)
+            self.number = self._tracked.num_used()
+            self._source = self._tracked.source(self._batches, self.number)
         if not (self._ahead or self._draw()):
             raise StopIteration
         return self._ahead.popleft()
@@ -93,15 +103,15 @@ class Draws(Iterator[Any]):
 
     def begin(self, number: int) -> BatchHandle:
         """The handle of batch ``number`` of the epoch, from 1. Those before it are forgotten: Lightning skips None."""
-        for _ in range(number - self._number):
+        for _ in range(number - self.number):
             handle = self._handles.popleft()
-        self._number = number
+        self.number = number
         return handle
 
     def begin_last(self, limit: float) -> bool:
         """Whether the batch about to be evaluated is the last of at most ``limit``. Draws the next one to know it."""
-        self.begin(self._number + 1)
-        return self._number >= limit or not self.ahead(1)
+        self.begin(self.number + 1)
+        return self.number >= limit or not self.ahead(1)
 
     def ahead(self, number: int) -> list[BatchHandle]:
         """Handles of the ``number`` batches after the one begun, which are drawn now. Fewer if the data ends."""
@@ -114,19 +124,18 @@ class TrackedLoader:
     """Wraps a user's ``loader``: yields its batches, and keeps a :class:`BatchHandle` for each.
 
     ``uneven`` says what happens if ranks have unequally many batches; None if they have not. By ``ERROR``
-    and ``PAD``, drawing is a collective over the host ``group``: every rank must draw equally often. With
-    each batch a rank sends whether it still had one. As long as it has one it does not wait: the exchange
-    runs while the batch is trained on. A rank that has none while another has raises, or yields padding
-    batches until all ranks have drawn their last batch. A padding batch is a copy of the epoch's first
-    batch, or of another rank's if this rank has none, as after resuming. By ``JOIN``, a rank without any
-    batch raises.
+    and ``PAD``, every rank must draw equally often. A rank that has no batch while another has one raises,
+    or yields padding batches until all ranks have drawn their last batch. A padding batch is a copy of the
+    epoch's first batch, or of another rank's if this rank has none, as after resuming. By ``JOIN``, a rank
+    without any batch raises. In training, from batch ``num_certain`` on, a rank sends with each batch whether
+    it still had one, a collective over the host ``group``. As long as it has one it does not wait: the
+    exchange runs while the batch is used.
 
     Tracked are the iterations of the Trainer's ``loop`` alone; ``draws`` is the newest. Attributes to set:
 
     ================  ==============================================================================
     ``rank_lengths``  the lengths of all ranks' loaders; None if any is unknown
-    ``repeats_last``  whether this rank's last batch is padding, a sample that the sampler repeats; None
-                      if it is on no rank
+    ``num_certain``   as many batches have the loaders of all ranks for certain
     ``count``         counts the label tokens of a batch ahead
     ``window_start``  of a stateful loader, to resume: returns the first batch of the open window, since
                       which the states before each draw are kept
@@ -142,12 +151,12 @@ class TrackedLoader:
             loader=loader,
             uneven=uneven,
             rank_lengths=None,
-            repeats_last=None,
+            num_certain=0 if uneven in (ERROR, PAD) else inf,
             count=None,
             window_start=None,
             is_peeked=False,
             draws=None,
-            _group=group,
+            group=group,
             _states={},
             loop=loop,
         )
@@ -203,24 +212,19 @@ class TrackedLoader:
                 self._states = {**kept, number: copy.deepcopy(self.loader.state_dict())}
             batch = next(batches, _END)
             handle = BatchHandle(batch is None, batch is _END)
-            if self.uneven in (ERROR, PAD):
-                sent = handle.sent = PendingGather(self._group, not handle.is_filler)
-                if handle.is_filler and not sent.received().any():
-                    return
-                if handle.is_filler and self.uneven == ERROR:
-                    raise RuntimeError(_ended(sent.received(), number))
-                if self.uneven == PAD and padding is None:
-                    # Lightning skips a batch that is None, on all ranks alike: the next one is the first.
-                    padding = self._make_padding(batch, sent.received())
-                if handle.is_filler:
-                    batch = copy.deepcopy(padding)
-                    handle.is_none = batch is None
-            elif batch is _END:
+            if number >= self.num_certain:
+                handle.sent = PendingGather(self.group, not handle.is_filler)
+            if handle.is_filler and not handle.ranks_without():
                 self._check_evaluated(number)
                 return
-            elif self.repeats_last is not None and number == len(self.loader) - 1:
-                handle.is_filler = self.repeats_last
-                handle.sent = PendingGather(self._group, not handle.is_filler)
+            if handle.is_filler and self.uneven == ERROR:
+                raise RuntimeError(_ended(handle.ranks_without(), self.group.size(), number))
+            if self.uneven == PAD and padding is None:
+                # Lightning skips a batch that is None, on all ranks alike: the next one is the first.
+                padding = self._make_padding(batch, handle.ranks_without())
+            if handle.is_filler:
+                batch = copy.deepcopy(padding)
+                handle.is_none = batch is None
             if self.count is not None and not (handle.is_none or handle.is_filler):
                 handle.count = self.count(batch)
             yield handle, batch
@@ -229,25 +233,18 @@ class TrackedLoader:
         """Raise ValueError if this rank's evaluation has ended after no batch."""
         if number == 0 and self.uneven == JOIN:
             raise ValueError(
-                f"The evaluation data of rank {self._group.rank()} holds no batch, while other ranks may have"
+                f"The evaluation data of rank {self.group.rank()} holds no batch, while other ranks may have"
                 " some, whose steps this rank could not join: give each rank at least one batch, or start"
                 " fewer ranks."
             )
 
-    def _make_padding(self, batch: Any, has_batch: torch.Tensor) -> Any:
+    def _make_padding(self, batch: Any, ranks_without: list[int]) -> Any:
         """A copy of an epoch's first ``batch``, or another rank's. A collective if only some ranks have one."""
         shared = [None if batch is _END else batch]
-        try:
-            if not has_batch.all():
-                source = dist.get_global_rank(self._group, int(has_batch.argmax()))
-                dist.broadcast_object_list(shared, source, self._group)
-            return copy.deepcopy(shared[0])
-        except (TypeError, pickle.PicklingError) as error:
-            raise TypeError(
-                "uneven_inputs='pad' copies the first batch of each epoch, for ranks whose data"
-                f" ends. This {type(batch).__name__} cannot be copied ({error}): let the loader"
-                " yield tensors, in dicts, tuples or dataclasses."
-            ) from error
+        if ranks_without:
+            source = min(set(range(self.group.size())) - set(ranks_without))
+            dist.broadcast_object_list(shared, dist.get_global_rank(self.group, source), self.group)
+        return copy.deepcopy(shared[0])
 
 
 def track(loader: Any, group: dist.ProcessGroup, loop: Any) -> TrackedLoader:
@@ -257,10 +254,9 @@ def track(loader: Any, group: dist.ProcessGroup, loop: Any) -> TrackedLoader:
     return TrackedLoader(loader, group, loop)
 
 
-def _ended(has_batch: torch.Tensor, number: int) -> str:
+def _ended(ended: list[int], num_ranks: int, number: int) -> str:
     """What to raise on a rank without a batch after ``number``, where another rank has one."""
-    others = has_batch[:, 0].nonzero()[:, 0].tolist()
-    ended = (has_batch[:, 0] == 0).nonzero()[:, 0].tolist()
+    others = [rank for rank in range(num_ranks) if rank not in ended]
     return (
         f"The train data of {ranks(ended)} ends with batch {number}, and {ranks(others)} would go on and"
         " wait for more: give all ranks equally many batches, for example by drop_last=True, or pass"

@@ -32,11 +32,6 @@ def num_repeated(sampler: Any) -> int:
     return max(sampler.total_size - total, 0)
 
 
-def repeats_last(sampler: Any) -> bool:
-    """Whether this rank repeats a sample, of which its last batch consists if the last batches have one sample each."""
-    return bool(sampler.rank >= sampler.num_replicas - num_repeated(sampler))
-
-
 def repeats(sampler: Any) -> str:
     """What to say of samples that count twice, and what repeats them."""
     return (

@@ -1,10 +1,8 @@
 """Ranks whose data ends before another's: an error or padding in training; in evaluation each sample counts once."""
 
-import math
 import time
 import zlib
 from collections.abc import Callable
-from enum import IntEnum
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,13 +16,13 @@ from torchmetrics import Metric
 from lightning_automodel.data.batches import (
     ERROR,
     JOIN,
+    NO_BATCH,
     PAD,
     BatchHandle,
     PendingGather,
     TrackedLoader,
     is_stateful,
     ranks,
-    track,
     unwrap_loader,
 )
 from lightning_automodel.data.loader_lengths import keeps_its_length, may_end_early
@@ -33,7 +31,6 @@ from lightning_automodel.data.samplers import (
     Ranks,
     distributed_sampler,
     repeats,
-    repeats_last,
     sharing_out,
 )
 from lightning_automodel.data.window_ahead import WindowAhead
@@ -44,15 +41,6 @@ _UNKNOWN = -1
 _PAD = "pass AutomodelStrategy(uneven_inputs='pad')"
 _TRAIN = "train"
 _STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
-_LOADERS = {"val": "val_dataloaders", "test": "test_dataloaders", "predict": "predict_dataloaders"}
-
-
-class Next(IntEnum):
-    """What a rank sends of itself in evaluation."""
-
-    BATCH = 0
-    LAST_BATCH = 1
-    END = 2
 
 
 class UnevenInputs:
@@ -62,8 +50,8 @@ class UnevenInputs:
     loaders of the stage                            a rank whose data ends before another's
     ==============================================  =====================================================
     equally many batches                            there is none
-    training, the Trainer has put its sampler in    its last batch is padding (``repeats_last``)
-    training, other lengths or unknown ones         raises, or draws padding batches (`TrackedLoader`)
+    training, the Trainer has put its sampler in    draws one padding batch (`TrackedLoader`)
+    training, other lengths or unknown ones         raises, or draws padding batches
     evaluation and prediction                       joins the steps of others, without data
     ==============================================  =====================================================
 
@@ -90,12 +78,12 @@ class UnevenInputs:
         self.seconds_drawing = 0.0  # spent on drawing batches ahead of their steps
         self._before_padding: ModuleState | None = None
         self._uneven: set[str] = set()  # stages of evaluation whose ranks may have unequally many batches
-        self._sent: PendingGather | None = None
+        self._next = NO_BATCH  # to evaluate after this one, if ranks have unequally many
         self._is_in_step = False
         self._num_evaluated = 0  # steps of evaluation in this run, also of others that this rank has joined
         self._loaders: Any = None  # those of training that _begin_loaders has seen
         self._tracked: TrackedLoader | None = None  # of them, if there is but one
-        self._handle: BatchHandle | None = None
+        self._handle = NO_BATCH
         self.is_filler = False  # whether this rank's newest training batch was a padding batch
 
     def process(self, loader: Any) -> Any:
@@ -103,76 +91,67 @@ class UnevenInputs:
 
         A copy, if its ``DistributedSampler`` would repeat samples to make ranks even.
         """
-        loader, repeats_last = self._without_repeats(unwrap_loader(loader))
-        loader = self._compared(loader)
-        if repeats_last is not None:
-            loader = track(loader, self._group, self._trainer.fit_loop)
-            loader.repeats_last = repeats_last
+        loader, pads = self._without_repeats(unwrap_loader(loader))
+        loader = self._compared(loader, pads)
         if self.ahead is not None and self.is_training:
             return self.ahead.process(loader)
         return loader
 
-    def _without_repeats(self, loader: Any) -> tuple[Any, bool | None]:
-        """A loader whose ``DistributedSampler`` repeats no samples, and whether its last batch is padding on this rank.
+    def _without_repeats(self, loader: Any) -> tuple[Any, bool]:
+        """A loader whose ``DistributedSampler`` repeats no samples, and whether a rank may pad where its data ends.
 
-        They are still repeated in evaluation with fewer samples than ranks, and in training by a sampler of
-        the user's. If ranks would have unequally many batches, the Trainer's repeats them too: such a batch
-        has no weight. With ``drop_last``, an epoch ends with the last batch that is full on all ranks.
+        In training, samples are still repeated by a sampler of the user's, and where a padding batch would
+        have an effect. With ``drop_last``, an epoch ends with the last batch that is full on all ranks.
         """
         sampler = distributed_sampler(loader)
         if sampler is None:
-            return loader, None
+            return loader, self._pads
         total = len(sampler.dataset)
-        once = sharing_out(loader, sampler, total)
-        if not self.is_training and total < sampler.num_replicas:
-            self._say(
-                f"The {self._stage} data holds {total} samples for {sampler.num_replicas} ranks, each of"
-                " which needs one: some count twice. Evaluate more samples, or on fewer ranks."
-            )
-            return loader, None
-        if not self.is_training or (self._pads and may_end_early(loader)):
-            return once, None
-        even = sharing_out(loader, sampler, total - total % sampler.num_replicas)
+        if not self.is_training:
+            return sharing_out(loader, sampler, total), False
+        if self._pads and may_end_early(loader):
+            return sharing_out(loader, sampler, total), True
         if not (self._pads or isinstance(sampler.num_replicas, Ranks)):
             if keeps_its_length(sampler):
                 self._say_repeats(sampler, f"which is not the Trainer's own: leave it out, or {_PAD}")
-        elif may_end_early(loader):
-            self._say_repeats(
-                sampler, f"over which an __iter__ of your own iterates: leave that out, or {_PAD}"
-            )
+            return loader, False
+        even = sharing_out(loader, sampler, total - total % sampler.num_replicas)
+        problem = None
+        if may_end_early(loader):
+            problem = f"over which an __iter__ of your own iterates: leave that out, or {_PAD}"
         elif loader.drop_last or getattr(loader.batch_sampler, "drop_last", False):
-            return even, None
-        elif len(even) == len(loader):
-            return once, None
-        elif (problem := self._against_padding(loader)) is not None:
+            return even, False
+        elif len(even) < len(loader):
+            problem = self._against_padding(loader)
+        if problem is not None:
             self._say_repeats(sampler, problem)
-        else:
-            return loader, repeats_last(sampler)
-        return loader, None
+            return loader, False
+        return sharing_out(loader, sampler, total), True
 
     def _say_repeats(self, sampler: Any, reason: str) -> None:
         self._say(f"{repeats(sampler)}, {reason}.")
 
-    def _compared(self, loader: Any) -> Any:
-        """The loader, tracked if ranks may have unequally many batches."""
+    def _compared(self, loader: Any, pads: bool) -> Any:
+        """The loader, tracked if ranks may have unequally many batches; ``pads``: in training, with padding batches."""
         length = sized_len(loader)
         sent = PendingGather(self._group, _UNKNOWN if length is None else length, may_end_early(loader))
         told = sent.received().long()
         lengths = told[:, 0].tolist()
-        may_end = bool(told[:, 1].any())
         is_known = _UNKNOWN not in lengths
-        if len(lengths) == 1 or (is_known and not may_end and len(set(lengths)) == 1):
+        keep_length = is_known and not told[:, 1].any()
+        if len(lengths) == 1 or (keep_length and len(set(lengths)) == 1):
             return loader
-        if self.is_training:
-            if self._pads and (problem := self._against_padding(loader)) is not None:
-                raise ValueError(f"uneven_inputs='pad': {problem}, or give all ranks equally many batches.")
-            is_certain = is_known and not (may_end and self._pads)
-            rank_lengths = lengths if is_certain else None
-            tracked = TrackedLoader(loader, self._group, self._trainer.fit_loop, self._in_training)
-            tracked.rank_lengths = rank_lengths
-            return tracked
-        self._uneven.add(self._stage)
-        return TrackedLoader(loader, self._group, self._evaluation_loop, JOIN)
+        if not self.is_training:
+            self._uneven.add(self._stage)
+            return TrackedLoader(loader, self._group, self._evaluation_loop, JOIN)
+        if pads and (problem := self._against_padding(loader)) is not None:
+            raise ValueError(f"uneven_inputs='pad': {problem}, or give all ranks equally many batches.")
+        tracked = TrackedLoader(loader, self._group, self._trainer.fit_loop, PAD if pads else ERROR)
+        if keep_length:
+            tracked.num_certain = min(lengths)
+        if keep_length or (is_known and not pads):
+            tracked.rank_lengths = lengths
+        return tracked
 
     def _against_padding(self, loader: Any) -> str | None:
         """Why a padding batch would affect results, or cannot work, and what to do; None if it can."""
@@ -204,23 +183,12 @@ class UnevenInputs:
         )
         if len(loaders) == len(tracked) == 1 and not draws_its_batches:
             self._tracked = tracked[0]
-        if len(loaders) > 1 and any(loader.uneven == PAD for loader in tracked):
+        elif self.ahead is not None or any(loader.uneven == PAD for loader in tracked):
             raise ValueError(
-                "uneven_inputs='pad' trains on one loader, and the loaders of a CombinedLoader have"
-                " unequally many batches on the ranks: combine them in one Dataset, or give all ranks"
-                " equally many batches."
+                "count_window_ahead=True, and padding batches where ranks have unequally many, need one training"
+                " loader, not several: combine their data in one Dataset, or leave count_window_ahead out and give"
+                " all ranks equally many batches (drop_last=True)."
             )
-        if self.ahead is not None and self._tracked is None:
-            raise ValueError(
-                "count_window_ahead=True draws from one training loader, not from several: combine their data"
-                " in one Dataset, or leave it out."
-            )
-        for loader in tracked:
-            if len(loaders) > 1 and loader.repeats_last is not None:
-                self._say_repeats(
-                    distributed_sampler(loader),
-                    "one of several: combine the data of the loaders in one Dataset",
-                )
 
     def begin_training_batch(self) -> None:
         """Called when a training batch is about to be used, after its hooks. If counted ahead, draws its window."""
@@ -229,7 +197,7 @@ class UnevenInputs:
         if trainer.train_dataloader is not self._loaders:
             self._loaders = trainer.train_dataloader
             self._begin_loaders()
-        self._handle = None
+        self._handle = NO_BATCH
         self.is_filler = False
         if self._tracked is None or self._tracked.draws is None:
             return
@@ -242,11 +210,11 @@ class UnevenInputs:
     def num_with_data(self, group: dist.ProcessGroup) -> int:
         """How many ranks of ``group`` have no padding batch in this training step. Waits until all ranks have drawn."""
         handle = self._handle
-        if not (self._is_in_step and self.is_training) or handle is None or handle.sent is None:
+        if not (self._is_in_step and self.is_training) or self._tracked is None:
             return group.size()
-        if self._tracked is None or self._tracked.uneven == ERROR:
+        if self._tracked.uneven == ERROR:
             return group.size()
-        return int(handle.sent.received()[dist.get_process_group_ranks(group), 0].sum())
+        return len(set(dist.get_process_group_ranks(group)) - set(handle.ranks_without()))
 
     def train(self, step: Callable[[], Any]) -> Any:
         """Run a training step. What a padding batch changes in the module lasts until :meth:`end_padding`."""
@@ -286,24 +254,21 @@ class UnevenInputs:
         """
         stops = begin()
         self._num_evaluated += 1
-        self._handle = None
+        self._handle = NO_BATCH
         self.is_filler = False
-        is_last = False
-        self._sent = None
         if self._stage in self._uneven:
-            is_last = self._is_last(args)
-            self._sent = PendingGather(self._group, Next.LAST_BATCH if is_last else Next.BATCH)
+            self._begin_evaluated_batch(args)
+        else:
+            self._next = NO_BATCH
         self._is_in_step = True
         try:
             output = step(*args)
         finally:
             self._is_in_step = False
-        if stops:
-            self._answers()  # wait for slower ranks before this one leaves
-        while is_last and Next.BATCH in self._answers():
+        while self._next.is_filler and self._next.ranks_without():
             if stops:
                 raise lightning_internals.SIGTERMException
-            self._sent = PendingGather(self._group, Next.END)
+            self._send_next(False)
             stops = begin()
             self._num_evaluated += 1
             join()
@@ -319,34 +284,31 @@ class UnevenInputs:
                 " iterator anew where it ends."
             )
 
-    def _is_last(self, args: tuple[Any, ...]) -> bool:
-        """Whether the step that begins has this rank's last batch of a loader; ValueError if that is not known."""
-        trainer = self._trainer
-        stage = self._stage
-        loop = self._evaluation_loop
-        loaders = CombinedLoader(getattr(trainer, _LOADERS[stage])).flattened
+    def _begin_evaluated_batch(self, args: tuple[Any, ...]) -> None:
+        """Note the batch that is about to be evaluated, and the next one; ValueError if its loader is not known."""
+        loaders = CombinedLoader(getattr(self._trainer, f"{self._stage}_dataloaders")).flattened
+        is_one = len(loaders) == 1
+        step = getattr(self._trainer.lightning_module, _STEPS[self._stage])
         # Of several loaders one after the other, Lightning passes the number.
-        is_sequential = len(loaders) == 1 or len(args) > 2
-        problem = None
-        if lightning_internals.draws_its_batches(getattr(trainer.lightning_module, _STEPS[stage])):
-            problem = "a step that takes a dataloader_iter: let it take the batch"
-        elif (
-            not is_sequential
-            and any(map(math.isfinite, loop.max_batches))  # else Lightning draws ahead, and finds the end
-            and any(sized_len(loader) is None or may_end_early(loader) for loader in loaders)
-        ):
-            problem = (
-                "a stream that may end before a limit or another loader: evaluate one loader after the other"
-                " (mode='sequential')"
+        if lightning_internals.draws_its_batches(step) or not (is_one or len(args) > 2):
+            raise ValueError(
+                "Ranks have unequally many batches, and the last one is not known in a step that takes a"
+                " dataloader_iter, or batches of several loaders at once: let it take the batch, and evaluate one"
+                " loader after the other (mode='sequential')."
             )
-        if problem is not None:
-            raise ValueError(f"The last batch of loaders of unequal lengths is not known with {problem}.")
-        if not is_sequential:
-            return bool(loop.batch_progress.is_last_batch)
-        index = args[2] if len(loaders) > 1 else 0
-        # Without tracking, all ranks have equally many batches of this loader.
+        index = 0 if is_one else args[2]
         loader = loaders[index]
-        return isinstance(loader, TrackedLoader) and loader.draws.begin_last(loop.max_batches[index])
+        if not isinstance(loader, TrackedLoader):  # all ranks have equally many batches of it
+            self._next = NO_BATCH
+            return
+        is_last = loader.draws.begin_last(self._evaluation_loop.max_batches[index])
+        if loader.draws.number > 1:
+            self._handle = self._next
+        self._send_next(not is_last)
+
+    def _send_next(self, has_next: bool) -> None:
+        """Tell the other ranks whether this one has a batch to evaluate after this one."""
+        self._next = BatchHandle(False, not has_next, sent=PendingGather(self._group, has_next))
 
     def _where_in_batch(self) -> str | None:
         """Name of the running evaluation step or batch hook, which ranks without data do not run; else None."""
@@ -359,12 +321,9 @@ class UnevenInputs:
     def check_reduction(self) -> None:
         """Raise RuntimeError, before a reduction or gathering over ranks, if some are not in this step: they ended."""
         where = self._where_in_batch()
-        answers = self._answers()
-        if where is None or not (self._is_in_step or Next.BATCH in answers):
-            return
         # Hooks of a rank's last batch run when all others have ended.
-        here = (Next.BATCH, Next.LAST_BATCH) if self._is_in_step else (Next.BATCH,)
-        if ended := [rank for rank, sent in enumerate(answers) if sent not in here]:
+        handle = self._handle if self._is_in_step else self._next
+        if where is not None and (ended := handle.ranks_without()):
             raise RuntimeError(
                 f"A value is reduced or gathered over all ranks within {where}, but not on {ranks(ended)},"
                 " whose data has ended: log it with on_step=False, on_epoch=True, or give all ranks equally"
@@ -400,11 +359,6 @@ class UnevenInputs:
                 " on_validation_epoch_end, where no rank has ended, or use TorchMetrics. In training,"
                 " DataLoader(drop_last=True) makes batches equal."
             )
-
-    def _answers(self) -> list[int]:
-        if self._sent is None:
-            return []
-        return self._sent.received()[:, 0].long().tolist()
 
     @property
     def is_training(self) -> bool:

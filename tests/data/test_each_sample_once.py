@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy, ExactnessCheck
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import LEARNING_RATE, MOMENTUM, PLAN, Outcome, full_weights, weight_error
 from tests.trainer.runs import TOLERANCE, LabelledModule, make_trainer, mean_loss
 
@@ -441,21 +441,17 @@ class Several(LabelledModule):
         return self(first) + self(second)
 
 
-def _train_on_two_loaders() -> list[str]:
-    loaders = CombinedLoader([DataLoader(Rows(21), 5), DataLoader(Rows(20), 5)], "max_size_cycle")
+def _train_on_two_loaders(length: int) -> None:
+    loaders = CombinedLoader([DataLoader(Rows(length), 5), DataLoader(Rows(20), 5)], "max_size_cycle")
     trainer = make_trainer(AutomodelStrategy(per_token_loss=False), use_distributed_sampler=True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(Several(), loaders)
-    return [str(each.message) for each in caught if "count twice" in str(each.message)]
+    trainer.fit(Several(), loaders)
 
 
-def test_one_of_several_loaders_repeats_as_before(pool2: RankPool) -> None:
-    """A padding batch beside another loader's batch would take that one's weight too."""
-    (told,), others = pool2.run(_train_on_two_loaders)
-    assert told.startswith(TOLD)
-    assert "one of several: combine the data of the loaders in one Dataset" in told
-    assert others == []
+def test_one_of_several_loaders_is_refused(pool2: RankPool) -> None:
+    """A padding batch beside another loader's batch would take that one's weight too; without one they train."""
+    with pytest.raises(RankError, match=r"padding batches .* need one training loader, not several"):
+        pool2.run(_train_on_two_loaders, 21)
+    pool2.run(_train_on_two_loaders, 25)
 
 
 # --- Resuming ---------------------------------------------------------------------------------------------------------
