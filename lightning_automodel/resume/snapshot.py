@@ -3,7 +3,7 @@
 Nothing here synchronises or communicates.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -117,44 +117,40 @@ def restore(module: "pl.LightningModule", loaded: dict[str, Any], device: torch.
 def _restore_buffers(
     module: "pl.LightningModule", saved: dict[str, Tensor | None], device: torch.device
 ) -> list[str]:
-    own = _plain_buffers(module)
     modules = _modules(module)
     unknown: list[str] = []
-    for name, value in sorted(saved.items()):
-        buffer = own.get(name)
+    for name, value in saved.items():
         path, _, attribute = name.rpartition(".")
-        if buffer is not None and value is not None and _fits(buffer, value):
-            buffer.copy_(value)
-        elif path not in modules:
+        if path not in modules:
             unknown.append(name)
-        elif buffer is None and isinstance(getattr(modules[path], attribute, None), Tensor):
-            continue  # sharded, or on the meta device
-        elif buffer is None:
-            _give_buffer(modules[path], attribute, value, device)
-        else:
-            _replace_buffer(modules.values(), getattr(modules[path], attribute), value)
+            continue
+        held = getattr(modules[path], attribute, None)
+        if isinstance(held, DTensor):
+            continue  # sharded
+        if held is not None and value is not None and _fits(held, value):
+            held.detach().copy_(value)
+            continue
+        if value is not None:
+            value = value.to(device if held is None else held.device)
+        _replace_buffer(modules, modules[path], attribute, value)
     return unknown
 
 
-def _give_buffer(owner: nn.Module, attribute: str, value: Tensor | None, device: torch.device) -> None:
-    """Set a buffer that is registered without a value, or not yet."""
-    if value is not None:
-        value = value.to(device)
-    setattr(owner, attribute, value)
-    if value is not None and attribute not in dict(owner.named_buffers(recurse=False)):
-        delattr(owner, attribute)
-        # A persistent one would have come with the state dict.
-        owner.register_buffer(attribute, value, persistent=False)
-
-
-def _replace_buffer(modules: Iterable[nn.Module], buffer: Tensor, value: Tensor | None) -> None:
-    """Set ``value`` wherever modules hold ``buffer``, which they may share."""
-    if value is not None:
-        value = value.to(buffer.device)
-    for module in modules:
-        for name, held in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            if held is buffer:
+def _replace_buffer(
+    modules: dict[str, nn.Module], owner: nn.Module, attribute: str, value: Tensor | None
+) -> None:
+    """Set a buffer of ``owner`` to another one, wherever modules hold it, which may share it."""
+    held = getattr(owner, attribute, None)
+    for module in modules.values():
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer is held:
                 setattr(module, name, value)
+    if held is None and value is not None:
+        setattr(owner, attribute, value)
+        if attribute not in dict(owner.named_buffers(recurse=False)):
+            delattr(owner, attribute)
+            # A persistent one would have come with the state dict.
+            owner.register_buffer(attribute, value, persistent=False)
 
 
 def _fits(buffer: Tensor, value: Tensor) -> bool:
