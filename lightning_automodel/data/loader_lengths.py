@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import IterableDataset
 
 from lightning_automodel.data.batches import unwrap_loader
@@ -11,15 +10,13 @@ _KEEP_THEIR_LENGTH = ("torch", "torchdata", "lightning", "pytorch_lightning", "b
 
 
 def may_end_early(loader: Any) -> bool:
-    """Whether ``loader`` has a length that its batches need not keep to.
+    """Whether ``loader`` may yield fewer batches than its length says, if it has one.
 
     Such a loader reads a stream, or it, its batch sampler or its sampler iterates by code that is not
     torch's: a loader that leaves batches out, or a sampler that fills batches up to a number of tokens and
     estimates how many.
     """
     loader = unwrap_loader(loader)
-    if sized_len(loader) is None or isinstance(loader, (list, tuple)):
-        return False
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         return True
     batch_sampler = getattr(loader, "batch_sampler", None)

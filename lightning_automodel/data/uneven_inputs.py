@@ -38,7 +38,6 @@ from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.internals import lightning as lightning_internals
 
 _UNKNOWN = -1
-_PAD = "pass AutomodelStrategy(uneven_inputs='pad')"
 _TRAIN = "train"
 _STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
 
@@ -100,8 +99,8 @@ class UnevenInputs:
     def _without_repeats(self, loader: Any) -> tuple[Any, bool]:
         """A loader whose ``DistributedSampler`` repeats no samples, and whether a rank may pad where its data ends.
 
-        In training, samples are still repeated by a sampler of the user's, and where a padding batch would
-        have an effect. With ``drop_last``, an epoch ends with the last batch that is full on all ranks.
+        In training, a sampler or an ``__iter__`` of the user's still repeats samples, unless ranks may pad. With
+        ``drop_last``, an epoch ends with the last batch that is full on all ranks.
         """
         sampler = distributed_sampler(loader)
         if sampler is None:
@@ -109,27 +108,20 @@ class UnevenInputs:
         total = len(sampler.dataset)
         if not self.is_training:
             return sharing_out(loader, sampler, total), False
-        if self._pads and may_end_early(loader):
-            return sharing_out(loader, sampler, total), True
         if not (self._pads or isinstance(sampler.num_replicas, Ranks)):
             if keeps_its_length(sampler):
-                self._say_repeats(sampler, f"which is not the Trainer's own: leave it out, or {_PAD}")
+                self._say_repeats(sampler, "which is not the Trainer's own: leave it out")
             return loader, False
-        even = sharing_out(loader, sampler, total - total % sampler.num_replicas)
-        problem = None
         if may_end_early(loader):
-            problem = f"over which an __iter__ of your own iterates: leave that out, or {_PAD}"
+            if not self._pads:
+                self._say_repeats(sampler, "over which an __iter__ of your own iterates: leave that out")
+                return loader, False
         elif loader.drop_last or getattr(loader.batch_sampler, "drop_last", False):
-            return even, False
-        elif len(even) < len(loader):
-            problem = self._against_padding(loader)
-        if problem is not None:
-            self._say_repeats(sampler, problem)
-            return loader, False
+            return sharing_out(loader, sampler, total - total % sampler.num_replicas), False
         return sharing_out(loader, sampler, total), True
 
     def _say_repeats(self, sampler: Any, reason: str) -> None:
-        self._say(f"{repeats(sampler)}, {reason}.")
+        self._say(f"{repeats(sampler)}, {reason}, or pass AutomodelStrategy(uneven_inputs='pad').")
 
     def _compared(self, loader: Any, pads: bool) -> Any:
         """The loader, tracked if ranks may have unequally many batches; ``pads``: in training, with padding batches."""
@@ -145,7 +137,10 @@ class UnevenInputs:
             self._uneven.add(self._stage)
             return TrackedLoader(loader, self._group, self._evaluation_loop, JOIN)
         if pads and (problem := self._against_padding(loader)) is not None:
-            raise ValueError(f"uneven_inputs='pad': {problem}, or give all ranks equally many batches.")
+            raise ValueError(
+                f"The data of some ranks ends before that of others, which take padding batches then: {problem}, or"
+                " give all ranks equally many batches, for example by drop_last=True."
+            )
         tracked = TrackedLoader(loader, self._group, self._trainer.fit_loop, PAD if pads else ERROR)
         if keep_length:
             tracked.num_certain = min(lengths)

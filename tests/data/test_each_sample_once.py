@@ -318,26 +318,26 @@ TOLD = (
 )
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    [
-        ("own sampler", "a DistributedSampler, which is not the Trainer's own: leave it out, or pass Auto"),
-        ("synchronised metric", "a metric with dist_sync_on_step=True would gather padding batches"),
-    ],
-)
-def test_repeated_samples_are_told_of(pool2: RankPool, kind: str, why: str) -> None:
+def test_repeated_samples_are_told_of(pool2: RankPool) -> None:
     """Once, on rank 0, where they count twice: weights are then not those of one process."""
-    first, second = pool2.run(_fit, {}, 21, {"batch_size": 5}, {"max_epochs": 1}, kind)
+    first, second = pool2.run(_fit, {}, 21, {"batch_size": 5}, {"max_epochs": 1}, "own sampler")
     assert second["told"] == []
     assert len(first["told"]) == 1
     assert first["told"][0].startswith(TOLD)
+    why = "a DistributedSampler, which is not the Trainer's own: leave it out, or pass AutomodelStrategy("
     assert why in first["told"][0]
     order = order_of([first, second])
     assert len(order) == 22
     assert len(set(order)) == 21
     once = Outcome(plain_weights(21, order[:21], 10, 1), None)
     assert weight_error(Outcome(first["weights"], None), once) > 1e-3
+
+
+def test_what_padding_would_change_is_refused(pool2: RankPool) -> None:
+    """With as many batches on all ranks nothing is."""
+    with pytest.raises(RankError, match="a metric with dist_sync_on_step=True would gather padding batches"):
+        pool2.run(_fit, {}, 21, {"batch_size": 5}, {"max_epochs": 1}, "synchronised metric")
+    pool2.run(_fit, {}, 21, {"batch_size": 4}, {"max_epochs": 1}, "synchronised metric")
 
 
 def _check_exactness(strategy: str, own: bool) -> tuple[str, str]:
