@@ -174,8 +174,7 @@ class ExactnessCheck(Callback):
         self._patches.restore()
         wrong_count = first(self._counting.wrong()) or ""
         found = verdict.verdict_of(self.results, wrong_count)
-        parts = [local_part(parameter) for parameter in self._comparison.lockstep.parameters.values()]
-        size = sum(part.numel() * part.element_size() for part in parts)
+        size = sum(local_part(p).nbytes for p in self._comparison.lockstep.parameters.values())
         report = verdict.report_of(self.results, found, wrong_count, self._counting)
         loaders = CombinedLoader(trainer.train_dataloader).flattened
         report += verdict.of_samples(map(distributed_sampler, loaders))

@@ -164,13 +164,9 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
     overwrite(tensor, "_local_tensor", local)
 
 
-def take_hooks(tensor: Tensor, patches: PatchStack) -> list[Callable[[Tensor], Tensor | None]]:
-    """Hooks that ``tensor.register_hook`` has registered, which do not run until ``patches`` are restored."""
-    hooks = tensor._backward_hooks
-    if hooks:
-        patches.callback(setattr, tensor, "_backward_hooks", hooks)
-        tensor._backward_hooks = None
-    return list((hooks or {}).values())
+def has_hooks(tensor: Tensor) -> bool:
+    """Whether ``tensor.register_hook`` has registered any."""
+    return bool(tensor._backward_hooks)
 
 
 version: Callable[[Tensor], int] = attrgetter("_version")

@@ -58,7 +58,6 @@ def test_verdicts(name: str, pool2: RankPool, pool1: RankPool) -> None:
         "fsdp2",
         "random numbers",
         "half precision",
-        "hooks",
         "lightning",
         "contrastive",
         "a hidden state",

@@ -20,9 +20,10 @@ from lightning_automodel.callbacks.exactness.lockstep import (
 from lightning_automodel.callbacks.exactness.recording import RecordedWindow, Recorder
 from lightning_automodel.callbacks.exactness.slope import slope_along
 from lightning_automodel.callbacks.exactness.verdict import StepResult
-from lightning_automodel.callbacks.exactness.words import percent
+from lightning_automodel.callbacks.exactness.words import listed, percent
 from lightning_automodel.distributed import collectives
 from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals import torch as torch_internals
 
 _NO_COUNT = (
     "no count was given, nothing in the batch can be counted, and the graph of the loss does not tell, so that"
@@ -38,10 +39,6 @@ def reason_against(trainer: pl.Trainer, module: pl.LightningModule) -> str | Non
         return f"{strategy} keeps parameters in a form of its own"
     if lightning_internals.draws_its_batches(module.training_step):
         return "training_step(dataloader_iter) draws its batches itself"
-    if any(isinstance(submodule, nn.SyncBatchNorm) for submodule in module.modules()):
-        return (
-            "SyncBatchNorm takes statistics over the batches of all ranks, which the replay takes one by one"
-        )
     if any(isinstance(getattr(o, "optimizer", o), torch.optim.LBFGS) for o in trainer.strategy.optimizers):
         return "LBFGS computes gradients several times in a step"
     return None
@@ -52,8 +49,10 @@ def first(text: str | None) -> str | None:
     return next(filter(None, collectives.gather_objects(text)), None)
 
 
-def _reason_in(recorder: Recorder, recorded: RecordedWindow) -> str | None:
-    """Why this rank's part of a window cannot be replayed; None if there is no known reason."""
+def _reason_in(
+    recorder: Recorder, recorded: RecordedWindow, parameters: dict[str, nn.Parameter]
+) -> str | None:
+    """Why this rank's part of a window of ``parameters`` cannot be replayed; None if there is no known reason."""
     if recorder.blocks_sync:
         return (
             "backwards accumulate in toggle_model(sync_grad=False), and only AutomodelStrategy tells which of"
@@ -61,6 +60,13 @@ def _reason_in(recorder: Recorder, recorded: RecordedWindow) -> str | None:
         )
     if recorded.gradients is None:
         return "no backward of the loss that training_step has returned was seen"
+    plain = {name: p for name, p in parameters.items() if not isinstance(p, DTensor)}
+    hooked = [name for name, parameter in plain.items() if torch_internals.has_hooks(parameter)]
+    if hooked:
+        return (
+            f"{listed(hooked)} has a hook (register_hook), which sees something else in each micro-batch than in"
+            " one batch: use on_before_optimizer_step, or remove it for the check"
+        )
     found = [recorder.weights[each.step][0] for each in recorded.micro_batches if recorder.weights]
     if any(not torch.equal(each[name], found[0][name]) for each in found for name in recorded.trained):
         return "weights are written within a window that trains them"
@@ -100,7 +106,7 @@ class Comparison:
         step.is_manual = not self._module.automatic_optimization
         with lockstep.apart(own, recorded.trained, recorder.weights):
             step.is_sharded = lockstep.is_sharded
-            step.problem = first(_reason_in(recorder, recorded))
+            step.problem = first(_reason_in(recorder, recorded, lockstep.trained))
             try:
                 if step.problem is None:
                     self._replay(step, turns, recorded.gradients or {}, is_counted=settled is not None)

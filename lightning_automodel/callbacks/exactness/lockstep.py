@@ -117,7 +117,6 @@ class LockStep:
         self.trained = self.parameters
         self._own: Sequence[MicroBatch] = ()
         self._of_steps: RecordedWeights = {}
-        self._hooks: dict[str, list[Callable[[Tensor], Tensor | None]]] = {}
 
     @property
     def is_sharded(self) -> bool:
@@ -163,11 +162,6 @@ class LockStep:
                 patches.set(self._module, name, lambda *_, **__: None)
             patches.callback(setattr, self._trainer, "loggers", loggers)
             self._trainer.loggers = [DummyLogger() for _ in loggers]
-            self._hooks = {
-                name: torch_internals.take_hooks(parameter, patches)
-                for name, parameter in self.trained.items()
-                if not isinstance(parameter, DTensor)
-            }
             for parameter in self.parameters.values():
                 patches.callback(setattr, parameter, "grad", parameter.grad)
             patches.callback(self.restore_weights)
@@ -354,26 +348,18 @@ class LockStep:
                     total[name].add_(gradient)
                 else:
                     total[name] = gradient
-        for name, gradient in total.items():
-            total[name] = self._hooked(name, gradient.div_(scale))
+        for gradient in total.values():
+            gradient.div_(scale)
         return Replayed(total, torch.stack(parts, dim=1), losses)
 
     @torch.no_grad()
     def _complete(self) -> None:
         """Average what an engine does not, in ``.grad``."""
-        plain = [self.trained[name] for name in self._hooks if self.trained[name].grad is not None]
+        trained = list(self.trained.values())
+        plain = [p for p in trained if p.grad is not None and not isinstance(p, DTensor)]
         if self.context is not None and plain:
             rescale_clip.average_gradients_(plain, self.context.group)
-        rescale_clip.share_experts_gradients_(list(self.trained.values()))
-
-    @torch.no_grad()
-    def _hooked(self, name: str, gradient: Tensor) -> Tensor:
-        """What hooks of a plain parameter, which see one batch once, make of its gradient."""
-        for hook in self._hooks.get(name, ()):
-            changed = hook(gradient.to(self._device))
-            if changed is not None:
-                gradient = changed.cpu()
-        return gradient
+        rescale_clip.share_experts_gradients_(trained)
 
     # --- Comparing --------------------------------------------------------------------------------------------
 

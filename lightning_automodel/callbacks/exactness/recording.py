@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
@@ -82,7 +81,8 @@ class Recorder:
             self._patches.set(optimizer, "step", self._noting_weights(optimizer.step))
         block = getattr(strategy, "block_backward_sync", None)
         if run is None and block is not None:
-            self._patches.set(strategy, "block_backward_sync", self._noting_block(block))
+            self._patches.set(strategy, "block_backward_sync", self._noting_block)
+            self._block = block
 
     def _recording(self, called: Callable[..., Any]) -> Callable[..., Any]:
         context = self._lockstep.context
@@ -108,7 +108,6 @@ class Recorder:
         return training_step
 
     def _noting_loss(self, called: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(called)
         def backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
             self._num_backwards += 1
             self._before_backward(loss, kwargs)
@@ -117,7 +116,6 @@ class Recorder:
         return backward
 
     def _noting_weights(self, called: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(called)
         def step(*args: Any, **kwargs: Any) -> Any:
             self._depth += 1
             try:
@@ -129,21 +127,12 @@ class Recorder:
 
         return step
 
-    def _noting_block(self, called: Callable[..., Any]) -> Callable[..., Any]:
-        def block_backward_sync() -> Any:
-            self.blocks_sync = True
-            return called()
-
-        return block_backward_sync
+    def _noting_block(self) -> Any:
+        self.blocks_sync = True
+        return self._block()
 
     def _note_weights(self) -> None:
-        """Keep what weights are, in the memory of the same ones if there are."""
-        now = self._lockstep.weights()
-        for kept in self.weights.values():
-            for weights in kept:
-                if all(torch.equal(weight, weights[name]) for name, weight in now.items()):
-                    now = weights
-        self.weights[self._num_steps].append(now)
+        self.weights[self._num_steps].append(self._lockstep.weights())
 
     def _before_backward(self, loss: Tensor, output: Any) -> None:
         """``loss`` [] comes next; ``output`` may hold its count."""
