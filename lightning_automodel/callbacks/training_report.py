@@ -2,7 +2,6 @@
 
 import os
 import time
-from datetime import datetime, timedelta
 from importlib.util import find_spec
 from typing import Any
 
@@ -62,18 +61,13 @@ class TrainingReport(Callback):
         self._title = type(pl_module).__name__  # before sharding changes the class
 
     @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._metrics_before = dict(trainer.callback_metrics)
-
-    @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # All ranks read the metrics, although rank 0 writes: reading one may compute it in a collective.
-        # Metrics of training are still the same tensors as before.
-        before = self._metrics_before
-        metrics = trainer.callback_metrics.items()
-        values = {name: float(value) for name, value in metrics if value is not before.get(name)}
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            for name, value in values.items():
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        for name, value in values.items():
+            if not name.startswith("train"):
                 self._validated.setdefault(name, {})[trainer.global_step] = value
 
     @override
@@ -92,23 +86,17 @@ class TrainingReport(Callback):
             return
         try:
             strategy = trainer.strategy
-            described: dict[str, Any] = {}
+            facts: dict[str, Any] = {
+                "Strategy": type(strategy).__name__,
+                "Ranks": trainer.world_size,
+                "Steps": trainer.global_step,
+                "Seconds": round(time.perf_counter() - self._started_at),
+                **(ended_by or {}),
+            }
             if isinstance(strategy, AutomodelStrategy):
-                described = strategy.describe()
-            page = report_page.render(
-                title=self._title,
-                head={
-                    "Strategy": type(strategy).__name__,
-                    "Ranks": trainer.world_size,
-                    "Steps": trainer.global_step,
-                    "Time": timedelta(seconds=round(time.perf_counter() - self._started_at)),
-                    "Ended": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
-                    **(ended_by or {}),
-                },
-                history=self._history[self._first_entry :],
-                validated=self._validated,
-                configuration=described,
-            )
+                facts["Configuration"] = strategy.describe()
+            history = self._history[self._first_entry :]
+            page = report_page.render(self._title, facts, history, self._validated)
             if "://" in self._path:
                 root = ""
             else:
