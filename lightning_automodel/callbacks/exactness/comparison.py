@@ -94,13 +94,13 @@ class Comparison:
         own = recorded.micro_batches
         shown = [replace(each, pickled=b"") for each in own]
         by_rank = collectives.gather_objects((data_rank, shown))
-        told = [each.told for _, records in by_rank for each in records]
-        if not told:
+        everywhere = [each for _, records in by_rank for each in records]
+        if not everywhere:
             return None
-        settled = self._counting.settle(told)
-        counts = iter(settled or [1.0] * len(told))
-        known = [(data, [(next(counts), each) for each in records]) for data, records in by_rank]
-        turns = Turn.all_of(known, lockstep.num_slices)
+        counts = self._counting.settle([each.told for each in everywhere])
+        for each, count in zip(everywhere, counts, strict=False):
+            each.count = count
+        turns = Turn.all_of(by_rank, lockstep.num_slices)
         step = StepResult([turn.count for turn in turns])
         step.unequal = _unequal(lockstep.parameters)
         step.is_manual = not self._module.automatic_optimization
@@ -109,7 +109,7 @@ class Comparison:
             step.problem = first(_reason_in(recorder, recorded, lockstep.trained))
             try:
                 if step.problem is None:
-                    self._replay(step, turns, recorded.gradients or {}, is_counted=settled is not None)
+                    self._replay(step, turns, recorded.gradients or {}, is_counted=bool(counts))
             except ReplayError as error:
                 step.problem = str(error)
             if lockstep.restore_weights() and not step.is_manual:
@@ -157,11 +157,8 @@ class Comparison:
 
 
 def _rounding_unit(trainer: pl.Trainer, parameters: dict[str, nn.Parameter]) -> float:
-    precision = str(trainer.precision_plugin.precision)
-    if precision.startswith("bf16"):
+    if "16" in str(trainer.precision_plugin.precision):
         return torch.finfo(torch.bfloat16).eps
-    if precision.startswith("16"):
-        return torch.finfo(torch.float16).eps
     return max((torch.finfo(p.dtype).eps for p in parameters.values()), default=0.0)
 
 

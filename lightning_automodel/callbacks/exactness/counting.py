@@ -72,15 +72,15 @@ class Counting:
             self._advice = self._advice or advice or ""
         return Told(backward, count, rows, averaged_parts(loss))
 
-    def settle(self, told: list[Told]) -> list[float] | None:
-        """The counts of a window's micro-batches, of all ranks, by what was told of each; None if there are none."""
+    def settle(self, told: list[Told]) -> list[float]:
+        """The counts of a window's micro-batches, of all ranks, by what was told of each; empty if one is unknown."""
         divisors = [each.divisor for each in told]
         factors = {tuple(part.factor for part in each.parts) for each in told}
         self._by_graph = not self.is_given and None not in divisors and len(factors) == 1
         counts = divisors if self._by_graph else [each.count for each in told]
         found = [count for count in counts if count is not None]
         if len(found) < len(counts):
-            return None
+            return []
         self._told += told
         return found
 

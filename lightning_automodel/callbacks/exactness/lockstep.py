@@ -59,6 +59,7 @@ class MicroBatch:
     told: Told
     step: int  # how many training steps this rank had begun
     backward: int  # how many manual backwards its step had; 0 under automatic optimization
+    count: float = 1.0  # set when those of all ranks are known
 
 
 @dataclass(frozen=True)
@@ -68,21 +69,20 @@ class Turn:
     source: int
     index: int
     count: float  # of all slices
-    own_count: float  # of this rank's slice
     recorded: MicroBatch  # of the rank that has computed the slice which this rank has
 
     @staticmethod
-    def all_of(told: Sequence[tuple[int, list[tuple[float, MicroBatch]]]], num_slices: int) -> list["Turn"]:
-        """The micro-batches of all ranks, by what each has ``told``: which data it has, and counts and records."""
+    def all_of(by_rank: Sequence[tuple[int, list[MicroBatch]]], num_slices: int) -> list["Turn"]:
+        """The micro-batches of all ranks, by each one's number of its data and its own micro-batches."""
         peers: dict[int, list[int]] = {}
-        for rank, (data, _) in enumerate(told):
+        for rank, (data, _) in enumerate(by_rank):
             peers.setdefault(data, []).append(rank)
-        position = peers[told[group_rank()][0]].index(group_rank())
+        position = peers[by_rank[group_rank()][0]].index(group_rank())
         turns = []
         for _, ranks in sorted(peers.items()):
-            for index, parts in enumerate(zip(*(told[rank][1] for rank in ranks), strict=True)):
-                count = sum(of_slice for of_slice, _ in parts) * num_slices / len(parts)
-                turns.append(Turn(ranks[0], index, count, *parts[position]))
+            for index, parts in enumerate(zip(*(by_rank[rank][1] for rank in ranks), strict=True)):
+                count = sum(part.count for part in parts) * num_slices / len(parts)
+                turns.append(Turn(ranks[0], index, count, parts[position]))
         return turns
 
 
@@ -325,7 +325,7 @@ class LockStep:
         if self._run is not None:
             aux = self._weighting.aux_loss(output, is_counted_ahead=True)
         total = max(sum(other.count for other in turns), 1e-30)
-        objective = self._weighting.objective(loss, turn.own_count, aux_loss=aux) / total
+        objective = self._weighting.objective(loss, turn.recorded.count, aux_loss=aux) / total
         if aux is not None:
             objective = objective + aux / len(turns)
         return objective * self.num_slices
