@@ -44,6 +44,7 @@ from lightning_automodel.distributed import collectives, process_group
 from lightning_automodel.distributed.failures import RankFailedError
 from lightning_automodel.distributed.first_rank import FirstRankPerNode
 from lightning_automodel.distributed.mesh import Placement, RunMesh, adopt_mesh, build_mesh, resolve_sizes
+from lightning_automodel.failure.coordinated_stop import REQUEUE
 from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.failure.watch import check_processes
 from lightning_automodel.gradients.token_loss import StepReport
@@ -393,7 +394,7 @@ class AutomodelStrategy(ParallelStrategy):
             self._options.init_method,
             check_processes,
             partial(
-                self._supervisor.watch,
+                self._supervisor.start_watch,
                 timeout=timeout,
                 heartbeat_timeout=self._options.parsed_heartbeat_timeout,
                 where=self._where,
@@ -513,8 +514,9 @@ class AutomodelStrategy(ParallelStrategy):
 
     def _patch_trainer(self, trainer: "pl.Trainer") -> None:
         """Let all ranks decide alike where Lightning lets each decide by its own signals."""
-        if self.world_size > 1:
-            lightning_internals.patch_signals(trainer, self._supervisor.ask_to_requeue, self._patches)
+        if self._supervisor.watch is not None:
+            ask_to_requeue = partial(self._supervisor.watch.stop.ask, REQUEUE)
+            lightning_internals.patch_signals(trainer, ask_to_requeue, self._patches)
 
     def _prepare_checkpoints(self, trainer: "pl.Trainer") -> None:
         """Decide on the form of checkpoints, and watch the callbacks that save them."""
@@ -523,8 +525,8 @@ class AutomodelStrategy(ParallelStrategy):
         if trainer.state.fn != TrainerFn.FITTING:
             return
         needs_all_ranks = self._form.is_sharded or self._form.as_directory
-        if self.is_global_zero and not needs_all_ranks and save_on_exception(trainer):
-            self._supervisor.save_on_exception()
+        if self._supervisor.watch is not None and self.is_global_zero and not needs_all_ranks:
+            self._supervisor.watch.saves_on_exception = save_on_exception(trainer)
 
     def _start_run(self, trainer: "pl.Trainer") -> None:
         """Distribute the module. A collective over the world."""
@@ -663,7 +665,8 @@ class AutomodelStrategy(ParallelStrategy):
     def _begin_step(self, step: int, is_training: bool) -> bool:
         """Whether all ranks stop after this step."""
         self._saver.check()
-        return self._supervisor.begin_step(step, is_training)
+        watch = self._supervisor.watch
+        return watch is not None and watch.begin_step(step, is_training)
 
     @contextmanager
     @override
@@ -749,7 +752,9 @@ class AutomodelStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         run = self._required_run
         run.release_gathered()
-        self._supervisor.await_end_of_training()  # a rank that stops alone would communicate with others' steps
+        if self._supervisor.watch is not None:
+            # A rank that stops alone would communicate with others' steps.
+            self._supervisor.watch.await_end_of_training()
         run.check_replicas()
         run.engine.synchronize_buffers()
 
@@ -804,7 +809,8 @@ class AutomodelStrategy(ParallelStrategy):
     def _begin_evaluation(self) -> bool:
         """Whether all ranks stop after this step. Within a fit they stop only in training steps."""
         if self._module.trainer.state.fn == TrainerFn.FITTING:
-            self._supervisor.note_progress()
+            if self._supervisor.watch is not None:
+                self._supervisor.watch.gets_on = True
             return False
         self._evaluation_steps += 1
         stops = self._begin_step(self._evaluation_steps, is_training=False)
@@ -995,7 +1001,9 @@ class AutomodelStrategy(ParallelStrategy):
         # The others know of a failure, so that none of them comes to the block's end.
         with suppress(RankFailedError):
             self._setup_block.close()
-        if isinstance(exception, lightning_internals.SIGTERMException) and self._supervisor.requeues:
+        watch = self._supervisor.watch
+        requeues = watch is not None and watch.stop.requeues
+        if requeues and isinstance(exception, lightning_internals.SIGTERMException):
             lightning_internals.save_and_requeue(self._module.trainer)
         if self._run is not None:
             with self._supervisor.tearing_down():

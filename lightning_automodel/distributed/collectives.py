@@ -73,7 +73,7 @@ def background_group(timeout: timedelta) -> dist.ProcessGroup:
 def _kept_group(purpose: str, timeout: timedelta) -> dist.ProcessGroup:
     kept = process_group.kept_with_world()
     if purpose not in kept:
-        kept[purpose] = dist.new_group(backend="gloo", timeout=network.connect_timeout(timeout))
+        kept[purpose] = dist.new_group(backend="gloo", timeout=network.CONNECT_TIMEOUT)
         kept[purpose].set_timeout(timeout)
     group: dist.ProcessGroup = kept[purpose]
     return group

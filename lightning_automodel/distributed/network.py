@@ -19,6 +19,7 @@ from lightning_automodel.distributed.failures import RankFailure
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "127."  # how such addresses begin
 CONNECT_TIMEOUT = timedelta(minutes=1)
+"""With what to make a group of gloo's: it tries five times, so that a firewall is told in minutes."""
 ADVICE = (
     "If it could not connect: all nodes must let connections through at ports that the system chooses, and on each"
     f" node {GLOO_INTERFACE} must name the interface by which the others reach it, if it is not that to rank 0."
@@ -57,11 +58,6 @@ def choose_interface(host: str) -> None:
         names = [name for name, address in interfaces().items() if address == own]
         if names and not own.startswith(LOOPBACK):
             os.environ[GLOO_INTERFACE] = names[0]
-
-
-def connect_timeout(timeout: timedelta) -> timedelta:
-    """With what timeout to make a group of gloo's: it tries five times, so that a firewall is told in minutes."""
-    return min(timeout, CONNECT_TIMEOUT)
 
 
 def own_place() -> dict[str, str]:

@@ -241,7 +241,7 @@ def _join(
             store=dist.PrefixStore("group", store),
             rank=found.rank,
             world_size=found.world_size,
-            timeout=network.connect_timeout(timeout) if is_gloo else timeout,
+            timeout=network.CONNECT_TIMEOUT if is_gloo else timeout,
         )
     except BaseException as error:
         if is_communication_error(error):

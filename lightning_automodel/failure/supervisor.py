@@ -3,7 +3,7 @@
 What a supervisor knows of its rank:
 
     _failed_at          when its run raised, until the next run; None otherwise
-    _watch              the watch over the others; None before they have joined, after the run, and on a single rank
+    watch               the watch over the others; None before they have joined, after the run, and on a single rank
     _is_alone           after a failure, once it is known: whether it must save without the others
     _handler            of SIGTERM, while it is set, with the process that it is for, and the one before it
 """
@@ -30,7 +30,6 @@ from lightning_automodel.distributed.failures import (
     message_of,
 )
 from lightning_automodel.distributed.last_resort import limited
-from lightning_automodel.failure.coordinated_stop import REQUEUE
 from lightning_automodel.failure.position import main_thread_position
 from lightning_automodel.failure.watch import Watch
 from lightning_automodel.internals import lightning as lightning_internals
@@ -50,7 +49,7 @@ class Supervisor:
     An exception on this rank is posted for the others. If it only follows from another rank's failure, that
     is raised instead. SIGTERM on any rank ends the run of all ranks after the same step.
 
-    ``join`` joins the other ranks, and calls :meth:`watch`. ``before_posting`` is called after an exception
+    ``join`` joins the other ranks, and calls :meth:`start_watch`. ``before_posting`` is called after an exception
     on this rank, before the others learn of it and leave. ``weights_only`` is what the user gave to ``fit``
     under this name.
     """
@@ -58,7 +57,7 @@ class Supervisor:
     def __init__(self, join: Callable[[], None], before_posting: Callable[[], None]) -> None:
         self._join = join
         self._before_posting = before_posting
-        self._watch: Watch | None = None
+        self.watch: Watch | None = None
         self._handler = contextlib.ExitStack()  # of SIGTERM, while it is set
         self._handler_process = 0
         self._previous_handler: Any = None
@@ -97,7 +96,7 @@ class Supervisor:
         ``on_exception`` hooks and tears down: with groups of an accelerator, both would wait for collectives
         that nobody joins any more.
         """
-        watch = self._watch
+        watch = self.watch
         if isinstance(exception, lightning_internals.SIGTERMException):
             exception.code = exception.code or SIGTERM_STATUS
             if watch is not None and self._stops_together:
@@ -166,7 +165,7 @@ class Supervisor:
             except Exception as error:
                 log.warning("Tearing down after a failure has raised too: %r", error)
 
-    def watch(
+    def start_watch(
         self,
         rank: int,
         num_ranks: int,
@@ -191,43 +190,15 @@ class Supervisor:
                 faulthandler.enable()
         number = process_group.next_number("runs") if dist.is_initialized() else 0
         store = dist.PrefixStore(f"run/{number}", connection)
-        self._watch = Watch(rank, num_ranks, store, timeout, heartbeat_timeout, where)
-        self._watch.interrupts = self._patch_sigterm()
+        self.watch = Watch(rank, num_ranks, store, timeout, heartbeat_timeout, where)
+        self.watch.interrupts = self._patch_sigterm()
         _current.append(self)
-        self._watch.start()
-
-    def begin_step(self, step: int, is_training: bool) -> bool:
-        """Begin a step that every rank takes, numbered from 1; return whether all stop after it.
-
-        A rank that ends its run before a training step that others take is at fault. RankFailedError if one
-        failed.
-        """
-        return self._watch is not None and self._watch.begin_step(step, is_training)
-
-    def note_progress(self) -> None:
-        """Note that this rank gets on, where it takes no step that all take, for the warning of a standstill."""
-        if self._watch is not None:
-            self._watch.gets_on = True
-
-    def await_end_of_training(self) -> None:
-        """Wait until no rank trains any more, so that collectives may follow. RankFailedError if some rank does."""
-        if self._watch is not None:
-            self._watch.await_end_of_training()
-
-    @property
-    def requeues(self) -> bool:
-        """Whether all ranks stop, or have stopped, after the same step to save and requeue."""
-        return self._watch is not None and self._watch.stop.requeues
-
-    def ask_to_requeue(self) -> None:
-        """Ask all ranks to stop after the same step, to save and requeue. Safe in a signal handler."""
-        if self._watch is not None:
-            self._watch.stop.ask(REQUEUE)
+        self.watch.start()
 
     @property
     def _stops_together(self) -> bool:
         """Whether all ranks stop, or have stopped, after the same step, and none has failed since."""
-        return self._watch is not None and self._watch.stop.is_decided and self._watch.failure is None
+        return self.watch is not None and self.watch.stop.is_decided and self.watch.failure is None
 
     @property
     def has_failed(self) -> bool:
@@ -241,7 +212,7 @@ class Supervisor:
         this rank alone has failed, it must leave soon: the others stand in a collective until its
         connections close.
         """
-        watch = self._watch
+        watch = self.watch
         if watch is None or not self.has_failed:  # or the run has been torn down, or has a single rank
             return False
         if self._is_alone is None:
@@ -252,42 +223,37 @@ class Supervisor:
                 self._is_alone = not watch.come_together(limit_s)
         return self._is_alone
 
-    def save_on_exception(self) -> None:
-        """Give this rank time to raise when another one fails, since it then saves a checkpoint alone."""
-        if self._watch is not None:
-            self._watch.saves_on_exception = True
-
     def close(self) -> None:
         """After a failure, end the watch and destroy this package's process groups, in half a minute at most."""
         if not self.has_failed:
             return
         stops_together = self._stops_together
-        if self._watch is not None:
-            self._watch.linger()
+        if self.watch is not None:
+            self.watch.linger()
         self._end()
         if process_group.group_size() > 1:
             with _limited("destroying its process groups"):
                 process_group.leave_after_failure(aborts=not stops_together)
 
     def _end(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
             _current.remove(self)
         self._handler.close()
 
     def _raise_what_came_late(self) -> None:
         """Wait for the other ranks: a failure or a SIGTERM after the last step shows in no step."""
-        if self._watch is None:
+        if self.watch is None:
             return
-        asked = self._watch.end()
+        asked = self.watch.end()
         if any(asked):
             # No failure of this rank: another one may not have read yet that all have come.
-            self._watch.stop.decide()
+            self.watch.stop.decide()
             log.warning(
                 "Rank %s received SIGTERM: all ranks stop at the end of this run.", asked.index(True)
             )
-        if any(asked) or self._watch.stop.is_asked_here:
+        if any(asked) or self.watch.stop.is_asked_here:
             raise lightning_internals.SIGTERMException(SIGTERM_STATUS)
 
     def _patch_sigterm(self) -> bool:
@@ -311,7 +277,7 @@ class Supervisor:
                 self._handler.close()
                 os.kill(os.getpid(), signum)
             return
-        watch = self._watch
+        watch = self.watch
         if watch is not None and watch.failure is not None:
             if frame is not None and frame.f_code is Supervisor.run.__code__:
                 return  # the function has returned or raised: what comes next asks for the failure

@@ -169,7 +169,7 @@ def _leave(
     supervisor = Supervisor(lambda: None, lambda: None)
     watch = Watch(0, 2, store, timedelta(seconds=60), timedelta(seconds=60), lambda: "training_step")
     vars(watch).update(patches)
-    supervisor._watch = watch
+    supervisor.watch = watch
     supervisor._failed_at = 0.0
     try:
         supervisor._leave(exception)
