@@ -72,7 +72,6 @@ NOT_MESSAGES = {
     "was told to save and requeue": "of `all ranks stop after this step`",
     "the number of label tokens": "of `must be finite`",
     "the num_label_tokens that … returned": "of `must be finite`",
-    "a tensor of shape …, …": "of `must be a number or a tensor of one element`",
     "per_token_loss=False (means of slices are not the mean of a batch)": "of `context_parallel_size=… does not work`",
     "count='samples' (a slice is not a sample)": "of `context_parallel_size=… does not work`",
     "… is … on rank 0 and … on rank …": "a part of messages that name what ranks must have alike",
@@ -85,8 +84,6 @@ NOT_MESSAGES = {
     "some of its tensors are on the meta device": "of `the module in this process cannot hold the trained weights`",
     "… parameters have post-accumulate-gradient hooks (…, ...)": "two texts may follow, which do",
     "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones": "of `Write it`",
-    "Ranks have ended one accumulation window in different batches: rank … in batch … of epoch …,"
-    " rank … in batch … of epoch …": "of `A hook, a step or a data set has raised StopIteration`",
     "Ranks have ended one accumulation window in different batches, this rank in batch … of epoch …, or have used"
     " different FSDP units in it": "two texts follow, which do",
     "A hook of the transfer of a batch": "of `… raised StopIteration`",

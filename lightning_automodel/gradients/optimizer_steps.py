@@ -192,8 +192,8 @@ class OptimizerSteps:
         written = [getattr(parameter.grad, "whole_norm", None) for parameter in parameters]
         norms += [norm for norm in written if norm is not None]  # the shards are parts of other wholes
         norm = torch.stack([norm.to(windows.device) for norm in norms]).norm()
-        largest = collectives.reduce_tensor(norm, windows.mesh.group, "max", windows.device)
-        smallest = collectives.reduce_tensor(norm, windows.mesh.group, "min", windows.device)
+        both = torch.stack([norm, -norm])
+        largest, smallest = collectives.reduce_tensor(both, windows.mesh.group, "max", windows.device).abs()
         if largest - smallest > _ROUNDING * largest:
             raise RuntimeError(
                 f"{type(optimizer).__name__} would step with gradients that differ between ranks: their"
@@ -227,16 +227,17 @@ class OptimizerSteps:
         def clip_gradients(
             optimizer: OneOptimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
         ) -> None:
-            if not is_lightnings:
-                self.check(unwrap(optimizer))
-                self._measure_if_asked(optimizer)
-                own(optimizer, clip_val, gradient_clip_algorithm)
-            elif clip_val > 0 and gradient_clip_algorithm == "value":
-                self.check(unwrap(optimizer))
-                self._measure_if_asked(optimizer)
-                rescale_clip.clip_gradient_values(optimizer_parameters(optimizer), clip_val)
-            elif clip_val > 0:
+            if is_lightnings and not clip_val > 0:
+                return
+            if is_lightnings and gradient_clip_algorithm != "value":
                 self.clip(optimizer, clip_val, "norm")
+                return
+            self.check(unwrap(optimizer))
+            self._measure_if_asked(optimizer)
+            if is_lightnings:
+                rescale_clip.clip_gradient_values(optimizer_parameters(optimizer), clip_val)
+            else:
+                own(optimizer, clip_val, gradient_clip_algorithm)
 
         patches.set(plugin, "clip_gradients", clip_gradients)
         # The last hook before an optimizer steps.

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.gradients.window import NUMBERS, Window
 
@@ -50,8 +49,8 @@ class RankAgreement:
     """Sums up what ranks have in a window, and raises where they end it in different positions.
 
     A position is compared as one number, by the sums of it and of its square over ranks. On the host that is
-    done at once, and the error names the ranks. On an accelerator the sums are read when the device has come
-    to them, in a later window, so that no host waits; :meth:`check_earlier` reads the last ones.
+    done at once. On an accelerator the sums are read when the device has come to them, in a later window, so
+    that no host waits; :meth:`check_earlier` reads the last ones.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -78,20 +77,18 @@ class RankAgreement:
         # Pinned, so that the host need not wait until they are on an accelerator.
         is_pinned = self._device.type != "cpu"
         numbers = torch.tensor([number, number**2, *uses], dtype=window.sums.dtype, pin_memory=is_pinned)
-        totals, others, group = self._all_reduce(window.sums, numbers, has_uses=bool(uses))
+        totals, others, num_ranks = self._all_reduce(window.sums, numbers, has_uses=bool(uses))
         if self._sizes.context > 1:
             totals[2] /= self._sizes.context  # context-parallel ranks share each micro-batch
-        self._compare(own, others[:2], group)
+        self._compare(own, others[:2], num_ranks)
         unused: list[nn.Parameter] = []
         if others.device.type == "cpu" or not all(uses):
             num_users = others[2:].tolist()
             unused = [p for p, users in zip(parameters, num_users, strict=True) if users == 0]
         return totals, unused
 
-    def _all_reduce(
-        self, sums: Tensor, numbers: Tensor, has_uses: bool
-    ) -> tuple[Tensor, Tensor, dist.ProcessGroup]:
-        """The sums over ranks of a window's ``sums`` and of ``numbers`` of the host, and the group of the latter.
+    def _all_reduce(self, sums: Tensor, numbers: Tensor, has_uses: bool) -> tuple[Tensor, Tensor, int]:
+        """The sums over ranks of a window's ``sums`` and of ``numbers`` of the host, the latter over how many ranks.
 
         A rank that has not used some parameters must know on the host whether another rank has: where this
         occurs in a run's first window, later ones sum ``numbers`` on the host, which no device keeps waiting.
@@ -101,25 +98,21 @@ class RankAgreement:
             dist.all_reduce(sums, group=self._group)
             dist.all_reduce(numbers, group=self._host_group)
             self._sums_uses_on_host = bool(numbers[2:].min() < self._host_group.size())
-            return sums, numbers, self._host_group
+            return sums, numbers, self._host_group.size()
         both = torch.cat([sums, numbers.to(self._device, non_blocking=True)])
         if self._sizes.divisor > 1:
             dist.all_reduce(both, group=self._group)
-        return both[:3], both[3:], self._group
+        return both[:3], both[3:], self._group.size()
 
-    def _compare(self, own: Position, sums: Tensor, group: dist.ProcessGroup) -> None:
-        """Compare ``group`` by the [2] ``sums`` of its ranks' positions, or note to do so later.
-
-        A collective where it raises RuntimeError on the host, on every rank.
-        """
+    def _compare(self, own: Position, sums: Tensor, num_ranks: int) -> None:
+        """Compare ranks by the [2] ``sums`` of their positions, or note to do so later."""
         if sums.device.type != "cpu":
             on_host = sums.to("cpu", non_blocking=True)
             event = torch.accelerator.current_stream().record_event()
-            self._unchecked.append((own, on_host, group.size(), event))
+            self._unchecked.append((own, on_host, num_ranks, event))
             self.check_earlier(waits=False)
-        elif _differ(sums, group.size()):
-            positions: list[Position] = gather_objects(own, group)
-            raise _different_positions(dist.get_process_group_ranks(group), positions)
+        else:
+            _check(own, sums, num_ranks)
 
     def check_earlier(self, *, waits: bool) -> None:
         """Raise RuntimeError if ranks differed in windows that were not compared yet. Not a collective.
@@ -130,32 +123,19 @@ class RankAgreement:
             own, sums, num_ranks, event = self._unchecked.popleft()
             if waits:
                 event.synchronize()
-            if _differ(sums, num_ranks):
-                raise RuntimeError(
-                    "Ranks have ended one accumulation window in different batches, this rank in batch"
-                    f" {own.batch} of epoch {own.epoch}, or have used different FSDP units in it."
-                    f" {DIFFERENT_BATCHES} If the batches are the same: {DIFFERENT_UNITS}"
-                )
+            _check(own, sums, num_ranks)
 
     def clear(self) -> None:
         """Forget windows that were not compared: a run begins or ends, or something has failed."""
         self._unchecked.clear()
 
 
-def _differ(sums: Tensor, num_ranks: int) -> bool:
-    """Whether the number of a rank differs, by the sums of all of them, and of their squares. Reads the device."""
+def _check(own: Position, sums: Tensor, num_ranks: int) -> None:
+    """Raise RuntimeError unless all ranks have one number, by the sums of it and of its square. Reads the device."""
     total, squares = sums.tolist()
-    return int(total) ** 2 != int(squares) * num_ranks
-
-
-def _different_positions(ranks: list[int], positions: list[Position]) -> RuntimeError:
-    """The error that names the first rank in another batch; ranks in different batches use different units too."""
-    first = positions[0]
-    for rank, other in zip(ranks, positions, strict=True):
-        if (other.epoch, other.batch) != (first.epoch, first.batch):
-            return RuntimeError(
-                "Ranks have ended one accumulation window in different batches:"
-                f" rank {ranks[0]} in batch {first.batch} of epoch {first.epoch},"
-                f" rank {rank} in batch {other.batch} of epoch {other.epoch}. {DIFFERENT_BATCHES}"
-            )
-    return RuntimeError(DIFFERENT_UNITS)
+    if int(total) ** 2 != int(squares) * num_ranks:
+        raise RuntimeError(
+            f"Ranks have ended one accumulation window in different batches, this rank in batch {own.batch}"
+            f" of epoch {own.epoch}, or have used different FSDP units in it. {DIFFERENT_BATCHES} If the"
+            f" batches are the same: {DIFFERENT_UNITS}"
+        )

@@ -252,11 +252,7 @@ def check_count(count: Any, source: str) -> Count:
             check_range(count.item(), source)
         return count
     if isinstance(count, bool) or not isinstance(count, Real):
-        if isinstance(count, Tensor):
-            shown = f"a tensor of shape {tuple(count.shape)}, {count.dtype}"
-        else:
-            shown = repr(count)
-        raise TypeError(f"{source} must be a number or a tensor of one element, got {shown}.")
+        raise TypeError(f"{source} must be a number or a tensor of one element, got {count!r}.")
     number = int(count) if isinstance(count, Integral) else float(count)
     check_range(number, source)
     return number

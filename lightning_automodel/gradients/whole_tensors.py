@@ -132,9 +132,9 @@ def nested_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 class WholeSteps:
     """The optimizers of a run some of whose parameters are stepped whole.
 
-    Owners are chosen when a parameter is first stepped, the largest first, each on the rank that owns the
-    fewest elements so far: alike on all ranks, and in every run of the same model and world. Among replicas
-    each has its owners, so that nothing travels between them.
+    Owners are chosen when a parameter is first stepped: the holders in turn, beginning with the largest
+    parameter. That is alike on all ranks, and in every run of the same model and world. Among replicas each
+    has its owners, so that nothing travels between them.
 
     Args:
         device: On which process groups communicate.
@@ -146,8 +146,6 @@ class WholeSteps:
         self._option = option
         self._chosen: dict[Optimizer, list[bool]] = {}  # by group, whether it is stepped whole
         self._parameters: dict[nn.Parameter, WholeParameter] = {}
-        # Elements that each rank owns, by the holders that it is one of.
-        self._num_owned: dict[tuple[int, ...], dict[int, int]] = {}
         # What they step whole, and what gives them their own parameters back.
         self._stepping: dict[Optimizer, tuple[list[WholeParameter], ExitStack]] = {}
 
@@ -165,10 +163,8 @@ class WholeSteps:
         for parameter in sorted(new, key=lambda parameter: -parameter.numel()):
             sharded: Any = parameter
             holders = holders_of(sharded.device_mesh, sharded.placements)
-            ranks = tuple(sorted(holders.coordinates))
-            num_owned = self._num_owned.setdefault(ranks, dict.fromkeys(ranks, 0))
-            owner = min(ranks, key=num_owned.__getitem__)
-            num_owned[owner] += parameter.numel()
+            ranks = sorted(holders.coordinates)
+            owner = ranks[len(self._parameters) % len(ranks)]
             self._parameters[parameter] = WholeParameter(parameter, holders, owner)
 
     def _stepped_whole(self, optimizer: Optimizer) -> Iterator[nn.Parameter]:

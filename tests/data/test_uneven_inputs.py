@@ -468,9 +468,8 @@ def test_an_epoch_that_ends_on_one_rank_alone(pool2: RankPool, options: dict[str
         pool2.run(_stop_by_itself, options, where, "fit")
     for failure in raised.value.failures.values():
         assert re.search(
-            r"different batches(: rank 0 in batch [02] of epoch 0, rank 1 in batch 0 of epoch 1|, this rank in batch"
-            r" \d of epoch [01], or have used different FSDP units in it)\. A hook, a step or a data set has raised"
-            " StopIteration",
+            r"different batches, this rank in batch \d of epoch [01], or have used different FSDP units in it\. A"
+            " hook, a step or a data set has raised StopIteration",
             failure,
         )
 
