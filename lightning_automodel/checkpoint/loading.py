@@ -12,8 +12,13 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.optimizer_loading import AS_SAVED, load_state, notes_of, state_here
-from lightning_automodel.checkpoint.optimizers import NamedOptimizer
+from lightning_automodel.checkpoint.optimizers import (
+    AS_SAVED,
+    NamedOptimizer,
+    load_state,
+    notes_of,
+    state_here,
+)
 from lightning_automodel.checkpoint.shard_directory import ShardDirectory
 from lightning_automodel.checkpoint.single_file import load_file
 from lightning_automodel.checkpoint.state_dict import (
@@ -149,15 +154,7 @@ class CheckpointLoader:
                 f"it does not match the model, of which it holds nothing: {', '.join(list(own)[:3])}"
             )
         versions = module_versions(state) or self._versions  # a hook may have made another dict, without
-        try:
-            module.load_state_dict(under_own_names(module, state, versions), strict=strict)
-        except CheckpointError:  # of an entry that a module has read
-            raise
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"it does not match the model: {error} (with LightningModule.strict_loading = False, names"
-                " that only one of the two has are skipped)"
-            ) from error
+        module.load_state_dict(under_own_names(module, state, versions), strict=strict)
 
     def fill_optimizers(self, checkpoint: dict[str, Any], optimizers: list[NamedOptimizer]) -> None:
         """Fill the optimizers, after the callbacks' hooks, which may edit the ``checkpoint`` too.

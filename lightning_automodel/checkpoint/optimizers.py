@@ -8,7 +8,8 @@ a tensor of the state                      how it is saved
 sharded like its parameter                 in shards; it may load whole, under the other engine
 sharded otherwise, or of no parameter      in shards, with the note "sharded": it comes back sharded
 plain, equal on all ranks                  once; like its sharded parameter, with the note "whole"
-plain, other values on each rank           refused
+a number or text, equal on all ranks       once
+any other value on each rank               refused
 of a parameter that one rank steps whole   by that rank, its owner; the others have tensors without values
 =========================================  ==================================================================
 """
@@ -16,6 +17,7 @@ of a parameter that one rank steps whole   by that rank, its owner; the others h
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +26,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_automodel.checkpoint.errors import CheckpointError
+from lightning_automodel.checkpoint.errors import CheckpointError, some
 from lightning_automodel.checkpoint.state_dict import whole
-from lightning_automodel.checkpoint.tree import PLAIN, Path, keyed_tensors, mapped
+from lightning_automodel.checkpoint.tree import PLAIN, Path, key_of, keyed_tensors, leaves, mapped
 from lightning_automodel.distributed.collectives import disagreement, gather_objects, gather_to_first
 from lightning_automodel.internals.torch import without_wrappers
+
+AS_SAVED = "configure the optimizers that the run was saved with"
 
 NOTES = "lightning_automodel"
 """Key of the notes in an optimizer's saved state, if it needs any: what loading cannot know of a tensor, by key."""
@@ -94,14 +98,14 @@ class NamedOptimizer:
         group is for objects of all ranks; None in a single process.
 
         Raises:
-            CheckpointError: On every rank, if plain tensors of the state differ between ranks.
+            CheckpointError: On every rank, if other values than shards differ between ranks.
         """
         state = self.state()
         owned: dict[str, Any] = {}
         if has_groups(state):
             owned = {name: state["state"].pop(name) for name in self.owned if name in state["state"]}
         notes: dict[str, str] = {}
-        digests: dict[str, str] = {}
+        digests = {key_of(path): repr(leaf) for path, leaf in leaves(state) if isinstance(leaf, PLAIN)}
         for key, path, tensor in keyed_tensors(state):
             is_shard = isinstance(tensor, DTensor)
             if not is_shard:
@@ -130,25 +134,9 @@ class NamedOptimizer:
         for_one_file: bool,
     ) -> None:
         """Add all owners' states of parameters that are stepped whole, of which this rank has ``owned``."""
-        # A rank that owns nothing of a group may not have counted its steps.
-        options_here = {
-            index: {name: value for name, value in options.items() if isinstance(value, PLAIN)}
-            for index, options in enumerate(state["param_groups"])
-            if any(self.owned.get(name, False) for name in options["params"])
-        }
-        known: dict[int, dict[str, Any]] = {}
-        without_values = mapped(owned, _without_values)
-        for states_of_rank, options_of_rank in gather_objects((without_values, options_here), group):
+        for states_of_rank in gather_objects(mapped(owned, _without_values), group):
             for name, state_of_parameter in states_of_rank.items():
                 state["state"].setdefault(name, state_of_parameter)
-            for index, options in options_of_rank.items():
-                if known.setdefault(index, options) != options:
-                    raise CheckpointError(
-                        f"the owners of parameters of {type(self.optimizer).__name__} have different options"
-                        f" in group {index}, of which a checkpoint could bring back one: pass"
-                        " data_parallel='ddp'"
-                    )
-                state["param_groups"][index].update(options)
         state["state"].update(owned)
         if for_one_file:
             for states_of_rank in gather_to_first(whole(owned, keep=True), group):
@@ -201,3 +189,82 @@ def renamed(state: Any, new: Mapping[Any, Any]) -> Any:
 def by_name(state: Any, names: Sequence[Any]) -> Any:
     """An optimizer's state with parameters by name, even if they are numbered, as in plain optimizers' states."""
     return renamed(state, dict(enumerate(names)))
+
+
+def notes_of(saved: dict[str, Any]) -> dict[int, str]:
+    """The notes on tensors of a ``saved`` state, by the id of the tensor."""
+    notes = saved.get(NOTES, {})
+    return {id(tensor): notes[key] for key, _, tensor in keyed_tensors(saved) if key in notes}
+
+
+def state_here(saved: dict[str, Any], named: NamedOptimizer, index: int) -> dict[str, Any]:
+    """The ``saved`` state of optimizer ``index`` with parameters by name, without what other ranks own.
+
+    CheckpointError if it was saved for another optimizer.
+    """
+    state = by_name({key: value for key, value in saved.items() if key != NOTES}, named.names)
+    if has_groups(state):
+        _check_groups(state["param_groups"], named, index)
+        for name, is_owned in named.owned.items():
+            if not is_owned:
+                state["state"].pop(name, None)
+    return state
+
+
+def _check_groups(saved: list[dict[str, Any]], named: NamedOptimizer, index: int) -> None:
+    """Raise CheckpointError unless the optimizer has the ``saved`` groups, with the same parameters and options.
+
+    Flags may be missing: newer releases of torch have added some.
+    """
+    there = [group["params"] for group in saved]
+    if list(map(set, there)) != list(map(set, named.groups)):
+        only_saved = [name for names in there for name in names if name not in named.names]
+        only_here = [name for name in named.names if not any(name in names for names in there)]
+        raise CheckpointError(
+            f"optimizer {index} trains other parameters, or in other groups, than when it was saved (only"
+            f" saved: {some(only_saved) or 'none'}; only here: {some(only_here) or 'none'}): {AS_SAVED}, or"
+            " change checkpoint['optimizer_states'] in on_load_checkpoint ([] starts them afresh)"
+        )
+    defaults = named.optimizer.defaults.items()
+    needed = {name for name, value in defaults if value is not None and not isinstance(value, bool)}
+    for group in saved:
+        if missing := sorted(needed - group.keys()):
+            raise CheckpointError(
+                f"optimizer {index} is a {type(named.optimizer).__name__}, and the checkpoint lacks its"
+                f" {some(missing)}: {AS_SAVED}"
+            )
+
+
+def load_state(
+    named: NamedOptimizer, state: dict[str, Any], saved_dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Load a state with parameters by name, and values. Not a collective.
+
+    torch's ``load_state_dict`` casts states to the dtype of their parameter, which makes float32 states of
+    bfloat16 parameters, counters and masks inexact, and loses strings and ordered dicts. They are put back,
+    unless the parameter had another dtype in the checkpoint, of which ``saved_dtypes`` are.
+    """
+    optimizer = named.optimizer
+    numbered = renamed(state, {name: number for number, name in enumerate(named.names)})
+    if not has_groups(numbered):
+        optimizer.load_state_dict(numbered)
+        return
+    for group in numbered["param_groups"]:
+        group["params"] = sorted(group["params"])  # torch goes by the order
+    optimizer.load_state_dict(numbered)
+    for name, parameter in named.parameters.items():
+        saved = state["state"].get(name)
+        if saved is not None and parameter.dtype == saved_dtypes.get(name):
+            loaded = optimizer.state[parameter]
+            loaded.update(mapped(saved, partial(_as_saved, dict(leaves(loaded)))))
+
+
+def _as_saved(loaded: Mapping[Path, Any], path: Path, saved: Any) -> Any:
+    """The value that was ``saved`` for a leaf, on the device of the one that was ``loaded`` for it."""
+    value = loaded.get(path, saved)
+    if not isinstance(value, Tensor):
+        return saved
+    # Torch's optimizers have a rule of their own for their steps.
+    if not isinstance(saved, Tensor) or saved.dtype == value.dtype or path == ("step",):
+        return value
+    return saved.to(value.device)

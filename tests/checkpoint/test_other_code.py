@@ -323,8 +323,8 @@ def _load_wrong(options: dict[str, Any], path: str, how: str) -> tuple[str, bool
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("shape", "rank 1: it does not match the model: Error(s) in loading state_dict for Wrong"),
-        ("missing", "rank 1: it does not match the model: Error(s) in loading state_dict for Wrong"),
+        ("shape", "rank 1: RuntimeError: Error(s) in loading state_dict for Wrong"),
+        ("missing", "rank 1: RuntimeError: Error(s) in loading state_dict for Wrong"),
         ("none", "rank 1: on_load_checkpoint has left no dict in checkpoint['state_dict']"),
         ("no list", "rank 1: on_load_checkpoint has left no list in checkpoint['optimizer_states']"),
     ],
