@@ -3,10 +3,8 @@
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import cast
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -38,8 +36,8 @@ class ShardingPlan:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether anything at or below ``model`` is an FSDP2 module or holds a DTensor parameter."""
-    return has_fsdp_units(model) or any(isinstance(p, DTensor) for p in model.parameters())
+    """Whether anything at or below ``model`` holds a DTensor parameter, as FSDP2 modules do."""
+    return any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def has_fsdp_units(model: nn.Module) -> bool:
@@ -51,7 +49,7 @@ def plan_sharding(
     model: nn.Module,
     policy: WrapPolicy,
     root_is_model: bool,
-    whole: Mapping[str, str] = MappingProxyType({}),
+    whole: Mapping[str, str] | None = None,
 ) -> ShardingPlan:
     """Decide which modules become FSDP units; the model is unchanged.
 
@@ -80,14 +78,19 @@ def plan_sharding(
     # Tied parameters must be in one unit: FSDP2 gathers each unit by itself, and torch raises where two hold
     # one.
     units = [unit for unit in found if in_roots[unit] == 1 and unit not in roots and _is_apart(unit, uses)]
-    replicated = {**_find_replicated(model, roots), **whole}
+    replicated = {**_find_replicated(model, roots), **(whole or {})}
     head = None
     if root_is_model and policy is None:
-        head = _find_head(model, units, replicated)
+        head = _find_head(model, units, replicated, uses)
     return ShardingPlan(roots=roots, units=units, replicated=replicated, head=head)
 
 
-def _find_head(model: nn.Module, units: list[nn.Module], replicated: Container[str]) -> nn.Module | None:
+def _find_head(
+    model: nn.Module,
+    units: list[nn.Module],
+    replicated: Container[str],
+    uses: Counter[nn.Module | nn.Parameter],
+) -> nn.Module | None:
     """The one large linear layer outside of all units, such as the head of a language model; None if it is tied.
 
     In the root's group its gradient, which is the first that a backward computes, would be reduced with the
@@ -106,7 +109,7 @@ def _find_head(model: nn.Module, units: list[nn.Module], replicated: Container[s
         return None
     own = set(large[0].parameters())
     stays_whole = any(parameter in own for name, parameter in model.named_parameters() if name in replicated)
-    if stays_whole or not _is_apart(large[0], _uses(model)):
+    if stays_whole or not _is_apart(large[0], uses):
         return None
     return large[0]
 
@@ -140,12 +143,12 @@ def _find_units(module: nn.Module, policy: WrapPolicy, is_entry: bool = False) -
     Ranks that choose different entries (experts) must not gather different units: Sequentials there are no
     units, and neither are the tails of an adaptive softmax, each of which some rank may not need.
     """
-    if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss) and policy is None:
-        return
     if policy is not None:
         yield from outermost(
             module, lambda candidate: can_be_unit(candidate) and _matches(candidate, policy)
         )
+        return
+    if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
         return
     # Hugging Face's own word for what must stay on one device; None and missing both occur.
     names = getattr(module, "_no_split_modules", None) or ()
@@ -190,9 +193,7 @@ def _matches(module: nn.Module, policy: set[type[nn.Module]] | Callable[[nn.Modu
 
 
 def can_be_unit(module: nn.Module) -> bool:
-    """Whether ``module`` has what FSDP2 needs: parameters, a forward of its own, and a class that can be changed."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return False
+    """Whether ``module`` has what FSDP2 needs: parameters, and a forward of its own."""
     return has_forward(module) and any(True for _ in module.parameters())
 
 
@@ -228,8 +229,6 @@ def _is_apart(module: nn.Module, uses: Counter[nn.Module | nn.Parameter]) -> boo
 def _find_replicated(model: nn.Module, roots: list[nn.Module]) -> dict[str, str]:
     """Parameters that FSDP2 cannot take: scalars, empty and complex ones, and those of no root or of several."""
     owners: Counter[nn.Parameter] = Counter(p for root in roots for p in root.parameters())
-    scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
-    in_scripts = {parameter for module in scripted for parameter in module.parameters()}
     reasons: dict[str, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
@@ -238,8 +237,6 @@ def _find_replicated(model: nn.Module, roots: list[nn.Module]) -> dict[str, str]
             reasons[name] = "empty"
         elif parameter.is_complex():
             reasons[name] = "complex"  # FSDP2 reduces the gradients of a unit in one real dtype
-        elif parameter in in_scripts:
-            reasons[name] = "in a TorchScript module"  # whose parameters cannot be replaced
         elif owners[parameter] == 0:
             reasons[name] = "outside of every FSDP root"
         elif owners[parameter] > 1:

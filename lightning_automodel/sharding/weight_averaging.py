@@ -28,8 +28,8 @@ def delay_setup(module: pl.LightningModule, shards: bool, patches: PatchStack) -
     which swap average and weights, would round these.
     """
     is_converted = isinstance(module.trainer.precision_plugin, DoublePrecision)
-    if shards or is_converted or meta_init.names_without_values(module):
-        for callback in _averaging(module):
+    for callback in _averaging(module):
+        if shards or is_converted or meta_init.names_without_values(module):
             patches.set(callback, "setup", lambda *_, **__: None)
 
 
