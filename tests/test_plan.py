@@ -96,7 +96,7 @@ def test_experts_are_refused() -> None:
 
 def test_replicas_are_refused() -> None:
     with pytest.raises(
-        CannotPlanError, match="data_parallel='ddp' is not planned: only sharded layouts are"
+        CannotPlanError, match="data_parallel='ddp' is not planned, only sharded layouts are"
     ):
         _plan(data_parallel="ddp")
 

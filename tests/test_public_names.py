@@ -23,7 +23,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_automodel
-from lightning_automodel import AutomodelStrategy, strategy
+from lightning_automodel import AutomodelStrategy
 from lightning_automodel.options import StrategyOptions
 
 PUBLIC_NAMES = [
@@ -220,10 +220,9 @@ def test_keywords_are_those_of_the_options() -> None:
     )
     received: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            strategy, "StrategyOptions", lambda **options: received.update(options) or StrategyOptions()
-        )
-        AutomodelStrategy(**given)  # type: ignore[arg-type]
+        patch.setattr(StrategyOptions, "__post_init__", lambda self: received.update(vars(self)))
+        with pytest.raises(AttributeError):  # of an option that is no timeout
+            AutomodelStrategy(**given)  # type: ignore[arg-type]
     assert received == given
 
 

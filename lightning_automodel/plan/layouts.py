@@ -34,8 +34,8 @@ class Plan:
     ) -> None:
         if options.data_parallel != "fsdp2":
             raise CannotPlanError(
-                f"data_parallel={options.data_parallel!r} is not planned: only sharded layouts are. A replica"
-                " holds what one rank of fsdp2 1 x 1 holds, and its gradients once more."
+                f"data_parallel={options.data_parallel!r} is not planned, only sharded layouts are: pass"
+                " data_parallel='fsdp2'. A replica holds what a rank of 1 x 1 holds, and its gradients once more."
             )
         self.micro = micro
         self.options = options

@@ -22,14 +22,15 @@ def choose(
     ranks: list[dict[str, Any]] = saved["ranks"]
     if is_alike and len(ranks) == world_size:
         return ranks[rank]
-    layouts = f"The checkpoint was saved with a different world size ({saved['sizes']}, now {sizes})"
     if ranks[0].get("extra_states"):
         raise ValueError(
-            f"{layouts}, with extra states of modules (get_extra_state) that differed between the ranks: resume on"
-            " as many ranks as have saved it, or take only its weights (load_from_checkpoint)."
+            f"Extra states of modules (get_extra_state) differed between the {len(ranks)} ranks that saved the"
+            f" checkpoint ({saved['sizes']}, now {sizes}): resume on as many ranks, or take only its weights"
+            " (load_from_checkpoint)."
         )
     say(
-        f"{layouts}: the data goes on where it stopped, and each rank's random states, buffers and metrics start"
+        f"The checkpoint was saved with a different world size ({saved['sizes']}, now {sizes}): the data"
+        " goes on where it stopped, and each rank's random states, buffers and metrics of the epoch start"
         " afresh. Without a DistributedSampler, samples of this epoch may be left out or used twice."
     )
     return carried_over(saved, sizes["data_parallel"])

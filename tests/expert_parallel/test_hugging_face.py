@@ -304,5 +304,7 @@ def test_a_copy_with_whole_weights_computes_as_its_class(pool2: RankPool) -> Non
 def test_tensor_parallelism_of_experts_names_the_option_for_experts() -> None:
     """Before the mesh is used."""
     mesh: Any = None
-    with pytest.raises(ValueError, match="pass expert_parallel_size in place of tensor_parallel_size"):
+    with pytest.raises(
+        ValueError, match="asks for moe_tp_experts, packed_colwise, which this strategy cannot carry out"
+    ):
         tensor_parallel._apply_plan(make_model("Qwen3Moe"), mesh)

@@ -82,7 +82,7 @@ def test_extra_states_of_another_world_size_are_refused() -> None:
     """Those that differed between ranks; on as many ranks each gets its own."""
     rank = {"stage": loops.EPOCH, "extra_states": {"replay._extra_state": 1}}
     saved = {"sizes": {"data_parallel": 4}, "ranks": [rank] * 4}
-    with pytest.raises(ValueError, match="resume on as many ranks as have saved it"):
+    with pytest.raises(ValueError, match="resume on as many ranks"):
         world_size.choose(saved, {"data_parallel": 2}, 1, 2, print)
     assert world_size.choose(saved, {"data_parallel": 4}, 1, 4, print) == rank
 

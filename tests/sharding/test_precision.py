@@ -48,23 +48,11 @@ def test_policy_of_each_precision(plugin: Precision, dtype: torch.dtype, expecte
     assert resolve_policy(plugin, None, parameters) == MixedPrecisionPolicy(**expected)
 
 
-@pytest.mark.parametrize(
-    ("policy", "error", "message"),
-    [
-        ("bf16", TypeError, "mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got 'bf16'."),
-        (
-            MixedPrecisionPolicy(reduce_dtype=torch.int8),
-            ValueError,
-            "mp_policy: reduce_dtype must be None or one of torch.float16, torch.bfloat16, torch.float32,"
-            " torch.float64, got torch.int8.",
-        ),
-    ],
-)
-def test_policy_that_is_none(policy: Any, error: type[Exception], message: str) -> None:
+def test_policy_that_is_none() -> None:
     """Found out when the strategy is made."""
-    with pytest.raises(error) as raised:
+    policy: Any = "bf16"
+    with pytest.raises(TypeError, match="mp_policy must be MixedPrecisionPolicy or None, got 'bf16'"):
         AutomodelStrategy(mp_policy=policy)
-    assert str(raised.value) == message
 
 
 def test_casting_around_a_module() -> None:
