@@ -41,7 +41,7 @@ class Moment:
     def of(cls, module: nn.Module, device: torch.device) -> "Moment":
         """Copies of all of it."""
         file = io.BytesIO()
-        _Pickler(file, _parts(module)).dump(_state(module))
+        _Pickler(file, _names(module)).dump(_state(module))
         return cls(rng.global_states(device), file.getvalue())
 
     def restore(self, module: nn.Module, device: torch.device) -> None:
@@ -94,28 +94,34 @@ def _places(module: nn.Module) -> dict[Place, dict[str, Any]]:
 
 def _state(module: nn.Module) -> dict[tuple[Place, str], Any]:
     """The attributes and buffers that are state."""
-    parts = _parts(module)
+    names = _names(module)
     state = {}
     for place, values in _places(module).items():
         for name, value in values.items():
             if name in _OF_EVERY_MODULE:
                 continue
             with suppress(Exception):  # it cannot be pickled
-                _Pickler(io.BytesIO(), parts).dump(value)
+                _Pickler(io.BytesIO(), names).dump(value)
                 state[place, name] = value
     return state
 
 
 def _parts(module: nn.Module) -> dict[str, Any]:
+    """Parameters and modules by name: a value refers to this module's own."""
     return {**dict(module.named_parameters()), **dict(module.named_modules())}
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles tensors as they are in this moment, ``parts`` of the module by name. Raises for what is no state."""
+def _names(module: nn.Module) -> dict[int, str]:
+    """The same by their identity."""
+    return {id(part): name for name, part in _parts(module).items()}
 
-    def __init__(self, file: io.BytesIO, parts: dict[str, Any]) -> None:
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as they are in this moment, parts of the module by ``names``. Raises for what is no state."""
+
+    def __init__(self, file: io.BytesIO, names: dict[int, str]) -> None:
         super().__init__(file)
-        self._names = {id(part): name for name, part in parts.items()}
+        self._names = names
 
     def persistent_id(self, value: Any) -> str | None:
         if isinstance(value, (nn.Module, nn.Parameter)):
