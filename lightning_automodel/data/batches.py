@@ -156,7 +156,7 @@ class TrackedLoader:
             window_start=None,
             is_peeked=False,
             draws=None,
-            group=group,
+            _group=group,
             _states={},
             loop=loop,
         )
@@ -213,12 +213,12 @@ class TrackedLoader:
             batch = next(batches, _END)
             handle = BatchHandle(batch is None, batch is _END)
             if number >= self.num_certain:
-                handle.sent = PendingGather(self.group, not handle.is_filler)
+                handle.sent = PendingGather(self._group, not handle.is_filler)
             if handle.is_filler and not handle.ranks_without():
                 self._check_evaluated(number)
                 return
             if handle.is_filler and self.uneven == ERROR:
-                raise RuntimeError(_ended(handle.ranks_without(), self.group.size(), number))
+                raise RuntimeError(_ended(handle.ranks_without(), self._group.size(), number))
             if self.uneven == PAD and padding is None:
                 # Lightning skips a batch that is None, on all ranks alike: the next one is the first.
                 padding = self._make_padding(batch, handle.ranks_without())
@@ -233,7 +233,7 @@ class TrackedLoader:
         """Raise ValueError if this rank's evaluation has ended after no batch."""
         if number == 0 and self.uneven == JOIN:
             raise ValueError(
-                f"The evaluation data of rank {self.group.rank()} holds no batch, while other ranks may have"
+                f"The evaluation data of rank {self._group.rank()} holds no batch, while other ranks may have"
                 " some, whose steps this rank could not join: give each rank at least one batch, or start"
                 " fewer ranks."
             )
@@ -242,8 +242,8 @@ class TrackedLoader:
         """A copy of an epoch's first ``batch``, or another rank's. A collective if only some ranks have one."""
         shared = [None if batch is _END else batch]
         if ranks_without:
-            source = min(set(range(self.group.size())) - set(ranks_without))
-            dist.broadcast_object_list(shared, dist.get_global_rank(self.group, source), self.group)
+            source = min(set(range(self._group.size())) - set(ranks_without))
+            dist.broadcast_object_list(shared, dist.get_global_rank(self._group, source), self._group)
         return copy.deepcopy(shared[0])
 
 

@@ -70,7 +70,6 @@ class UnevenInputs:
     ) -> None:
         self._trainer = trainer
         self._group = group
-        self._in_training = uneven
         self._pads = uneven == PAD
         self.ahead = ahead
         self._say = say
@@ -287,7 +286,7 @@ class UnevenInputs:
         # Of several loaders one after the other, Lightning passes the number.
         if lightning_internals.draws_its_batches(step) or not (is_one or len(args) > 2):
             raise ValueError(
-                "Ranks have unequally many batches, and the last one is not known in a step that takes a"
+                "Ranks may have unequally many batches, and the last one is not known in a step that takes a"
                 " dataloader_iter, or batches of several loaders at once: let it take the batch, and evaluate one"
                 " loader after the other (mode='sequential')."
             )

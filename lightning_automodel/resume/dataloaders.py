@@ -125,7 +125,7 @@ class TrainingLoaders:
         """Raise ValueError if these loaders do not go on within an epoch, or with other samples."""
         now = [
             (INDICES, sized_len(loader), _batch_size(loader))
-            if _recorder(loader)
+            if _kind(loader) == INDICES
             else (_kind(loader), None, None)
             for loader in loaders
         ]

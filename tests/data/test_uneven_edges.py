@@ -81,9 +81,7 @@ def _combine(
     return trainer.validate(Counts(), CombinedLoader(loaders, mode), verbose=False)[0]["seen"]
 
 
-UNKNOWN = (
-    "Ranks have unequally many batches, and the last one is not known in a step that takes a dataloader_iter"
-)
+UNKNOWN = "Ranks may have unequally many batches, and the last one is not known in a step that takes a dataloader_iter"
 
 
 @pytest.mark.parametrize("streams", [(False, False), (True, False)], ids=["sized", "stream"])
