@@ -58,6 +58,7 @@ class Heart:
         store: With a prefix that these hearts have in common. Both threads and the main one use it: no call
             waits for a key.
         silence_s: How long a rank may be silent, and the store.
+        expects_all: Whether a rank that has never written a record counts as silent: all have just joined.
 
     Attributes:
         record: What is true of this rank, for the others.
@@ -70,7 +71,9 @@ class Heart:
     keys: tuple[str, ...] = ()
     """What a beat reads besides, for :meth:`exchange`."""
 
-    def __init__(self, rank: int, ranks: Sequence[int], store: dist.Store, silence_s: float) -> None:
+    def __init__(
+        self, rank: int, ranks: Sequence[int], store: dist.Store, silence_s: float, expects_all: bool = False
+    ) -> None:
         self.rank = rank
         self.ranks = list(ranks)
         self.store = store
@@ -85,6 +88,7 @@ class Heart:
         self.store_answers = True
         self.is_stuck = False
         self.clock: Callable[[], float] = time.monotonic
+        self._expects_all = expects_all
         self._read: list[str] = []  # the keys that the newest beat read
         self._learning = threading.Lock()
         self._host = Record()  # rank 0's newest record
@@ -255,7 +259,7 @@ class Heart:
     def _judge(self, record: Record) -> None:
         """Name the watched rank, whose record stands still, unless its process lives."""
         failure = failures.silence(self._watched, record, self.rank)
-        if failure is None or not record.beat:  # it lives, or has not begun
+        if failure is None or not (record.beat or self._expects_all):  # it lives, or may not have begun
             return
         # In the machine's seconds and in beats of this rank: where it hardly gets its turn, seconds say little.
         is_silent = self.clock() - self._heard_at > self.silence_s and self._missed >= MISSED_BEATS

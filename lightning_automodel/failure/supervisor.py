@@ -177,8 +177,8 @@ class Supervisor:
         """Start to watch the other ranks; every rank must call it. A thread asks ``where`` this rank is: its hook.
 
         Called as soon as the ranks have met in the store, to which the ``connection`` is, and before they connect
-        to each other. A collective may wait for ``timeout``, and a rank may be silent for ``heartbeat_timeout`` from
-        its first heartbeat on.
+        to each other. A collective may wait for ``timeout``. A rank may be silent for ``heartbeat_timeout``, and
+        before its first heartbeat for any time, unless all have just joined.
         """
         self._end()
         if num_ranks == 1:
@@ -188,9 +188,10 @@ class Supervisor:
             # refuse.
             with contextlib.suppress(Exception):
                 faulthandler.enable()
-        number = process_group.next_number("runs") if dist.is_initialized() else 0
+        have_just_joined = not dist.is_initialized()
+        number = 0 if have_just_joined else process_group.next_number("runs")
         store = dist.PrefixStore(f"run/{number}", connection)
-        self.watch = Watch(rank, num_ranks, store, timeout, heartbeat_timeout, where)
+        self.watch = Watch(rank, num_ranks, store, timeout, heartbeat_timeout, where, have_just_joined)
         self.watch.interrupts = self._patch_sigterm()
         _current.append(self)
         self.watch.start()

@@ -55,6 +55,7 @@ class Watch(Heart):
         timeout: How long a collective may wait, and this rank for the others at the end.
         heartbeat_timeout: How long a rank may be silent, if that is less.
         where: Returns the hook that this rank is in.
+        have_just_joined: Whether a rank of which nothing was ever heard counts as silent.
     """
 
     keys = STOP, STEPS
@@ -67,11 +68,12 @@ class Watch(Heart):
         timeout: timedelta,
         heartbeat_timeout: timedelta,
         where: Callable[[], str],
+        have_just_joined: bool = False,
     ) -> None:
         self._timeout_s = timeout.total_seconds()
         longest_s = max(self._timeout_s / 2, self._timeout_s - TIME_TO_LEAVE_S)
         silence_s = min(longest_s, heartbeat_timeout.total_seconds())
-        super().__init__(rank, range(num_ranks), store, silence_s)
+        super().__init__(rank, range(num_ranks), store, silence_s, have_just_joined)
         self.stop = StopAgreement(rank, self.ranks)
         self.own: RankFailure | None = None
         self.raised_at: tuple[bool, str] | None = None

@@ -146,16 +146,17 @@ def test_an_exception_of_its_thread_is_named_as_such() -> None:
     assert meeting.parse_failure(store.get(meeting.FAILURE)) == heart.failure
 
 
-def test_a_rank_that_never_came() -> None:
-    """It may come later: no record of it is no silence."""
+@pytest.mark.parametrize(("expects_all", "error"), [(True, MISSED_HEARTBEATS), (False, None)])
+def test_a_rank_that_never_came(expects_all: bool, error: str | None) -> None:
+    """Where all have just joined it is missed like one that has fallen silent; else it may come later."""
     now = 0.0
-    heart = Heart(0, range(2), dist.HashStore(), 8.0)
+    heart = Heart(0, range(2), dist.HashStore(), 8.0, expects_all)
     heart.clock = lambda: now
     heart._heard_at = now
     for _ in range(20):
         now += 1.0
         heart.beat()
-    assert heart.failure is None
+    assert (heart.failure and heart.failure.error) == error
 
 
 # --- A heart whose store does not answer ------------------------------------------------------------------------------

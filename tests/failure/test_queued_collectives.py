@@ -172,7 +172,7 @@ def _rank(case: Case, rank: int, port: int, folder: Path) -> None:
         heartbeat_timeout=timedelta(seconds=case.heartbeat_timeout_s),
     )
     if case.fault is dies_before_its_first_heartbeat:
-        _replace_by_death(strategy._supervisor, "watch", rank, folder)
+        _replace_by_death(strategy._supervisor, "start_watch", rank, folder)
     trainer = pl.Trainer(
         accelerator=devices.accelerator(WORLD_SIZE),
         devices=WORLD_SIZE,
