@@ -90,7 +90,6 @@ NOT_MESSAGES = {
     "asking the other ranks": "of `waited in vain`",
     "the end of an evaluation": "a barrier's name",
     "two connections have reached two stores": "what joining tries again for",
-    "groups of parameters of optimizer …": "of `it holds … …, and this run has …`",
     "configure the optimizers that the run was saved with": "of `it holds … …, and this run has …`",
 }
 

@@ -148,9 +148,7 @@ def _digest(tensor: Tensor) -> str:
     if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
         return "not comparable"
     values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return (
-        f"of shape {list(tensor.shape)} and SHA-256 {hashlib.sha256(values.numpy().tobytes()).hexdigest()}"
-    )
+    return f"{list(tensor.shape)} {hashlib.sha256(values.numpy().tobytes()).hexdigest()}"
 
 
 def _without_values(_: Path, leaf: Any) -> Any:

@@ -224,6 +224,13 @@ class OtherOnEachRank(Keeping):
         return parameter.grad
 
 
+class CountsApart(Keeping):
+    """Keeps a number in its groups that is another one on each rank."""
+
+    def before(self, group: dict[str, Any]) -> None:
+        group["seen"] = 7 + dist.get_rank()
+
+
 KINDS: dict[str, type[torch.optim.Optimizer]] = {
     each.__name__: each
     for each in (

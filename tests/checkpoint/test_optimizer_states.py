@@ -116,6 +116,7 @@ def _refused(options: dict[str, Any], kind: Any, path: str) -> str:
             "['state']['model.embedding.weight']['hidden']['objects'] holds sharded tensors",
         ),
         (optimizers.OtherOnEachRank, "(state.model.embedding.weight.scale is "),
+        (optimizers.CountsApart, "(param_groups.0.seen is 7 on rank 0 and 8 on rank 1)"),
         (optimizers.LocalMomentum, "(state.model.embedding.weight.momentum is "),
     ],
 )
