@@ -408,7 +408,7 @@ class FSDP2Window(Engine):
         # From torch 2.15 on, reset_iter_state also drops `.grad`, which may be older than the window.
         gradients = [(shard, shard.grad) for shard in self._shards]
         for unit in self.units:
-            unit.note_copies()
+            unit.forget_writes()
             unit.forget_background_gather()
         for root in self._roots:
             root.reset_iter_state()

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from typing_extensions import override
 
 from lightning_automodel.gradients.engine import Engine
 from lightning_automodel.internals import fsdp2
@@ -22,6 +23,7 @@ from lightning_automodel.sharding.gathered_tensors import (
     WRITTEN_TWICE,
     make_gathered,
     make_plain,
+    set_memory,
     text_of_refusal,
 )
 
@@ -41,6 +43,8 @@ class GatheredUnit(fsdp2.Unit):
     Attributes:
         number: Of the unit, from 1.
         engine: Knows whether a backward of the strategy runs.
+        assigned: Copies that have other memory (``p.data = values``), until FSDP2 gathers or frees them: a backward
+            may need what it has gathered.
         hook: Of its forwards.
     """
 
@@ -48,6 +52,7 @@ class GatheredUnit(fsdp2.Unit):
         super().__init__(module)
         self.number = number
         self.engine = engine
+        self.assigned: list[Any] = []
         self._assignments: list[int] = []  # `shard.data = values`, before the newest forward
         # Gathered once, the copies stay the same objects. FSDP2 accumulates into those of units that a window
         # uses for the first time in its last micro-batch, too.
@@ -56,7 +61,7 @@ class GatheredUnit(fsdp2.Unit):
         for param in self.params:
             make_gathered(param.unsharded_param, param.sharded_param, self)
             self._copies.append(param.unsharded_param)
-        self.note_copies()
+        self._note()
         self.free()
         self.note_shards()
         self.hook = cast(nn.Module, module).register_forward_pre_hook(self._before_forward, prepend=True)
@@ -81,10 +86,30 @@ class GatheredUnit(fsdp2.Unit):
             self.check_current()
         else:
             self.settle()
+            self._undo_assignments()
             if self.is_pending and not self.is_current:
                 self.free()  # a shard was written after the gather had started
             self.note_shards()
         self._assignments = [param.sharded_param.num_assignments for param in self.params]
+
+    @override
+    def gather(self) -> None:
+        """See the base class."""
+        if not self.is_gathered:
+            self._undo_assignments()
+        super().gather()
+
+    @override
+    def free(self) -> None:
+        """See the base class."""
+        super().free()
+        self._undo_assignments()
+
+    def _undo_assignments(self) -> None:
+        """Let copies have the memory that FSDP2 gathers to and frees."""
+        for gathered in self.assigned:
+            set_memory(gathered, gathered.memory)
+        self.assigned.clear()
 
     @property
     def is_current(self) -> bool:
@@ -118,8 +143,7 @@ class GatheredUnit(fsdp2.Unit):
 
     # --- Before copies are freed --------------------------------------------------------------------------------------
 
-    def note_copies(self) -> None:
-        """Note what was done to copies until now, which shards have followed, or never will: after an exception."""
+    def _note(self) -> None:
         self._noted = list(map(use_and_writes, self._copies))
 
     @torch.no_grad()
@@ -142,7 +166,7 @@ class GatheredUnit(fsdp2.Unit):
                 _write_back(param, self._gathered_versions[number] == versions_now[number])
                 with plain_access():
                     self._gathered_versions[number] = version(shard)
-        self.note_copies()
+        self._note()
 
     def check_uncounted_writes(self) -> None:
         """Raise RuntimeError if a copy was written in a way that torch does not count. Reads the device.
@@ -162,6 +186,11 @@ class GatheredUnit(fsdp2.Unit):
                     f" p[:2].clamp_() under torch.no_grad(), or p.data[:2].clamp_(), or write {IN_HOOKS}."
                 )
 
+    def forget_writes(self) -> None:
+        """After an exception, give up what was written to copies, some of which may have been freed."""
+        self._undo_assignments()
+        self._note()
+
     def close(self) -> None:
         """Stop following: FSDP2 alone has them again."""
         self.hook.remove()
@@ -177,13 +206,8 @@ def _write_back(param: fsdp2.FSDPParam, shard_is_current: bool) -> None:
     if the shard was written too.
     """
     gathered = param.unsharded_param
-    if gathered.numel() > 0 and local_tensor(gathered).untyped_storage().size() == 0:
-        raise RuntimeError(
-            f"{param.sharded_param.parameter_name} was written within a step or a forward, and FSDP2 has freed"
-            f" what it had gathered there, so that the write is lost. Write it {IN_HOOKS}. In training, keep"
-            " parameters gathered for the window: reshard_during_accumulation=False. Or pass"
-            " data_parallel='ddp'."
-        )
+    if gathered.numel() > 0 and gathered.memory.untyped_storage().size() == 0:
+        raise RuntimeError(_freed(param.sharded_param, gathered))
     shard = local_tensor(param.sharded_param)
     own = fsdp2.own_slice(param)
     if own.dtype != shard.dtype or not shard_is_current:
@@ -194,3 +218,11 @@ def _write_back(param: fsdp2.FSDPParam, shard_is_current: bool) -> None:
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) or torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _freed(shard: Any, gathered: Tensor) -> str:
+    return (
+        f"{shard.parameter_name} was written within a step or a forward, and FSDP2 has freed what it had"
+        f" gathered there, so that the write is lost. Write it {IN_HOOKS}. In training, keep parameters"
+        " gathered for the window: reshard_during_accumulation=False. Or pass data_parallel='ddp'."
+    )

@@ -8,11 +8,14 @@ other classes.
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import DATA, GRAD
+from lightning_automodel.internals.torch import local_tensor
+from lightning_automodel.sharding.whole_copies import own_part
 
 IN_HOOKS = "in on_train_batch_start or on_train_batch_end, where module.parameters() are the sharded ones"
 """Where weights are written without being gathered."""
@@ -24,6 +27,15 @@ WRITTEN_TWICE = (
 """Why a shard must not be written while a step computes with its copy."""
 
 
+def set_memory(gathered: Any, memory: Tensor) -> None:
+    """Let a copy, and its alias, have other memory. Not counted as a write."""
+    for tensor in (gathered, gathered.alias):
+        if isinstance(tensor, DTensor):
+            torch_internals.set_local_tensor(tensor, memory)
+        else:
+            DATA.__set__(tensor, memory)
+
+
 # --- Writes through `.data` -------------------------------------------------------------------------------------------
 
 
@@ -32,11 +44,16 @@ def _get_data(gathered: Any) -> Tensor:
     return view
 
 
-def _set_data(gathered: Any, _: Tensor) -> None:
-    raise RuntimeError(
-        f"{gathered.shard.parameter_name} got other memory (p.data = values) while FSDP2 has gathered it for a"
-        f" step. Write in place, p.data.copy_(values), or write it {IN_HOOKS}."
-    )
+def _set_data(gathered: Any, value: Tensor) -> None:
+    if value.dtype != gathered.dtype:
+        raise RuntimeError(text_of_refusal(gathered.shard, gathered))
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    # In other memory, since a backward may need what FSDP2 has gathered.
+    set_memory(gathered, own_part(value, gathered).detach().clone())
+    gathered.unit.assigned.append(gathered)
+    gathered.shard.num_assignments += 1
+    torch.autograd.graph.increment_version([gathered.alias])
 
 
 # --- Gradients --------------------------------------------------------------------------------------------------------
@@ -69,12 +86,14 @@ class GatheredTensor:
     Attributes:
         shard: The sharded parameter.
         unit: Whose parameter it is.
-        alias: Shares its memory, and has a version counter of its own: that of writes through ``.data``.
+        memory: Where FSDP2 gathers it.
+        alias: Shares the memory, and has a version counter of its own: that of writes through ``.data``.
     """
 
     __slots__ = ()  # or a parameter could not be given the classes below
     shard: Any
     unit: Any
+    memory: Tensor
     alias: Tensor
     data = property(_get_data, _set_data)
     grad = property(_get_grad, _set_grad)
@@ -96,13 +115,14 @@ def make_gathered(gathered: Any, shard: nn.Parameter, unit: Any) -> None:
     gathered.shard = shard
     gathered.unit = unit
     gathered.alias = DATA.__get__(gathered)
+    gathered.memory = DATA.__get__(local_tensor(gathered))
     gathered.__class__ = _GatheredPart if isinstance(gathered, DTensor) else _Gathered
 
 
 def make_plain(gathered: Any) -> None:
     """Undo :func:`make_gathered`."""
     gathered.__class__ = DTensor if isinstance(gathered, DTensor) else nn.Parameter
-    for name in ("shard", "unit", "alias"):
+    for name in ("shard", "unit", "alias", "memory"):
         delattr(gathered, name)
 
 

@@ -310,7 +310,7 @@ class NormalisesInForward(Block):
     """Writes its weight in its own forward, as a cosine classifier does."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        self.linear.weight.data.copy_(F.normalize(self.linear.weight.data, dim=1))
+        self.linear.weight.data = F.normalize(self.linear.weight.data, dim=1)
         return super().forward(hidden)
 
 
