@@ -55,10 +55,11 @@ class RankAgreement:
 
     def __init__(self, placement: Placement) -> None:
         self._group = placement.mesh.group
-        self._sizes = placement.mesh.sizes
+        self._divisor = placement.mesh.sizes.divisor
+        self._num_slices = placement.mesh.sizes.context  # of each sequence
         self._device = placement.device
         self._host_group = placement.host_group  # has all ranks, and none of their devices
-        self._sums_uses_on_host = placement.device.type != "cpu" and self._sizes.divisor > 1
+        self._sums_uses_on_host = placement.device.type != "cpu" and self._divisor > 1
         # On an accelerator, windows that were not compared yet: this rank's position, the sums and the number
         # of ranks, and when these sums are there.
         self._unchecked: deque[tuple[Position, Tensor, int, torch.Event]] = deque()
@@ -78,8 +79,8 @@ class RankAgreement:
         is_pinned = self._device.type != "cpu"
         numbers = torch.tensor([number, number**2, *uses], dtype=window.sums.dtype, pin_memory=is_pinned)
         totals, others, num_ranks = self._all_reduce(window.sums, numbers, has_uses=bool(uses))
-        if self._sizes.context > 1:
-            totals[2] /= self._sizes.context  # context-parallel ranks share each micro-batch
+        if self._num_slices > 1:
+            totals[2] /= self._num_slices  # context-parallel ranks share each micro-batch
         self._compare(own, others[:2], num_ranks)
         unused: list[nn.Parameter] = []
         if others.device.type == "cpu" or not all(uses):
@@ -100,7 +101,7 @@ class RankAgreement:
             self._sums_uses_on_host = bool(numbers[2:].min() < self._host_group.size())
             return sums, numbers, self._host_group.size()
         both = torch.cat([sums, numbers.to(self._device, non_blocking=True)])
-        if self._sizes.divisor > 1:
+        if self._divisor > 1:
             dist.all_reduce(both, group=self._group)
         return both[:3], both[3:], self._group.size()
 
