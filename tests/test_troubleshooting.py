@@ -78,6 +78,7 @@ NOT_MESSAGES = {
     ", units of experts alone over … in place of …": "of `FSDP unit … averages its gradients over`",
     "the work of rank … in …": "what others wait for, a part of `is missing at`",
     "shared between FSDP roots": "in describe()",
+    "in a TorchScript module": "in describe()",
     "outside of every FSDP root": "in describe()",
     # Parts of messages whose rest says what to do.
     "some of its tensors are on the meta device": "of `the module in this process cannot hold the trained weights`",

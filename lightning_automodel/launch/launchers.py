@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_automodel.failure import watch
 from lightning_automodel.failure.supervisor import Supervisor
+from lightning_automodel.gradients.token_loss import MissingCountError
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.launch.forks import ForkLauncher
 
@@ -66,6 +67,9 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
             watch.watch_processes(find_ended)
         try:
             return self._supervisor.run(function, *args, **kwargs)
+        except MissingCountError as error:
+            # The same on all ranks, and the thirty frames of Lightning below this one tell nothing of it.
+            raise error.with_traceback(None) from None
         finally:
             if not dist.is_initialized():
                 # They would wait for this rank for their whole timeout.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -193,7 +194,9 @@ def _matches(module: nn.Module, policy: set[type[nn.Module]] | Callable[[nn.Modu
 
 
 def can_be_unit(module: nn.Module) -> bool:
-    """Whether ``module`` has what FSDP2 needs: parameters, and a forward of its own."""
+    """Whether ``module`` has what FSDP2 needs: parameters, a forward of its own, and a class that can be changed."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     return has_forward(module) and any(True for _ in module.parameters())
 
 
@@ -229,6 +232,8 @@ def _is_apart(module: nn.Module, uses: Counter[nn.Module | nn.Parameter]) -> boo
 def _find_replicated(model: nn.Module, roots: list[nn.Module]) -> dict[str, str]:
     """Parameters that FSDP2 cannot take: scalars, empty and complex ones, and those of no root or of several."""
     owners: Counter[nn.Parameter] = Counter(p for root in roots for p in root.parameters())
+    scripted = [module for module in model.modules() if isinstance(module, torch.jit.ScriptModule)]
+    in_scripts = {parameter for module in scripted for parameter in module.parameters()}
     reasons: dict[str, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
@@ -237,6 +242,8 @@ def _find_replicated(model: nn.Module, roots: list[nn.Module]) -> dict[str, str]
             reasons[name] = "empty"
         elif parameter.is_complex():
             reasons[name] = "complex"  # FSDP2 reduces the gradients of a unit in one real dtype
+        elif parameter in in_scripts:
+            reasons[name] = "in a TorchScript module"  # whose parameters cannot be replaced
         elif owners[parameter] == 0:
             reasons[name] = "outside of every FSDP root"
         elif owners[parameter] > 1:
