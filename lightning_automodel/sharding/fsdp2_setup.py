@@ -36,16 +36,9 @@ def shard_module(
         report = _shard(module, mesh, options, policy)
     give_values()
     apply.initialise_fsdp2(module, mesh.sizes.divisor)
-    choice, needed = _choose(module, placement, options)
-    if choice.keep:
+    report |= memory.choose(module, placement, options)
+    if not report["reshard_during_accumulation"]:
         report["reshard_after_forward"] = False
-    report |= {
-        "defer_fsdp_grad_sync": choice.defer,
-        "defer_fsdp_grad_sync_reason": choice.defer_reason,
-        "reshard_during_accumulation": not choice.keep,
-        "reshard_during_accumulation_reason": choice.keep_reason,
-        "estimated_extra_bytes": needed if choice.defer is True else needed | {memory.GRADIENTS: 0},
-    }
     shard_parameters(module, accept_hooks=options.count_window_ahead)
     is_cpu = placement.device.type == "cpu"
     ahead, reason = _num_gathers_ahead(
@@ -91,32 +84,6 @@ def _described(module: pl.LightningModule, plan: units.ShardingPlan) -> dict[str
     if plan.head is not None:
         described["head"] = f"{names[id(plan.head)]} ({units.class_name(plan.head)})"
     return described
-
-
-def _choose(
-    module: pl.LightningModule, placement: Placement, options: StrategyOptions
-) -> tuple[memory.Choice, dict[str, int]]:
-    """Decide ``defer_fsdp_grad_sync`` and ``reshard_during_accumulation``, by the bytes that both need.
-
-    A collective over the world for "auto": one rank short of memory decides for all.
-    """
-    defer = options.defer_fsdp_grad_sync
-    defer_reason = None
-    if placement.mesh.sizes.divisor == 1:
-        # Deferral would save nothing and only keep gradients out of ``.grad``.
-        defer = False
-        defer_reason = "one rank reduces nothing"
-    reshard = options.reshard_during_accumulation
-    keep: bool | Literal["auto"] = "auto" if reshard == "auto" else not reshard
-    keep_reason = None
-    if keep == "auto" and not module.automatic_optimization:
-        keep = False
-        keep_reason = "manual optimization may step between two forwards of one training step"
-    needed = memory.estimate(module, placement.device)
-    spare = 0
-    if "auto" in (defer, keep):
-        spare = memory.spare_bytes(needed, placement)
-    return memory.choose(defer, keep, needed, spare, defer_reason, keep_reason), needed
 
 
 def _num_gathers_ahead(option: int | Literal["auto"], num_ranks: int, waits: bool) -> tuple[int, str]:

@@ -1,9 +1,9 @@
 """What a window may keep unsharded, gradients and parameters: what fits into half of the free memory of every rank."""
 
 import os
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import nn
 
@@ -11,7 +11,7 @@ from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.mesh import Placement
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import parts_of
-from lightning_automodel.sharding.sync_context import Deferral
+from lightning_automodel.options import StrategyOptions
 
 FREE_MEMORY_SHARE = 0.5
 """Part of the free memory that the estimate may fill; activations need the rest."""
@@ -21,43 +21,44 @@ GRADIENTS = "deferred_gradients"
 STATE = "sharded_state"
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What a window keeps unsharded, and why."""
+def choose(module: pl.LightningModule, placement: Placement, options: StrategyOptions) -> dict[str, Any]:
+    """Decide ``defer_fsdp_grad_sync`` and ``reshard_during_accumulation``, and say why, for ``describe()``.
 
-    defer: Deferral
-    defer_reason: str
-    keep: bool
-    keep_reason: str
-
-
-def choose(
-    defer: Deferral | Literal["auto"],
-    keep: bool | Literal["auto"],
-    needed: dict[str, int],
-    spare: int,
-    defer_reason: str | None = None,
-    keep_reason: str | None = None,
-) -> Choice:
-    """Decide what is ``"auto"``: whether gradients are deferred, and parameters kept gathered, during a window.
-
-    Gradients come first: parameters are kept if they fit beside them. ``needed`` (:func:`estimate`) is the
-    same on all ranks, and ``spare`` (:func:`spare_bytes`) must be, so that these decide alike. A reason is
-    that of what the caller has decided; without one, the option is.
+    Gradients come first: parameters are kept gathered during a window if they fit beside them. A collective
+    over the world for ``"auto"``: the rank that is short of memory decides for all.
     """
-    defer_reason = defer_reason or f"defer_fsdp_grad_sync={defer!r}"
-    keep_reason = keep_reason or f"reshard_during_accumulation={not keep}"
-    if keep is True:
+    needed = estimate(module, placement.device)
+    defer = options.defer_fsdp_grad_sync
+    defer_reason = f"defer_fsdp_grad_sync={defer!r}"
+    if placement.mesh.sizes.divisor == 1:
+        # Deferral would save nothing and only keep gradients out of ``.grad``.
+        defer = False
+        defer_reason = "one rank reduces nothing"
+    reshard = options.reshard_during_accumulation
+    reshard_reason = f"reshard_during_accumulation={reshard}"
+    if reshard == "auto" and not module.automatic_optimization:
+        reshard = True
+        reshard_reason = "manual optimization may step between two forwards of one training step"
+    spare = 0
+    if "auto" in (defer, reshard):
+        spare = spare_bytes(needed, placement)
+    if reshard is False:
         spare -= needed[PARAMETERS]
     if defer == "auto":
         defer = needed[GRADIENTS] <= spare
         defer_reason = _reason(needed[GRADIENTS], spare)
     if defer is True:
         spare -= needed[GRADIENTS]
-    if keep == "auto":
-        keep = needed[PARAMETERS] <= spare
-        keep_reason = _reason(needed[PARAMETERS], spare)
-    return Choice(defer, defer_reason, keep, keep_reason)
+    if reshard == "auto":
+        reshard = needed[PARAMETERS] > spare
+        reshard_reason = _reason(needed[PARAMETERS], spare)
+    return {
+        "defer_fsdp_grad_sync": defer,
+        "defer_fsdp_grad_sync_reason": defer_reason,
+        "reshard_during_accumulation": reshard,
+        "reshard_during_accumulation_reason": reshard_reason,
+        "estimated_extra_bytes": needed if defer is True else needed | {GRADIENTS: 0},
+    }
 
 
 def _reason(needed: int, spare: int) -> str:

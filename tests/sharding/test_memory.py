@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from lightning_automodel.distributed.mesh import Placement
+from lightning_automodel.options import StrategyOptions
 from lightning_automodel.sharding import memory
 from tests.rank_pool import RankPool
 
@@ -41,39 +44,48 @@ NEEDED = {"unsharded_parameters": 30, "deferred_gradients": 40, "sharded_state":
 
 
 @pytest.mark.parametrize(
-    ("defer", "keep", "budget", "expected"),
+    ("defer", "reshard", "budget", "expected"),
     [
-        ("auto", "auto", 90, (True, True)),
-        ("auto", "auto", 89, (True, False)),
-        ("auto", "auto", 60, (True, False)),
-        ("auto", "auto", 59, (False, True)),  # without the gradients, the parameters fit
-        ("auto", "auto", 50, (False, True)),
-        ("auto", "auto", 49, (False, False)),
-        ("auto", "auto", 0, (False, False)),
+        ("auto", "auto", 90, (True, False)),
+        ("auto", "auto", 89, (True, True)),
+        ("auto", "auto", 60, (True, True)),
+        ("auto", "auto", 59, (False, False)),  # without the gradients, the parameters fit
+        ("auto", "auto", 50, (False, False)),
+        ("auto", "auto", 49, (False, True)),
+        ("auto", "auto", 0, (False, True)),
         # What an option has decided counts, whether it fits or not.
-        ("auto", True, 90, (True, True)),
-        ("auto", True, 89, (False, True)),
-        ("auto", False, 60, (True, False)),
-        (True, "auto", 90, (True, True)),
-        (True, "auto", 89, (True, False)),
-        (False, "auto", 50, (False, True)),
-        ("all_reduce", "auto", 50, ("all_reduce", True)),
-        (True, True, 0, (True, True)),
-        (False, False, 1000, (False, False)),
+        ("auto", False, 90, (True, False)),
+        ("auto", False, 89, (False, False)),
+        ("auto", True, 60, (True, True)),
+        (True, "auto", 90, (True, False)),
+        (True, "auto", 89, (True, True)),
+        (False, "auto", 50, (False, False)),
+        ("all_reduce", "auto", 50, ("all_reduce", False)),
+        (True, False, 0, (True, False)),
+        (False, True, 1000, (False, True)),
     ],
 )
-def test_choice(defer: Any, keep: Any, budget: int, expected: tuple[Any, bool]) -> None:
+def test_choice(
+    monkeypatch: pytest.MonkeyPatch, defer: Any, reshard: Any, budget: int, expected: tuple[Any, bool]
+) -> None:
     """Gradients first, then parameters beside them."""
     needed = {name: size * MIB for name, size in NEEDED.items()}
-    choice = memory.choose(defer, keep, needed, (budget - NEEDED["sharded_state"]) * MIB)
-    assert (choice.defer, choice.keep) == expected
-    assert choice.defer_reason.startswith("auto: ") == (defer == "auto")
-    assert choice.keep_reason.startswith("auto: ") == (keep == "auto")
+    monkeypatch.setattr(memory, "estimate", lambda *_: needed)
+    monkeypatch.setattr(memory, "spare_bytes", lambda *_: (budget - NEEDED["sharded_state"]) * MIB)
+    placement: Any = SimpleNamespace(
+        device=torch.device("cpu"), mesh=SimpleNamespace(sizes=SimpleNamespace(divisor=2))
+    )
+    options = StrategyOptions(defer_fsdp_grad_sync=defer, reshard_during_accumulation=reshard)
+    choice = memory.choose(pl.LightningModule(), placement, options)
+    assert (choice["defer_fsdp_grad_sync"], choice["reshard_during_accumulation"]) == expected
+    reason = choice["defer_fsdp_grad_sync_reason"]
+    assert reason.startswith("auto: ") == (defer == "auto")
+    assert choice["reshard_during_accumulation_reason"].startswith("auto: ") == (reshard == "auto")
     if defer == "auto":
-        figure = "fits into" if choice.defer else "exceeds"
-        beside = NEEDED["sharded_state"] + (NEEDED["unsharded_parameters"] if keep is True else 0)
-        assert f"an estimated 40 MiB {figure}" in choice.defer_reason
-        assert f"({budget - beside} MiB)" in choice.defer_reason
+        figure = "fits into" if choice["defer_fsdp_grad_sync"] else "exceeds"
+        beside = NEEDED["sharded_state"] + (NEEDED["unsharded_parameters"] if reshard is False else 0)
+        assert f"an estimated 40 MiB {figure}" in reason
+        assert f"({budget - beside} MiB)" in reason
 
 
 FREE = (700, 801, 600, 900)  # bytes
