@@ -102,6 +102,7 @@ class TrainingRun:
         self.plugin.convert_module(module)
         self.move_to_device()
         parameters = dict(module.named_parameters())
+        self.parameters = ModuleParameters(module, parameters)
         checks.check_hooks(parameters, options.count_window_ahead)
         checks.check_equal_models(parameters | dict(module.named_buffers()), self._placement.host_group)
         if fitting:
@@ -118,7 +119,6 @@ class TrainingRun:
     def _distribute(self, fitting: bool) -> None:
         """Shard or replicate the module. A collective over the world."""
         module = self.module
-        self.parameters = ModuleParameters(module)
         if self._mesh.sizes.expert > 1:
             spread_by_plan(module, self._mesh.mesh[EXPERT])
         check_spread(module, self._mesh.sizes.expert)

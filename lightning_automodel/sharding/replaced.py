@@ -1,7 +1,7 @@
 """Parameters that sharding replaces by shards, and whether optimizers train what the module has."""
 
-from collections.abc import Iterator
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import nn
@@ -12,9 +12,6 @@ from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.sharding.units import class_name
 
 _NUM_NAMED = 3
-
-Place: TypeAlias = tuple[str, dict[str, nn.Parameter | None], nn.Parameter]
-"""A parameter's path in the module, what holds it there under its own name, and the parameter."""
 
 
 class Replaced(nn.Parameter):
@@ -42,32 +39,37 @@ class ModuleParameters:
 
     Attributes:
         named: Of the distributed module, each once.
+
+    Args:
+        module: That is to be distributed.
+        parameters: What it has before.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self._module = module
         # Not of subclasses: `Module.to` swaps them, which torch refuses for what is weakly referred to.
-        plain = {path: own for path, _, own in self._found() if type(own) is nn.Parameter}
+        plain = {path: own for path, own in parameters.items() if type(own) is nn.Parameter}
         self._before = WeakValueDictionary(plain)
         self._replaced: list[tuple[nn.Parameter, nn.Parameter]] = []
-
-    def _found(self) -> Iterator[Place]:
-        for path, owner in self._module.named_modules():
-            for name, parameter in owner._parameters.items():
-                if parameter is not None:
-                    yield f"{path}.{name}".lstrip("."), owner._parameters, parameter
+        self._places: list[tuple[str, dict[str, nn.Parameter | None], nn.Parameter]] = []
 
     def note_distributed(self) -> None:
         """The module has its final parameters. Any use of those that shards have replaced raises from now on.
 
         What holds one would neither see nor train what the module computes with. Their memory is freed.
         """
-        self._places = list(self._found())
-        self.named = dict(self._module.named_parameters())
-        self._known = set(map(id, self.named.values()))
-        for path, _, shard in self._places:
+        path_of: dict[nn.Parameter, str] = {}
+        for prefix, owner in self._module.named_modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is not None:
+                    path = f"{prefix}.{name}".lstrip(".")
+                    self._places.append((path, owner._parameters, parameter))
+                    path_of.setdefault(parameter, path)
+        self.named = {path: parameter for parameter, path in path_of.items()}
+        self._known = set(map(id, path_of))
+        for path, shard in self.named.items():
             old = self._before.get(path)
-            if old is None or old is shard or isinstance(old, Replaced):
+            if old is None or old is shard:
                 continue
             self._replaced.append((old, shard))
             old.data = old.new_empty(0)
