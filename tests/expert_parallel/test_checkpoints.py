@@ -61,17 +61,9 @@ def expected(pool4: RankPool) -> dict[str, Tensor]:
 
 @pytest.mark.every_case
 @pytest.mark.parametrize(
-    ("saving", "resuming"),
-    [
-        ("two", "four"),
-        pytest.param("four", "none"),
-        pytest.param("none", "replicas"),
-        pytest.param("replicas", "two", marks=pytest.mark.sweep),
-        pytest.param("four", "two", marks=pytest.mark.sweep),
-        pytest.param("two", "none", marks=pytest.mark.sweep),
-    ],
+    ("saving", "resuming", "form"),
+    [("two", "four", {}), ("four", "none", {}), ("none", "replicas", {}), ("replicas", "four", ONE_FILE)],
 )
-@pytest.mark.parametrize("form", [{}, ONE_FILE], ids=["directory", "file"])
 def test_another_layout(
     pool4: RankPool,
     tmp_path: Path,

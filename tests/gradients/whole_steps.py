@@ -107,7 +107,6 @@ KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "muon": muon_and_momentum,
     "shampoo": lambda model: NestedShampoo(_trained(model)),
     "adafactor": lambda model: torch.optim.Adafactor(_trained(model), lr=0.02),
-    "rprop": lambda model: torch.optim.Rprop(_trained(model), lr=0.02),
     "by loss": lambda model: ByLoss(_trained(model)),
     "coupled": lambda model: Coupled(_trained(model)),
 }

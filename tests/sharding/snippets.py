@@ -100,65 +100,32 @@ def _with_nan(tensor: Tensor) -> Tensor:
 READS |= {
     "norm": lambda net: net.weight.grad.norm(),
     "norm as a number": lambda net: float(net.weight.norm()),
-    "largest by norm": lambda net: net.weight.grad.norm(math.inf),
     "largest of a short layer": lambda net: net.short.grad.abs().max(),
-    "largest of a bias": lambda net: net.bias.grad.abs().max().item(),
-    "norm of a short layer": lambda net: net.short.grad.norm(math.inf),
     "where a short layer is largest": lambda net: (net.short.argmax(), net.short.max(dim=0).values),
     "norms of columns": lambda net: net.weight.norm(dim=0).sum(),
-    "norms of rows": lambda net: net.weight.norm(dim=1, keepdim=True),
-    "cubic norms": lambda net: net.weight.norm(3, dim=0),
     "functional norm": lambda net: torch.norm(net.weight.grad, p=1, dim=0),
-    "norm over several dimensions": lambda net: net.conv.norm(dim=(1, 2)),
     "vector norm": lambda net: torch.linalg.vector_norm(net.weight.grad, 1),
-    "nuclear norm": lambda net: torch.linalg.matrix_norm(net.weight, "nuc"),
-    "spectral norm": lambda net: torch.linalg.matrix_norm(net.weight, 2),
     "singular values": lambda net: torch.linalg.svdvals(net.weight),
-    "triangular factor": lambda net: torch.linalg.qr(net.weight).R.abs(),
-    "eigenvalues": lambda net: torch.linalg.eigvalsh(net.weight.T @ net.weight),
-    "inverse": lambda net: torch.linalg.pinv(net.weight),
-    "root mean square": lambda net: net.weight.grad.square().mean().sqrt(),
-    "mean of rows": lambda net: net.weight.grad.mean(dim=1),
     "sum of columns": lambda net: net.conv.sum(0),
-    "product": lambda net: net.weight.prod(),
     "deviation": lambda net: (net.weight.std(), net.weight.var(dim=0), torch.var_mean(net.weight.grad)),
-    "deviation of a bias": lambda net: net.bias.std(unbiased=False),
-    "range": lambda net: net.weight.amax() - net.weight.amin(),
-    "range of rows": lambda net: torch.aminmax(net.weight, dim=1),
-    "range with NaN": lambda net: _with_nan(net.weight.grad).max() - _with_nan(net.weight.grad).min(),
     "NaN": lambda net: _with_nan(net.weight.grad).isnan().sum(),
-    "sum without NaN": lambda net: _with_nan(net.weight.grad).nansum(),
     "finite": lambda net: all(torch.isfinite(p.grad).all() for p in net.parameters),
-    "not finite": lambda net: torch.isfinite(_with_nan(net.weight.grad)).all().item(),
     "quantile": lambda net: torch.quantile(net.weight.grad.abs(), 0.9),
-    "quantile of columns": lambda net: net.weight.quantile(0.25, dim=0),
-    "median": lambda net: (net.weight.median(), net.weight.grad.median(dim=0).values),
     "kth value": lambda net: net.weight.flatten().kthvalue(3),
-    "sorted": lambda net: net.weight.flatten().sort(),
-    "order of columns": lambda net: net.weight.argsort(dim=0),
-    "largest three": lambda net: net.weight.grad.abs().flatten().topk(3),
-    "largest three of columns": lambda net: torch.topk(net.weight, 3, dim=0).values,
-    "largest index": lambda net: (net.weight.argmax(), net.weight.grad.argmin(dim=0)),
-    "any": lambda net: (net.weight.grad > 0.01).any(0).sum(),
     "all": lambda net: ((net.weight.abs() < 5).all(), (net.weight > 0).all(dim=1)),
-    "histogram": lambda net: torch.histc(net.weight, bins=5, min=-1, max=1),
     "counts": lambda net: ((net.weight > 0).sum(), net.weight.count_nonzero(), (net.weight > 0).nonzero()),
-    "cumulative sum": lambda net: (net.weight.cumsum(0), net.weight.diff(dim=0)),
     "softmax": lambda net: (
         net.weight.softmax(0),
         torch.log_softmax(net.weight, dim=1),
         net.bias.softmax(0),
     ),
-    "logsumexp": lambda net: torch.logsumexp(net.weight, dim=0),
     "half precision": lambda net: net.weight.bfloat16().float().norm(),
-    "single precision": lambda net: net.weight.grad.norm().float(),
     "complex": lambda net: (
         torch.fft.fft(net.weight, dim=0).abs(),
         torch.complex(net.weight, net.other).abs(),
     ),
     "compared with a number": lambda net: bool(net.weight.grad.norm() > 1e-3),
     "compared by Python": lambda net: max(p.grad.norm() for p in net.parameters),
-    "sorted by Python": lambda net: [p.numel() for p in sorted(net.parameters, key=lambda p: p.norm())],
     "sum by Python": lambda net: sum(p.square().sum() for p in net.parameters),
 }
 
@@ -170,39 +137,24 @@ READS |= {
         ramp(net.weight) @ net.other.T,
         net.weight.T.mm(ramp(net.other)),
     ),
-    "einsum": lambda net: torch.einsum("ij,kj->ik", net.weight, net.other),
     "linear layer": lambda net: F.linear(ramp(net.weight), net.other, net.weight[:, 0]),
-    "cosine": lambda net: F.cosine_similarity(net.weight, net.other, dim=0),
-    "cosine of gradients": lambda net: F.cosine_similarity(
-        net.weight.grad.flatten(), net.other.grad.flatten(), dim=0
-    ),
-    "dot product": lambda net: torch.dot(net.weight.grad.view(-1), net.other.grad.view(-1)),
-    "distances": lambda net: torch.cdist(net.weight, net.other),
-    "divergence": lambda net: F.kl_div(
-        F.log_softmax(net.weight, 1), F.softmax(net.other, 1), reduction="batchmean"
-    ),
     "equal": lambda net: (torch.equal(net.weight, net.weight.clone()), torch.equal(net.weight, net.other)),
     "close": lambda net: (
         torch.allclose(net.weight, net.weight + 1e-12),
         torch.allclose(net.weight, ramp(net.weight)),
     ),
     "stacked": lambda net: torch.stack([net.weight.grad, net.other.grad]).mean(0),
-    "stacked norms": lambda net: torch.stack([p.grad.norm() for p in net.parameters]).norm(),
     "concatenated": lambda net: torch.cat([p.grad.flatten() for p in net.parameters]).norm(),
-    "concatenated rows": lambda net: torch.cat([net.weight, ramp(net.other)], dim=1).sum(1),
     "norms of a list": lambda net: torch._foreach_norm([p.grad for p in net.parameters]),
     "sums of powers": lambda net: torch._foreach_powsum([p.grad for p in net.parameters], 2),
-    "products of lists": lambda net: torch._foreach_mm([net.weight], [net.other.T]),
     "cast like a shard": lambda net: (
         torch.ones(len(net.weight[0])).type_as(net.weight).sum(),
         torch.ones(1, 1).to(net.weight).sum(),
         net.weight.to(net.bias.float()).sum(),
     ),
     "total norm": lambda net: get_total_norm([p.grad for p in net.parameters]),
-    "total largest": lambda net: get_total_norm([p.grad for p in net.parameters], norm_type=math.inf),
     "as a vector": lambda net: parameters_to_vector(net.module.parameters()).norm(),
     "chosen": lambda net: torch.where(net.weight > 0, net.weight, ramp(net.weight)).sum(),
-    "larger of two": lambda net: torch.maximum(net.weight, ramp(net.weight)).sum(0),
     "broadcast": lambda net: (net.weight * ramp(net.weight[0]) - ramp(net.weight[:, :1])).sum(1),
     "outer product": lambda net: (torch.outer(net.weight[0], net.bias), net.weight * net.bias),
 }
@@ -212,24 +164,18 @@ READS |= {
 READS |= {
     "rows": lambda net: net.weight.grad[rows(net.weight)],
     "a row and an element": lambda net: (net.weight[4], net.weight[4, 1].item(), net.weight[-1][0]),
-    "steps": lambda net: net.weight[1:4, ::2],
     "masked": lambda net: net.weight[net.weight > 0],
-    "masked rows": lambda net: net.weight[even_rows(net.weight)].sum(),
     "selected": lambda net: (
         net.weight.index_select(0, rows(net.weight)),
         net.weight.take(rows(net.weight)),
     ),
-    "gathered": lambda net: net.weight.gather(0, net.weight.argsort(0)),
     "iterated": lambda net: [row.sum() for row in net.weight],
-    "split": lambda net: [part.norm() for part in net.weight.split(2)],
     "reshaped": lambda net: (net.weight.view(-1)[7], net.conv.reshape(2, -1).sum(1), net.weight.t()[0]),
     "contains": lambda net: (0.5 in torch.ones_like(net.weight), 1 in torch.ones_like(net.bias)),
-    "diagonal": lambda net: (net.weight.diagonal(), net.weight.triu(), net.weight[:5, :5].trace()),
     "list": lambda net: (net.weight.tolist(), net.bias.grad.tolist()),
     "number": lambda net: (net.bias.item(), float(net.bias.grad), bool(net.bias > 0)),
     "array": lambda net: (net.weight.detach().cpu().numpy(), net.weight.grad.numpy(), net.bias.data.numpy()),
     "array by numpy": lambda net: np.linalg.norm(np.asarray(net.weight.detach().cpu())),
-    "histogram by numpy": lambda net: np.histogram(net.weight.grad.detach().cpu().numpy())[0],
     "tensor of numbers": lambda net: torch.tensor([p.grad.norm() for p in net.parameters]),
     "text": lambda net: f"{net.weight.grad.norm():.6f} {net.bias.item():.6f}",
     "printed": lambda net: all(
@@ -261,12 +207,6 @@ def _copied(net: Trained) -> Any:
     copied.data.add_(1)
     cloned.zero_()
     return copied.sum(), cloned.sum(), net.weight.sum()
-
-
-@_reads
-def _module_copied(net: Trained) -> Any:
-    copied = copy.deepcopy(net.module.state_dict())
-    return sum(value.double().sum() for value in copied.values())
 
 
 @_reads
@@ -316,19 +256,10 @@ def _gradient_of_a_gradient(net: Trained) -> Any:
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse": F.mse_loss,
-    "smooth l1": F.smooth_l1_loss,
-    "huber": lambda p, anchor: F.huber_loss(p, anchor, delta=0.3),
-    "l1": lambda p, anchor: F.l1_loss(p, anchor, reduction="sum"),
     "binary cross entropy": lambda p, anchor: F.binary_cross_entropy(p.sigmoid(), anchor.sigmoid()),
-    "cosine": lambda p, anchor: 1 - F.cosine_similarity(p, anchor, dim=-1).mean(),
-    "divergence": lambda p, anchor: F.kl_div(p.log_softmax(-1), anchor.softmax(-1), reduction="batchmean"),
     "norms of columns": lambda p, anchor: (p - anchor).norm(dim=0).sum(),
     "squares": lambda p, anchor: (p - anchor).square().sum(),
-    "largest": lambda p, anchor: (p - anchor).abs().max(),
-    "deviation": lambda p, anchor: p.std() + p.var(dim=0).mean(),
     "orthogonality": lambda p, anchor: (p.T @ p - torch.eye(p.shape[1], dtype=p.dtype)).square().sum(),
-    "entropy": lambda p, anchor: -(p.softmax(0) * p.log_softmax(0)).sum(),
-    "spectral norm": lambda p, anchor: torch.linalg.matrix_norm(p, 2),
     "rows": lambda p, anchor: (p[rows(p)] - anchor[rows(p)]).square().sum() + p[2:].abs().mean(),
     "reshaped": lambda p, anchor: p.view(-1).dot(anchor.flatten()) ** 2 + p.unsqueeze(0).mean(dim=1).norm(),
 }
@@ -369,16 +300,6 @@ def _penalty_between_parameters(net: Trained) -> None:
         parameter.grad.add_(gradient, alpha=0.1)
 
 
-@_writes
-def _penalty_on_all(net: Trained) -> Any:
-    penalty = sum(p.abs().sum() + p.norm() for p in net.parameters)
-    for parameter, gradient in zip(
-        net.parameters, torch.autograd.grad(penalty, net.parameters), strict=True
-    ):
-        parameter.grad = parameter.grad + 0.01 * gradient
-    return penalty
-
-
 # --- Rows, slices and masks of gradients -----------------------------------------------------------------------------
 
 
@@ -396,8 +317,6 @@ def _row_copied(net: Trained) -> None:
 
 WRITES |= {
     "rows zeroed": lambda net: net.weight.grad.__setitem__(rows(net.weight), 0),
-    "listed rows": lambda net: net.weight.grad.__setitem__([0, 4], 0.0),
-    "slice set": lambda net: net.weight.grad.__setitem__(slice(2, 5), 0),
     "element set": lambda net: net.weight.grad.__setitem__((4, 1), 0.5),
     "rows masked": lambda net: net.weight.grad.__setitem__(even_rows(net.weight), 0),
     "elements masked": lambda net: net.weight.grad.__setitem__(net.weight.grad > 0, 0),
@@ -405,39 +324,19 @@ WRITES |= {
     "slice in place": _halved_slice,
     "rows in place": _halved_rows,
     "slice by method": lambda net: net.weight.grad[2:4].mul_(0.5),
-    "row by method": lambda net: net.weight.grad[4].mul_(2),
-    "slice zeroed": lambda net: net.weight.grad[3:].zero_(),
     "slice of a slice": lambda net: net.weight.grad[1:][2:].zero_(),
     "column": lambda net: net.weight.grad[:, 1].zero_(),
-    "last column": lambda net: net.weight.grad[..., -1].add_(1),
-    "narrow": lambda net: torch.narrow(net.weight.grad, 0, 2, 3).zero_(),
-    "select": lambda net: net.weight.grad.select(0, 4).mul_(2),
     "chunk": lambda net: net.weight.grad.chunk(2)[1].zero_(),
-    "split part": lambda net: torch.split(net.weight.grad, 2)[1].mul_(3),
-    "tensor split": lambda net: net.weight.grad.tensor_split(2)[1].zero_(),
     "unbind": lambda net: net.weight.grad.unbind()[2].zero_(),
     "view": lambda net: net.weight.grad.view(-1)[::3].zero_(),
     "whole view": lambda net: net.weight.data.view(-1).mul_(0.5),
-    "flattened": lambda net: net.weight.grad.flatten().mul_(2),
     "reshape": lambda net: net.weight.grad.reshape(-1)[3:].mul_(2),
-    "transposed": lambda net: net.weight.grad.t()[1].mul_(2),
     "transposed wholly": lambda net: net.weight.grad.T.mul_(2),
-    "dimensions swapped": lambda net: net.weight.grad.transpose(0, 1)[1:3].add_(1),
-    "unsqueezed": lambda net: net.weight.grad.unsqueeze(0)[0, 3].zero_(),
-    "permuted": lambda net: net.conv.grad.permute(2, 1, 0)[1].zero_(),
     "kernel": lambda net: net.conv.grad[:, 0, 1].zero_(),
-    "kernel flattened": lambda net: net.conv.grad.flatten(1).clamp_(max=0),
-    "diagonal filled": lambda net: net.weight.grad.diagonal().fill_(1),
     "short row": lambda net: net.short.grad[0, 1:].mul_(3),
     "short element": lambda net: net.bias.grad[0].fill_(0.25),
     "mask filled": lambda net: net.weight.grad.masked_fill_(even_rows(net.weight)[:, None], 0),
-    "elements filled": lambda net: net.weight.grad.masked_fill_(checkered(net.weight), 0.1),
-    "index filled": lambda net: net.weight.grad.index_fill_(0, rows(net.weight), 0.1),
     "index added": lambda net: net.weight.grad.index_add_(0, rows(net.weight), ramp(net.weight[:2])),
-    "index copied": lambda net: net.weight.grad.index_copy_(0, rows(net.weight), net.other.grad[:2]),
-    "scattered": lambda net: net.weight.grad.scatter_(0, torch.zeros(1, 3, dtype=torch.long) + 4, 0.3),
-    "put": lambda net: net.weight.grad.put_(torch.tensor([1, 23]), torch.ones(2, dtype=torch.float64)),
-    "triangle": lambda net: net.weight.grad.tril_(),
     "multiplied by a mask": lambda net: net.weight.grad.mul_(checkered(net.weight)),
     "multiplied by a number that was read": lambda net: net.weight.grad.mul_(
         min(1.0, 0.1 / float(net.weight.grad.norm()))
@@ -546,28 +445,6 @@ def _pruned(net: Trained) -> None:
 
 @_writes
 @torch.no_grad()
-def _rounded(net: Trained) -> None:
-    net.weight.copy_(torch.round(net.weight * 8) / 8)
-    net.other.clamp_(-0.3, 0.3)
-    net.short.copy_(torch.quantize_per_tensor(net.short.float(), 0.1, 0, torch.qint8).dequantize())
-
-
-@_writes
-@torch.no_grad()
-def _perturbed_and_restored(net: Trained) -> Any:
-    """As sharpness-aware minimisation, and an average that is swapped in."""
-    kept = [p.detach().clone() for p in net.parameters]
-    norm = torch.stack([p.grad.norm() for p in net.parameters]).norm()
-    for p in net.parameters:
-        p.add_(p.grad * (0.05 / (norm + 1e-12)))
-    seen = net.weight.sum()
-    for p, value in zip(net.parameters, kept, strict=True):
-        p.copy_(value)
-    return norm, seen
-
-
-@_writes
-@torch.no_grad()
 def _vectors(net: Trained) -> None:
     vector = parameters_to_vector(net.module.parameters())
     vector_to_parameters(0.9 * vector + 0.01 * ramp(vector), net.module.parameters())
@@ -623,15 +500,10 @@ def _results_given(net: Trained) -> None:
 INITIALISERS: dict[str, Snippet] = {
     "orthogonal": lambda net: nn.init.orthogonal_(net.weight),
     "constant": lambda net: nn.init.constant_(tensor=net.weight, val=0.3),
-    "truncated normal": lambda net: nn.init.trunc_normal_(net.weight, std=0.2),
     "kaiming": lambda net: nn.init.kaiming_uniform_(net.weight, a=math.sqrt(5)),
-    "xavier": lambda net: nn.init.xavier_normal_(tensor=net.weight),
     "zeros": lambda net: (nn.init.zeros_(net.bias), nn.init.ones_(net.short)),
     "normal": lambda net: (nn.init.normal_(net.weight, std=0.1), nn.init.normal_(net.short)),
     "uniform": lambda net: nn.init.uniform_(net.weight.grad, -0.01, 0.01),
-    "dirac": lambda net: nn.init.dirac_(net.conv),
-    "eye": lambda net: nn.init.eye_(net.weight),
-    "sparse": lambda net: nn.init.sparse_(net.weight, sparsity=0.4),
 }
 
 
@@ -674,7 +546,6 @@ def _noise(net: Trained) -> None:
 
 CLIPS: dict[str, Snippet] = {
     "norm": lambda net: clip_grad_norm_(net.module.parameters(), 0.1),
-    "largest": lambda net: clip_grad_norm_(net.module.parameters(), 0.01, norm_type=math.inf),
     "norm of one": lambda net: clip_grad_norm_(net.weight, 0.01),
     "norm without foreach": lambda net: clip_grad_norm_(net.parameters, 0.1, norm_type=1, foreach=False),
     "value": lambda net: clip_grad_value_(net.module.parameters(), 0.005),
@@ -697,27 +568,6 @@ def _clipped_adaptively(net: Trained) -> None:
 
 @_writes
 @torch.no_grad()
-def _clipped_by_hand(net: Trained) -> Any:
-    norms = [p.grad.norm() for p in net.parameters]
-    total = torch.norm(torch.stack(norms))
-    factor = torch.clamp(0.05 / (total + 1e-6), max=1.0)
-    for p in net.parameters:
-        p.grad.mul_(factor)
-    torch._foreach_mul_([p.grad for p in net.parameters], factor)
-    return total
-
-
-@_writes
-@torch.no_grad()
-def _centralised(net: Trained) -> None:
-    for p in net.parameters:
-        if p.ndim > 1:
-            p.grad.add_(-p.grad.mean(dim=tuple(range(1, p.ndim)), keepdim=True))
-            p.grad.sub_(p.grad.mean(dim=0))
-
-
-@_writes
-@torch.no_grad()
 def _projected(net: Trained) -> None:
     """As PCGrad: all gradients as one vector, and parts of it back."""
     flat = torch.cat([p.grad.flatten() for p in net.parameters])
@@ -727,31 +577,6 @@ def _projected(net: Trained) -> None:
     for p in net.parameters:
         p.grad.copy_(flat[start : start + p.numel()].view_as(p.grad))
         start += p.numel()
-
-
-@_writes
-@torch.no_grad()
-def _orthogonalised(net: Trained) -> None:
-    """As Muon's Newton-Schulz iteration."""
-    matrix = net.weight.grad / (net.weight.grad.norm() + 1e-7)
-    for _ in range(3):
-        gram = matrix @ matrix.T
-        matrix = 1.5 * matrix - 0.5 * gram @ matrix
-    net.weight.grad.copy_(matrix)
-    shifted = net.other.grad + 2 * torch.eye(*net.other.shape, dtype=net.other.dtype)  # of full rank
-    left, _, right = torch.linalg.svd(shifted, full_matrices=False)
-    net.other.grad = left @ right
-
-
-@_writes
-@torch.no_grad()
-def _sparsified(net: Trained) -> None:
-    flat = net.weight.grad.flatten()
-    mask = torch.zeros_like(flat)
-    mask.scatter_(0, flat.abs().topk(7).indices, 1.0)
-    net.weight.grad.mul_(mask.view_as(net.weight.grad))
-    sign = (net.other * net.other.grad > 0).to(net.other.grad.dtype)
-    net.other.grad.mul_(sign.div_(sign.mean().clamp_(min=1e-3)))
 
 
 @_writes
@@ -793,17 +618,6 @@ def _states(net: Trained) -> Any:
     state[net.other]["exp_avg"].zero_()
     state[net.short]["exp_avg"].copy_(ramp(net.short))
     return state[net.weight]["exp_avg"].norm(), state[net.other]["exp_avg_sq"].amax(dim=0)
-
-
-@_writes
-@torch.no_grad()
-def _states_as_masks(net: Trained) -> None:
-    """As cautious optimizers."""
-    for p in net.parameters:
-        average = net.optimizer.state[p]["exp_avg"]
-        mask = (average * p.grad > 0).to(p.grad.dtype)
-        mask.div_(mask.mean().clamp_(min=1e-3))
-        average.mul_(mask)
 
 
 # --- Where views, copies and autograd meet ---------------------------------------------------------------------------

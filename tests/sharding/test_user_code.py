@@ -358,9 +358,7 @@ def test_before_the_optimizer_step(request: pytest.FixtureRequest, layout: str) 
     assert planted == set(PLANTED if layout != "ddp" else ())
 
 
-@pytest.mark.parametrize(
-    "layout", by_default({name: name for name in LAYOUTS}, "fsdp2", "tensor parallel", "kept")
-)
+@pytest.mark.parametrize("layout", by_default({name: name for name in LAYOUTS}, "kept", "tensor parallel"))
 @pytest.mark.every_case
 def test_between_forward_and_backward(request: pytest.FixtureRequest, layout: str) -> None:
     """There the module has been gathered for the step; what it shows are shards, and the gradients before."""
