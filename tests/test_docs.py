@@ -21,9 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import lightning_automodel
 from lightning_automodel import AutomodelStrategy, destroy_global_state
-from tests import browser
 from tests.doc_blocks import PAGES, blocks, run_page, undefined_names, unknown_keywords
-from tests.markdown import merged_table
 from tests.processes import ROOT
 
 DOCS = ROOT / "docs"
@@ -209,26 +207,6 @@ def test_kubernetes_manifest() -> None:
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
 
-def test_equal_rows_are_merged() -> None:
-    """A few are listed in the first cell; the largest group of more is counted, in the last row."""
-
-    def written(**rows: str) -> list[str]:
-        return merged_table(["feature", "DDP"], {name: [cell] for name, cell in rows.items()}, "features")[
-            2:
-        ]
-
-    assert written(clip="passed", compile="refused", freeze="passed") == [
-        "| clip; freeze | passed |",
-        "| compile | refused |",
-    ]
-    many = {f"f{number}": "passed" for number in range(4)}
-    assert written(**many, compile="refused") == [
-        "| compile | refused |",
-        "| the other 4 features | passed |",
-    ]
-    assert written(**many) == ["| all 4 features | passed |"]
-
-
 # --- The site ---------------------------------------------------------------------------------------------------------
 
 
@@ -290,53 +268,6 @@ def test_what_fails_the_build(tmp_path: Path) -> None:
         'not included in the "nav"',
     ):
         assert part in messages, messages
-
-
-@pytest.mark.sweep
-@pytest.mark.skipif(browser.CHROMIUM is None, reason="no chromium")
-def test_site_on_a_phone(site: Path) -> None:
-    """No page is wider than the screen: tables and code scroll."""
-    wide = {}
-    with browser.opened_browser() as page:
-        for path in sorted(site.rglob("*.html")):
-            page.open(path, 400, 900, is_phone=True)
-            if (width := page.evaluate("document.documentElement.scrollWidth")) > 400:
-                wide[path.name] = width
-        assert [url for url in page.fetched if not url.startswith(("file:", "data:"))] == []
-    assert wide == {}
-
-
-SEARCH = """new Promise(found => {
-    const query = document.querySelector("[data-md-component=search-query]")
-    document.querySelector("label[for=__search]").click()
-    query.value = "heartbeats"
-    query.dispatchEvent(new Event("input", {bubbles: true}))
-    query.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true}))
-    const started = Date.now()
-    const look = () => {
-        const links = [...document.querySelectorAll(".md-search-result__item a")].map(link => link.href)
-        links.length || Date.now() - started > 30000 ? found(links) : setTimeout(look, 100)
-    }
-    look()
-})"""
-
-
-@pytest.mark.sweep
-@pytest.mark.skipif(browser.CHROMIUM is None, reason="no chromium")
-def test_site_from_a_folder(site: Path) -> None:
-    """Without a server: search finds a message, and the link to it opens its kind, which is closed before."""
-    is_open = "[...document.querySelectorAll('details.kind')].map(kind => kind.open)"
-    with browser.opened_browser() as page:
-        page.open(site / "index.html", 1280, 900)
-        found = [link for link in page.evaluate(SEARCH) if "/troubleshooting.html" in link and "#" in link]
-        assert found
-        page.open(site / "troubleshooting.html", 1280, 900)
-        assert set(page.evaluate(is_open)) == {False}
-        anchor = found[0].partition("#")[2]
-        page.evaluate(f"new Promise(done => {{ location.hash = {anchor!r}; setTimeout(done, 1000) }})")
-        assert page.evaluate(is_open).count(True) == 1
-        assert page.errors == []
-        assert [url for url in page.fetched if not url.startswith(("file:", "data:"))] == []
 
 
 def test_diagrams() -> None:
@@ -407,14 +338,3 @@ def test_first_screen() -> None:
     ]
     places = [text.index(part) for part in order]
     assert places == sorted(places)
-
-
-def test_pictures_say_what_they_show() -> None:
-    """To those who do not see them; their text is text."""
-    names = ("checkpoints", "layouts", "resume", "why_it_matters", "window")
-    for picture in (
-        xml.etree.ElementTree.parse(DOCS / "images" / f"{name}.svg").getroot() for name in names
-    ):
-        assert picture.attrib["aria-labelledby"] == "title desc"
-        assert [picture[index].attrib["id"] for index in (0, 1)] == ["title", "desc"]
-        assert len(picture.findall("{*}text")) > 5

@@ -57,12 +57,6 @@ class OneByHand(Deep):
     third = AttendsByHand
 
 
-class OneCompiledByHand(OneByHand):
-    def configure_model(self) -> None:
-        for block in self.model.blocks:
-            block.compile(backend="eager")
-
-
 class CountsFromZero(DecoderModule):
     """Takes no positions from the batch."""
 
@@ -70,16 +64,6 @@ class CountsFromZero(DecoderModule):
         return super().training_step(
             {name: each for name, each in batch.items() if name != "position_ids"}, batch_idx
         )
-
-
-class CallsParts(OneByHand):
-    """Has no module around the blocks."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        hidden = self.model.embedding(batch["input_ids"]) + self.model.positions(batch["position_ids"])
-        for block in self.model.blocks:
-            hidden = block(hidden, None)
-        return F.cross_entropy(self.model.head(hidden).flatten(0, 1), batch["labels"].flatten())
 
 
 class CallsItself(DecoderModule):
@@ -141,15 +125,6 @@ REFUSED = {
         {"data_parallel": "ddp"},
     ),
 }
-REFUSED_IN_THE_SWEEP = {
-    "blocks called one by one": Refused(lambda: CallsParts(Run()), LAYER, lambda: [BATCH]),
-    "replicated": Refused(lambda: OneByHand(Run()), LAYER, lambda: [BATCH], {"data_parallel": "ddp"}),
-    "recomputed": Refused(
-        lambda: OneByHand(Run()), LAYER, lambda: [BATCH], {"activation_checkpointing": True}
-    ),
-    "compiled": Refused(lambda: OneCompiledByHand(Run()), "model.head (Linear) gives", lambda: [BATCH]),
-    "its own": Refused(lambda: CallsItself(Run()), "model.blocks.0.norm (LayerNorm) gives", lambda: [BATCH]),
-}
 
 
 def refusals() -> dict[str, str]:
@@ -157,18 +132,8 @@ def refusals() -> dict[str, str]:
     return messages(REFUSED)
 
 
-def refusals_in_the_sweep() -> dict[str, str]:
-    """Runs on every rank."""
-    return messages(REFUSED_IN_THE_SWEEP)
-
-
 def test_what_no_step_tells_of_itself_is_seen(pool2: RankPool) -> None:
     check_refused(pool2, refusals, REFUSED)
-
-
-@pytest.mark.sweep
-def test_what_no_step_tells_of_itself_is_seen_in_other_layouts(pool2: RankPool) -> None:
-    check_refused(pool2, refusals_in_the_sweep, REFUSED_IN_THE_SWEEP)
 
 
 def fit_right_models() -> None:

@@ -364,21 +364,8 @@ def test_two_by_two(pool4: RankPool) -> None:
     check(pool4, Run(num_ranks=2, label_shift=1, clipping="norm", padded=True, recompute=True))
 
 
-@pytest.mark.sweep
-def test_replicas(pool4: RankPool) -> None:
-    check(pool4, Run(layout="hsdp", num_ranks=2, told="callable", is_causal=False))
-
-
 def test_ddp(pool4: RankPool) -> None:
     check(pool4, Run(layout="ddp", num_ranks=2, gap="rank", loss_reduction="sum", told="callable"))
-
-
-@pytest.mark.sweep
-def test_tensor_parallel(pool4: RankPool) -> None:
-    check(
-        pool4,
-        Run(tensor=2, gap="micro_batches", label_shift=1, clipping="norm", padded=True, recompute=True),
-    )
 
 
 def describe() -> tuple[dict[str, Any], list[int]]:
@@ -713,21 +700,6 @@ def test_loss_in_chunks(
         assert weight_error(Outcome(trained, None), Outcome(weights, None)) <= TOLERANCE
         assert report["num_label_tokens"] == count
         assert report["loss"] == pytest.approx(loss, rel=TOLERANCE)
-
-
-class Compiled(DecoderModule):
-    def configure_model(self) -> None:
-        for block in self.model.blocks:
-            block.compile(backend="eager")
-
-
-@pytest.mark.sweep
-def test_compiled_blocks(pool2: RankPool) -> None:
-    """Attention stays outside of the graphs."""
-    run = Run(recompute=True)
-    weights, _, _ = train_plainly(run)
-    for trained, _ in pool2.run(fit, run, Compiled):
-        assert weight_error(Outcome(trained, None), Outcome(weights, None)) <= TOLERANCE
 
 
 @pytest.mark.sweep

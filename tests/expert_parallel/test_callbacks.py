@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
@@ -76,21 +75,3 @@ def test_whole_states(pool4: RankPool) -> None:
     expected = plain_weights(_scaled(), ACCUMULATE, CASE)
     for found in pool4.run(fit, {}, LoadsWhole):
         assert error(found.weights, expected) <= TOLERANCE
-
-
-class InFloat(SpreadModule):
-    """Computes in what the Trainer's precision makes of float32."""
-
-    def __init__(self, model: MixtureDecoder) -> None:
-        super().__init__(model.float())
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true"])
-def test_precisions(pool4: RankPool, precision: str) -> None:
-    """As without expert parallelism, but for another order of additions; a wrong factor is far from that."""
-    expected = pool4.run(fit, {"expert_parallel_size": 1}, InFloat, precision=precision)[0].weights
-    half = torch.bfloat16 if precision.startswith("bf16") else torch.float16
-    tolerance = 1e-6 if precision == "32-true" else 2 * torch.finfo(half).eps
-    for found in pool4.run(fit, {}, InFloat, precision=precision):
-        assert error(found.weights, expected) <= tolerance

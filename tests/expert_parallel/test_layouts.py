@@ -94,28 +94,6 @@ def test_owners_beside_context_parallelism(pool4: RankPool) -> None:
     assert pool4.run(_whole_on_owner) == [(True, True)] * 4
 
 
-@pytest.mark.sweep
-@pytest.mark.timeout(600)
-def test_eight_ranks() -> None:
-    """Replicas, context parallelism and experts at once; more experts' ranks than two."""
-    layouts: list[tuple[dict[str, Any], int]] = [
-        ({"data_parallel_replicate_size": 2, "context_parallel_size": 2}, 4),
-        ({"data_parallel_replicate_size": 2, "context_parallel_size": 2, "optimizer_step": "whole"}, 4),
-        ({"expert_parallel_size": 4, "context_parallel_size": 2}, 4),
-        ({"expert_parallel_size": 4}, 8),
-        ({"expert_parallel_size": 8, "activation_checkpointing": "selective"}, 8),
-    ]
-    pool = RankPool(8)
-    try:
-        for options, num_batches in layouts:
-            case = replace(CASE, num_ranks=num_batches)
-            expected = plain_weights(MixtureDecoder(), ACCUMULATE, case)
-            for found in pool.run(fit, options, UnequalStart, case=case, timeout_s=120):
-                assert error(found.weights, expected) <= TOLERANCE, options
-    finally:
-        pool.stop()
-
-
 # --- Parameters of experts --------------------------------------------------------------------------------------------
 
 
@@ -280,23 +258,6 @@ UNITS: dict[str, dict[str, Any]] = {
 def test_units(pool4: RankPool, options: dict[str, Any]) -> None:
     expected = plain_weights(MixtureDecoder(), ACCUMULATE, CASE)
     for found in pool4.run(fit, options):
-        assert error(found.weights, expected) <= TOLERANCE
-
-
-@pytest.mark.sweep
-def test_compiled(pool4: RankPool) -> None:
-    """Each number of tokens is compiled anew."""
-    expected = plain_weights(MixtureDecoder(), ACCUMULATE, CASE)
-    for found in pool4.run(fit, {"compile": {"backend": "eager"}}, timeout_s=300):
-        assert error(found.weights, expected) <= TOLERANCE
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(600)
-def test_compiled_by_inductor(pool4: RankPool) -> None:
-    """Minutes on two cores: each rank compiles for itself."""
-    expected = pool4.run(fit, {})[0].weights
-    for found in pool4.run(fit, {"compile": True}, timeout_s=550):
         assert error(found.weights, expected) <= TOLERANCE
 
 

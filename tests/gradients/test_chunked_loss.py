@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,14 +26,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, EvaluationLoss, token_loss
 from tests.rank_pool import RankPool
-from tests.sharding.test_hf_tensor_parallel import ROUNDING, make_model
 from tests.trainer.cases import Case
 from tests.trainer.exactness import (
-    PLAN,
     VOCABULARY,
     WIDTH,
     Batch,
@@ -458,17 +454,6 @@ def test_trained(pool2: RankPool, head: str, options: dict[str, Any]) -> None:
         assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.every_case
-def test_trained_by_replicas_of_shards(pool4: RankPool, head: str) -> None:
-    case = replace(CASE, num_ranks=4)
-    expected = plain_decoder(head, case)
-    options = {"data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": "all_reduce"}
-    for weights in pool4.run(fit_decoder, head, options, case):
-        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
-
-
 class Trunk(TinyDecoder):
     """All of a decoder but its head."""
 
@@ -614,30 +599,6 @@ def test_tensor_parallel(pool2: RankPool, plan: str) -> None:
         assert deviation(actual, expected) <= TOLERANCE
 
 
-class ByTwo(InChunks):
-    """Two ranks compute each micro-batch together."""
-
-    def configure_model(self) -> None:
-        parallelize_module(
-            self.model, self.device_mesh["tensor_parallel"], {**PLAN, "head": PLANS["sharded"]}
-        )
-
-
-def fit_by_two() -> dict[str, Tensor]:
-    module = ByTwo(TinyDecoder(CASE.seed).double())
-    strategy = AutomodelStrategy(loss_reduction="sum", tensor_parallel_size=2)
-    data = DataLoader(micro_batches(CASE)[dist.get_rank() // 2], batch_size=None)
-    make_trainer(strategy, accumulate_grad_batches=2).fit(module, data)
-    return full_weights(module.model)
-
-
-@pytest.mark.sweep
-def test_trained_by_tensor_parallel_ranks(pool4: RankPool) -> None:
-    expected = plain_decoder("in_the_root", CASE)
-    for weights in pool4.run(fit_by_two):
-        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
-
-
 # --- Hugging Face models
 
 
@@ -687,23 +648,6 @@ def test_hugging_face(pool2: RankPool, make_model: Callable[[], nn.Module], opti
     expected, _ = train_plainly(make_model(), CAUSAL, all_logits)
     for weights in pool2.run(fit_causal, make_model, options):
         assert weight_error(Outcome(weights, None), prefixed(expected)) <= TOLERANCE
-
-
-def fit_by_plan(kind: str) -> dict[str, Tensor]:
-    module = CausalInChunks(make_model(kind).model)
-    data = DataLoader(micro_batches(replace(CAUSAL, num_ranks=1))[0], batch_size=None)
-    strategy = AutomodelStrategy(tensor_parallel_size=2)
-    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, data)
-    return full_weights(module)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind", ["Llama-tied", "Qwen3"])
-def test_hugging_face_by_its_tensor_parallel_plan(pool2: RankPool, kind: str) -> None:
-    """The plan gathers the logits of each chunk, beside an embedding that is the same shards."""
-    expected, _ = train_plainly(make_model(kind).model, replace(CAUSAL, num_ranks=1), all_logits)
-    for weights in pool2.run(fit_by_plan, kind):
-        assert weight_error(Outcome(weights, None), prefixed(expected)) <= ROUNDING
 
 
 def fit_mixed(chunked: bool, options: dict[str, Any]) -> tuple[dict[str, Tensor], set[torch.dtype]]:

@@ -66,14 +66,6 @@ def test_windows_of_replicas_equal_one_process(pool4: RankPool, defer: bool | st
     _assert_exact(pool4.run(train_on_ranks, "hybrid", RAGGED4, CLIP, defer), RAGGED4)
 
 
-@pytest.mark.parametrize("layout", ["nested", "ddp"])
-def test_unweighted_means_fail_the_harness(pool2: RankPool, layout: str) -> None:
-    """Means of micro-batches, as a naive loop has them, are found to be far off."""
-    expected = train_plainly(RAGGED, CLIP)
-    for outcome in pool2.run(train_on_ranks, layout, RAGGED, CLIP, True, weigh=False):
-        assert error(outcome.weights, expected.weights) > 1e-3
-
-
 def _flags(model: nn.Module) -> list[Any]:
     flags: list[Any] = []
     for module in model.modules():

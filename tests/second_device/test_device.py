@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
-import sys
-
 import pytest
 import torch
 
-from tests.processes import ROOT, run_anew
 from tests.rank_pool import RankPool
 
 NAMES = [
@@ -25,7 +21,6 @@ NAMES = [
     "negative_counts_do_not_get_lost",
     "kernels_do_not_grow_with_the_parameters",
 ]
-SHARES = 8
 
 
 def _call(name: str) -> None:
@@ -40,23 +35,3 @@ def _call(name: str) -> None:
 def test_behaviour(pool2: RankPool, name: str) -> None:
     """Late copies, streams, waits told by their line, devices told apart, float64 refused, sizes, random numbers."""
     pool2.run(_call, name)
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("share", range(SHARES))
-def test_operators(extension: None, share: int) -> None:
-    """Those of torch's own list, on its samples: results, gradients, `out=`, in place."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "tests.second_device.operators",
-        str(share),
-        str(SHARES),
-    ]
-    status, printed = run_anew(command, ROOT, 1700.0)
-    assert status == 0, printed[-4000:]
-    assert (found := re.fullmatch(r"(\d+) compared", printed.strip())), printed[-4000:]
-    assert int(found[1]) > 100

@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import CheckpointPolicy
-from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_automodel import AutomodelStrategy
@@ -204,25 +202,6 @@ def test_inputs_of_blocks_wait_in_host_memory(pool2: RankPool, options: dict[str
         assert (run.forwards, run.described) == (before.forwards, BLOCKS)
         positions = sum(batch["input_ids"].numel() for batch in micro_batches(CASE)[rank])
         assert before.kept_bytes - run.kept_bytes == 3 * positions * WIDTH * 8
-
-
-@pytest.mark.sweep
-def test_offloading_beside_replicas(pool4: RankPool) -> None:
-    """HSDP."""
-    expected = prefixed(plain_weights(filled_decoder(), ACCUMULATE))
-    for run in pool4.run(_fit_replicas):
-        assert weight_error(run.weights, expected) <= TOLERANCE
-
-
-def _fit_replicas() -> Run:
-    # Peers see the data of two ranks: the mean over four is that over two.
-    module = ModelModule(filled_decoder())
-    counts = Counts()
-    strategy = AutomodelStrategy(data_parallel_replicate_size=2, activation_checkpointing="offload")
-    batches = DataLoader(micro_batches(CASE)[dist.get_rank() // 2], batch_size=None)
-    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE, callbacks=[counts]).fit(module, batches)
-    outcome = Outcome(full_weights(module), None)
-    return Run(outcome, counts.forwards, counts.kept_bytes, [], [])
 
 
 class Sharing(TinyDecoder):

@@ -25,7 +25,6 @@ from tests.gradients.ragged import TOLERANCE, Holder, Net, error, micro_batch
 from tests.rank_pool import RankError, RankPool
 
 COUNT = 4  # rows of a micro-batch
-DEFERRALS = [True, False, "all_reduce"]
 
 
 class Training:
@@ -103,30 +102,6 @@ def _expected(
     return {name: p.grad / world_size for name, p in net.named_parameters() if p.grad is not None}
 
 
-def _abandon(layout: str, defer: Deferral, retain: bool, how: str) -> dict[str, Tensor]:
-    """A window after one that was left in its middle."""
-    training = Training(layout, defer, retain)
-    training.micro_batch(0, is_last=False)
-    if how == "exception":
-        with pytest.raises(KeyError):
-            training.micro_batch(1, is_last=True, fail=True)
-        training.sync.reached.clear()
-        training.sync.recover()
-        training.model.zero_grad()
-    else:
-        training.zero_grad()
-    return training.window(2, 3)
-
-
-@pytest.mark.parametrize("how", ["zeroed", "exception"])
-@pytest.mark.parametrize("retain", [True, False])
-@pytest.mark.parametrize("defer", DEFERRALS)
-def test_abandoned_windows_leave_nothing(pool4: RankPool, defer: Deferral, retain: bool, how: str) -> None:
-    """Neither unreduced gradients nor sums that wait for the other replicas reach the next window."""
-    for found in pool4.run(_abandon, "hybrid", defer, retain, how):
-        assert error(found, _expected(4, 2, 3)) <= TOLERANCE
-
-
 def _keep_what_stood_before() -> dict[str, Tensor]:
     training = Training("nested", True, False)
     training.window(0)
@@ -141,29 +116,6 @@ def test_recovering_keeps_gradients_of_before(pool2: RankPool) -> None:
     """torch 2.15's reset_iter_state drops those of sharded parameters too."""
     for found in pool2.run(_keep_what_stood_before):
         assert error(found, _expected(2, 0)) <= TOLERANCE
-
-
-def _without_gate(net: Any, features: Tensor) -> Tensor:
-    return net.head(torch.tanh(net.blocks[0](features)))
-
-
-def _skip_roots(defer: Deferral, retain: bool) -> dict[str, Tensor]:
-    training = Training("hybrid_roots", defer, retain)
-    training.micro_batch(0, is_last=False)
-    training.micro_batch(1, is_last=True, forward=_without_gate)
-    return training.gradients()
-
-
-@pytest.mark.parametrize("retain", [True, False])
-@pytest.mark.parametrize("defer", DEFERRALS)
-def test_roots_without_part_in_the_last_micro_batch(pool4: RankPool, defer: Deferral, retain: bool) -> None:
-    """FSDP2's own end of a backward visits the roots that took part in it; the others hold deferred gradients."""
-    net = Net()
-    for rank in range(4):
-        _loss(net, micro_batch(0, rank, 0, COUNT)[0], None).backward()
-    expected = _expected(4, 1, forward=_without_gate, net=net)
-    for found in pool4.run(_skip_roots, defer, retain):
-        assert error(found, expected) <= TOLERANCE
 
 
 def _discard_a_part(layout: str, defer: Deferral) -> dict[str, Tensor]:

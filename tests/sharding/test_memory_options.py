@@ -59,16 +59,6 @@ def test_offloaded_shards_are_clipped(pool2: RankPool, options: dict[str, Any], 
         assert described["cpu_offload"] is True
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("deferral", [True, "all_reduce"])
-def test_offloaded_replicas_are_clipped(pool4: RankPool, deferral: Any) -> None:
-    """The same for replicas of shards."""
-    options = {"cpu_offload": True, "data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": deferral}
-    clipped = prefixed(plain_weights(Scalars(), ACCUMULATE, CASE4, clip=CLIPPING["norm"][1]))
-    for outcome, _, _ in pool4.run(fit, options, 4, "norm"):
-        assert weight_error(outcome, clipped) <= TOLERANCE
-
-
 @pytest.mark.parametrize(
     "options",
     by_default(

@@ -7,7 +7,6 @@ all shards are uneven. Every run has a short last window.
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from dataclasses import replace
 from typing import Any
@@ -110,34 +109,6 @@ def test_clipping_spans_both_meshes(pool4: RankPool) -> None:
         assert description["gradient_divisor"] == 2
         assert norm == pytest.approx(norms[-1].item(), rel=TOLERANCE)
         assert deviation(weights, plain_weights(decoder(), ACCUMULATE, CASE)) > WRONG
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("defer", [True, "all_reduce"])
-def test_replicas_of_shards_of_tensor_parallel_ranks(defer: bool | str) -> None:
-    """All three dimensions, two ranks along each."""
-    case = replace(CASE, num_ranks=4)
-    clip = functools.partial(nn.utils.clip_grad_norm_, max_norm=CLIP)
-    expected = plain_weights(decoder(), ACCUMULATE, case, clip=clip)
-    options = {"data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": defer}
-    pool8 = RankPool(8)
-    try:
-        for weights, description, _ in pool8.run(
-            fit_tensor_parallel, case, options=options, gradient_clip_val=CLIP, timeout_s=200
-        ):
-            assert deviation(weights, expected) <= TOLERANCE
-            assert description["gradient_divisor"] == 4
-    finally:
-        pool8.stop()
-
-
-@pytest.mark.sweep
-def test_clipping_by_value(pool4: RankPool) -> None:
-    value = 0.01
-    expected = plain_weights(decoder(), ACCUMULATE, CASE, clip=lambda p: nn.utils.clip_grad_value_(p, value))
-    options = {"gradient_clip_val": value, "gradient_clip_algorithm": "value"}
-    for weights, _, _ in pool4.run(fit_tensor_parallel, CASE, **options):
-        assert deviation(weights, expected) <= TOLERANCE
 
 
 @pytest.mark.sweep

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.resume.resuming import Learner, training_loader
 from tests.trainer.exactness import (
     LEARNING_RATE,
     MOMENTUM,
@@ -157,20 +156,3 @@ def _load_on_one_rank() -> bool:
 
 def test_is_not_a_collective(pool2: RankPool) -> None:
     assert pool2.run(_load_on_one_rank) == [False, True]
-
-
-def _reload_with_tensor_parallelism() -> float:
-    """How far a sharded model is from the whole tensors that it has loaded."""
-    module = Learner(tensor_parallel=True)
-    whole = {name: 2 * value.clone() for name, value in module.state_dict().items()}
-    trainer = make_trainer(AutomodelStrategy(tensor_parallel_size=2), max_steps=1)
-    trainer.fit(module, training_loader("own generator", 0, 2))
-    module.load_state_dict(whole)
-    weights = full_weights(module)
-    return max(float((weights[name] - whole[name]).abs().max()) for name in weights)
-
-
-@pytest.mark.sweep
-def test_tensor_parallel(pool4: RankPool) -> None:
-    """Parts of parts."""
-    assert pool4.run(_reload_with_tensor_parallelism) == [0.0] * 4

@@ -78,14 +78,6 @@ def test_replicas_are_clipped_by_the_norm_of_one_copy(pool4: RankPool, mode: str
         assert deviation(weights, clipped) <= TOLERANCE
 
 
-def test_unweighted_replicas_are_caught(pool4: RankPool) -> None:
-    """The comparison bites: means of micro-batches end far off."""
-    case = replace(CASE4, gap="none")
-    expected = plain_weights(decoder(), ACCUMULATE, case)
-    for weights in pool4.run(fit_model, REPLICAS | {"per_token_loss": False}, case):
-        assert deviation(weights, expected) > WRONG
-
-
 class PartlyUsedBlock(Block):
     """Leaves its linear layer out where it is told so."""
 
@@ -331,17 +323,6 @@ def test_describe_replicas(pool4: RankPool) -> None:
         assert described["precision"]["parameters"] == "torch.float64"
         assert described["units"] == [f"model.blocks.{i} (Block)" for i in range(3)]
         assert described["roots"] == ["ModelModule"]
-
-
-def test_describe_ddp(pool2: RankPool) -> None:
-    """DDP copies the model over every rank: replicas, no shards."""
-    for described in pool2.run(
-        _describe, {"data_parallel": "ddp", "ddp_kwargs": {"bucket_cap_mb": 3}}, CASE2
-    ):
-        assert described["data_parallel"] == "ddp"
-        assert described["gradient_divisor"] == 2
-        assert described["mesh"]["data_parallel_replicate"] == 2
-        assert described["mesh"]["data_parallel_shard"] == 1
 
 
 def _error_of_sizes(options: dict[str, Any]) -> str:

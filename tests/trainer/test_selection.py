@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_automodel import AutomodelStrategy
-from tests.processes import run_anew
 from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
 from tests.trainer.exactness import Outcome, TinyDecoder, full_weights, weight_error
@@ -176,47 +172,3 @@ def test_from_yaml(
             found = described[name]
             assert found.items() >= value.items() if isinstance(value, dict) else found == value
         assert weight_error(Outcome(weights, None), expected_weights()) <= TOLERANCE
-
-
-SCRIPT = """
-import sys
-import torch, torch.distributed as dist
-import lightning.pytorch as pl
-import lightning_automodel
-from tests.trainer.exactness import full_weights
-from dataclasses import replace
-from tests.trainer.runs import CASE, SILENT, LabelledModule, loader
-
-class Loads(LabelledModule):
-    def train_dataloader(self):
-        return loader(replace(CASE, num_ranks=1))
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    module = Loads()
-    trainer = pl.Trainer(
-        strategy=lightning_automodel.AutomodelStrategy(), accelerator="cpu", devices=1, max_epochs=1,
-        accumulate_grad_batches=3, use_distributed_sampler=False, inference_mode=False, **SILENT,
-    )
-    trainer.fit(module)
-    weights = full_weights(module.model)
-    result = weights, dist.get_world_size(), type(trainer.strategy).__name__
-    torch.save(result, f"{sys.argv[1]}/{trainer.global_rank}.pt")
-"""
-
-
-def _results(folder: Path, num_ranks: int) -> list[Any]:
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(num_ranks)]
-
-
-@pytest.mark.sweep  # two ranks, each of which imports everything anew, are in test_launchers.py
-def test_script_with_one_rank(tmp_path: Path) -> None:
-    """`python script.py` is all there is to do."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, str(script), str(tmp_path)]
-    status, printed = run_anew(command, tmp_path, timeout_s=120)
-    assert status == 0, printed
-    ((weights, world_size, name),) = _results(tmp_path, 1)
-    assert (world_size, name) == (1, "AutomodelStrategy")
-    assert weight_error(Outcome(weights, None), expected_weights(replace(CASE, num_ranks=1))) <= TOLERANCE

@@ -21,11 +21,10 @@ from tests.trainer.exactness import (
     Outcome,
     TinyDecoder,
     full_weights,
-    micro_batches,
     weight_error,
 )
 from tests.trainer.plain import ModelModule, sgd, train_model_plainly
-from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, first_by_default, loader, mean_loss
+from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, loader
 from tests.trainer.test_lightning_callbacks import ACCUMULATE, ENGINES, GAPLESS, trainer_with
 
 
@@ -41,57 +40,7 @@ class Rated(ModelModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=MOMENTUM)
 
 
-SEARCHED = 16
 SEARCH = {"min_lr": 1e-3, "max_lr": 0.5, "early_stop_threshold": None}
-
-
-def _find_rate(
-    engine: str, by_tuner: bool, folder: str
-) -> tuple[dict[str, list[float]], float, dict[str, Tensor]]:
-    module = Rated()
-    finder = LearningRateFinder(num_training_steps=SEARCHED, **SEARCH)
-    settings = {"accumulate_grad_batches": 1, "max_epochs": 3, "default_root_dir": folder}
-    trainer = trainer_with(engine, [] if by_tuner else [finder], **settings)
-    found = (
-        Tuner(trainer).lr_find(module, loader(GAPLESS), num_training=SEARCHED, **SEARCH)
-        if by_tuner
-        else None
-    )
-    trainer.fit(module, loader(GAPLESS))
-    found = found or finder.optimal_lr
-    return found.results, module.lr, full_weights(module.model)
-
-
-def losses_at(rates: list[float], smoothed_over: float = 0.98) -> tuple[list[float], dict[str, Tensor]]:
-    """Rank 0's loss of each batch, smoothed as the finder does, and the weights after stepping at these rates."""
-    model = TinyDecoder(CASE.seed).double()
-    losses = []
-    average = 0.0
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    for step, rate in enumerate(rates):
-        batches = [by_rank[step % GAPLESS.num_batches] for by_rank in micro_batches(GAPLESS)]
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.zero_grad()
-        tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
-        average = smoothed_over * average + (1 - smoothed_over) * mean_loss(model, batches[0]).item()
-        losses.append(average / (1 - smoothed_over ** (step + 2)))
-        (sum(mean_loss(model, batch, "sum") for batch in batches) / tokens).backward()
-        optimizer.step()
-    return losses, full_weights(model)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("by_tuner", first_by_default([False, True]), ids=["callback", "Tuner"])
-def test_learning_rate_finder(pool2: RankPool, tmp_path: Path, by_tuner: bool, engine: str) -> None:
-    """The curve is that of exact steps; then training starts at the rate found, as if there had been no search."""
-    for results, rate, weights in pool2.run(_find_rate, engine, by_tuner, str(tmp_path)):
-        assert len(results["lr"]) == SEARCHED
-        assert results["loss"] == pytest.approx(losses_at(results["lr"])[0], rel=1e-5)
-        assert rate in results["lr"]
-        _, expected = losses_at([rate] * 24)
-        assert weight_error(Outcome(weights, None), Outcome(expected, None)) <= TOLERANCE
-    assert list(tmp_path.iterdir()) == []
 
 
 def _resume_with_finder(engine: str, folder: str) -> tuple[list[int], dict[str, Tensor], dict[str, Tensor]]:
