@@ -47,16 +47,9 @@ Case = tuple[dict[str, Any], Callable[[Tensor], Tensor], Callable[[Tensor], floa
 SAID: dict[str, Case] = {
     "right": ({}, ce, lambda y: (y >= 0).sum(), None),
     "pixels as images": ({}, lambda y: ce(y.abs() % 3), lambda y: len(y) / 7, None),
-    "images of several sizes": ({}, lambda y: ce(y.abs().repeat(len(y)) % 3), len, None),
     "one sample each": ({}, ce, lambda y: 1, None),
     "class weights": ({}, lambda y: ce(y, weight=WEIGHT.float()), lambda y: WEIGHT[y[y >= 0]].sum(), None),
     "class weights as samples": ({}, lambda y: ce(y, weight=WEIGHT.float()), len, "weight[labels].sum()"),
-    "smoothed class weights as samples": (
-        {},
-        lambda y: ce(y, weight=WEIGHT.float(), label_smoothing=0.1),
-        len,
-        "weight[labels].sum()",
-    ),
     "ignored labels as samples": ({}, ce, len, "ignore_index="),
     "probabilities": ({}, lambda y: ce(SOFT[: len(y)].float(), weight=WEIGHT.float()), len, None),
     "probabilities by class weights": (
@@ -83,12 +76,6 @@ SAID: dict[str, Case] = {
         lambda y: (y >= 0).sum(),
         None,
     ),
-    "a mean times its count": (
-        {},
-        lambda y: ce(y) * (y >= 0).sum(),
-        lambda y: (y >= 0).sum(),
-        "loss_reduction='sum'",
-    ),
     "a sum": ({"loss_reduction": "sum"}, lambda y: ce(y, reduction="sum"), lambda y: (y >= 0).sum(), None),
     "a mean as a sum": ({"loss_reduction": "sum"}, ce, lambda y: (y >= 0).sum(), "leave it out where"),
     "not counted": ({"per_token_loss": False}, ce, lambda y: 1, None),
@@ -102,12 +89,6 @@ SAID: dict[str, Case] = {
     "boxes of all ranks": ({}, lambda y: squares(y).sum() / (len(y) + 2), len, "as the num_boxes of DETR"),
     "boxes of this rank": ({}, lambda y: squares(y).sum() / torch.tensor(len(y)), len, None),
     "a penalty beside": ({}, lambda y: ce(y) + squares(y).sum() / 2, lambda y: (y >= 0).sum(), None),
-    "graphs and atoms": (
-        {},
-        lambda y: squares(y).sum() / len(y) + squares(y).sum() / (y >= 0).sum(),
-        len,
-        "no single count is right",
-    ),
 }
 
 

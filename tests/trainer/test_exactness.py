@@ -225,3 +225,12 @@ def test_cases_are_as_hard_as_they_claim() -> None:
     assert any(row.any() for row in rows)
     assert any(not row.any() for row in rows)
     assert any(row.all() for row in rows)
+
+
+def test_relative_error_sees_what_a_maximum_can_hide() -> None:
+    """NaN compares as neither larger nor smaller, and zero has no relative neighbourhood."""
+    assert relative_error(torch.tensor([1.0, float("nan")]), torch.ones(2)) == float("inf")
+    assert relative_error(torch.ones(2), torch.ones(2, 1)) == float("inf")
+    assert relative_error(torch.tensor([1e-30]), torch.zeros(1)) == float("inf")
+    assert relative_error(torch.zeros(1), torch.zeros(1)) == 0.0
+    assert relative_error(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 4.0])) == 0.25

@@ -6,7 +6,6 @@ What changes the training is tested in `test_tuning_callbacks.py` and `test_weig
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,18 +17,11 @@ import torch.distributed as dist
 from lightning.fabric.utilities.spike import TrainingSpikeException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
-    BasePredictionWriter,
     Callback,
-    DeviceStatsMonitor,
     EarlyStopping,
-    LambdaCallback,
-    LearningRateMonitor,
     ModelCheckpoint,
     OnExceptionCheckpoint,
-    RichModelSummary,
     SpikeDetection,
-    ThroughputMonitor,
-    Timer,
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -40,13 +32,11 @@ from torchmetrics import SumMetric
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
-    LEARNING_RATE,
     Batch,
     Outcome,
     TinyDecoder,
     full_weights,
     micro_batches,
-    relative_error,
     weight_error,
 )
 from tests.trainer.plain import ModelModule
@@ -86,68 +76,6 @@ def trainer_with(engine: str, callbacks: list[Callback], **settings: Any) -> Tra
 
 def assert_trained(weights: dict[str, Tensor], windows: list[list[int]]) -> None:
     assert weight_error(Outcome(weights, None), Outcome(train_plainly(windows), None)) <= TOLERANCE
-
-
-def _count_lambda_calls(engine: str) -> tuple[dict[str, Tensor], Any]:
-    calls: list[int] = []
-    callback = LambdaCallback(
-        on_train_batch_end=lambda trainer, module, outputs, batch, index: calls.append(index)
-    )
-    return _fit(engine, [callback]), calls
-
-
-def _fit(engine: str, callbacks: list[Callback], **settings: Any) -> dict[str, Tensor]:
-    module = LabelledModule()
-    trainer_with(engine, callbacks, **settings).fit(module, loader())
-    return full_weights(module.model)
-
-
-def _monitor_learning_rate(engine: str) -> tuple[dict[str, Tensor], Any]:
-    recorder = Recorder()
-    weights = _fit(engine, [LearningRateMonitor("step")], logger=recorder, log_every_n_steps=1)
-    return weights, {metrics["lr-SGD"] for metrics in recorder.logged if "lr-SGD" in metrics}
-
-
-def _monitor_device(engine: str) -> tuple[dict[str, Tensor], Any]:
-    recorder = Recorder()
-    weights = _fit(engine, [DeviceStatsMonitor(cpu_stats=True)], logger=recorder, log_every_n_steps=1)
-    return weights, any(
-        "DeviceStatsMonitor.on_train_batch_end" in name for logged in recorder.logged for name in logged
-    )
-
-
-def _monitor_throughput(engine: str) -> tuple[dict[str, Tensor], Any]:
-    recorder = Recorder()
-    monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch["labels"]), window_size=2)
-    weights = _fit(engine, [monitor], logger=recorder, log_every_n_steps=1, accumulate_grad_batches=1)
-    seen = [metrics["train/samples"] for metrics in recorder.logged if "train/samples" in metrics]
-    rows = sum(len(batch["labels"]) for batch in micro_batches(CASE)[0])
-    return weights, seen[-1] == rows if dist.get_rank() == 0 else not seen
-
-
-def _show_rich_summary(engine: str) -> tuple[dict[str, Tensor], Any]:
-    return _fit(engine, [RichModelSummary(max_depth=2)], enable_model_summary=True), None
-
-
-WATCHERS: dict[str, tuple[Callable[[str], Any], Any]] = {
-    "LambdaCallback": (_count_lambda_calls, list(range(8))),
-    "LearningRateMonitor": (_monitor_learning_rate, {LEARNING_RATE}),
-    "DeviceStatsMonitor": (_monitor_device, True),
-    "ThroughputMonitor": (_monitor_throughput, True),
-    "RichModelSummary": (_show_rich_summary, None),
-}
-NEEDED = {"DeviceStatsMonitor": "psutil", "RichModelSummary": "rich"}
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", WATCHERS)
-def test_watchers(pool2: RankPool, name: str, engine: str) -> None:
-    if name in NEEDED:
-        pytest.importorskip(NEEDED[name])
-    watch, expected = WATCHERS[name]
-    for weights, found in pool2.run(watch, engine):
-        assert_trained(weights, [[index] for index in range(8)] if name == "ThroughputMonitor" else EPOCH)
-        assert found == expected
 
 
 class Summarised(ModelModule):
@@ -248,32 +176,6 @@ def test_model_checkpoint(pool2: RankPool, tmp_path: Path, engine: str) -> None:
         assert_trained(weights, EPOCH)
 
 
-class HastyOnRank0(Timer):
-    """A clock that only rank 0's Timer reads as an hour a batch."""
-
-    batches = 0
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        self.batches += 1
-        super().on_train_batch_end(trainer, *args, **kwargs)
-
-    def time_elapsed(self, stage: str = "train") -> float:
-        return 3600.0 * self.batches * (dist.get_rank() == 0)
-
-
-def _run_out_of_time(engine: str) -> tuple[dict[str, Tensor], int]:
-    timer = HastyOnRank0(timedelta(hours=4))
-    return _fit(engine, [timer]), timer.batches
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_timer(pool2: RankPool, engine: str) -> None:
-    """All ranks stop after the same batch; the window that it leaves open does not step."""
-    for weights, batches in pool2.run(_run_out_of_time, engine):
-        assert batches == 4
-        assert_trained(weights, [[0, 1, 2]])
-
-
 class FailsInFifthBatch(LabelledModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         if batch_idx == 4:
@@ -297,54 +199,6 @@ def test_on_exception_checkpoint(pool2: RankPool, tmp_path: Path, engine: str) -
     """Where all ranks fail together, in mid-window, the checkpoint holds the weights of the last step."""
     for weights in pool2.run(_save_on_exception, engine, str(tmp_path)):
         assert_trained(weights, [[0, 1, 2]])
-
-
-class Predicts(LabelledModule):
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.model(batch["input_ids"])
-
-
-class Writes(BasePredictionWriter):
-    def __init__(self) -> None:
-        super().__init__("batch_and_epoch")
-        self.batches: list[tuple[Tensor, int]] = []
-        self.epoch: Any = None
-
-    def write_on_batch_end(
-        self,
-        trainer: Any,
-        pl_module: Any,
-        prediction: Any,
-        batch_indices: Any,
-        batch: Any,
-        batch_idx: int,
-        _: int,
-    ) -> None:
-        self.batches.append((prediction, batch_idx))
-
-    def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
-        self.epoch = predictions
-
-
-def _predict(engine: str, returned: bool) -> tuple[Any, Any, Any]:
-    writes = Writes()
-    trainer = trainer_with(engine, [writes], limit_predict_batches=3)
-    predictions = trainer.predict(Predicts(), loader(), return_predictions=returned)
-    return predictions, writes.batches, writes.epoch
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("returned", [True, False])
-def test_prediction_writer(pool2: RankPool, returned: bool, engine: str) -> None:
-    """Each rank writes, and is given back, what the whole model predicts for its own batches."""
-    model = TinyDecoder(CASE.seed).double()
-    for rank, (predictions, batches, epoch) in enumerate(pool2.run(_predict, engine, returned)):
-        expected = [model(batch["input_ids"]) for batch in micro_batches(CASE)[rank][:3]]
-        assert [index for _, index in batches] == [0, 1, 2]
-        assert (predictions is None) == (not returned)
-        for found in (predictions or epoch, epoch, [prediction for prediction, _ in batches]):
-            assert len(found) == 3
-            assert max(map(relative_error, found, expected)) <= TOLERANCE
 
 
 class Spikes(LabelledModule):

@@ -14,12 +14,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.precision import (
-    BitsandbytesPrecision,
     FSDPPrecision,
     Precision,
     TransformerEnginePrecision,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_automodel import AutomodelStrategy
@@ -35,7 +34,7 @@ DDP = {"data_parallel": "ddp"}
 BF16 = torch.bfloat16
 FP16 = torch.float16
 FP32 = torch.float32
-PLUGINS = {"fsdp": FSDPPrecision, "engine": TransformerEnginePrecision, "bits": BitsandbytesPrecision}
+PLUGINS = {"fsdp": FSDPPrecision, "engine": TransformerEnginePrecision}
 OTHER = (
     ", or a precision that computes in it (torch.float16 needs the gradient scaler of '16-mixed'; under"
     " '32-true' mp_policy alone decides)."
@@ -69,12 +68,6 @@ def policy(dtype: torch.dtype | None) -> dict[str, Any]:
             f" Trainer(precision=...) from {NAMES}, or data_parallel='ddp'.",
         ),
         (
-            "bits",
-            {},
-            "data_parallel='fsdp2' does not work with BitsandbytesPrecision: choose Trainer(precision=...)"
-            f" from {NAMES}, or data_parallel='ddp'.",
-        ),
-        (
             "fsdp",
             DDP,
             "data_parallel='ddp' does not work with FSDPPrecision: choose Trainer(precision=...) from"
@@ -85,12 +78,6 @@ def policy(dtype: torch.dtype | None) -> dict[str, Any]:
             policy(BF16),
             "precision='64-true' beside mp_policy with param_dtype=torch.bfloat16: pass"
             f" param_dtype=torch.float64 or None{OTHER}",
-        ),
-        (
-            "bf16-mixed",
-            policy(None),
-            "precision='bf16-mixed' beside mp_policy with param_dtype=None: pass"
-            f" param_dtype=torch.bfloat16{OTHER}",
         ),
         (
             "32-true",
@@ -159,13 +146,6 @@ class CountsMask(WideLossModule):
         return {"loss": self(batch), "num_label_tokens": batch["mask"].sum()}
 
 
-class HalfModel(WideLossModule):
-    """Was loaded in bfloat16."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model.bfloat16())
-
-
 class ShardsItself(WideLossModule):
     """Sharded by `configure_model`, without a policy, as `ModelParallelStrategy` wants it."""
 
@@ -200,9 +180,7 @@ NO_EFFECT = "mp_policy has no effect on a model that was sharded before, with an
 @pytest.mark.parametrize(
     ("make_module", "options", "precision", "said"),
     [
-        pytest.param(CountsMask, {}, "bf16-mixed", [], marks=pytest.mark.sweep),
         (CountsMask, {}, "bf16-true", [COUNT]),
-        pytest.param(HalfModel, {}, "bf16-true", [], marks=pytest.mark.sweep),
         (ShardsItself, policy(BF16), "bf16-mixed", [NO_EFFECT]),
         (
             WideLossModule,
@@ -255,15 +233,7 @@ def _described(options: dict[str, Any], precision: str) -> tuple[dict[str, str],
 @pytest.mark.parametrize(
     ("precision", "options", "parameters", "computation", "reduction", "output"),
     [
-        pytest.param(
-            *("64-true", {}, "float64", "float64 (the parameters' own)", "float64", "as computed"),
-            marks=pytest.mark.sweep,
-        ),
         ("bf16-mixed", {}, "float32", "bfloat16 (the units' policy)", "float32", "torch.float32"),
-        pytest.param(
-            *("16-mixed", {}, "float32", "float16 (the units' policy)", "float32", "torch.float32"),
-            marks=pytest.mark.sweep,
-        ),
         ("bf16-true", {}, "bfloat16", "bfloat16 (the parameters' own)", "float32", "as computed"),
         ("bf16-mixed", DDP, "float32", "bfloat16 (torch.autocast)", "float32", "as computed"),
         (
@@ -318,29 +288,12 @@ UNITS_OF_BEFORE = "has no effect on a model that was sharded before, with anothe
     ("first", "second", "error", "said"),
     [
         ("bf16-mixed", "32-true", "", [f"precision='32-true' {UNITS_OF_BEFORE}"]),
-        pytest.param(
-            "bf16-mixed",
-            "16-mixed",
-            "",
-            [f"precision='16-mixed' {UNITS_OF_BEFORE}"],
-            marks=pytest.mark.sweep,
-        ),
         ("bf16-mixed", "bf16-mixed", "", []),
-        pytest.param("bf16-true", "bf16-true", "", [], marks=pytest.mark.sweep),
         (
             "32-true",
             "bf16-true",
             "precision='bf16-true' would convert the module to torch.bfloat16, but an",
             [],
-        ),
-        pytest.param(
-            *(
-                "32-true",
-                "64-true",
-                "precision='64-true' would convert the module to torch.float64, but an",
-                [],
-            ),
-            marks=pytest.mark.sweep,
         ),
     ],
 )

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
@@ -40,7 +39,6 @@ from tests.trainer.runs import (
     first_by_default,
     loader,
     make_trainer,
-    mean_loss,
     train_plainly,
 )
 
@@ -137,76 +135,6 @@ def test_profiler(pool2: RankPool, tmp_path: Path, name: str, engine: str) -> No
     for weights, summary in pool2.run(_profile, engine, name, str(tmp_path)):
         assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
         assert "[Strategy]AutomodelStrategy" in summary
-
-
-BARS = {"tqdm": TQDMProgressBar, "rich": RichProgressBar}
-
-
-def _show_progress(engine: str, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    bar = BARS[name]()
-    module = Counts()
-    trainer = make_trainer(
-        AutomodelStrategy(data_parallel=engine),
-        accumulate_grad_batches=ACCUMULATE,
-        enable_progress_bar=True,
-        callbacks=[bar],
-    )
-    trainer.fit(module, loader(), loader())
-    return full_weights(module.model), bar.get_metrics(trainer, module)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", BARS)
-def test_progress_bar(pool2: RankPool, name: str, engine: str) -> None:
-    """It shows the newest loss of its rank."""
-    if name == "rich":
-        pytest.importorskip("rich")
-    expected = Outcome(train_plainly(EPOCH), None)
-    model = TinyDecoder(CASE.seed).double()
-    train_model_plainly(model, ACCUMULATE, max_steps=2)
-    for rank, (weights, metrics) in enumerate(pool2.run(_show_progress, engine, name)):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
-        last = mean_loss(model, micro_batches(CASE)[rank][-1]).item()
-        assert metrics["train_loss_step"] == pytest.approx(last, abs=1e-2)
-
-
-class Spoils(LabelledModule):
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        zero = 0 * self.model.head.weight.sum()
-        return self(batch) + torch.sqrt(zero) * zero
-
-
-def _find_anomaly(engine: str) -> str:
-    with pytest.raises(RuntimeError) as raised:
-        _train(engine, {"detect_anomaly": True}, Spoils())
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_anomaly_is_detected(pool2: RankPool, engine: str) -> None:
-    """On every rank, with the name of the function whose backward made it."""
-    for message in pool2.run(_find_anomaly, engine):
-        assert "SqrtBackward0" in message
-
-
-class Normalises(LabelledModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.head = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(7), nn.Linear(7, 11)).double()
-
-
-def _synchronise_batchnorm(engine: str) -> str:
-    with pytest.raises((ValueError, RuntimeError)) as raised:
-        _train(engine, {"sync_batchnorm": True}, Normalises())
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_sync_batchnorm_on_cpu_is_torchs_error(pool2: RankPool, engine: str) -> None:
-    """Torch has no such layer for a CPU and says so in the first step, on every rank; on CUDA this has not been run."""
-    for message in pool2.run(_synchronise_batchnorm, engine):
-        assert "SyncBatchNorm" in message
-        assert "GPU" in message
 
 
 class Reloads(LabelledModule):
