@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import paths
-from tests.trainer.exactness import TinyDecoder, full_weights, micro_batches
+from tests.trainer.exactness import Outcome, TinyDecoder, full_weights, micro_batches, weight_error
 from tests.trainer.plain import ModelModule
 from tests.trainer.runs import CASE, make_trainer
 
@@ -48,6 +48,20 @@ class AdamModule(ModelModule):
         optimizer = adamw(self)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Saves(Callback):
+    """Saves in a hook, when it is called for the ``when``-th time."""
+
+    def __init__(self, hook: str, when: int, path: str | Path) -> None:
+        self.when = when
+        self.path = path
+        setattr(self, hook, self._called)
+
+    def _called(self, trainer: Trainer, *args: Any) -> None:
+        self.when -= 1
+        if self.when == 0:
+            trainer.save_checkpoint(self.path)
 
 
 def batches() -> DataLoader:
@@ -90,6 +104,11 @@ def load_only(options: dict[str, Any], path: str) -> dict[str, Tensor]:
     module = AdamModule(CASE.seed + 2)
     make_trainer(AutomodelStrategy(**options)).validate(module, batches(), ckpt_path=path, verbose=False)
     return full_weights(module.model)
+
+
+def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Largest relative error of whole weights."""
+    return weight_error(Outcome(weights, None), Outcome(expected, None))
 
 
 def files_of(path: Path) -> list[Path]:

@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 from torchmetrics import MeanMetric
 
 from lightning_automodel import AutomodelStrategy
 from tests import devices
-from tests.resume import own_loaders
 from tests.trainer.exactness import PLAN, VOCABULARY, WIDTH, Block
 
 try:
@@ -40,7 +39,6 @@ QUIET = "quiet "
 BUFFERS = ("seen", "counts", "teacher")
 EPOCH_MEANS = ("loss", "loss_epoch", "largest")
 """Logged values that begin anew where a fit goes on within an epoch."""
-DISTRIBUTED = ("distributed", "single rows", "workers", "persistent workers")
 Line = tuple[int, tuple[tuple[str, float], ...]]
 
 
@@ -298,21 +296,10 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
         data = Still()
     rows = Subset(data, range(rank, NUM_SAMPLES - NUM_SAMPLES % ranks, ranks))
     generator = torch.Generator().manual_seed(11 + rank)
-    if (name := kind.partition(" ")[0]) in own_loaders.KINDS:
-        workers = (
-            {"num_workers": 2, "persistent_workers": "persistent" in kind}
-            if kind.endswith("workers")
-            else {}
-        )
-        # Threads and workers load in an order of their own, so that rows must not depend on it.
-        data = Ragged() if kind == "yielding" else Still()
-        if "distributed" in kind:
-            options["sampler"] = DistributedSampler(data, ranks, rank)
-        else:
-            data, options["shuffle"] = Subset(data, rows.indices), True
-        return own_loaders.KINDS[name](data, **workers, **options)
-    if kind.startswith("random sampler"):
-        return DataLoader(Still(), sampler=Drawing(11), num_workers=2 * kind.endswith("workers"), **options)
+    if kind == "own iteration":
+        return Yielding(rows, shuffle=True, **options)
+    if kind == "random sampler":
+        return DataLoader(Still(), sampler=Drawing(11), **options)
     if kind == "own generator":
         return DataLoader(rows, shuffle=True, generator=generator, **options)
     if kind == "global generator":
@@ -333,25 +320,22 @@ def training_loader(kind: str, rank: int, ranks: int) -> Any:
         return StatefulDataLoader(Stream(rank, ranks), **options)
     if kind == "stateful sampler":
         return DataLoader(rows, sampler=CountingSampler(len(rows)), **options)
-    if kind == "generator of the dataset":
-        return DataLoader(Noisy(rows), shuffle=True, **options)
-    if kind == "stream and rows":
-        loaders = {
-            "stream": DataLoader(Stream(rank, ranks), **options),
-            "rows": DataLoader(rows, shuffle=True, **options),
-        }
-        return CombinedLoader(loaders, "min_size")
     if kind == "stream":
         return DataLoader(Stream(rank, ranks), **options)
     if kind == "iterable":
         return Batches([collate([row]) for row in Stream(rank, ranks)])
     if kind == "short own generator":
         return DataLoader(Subset(rows, range(4)), shuffle=True, generator=generator, **options)
-    if kind == "short stream":
-        return Batches([collate([row]) for row in Stream(rank, ranks)][:2])
     few = DataLoader(Subset(rows, range(4)), shuffle=True, generator=generator, **options)
     many = DataLoader(rows, shuffle=True, **options)
     return CombinedLoader({"few": few, "many": many}, kind)
+
+
+class Yielding(DataLoader):
+    """Has an ``__iter__`` of its own, as libraries have them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
 
 
 class CountingSampler(Sampler):
@@ -388,20 +372,6 @@ class Drawing(Sampler):
 
     def __iter__(self) -> Iterator[int]:
         return (random.randrange(NUM_SAMPLES) for _ in range(self.length))
-
-
-class Noisy(Subset):
-    """Changes rows with a generator of its own."""
-
-    def __init__(self, rows: Dataset) -> None:
-        super().__init__(rows, range(len(rows)))
-        self.generator = np.random.RandomState(3)
-
-    def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
-        rows = [dict(self.dataset[index]) for index in indices]
-        for row in rows:
-            row["input_ids"] = (row["input_ids"] + self.generator.randint(VOCABULARY)) % VOCABULARY
-        return rows
 
 
 class Batches:

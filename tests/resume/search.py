@@ -49,6 +49,8 @@ LOADERS = (
     "random sampler",
     "stateful sampler",
     "min_size",
+    "distributed",
+    "stateful stream",
 )
 ENGINES: tuple[dict[str, Any], ...] = (
     {"data_parallel": "ddp"},
@@ -199,7 +201,7 @@ def compared(case: dict[str, Any], folder: Path) -> list[str]:
 
 def can_repeat(case: dict[str, Any]) -> bool:
     """Whether weights do not depend on random numbers, or on counts of batches."""
-    ordered = case["loader"] in ("own generator", "stateful sampler")
+    ordered = case["loader"] in ("own generator", "stateful sampler", "distributed")
     return case["calm"] and ordered and case["schedule"] in ("step", "epoch")
 
 

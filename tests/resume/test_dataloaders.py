@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.rank_pool import RankPool
-from tests.resume import own_loaders
 from tests.resume.resuming import (
     Calm,
     Learner,
@@ -66,22 +65,13 @@ def test_loader(pool2: RankPool, loader: str, stops: Any, tmp_path: Path) -> Non
         assert differing == []
 
 
-@pytest.mark.parametrize(
-    ("loader", "window"),
-    [
-        ("quiet stateful stream", 4),  # of which the loop draws one batch ahead
-        ("quiet stateful stream", 3),
-        pytest.param("quiet workers", 4, marks=pytest.mark.sweep),
-        pytest.param("quiet stateful", 4, marks=pytest.mark.sweep),
-    ],
-)
-@pytest.mark.every_case
+@pytest.mark.parametrize("loader", ["quiet stateful stream", "quiet workers", "quiet stateful"])
 @pytest.mark.timeout(700)
-def test_window_begins_again(pool2: RankPool, loader: str, window: int, tmp_path: Path) -> None:
-    """No batch is missed in the weights, and none is used twice."""
+def test_window_begins_again(pool2: RankPool, loader: str, tmp_path: Path) -> None:
+    """No batch is missed in the weights, and none is used twice. The loop draws one batch of a stream ahead."""
     if "stateful" in loader and StatefulDataLoader is None:
         pytest.skip("torchdata is not installed")
-    trainer = {"precision": "64-true", "accumulate_grad_batches": window}
+    trainer = {"precision": "64-true", "accumulate_grad_batches": 4}
     setting = Setting({"data_parallel": "ddp"}, trainer, module=Calm, loader=loader)
     for differing in pool2.run(compare, setting, tmp_path, *REPEATED, timeout_s=600):
         assert differing == []
@@ -98,10 +88,9 @@ class Drawing(Learner):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("loader", ["own generator"])
 @pytest.mark.timeout(400)
-def test_step_that_draws_its_batches(pool2: RankPool, loader: str, tmp_path: Path) -> None:
-    setting = Setting({"data_parallel": "ddp"}, {"precision": "64-true"}, module=Drawing, loader=loader)
+def test_step_that_draws_its_batches(pool2: RankPool, tmp_path: Path) -> None:
+    setting = Setting({"data_parallel": "ddp"}, {"precision": "64-true"}, module=Drawing)
     for differing in pool2.run(compare, setting, tmp_path, *STOPS, timeout_s=300):
         assert differing == []
 
@@ -158,9 +147,7 @@ def refused(kind: str, folder: Path) -> tuple[list[str], list[str]]:
     return [str(warning.message) for warning in caught], ends
 
 
-@pytest.mark.parametrize(
-    "kind", ["wrapped stateful", "stream", "iterable", "max_size_cycle", *own_loaders.KINDS]
-)
+@pytest.mark.parametrize("kind", ["wrapped stateful", "iterable", "max_size_cycle", "own iteration"])
 @pytest.mark.every_case
 def test_loaders_without_a_position(pool1: RankPool, kind: str, tmp_path: Path) -> None:
     """The first save within an epoch says so, and resuming there is refused; from the end of an epoch it goes on."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from torch.utils._pytree import tree_map
@@ -18,18 +16,14 @@ from lightning_automodel.resume import fit, snapshot
 from lightning_automodel.resume.dataloaders import TrainingLoaders
 from tests.rank_pool import RankPool
 from tests.resume.resuming import (
-    QUIET,
     Calm,
     Learner,
     Saver,
     Setting,
     compare,
-    compare_chain,
     counting,
     differences,
-    make_trainer,
     run,
-    training_loader,
 )
 
 DDP = {"data_parallel": "ddp"}
@@ -126,72 +120,6 @@ def test_layouts_of_four_ranks(pool4: RankPool, setting: Setting, tmp_path: Path
         assert differing == []
 
 
-HOOKS = (
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-    "on_validation_start",
-    "on_validation_batch_end",
-    "on_validation_end",
-    "on_train_epoch_end",
-)
-EXACT_HOOKS = ("on_train_epoch_start", "on_train_batch_end", "on_validation_end", "on_train_epoch_end")
-ORDERED = ("own generator", "distributed", "workers", "stateful stream")
-LOADERS = (
-    "own generator",
-    "global generator",
-    "distributed",
-    "workers",
-    "stateful stream",
-)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(60))
-@pytest.mark.timeout(400)
-def test_random_stops(pool2: RankPool, seed: int, tmp_path: Path) -> None:
-    """Stopped twice anywhere, in any setting; of a calm module also where batches are repeated."""
-    rng = random.Random(seed)
-    is_calm = seed % 2 == 0
-    trainer = {
-        "precision": rng.choice(["64-true", "32-true", "bf16-mixed", "bf16-true"]),
-        "accumulate_grad_batches": rng.randint(1, 4),
-        "max_epochs": rng.randint(2, 3),
-        "log_every_n_steps": rng.randint(1, 3),
-        "num_sanity_val_steps": rng.randint(0, 2),
-    }
-    loader = rng.choice(LOADERS)
-    if is_calm:
-        # The order of others depends on global random numbers, of which a repeated validation uses more.
-        loader = rng.choice(ORDERED)
-    if loader == "stateful stream":
-        trainer |= {"val_check_interval": rng.choice([1.0, 3])}
-    else:
-        trainer |= {
-            "val_check_interval": rng.choice([1.0, 0.5, 1, 2, 5]),
-            "check_val_every_n_epoch": rng.randint(1, 2),
-        }
-    learner = {
-        "schedule": rng.choice(["step", "epoch", "plateau"]),
-        "optimizer": rng.choice(["adamw", "sgd"]),
-    }
-    learner["schedule"] = learner["schedule"] if trainer.get("check_val_every_n_epoch", 1) == 1 else "step"
-    module = Learner
-    hooks = EXACT_HOOKS
-    if is_calm:
-        module = Calm
-        hooks = HOOKS
-        loader = f"{QUIET}{loader}"
-    else:
-        trainer["accumulate_grad_batches"] = 1
-    setting = Setting(rng.choice([DDP, FSDP2]), trainer, learner, module, loader)
-    stops = [(rng.choice(hooks), rng.randint(1, 9)) for _ in range(2)]
-    for differing in pool2.run(compare_chain, setting, tmp_path, *stops, timeout_s=300):
-        assert differing == [], (setting, stops)
-
-
 def compare_without(folder: Path) -> dict[str, list[str]]:
     """Runs on every rank: what differs with a part of the restoring left out."""
     setting = Setting(FSDP2, DOUBLE, loader="global generator")
@@ -214,43 +142,6 @@ def test_each_part_is_needed(pool2: RankPool, tmp_path: Path) -> None:
     """The comparison notices where one is not restored."""
     for found in pool2.run(compare_without, tmp_path, timeout_s=300):
         assert all(found.values()), found
-
-
-class Anything:
-    """What `weights_only` refuses to load."""
-
-
-class Keeps(Learner):
-    """Saves an object of some class."""
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["anything"] = Anything()
-
-
-def resume_with(engine: dict[str, Any], folder: Path) -> list[str]:
-    """Runs on every rank: how fits end that are resumed from what holds more than tensors, told True or False."""
-    setting = Setting(engine, {"max_epochs": 1}, module=Keeps)
-    path = folder / "stopped.ckpt"
-    run(setting, Saver("on_train_batch_end", 2, path))
-    training = training_loader("own generator", dist.get_rank(), 2)
-    validation = training_loader("own generator", 0, 1)
-    ends = []
-    for told in (False, True):
-        try:
-            make_trainer(setting, []).fit(Keeps(), training, validation, ckpt_path=path, weights_only=told)
-            ends.append("resumed")
-        except Exception as error:
-            ends.append(str(error))
-    return ends
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("engine", [pytest.param(DDP, marks=pytest.mark.sweep), FSDP2], ids=["ddp", "fsdp2"])
-def test_weights_only_is_heeded(pool2: RankPool, engine: dict[str, Any], tmp_path: Path) -> None:
-    """Lightning forgets it where checkpoints are loaded after set-up."""
-    for told_false, told_true in pool2.run(resume_with, engine, tmp_path, timeout_s=120):
-        assert told_false == "resumed"
-        assert told_true != "resumed"
 
 
 # --- On one rank ------------------------------------------------------------------------------------------------------

@@ -32,15 +32,10 @@ def averaging() -> list[Callback]:
     return [EMAWeightAveraging(decay=0.7)]
 
 
-ONE_FILE_OF_SHARDS = FSDP2 | {"save_distributed_checkpoint": False}
-
-
-@pytest.mark.parametrize("strategy", [FSDP2, DDP, pytest.param(ONE_FILE_OF_SHARDS, marks=pytest.mark.sweep)])
-@pytest.mark.every_case
-def test_averages_within_a_validation(pool2: RankPool, strategy: dict[str, Any], tmp_path: Path) -> None:
+def test_averages_within_a_validation(pool2: RankPool, tmp_path: Path) -> None:
     """The module then holds the averages, and the callback the weights that are trained."""
     trainer = {"precision": "64-true", "max_epochs": 1, "limit_train_batches": 4, "val_check_interval": 2}
-    setting = Setting(strategy, trainer, {}, Calm, "quiet own generator", averaging)
+    setting = Setting(FSDP2, trainer, {}, Calm, "quiet own generator", averaging)
     for differing in pool2.run(compare, setting, tmp_path, ("on_validation_batch_end", 1)):
         assert differing == []
 
@@ -105,7 +100,7 @@ def ended(hook: str, folder: Path) -> tuple[int, int]:
     return saved.global_step, run(setting, ckpt_path=path)[0].global_step
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_epoch_end", "on_train_end"])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_end"])
 @pytest.mark.every_case
 def test_saved_after_the_last_step(pool2: RankPool, hook: str, tmp_path: Path) -> None:
     """As under Lightning, a fit without a step left does nothing."""
@@ -120,10 +115,10 @@ class WithoutLoops(Learner):
         del checkpoint["loops"], checkpoint["callbacks"]
 
 
-def begins_anew(strategy: dict[str, Any], path: Path) -> tuple[int, int]:
+def begins_anew(path: Path) -> tuple[int, int]:
     """Runs on every rank: steps of a fit, and the number at which one ends that loads what the first one saved."""
     trainer = {"precision": "64-true", "limit_val_batches": 0, "max_epochs": 1, "limit_train_batches": 4}
-    setting = Setting(strategy, {**trainer, "accumulate_grad_batches": 2}, module=WithoutLoops)
+    setting = Setting(FSDP2, {**trainer, "accumulate_grad_batches": 2}, module=WithoutLoops)
     saving, _ = run(setting, Saver("on_train_batch_end", 3, path))
     again = make_trainer(setting, [])
     again.fit(
@@ -132,9 +127,7 @@ def begins_anew(strategy: dict[str, Any], path: Path) -> tuple[int, int]:
     return saving.global_step, again.global_step
 
 
-@pytest.mark.parametrize("strategy", [FSDP2, DDP])
-@pytest.mark.every_case
-def test_hook_that_drops_loops(pool2: RankPool, strategy: dict[str, Any], tmp_path: Path) -> None:
+def test_hook_that_drops_loops(pool2: RankPool, tmp_path: Path) -> None:
     """As in plain Lightning, such a checkpoint brings weights and optimizer states to a run that begins."""
-    for saving, again in pool2.run(begins_anew, strategy, tmp_path / "stopped.ckpt"):
+    for saving, again in pool2.run(begins_anew, tmp_path / "stopped.ckpt"):
         assert (saving, again) == (2, 2)

@@ -11,7 +11,7 @@ from tests.resume.search import draw, judge
 
 
 @pytest.mark.parametrize(
-    "number", [0, 1, pytest.param(2, marks=pytest.mark.sweep), pytest.param(3, marks=pytest.mark.sweep)]
+    "number", [0, *(pytest.param(number, marks=pytest.mark.sweep) for number in range(1, 60))]
 )
 @pytest.mark.every_case
 def test_quick(pool2: RankPool, number: int) -> None:
@@ -30,6 +30,12 @@ FOUND: dict[str, dict[str, Any]] = {
         "accumulate": 1,
         "calm": True,
         "stops": (("on_validation_batch_end", 1), ("on_validation_end", 1)),
+    },
+    "a second stop within the window that a first one had begun again": {
+        "loader": "own generator",
+        "accumulate": 3,
+        "calm": True,
+        "stops": (("on_after_backward", 2), ("on_after_backward", 2)),
     },
 }
 """What once was wrong, beside what a case has."""

@@ -193,51 +193,55 @@ def test_hooks_of_an_instance(pool1: RankPool, tmp_path: Path) -> None:
     assert pool1.run(saved_by_own_hooks, tmp_path) == [(6, 6, ["step=3.ckpt", "step=6.ckpt"])]
 
 
+class OneCycle(Learner):
+    """Its schedule is made from the number of steps, for which set-up loads the data before the checkpoint is read."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=int(steps))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
 def early_stopping() -> list[Callback]:
     return [EarlyStopping("val_loss", patience=1), WeightAveraging()]
+
+
+DOUBLE = {"precision": "64-true"}
+TWO = {"accumulate_grad_batches": 2}
+PLATEAU = {"schedule": "plateau"}
 
 
 @pytest.mark.parametrize(
     ("setting", "stops"),
     [
-        (
-            Setting(FSDP2, {"precision": "64-true"}, module=ByHand),
-            (("on_train_batch_end", 2),),
+        (Setting(FSDP2, DOUBLE, module=ByHand), (("on_train_batch_end", 2),)),
+        (Setting(DDP, WINDOWS, callbacks=counting), (("on_validation_end", 3), ("on_train_batch_end", 3))),
+        (Setting(FSDP2, TWO, module=OneCycle, loader="distributed"), (("on_train_batch_end", 4),)),
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in (
+                (Setting(FSDP2, DOUBLE, module=ByHand), (("on_train_batch_end", 4),)),
+                # There DDP leaves each rank its own statistics.
+                (Setting(DDP, DOUBLE, module=ByHand), (("on_train_batch_end", 4),)),
+                (
+                    Setting(FSDP2, {"max_epochs": 5}, PLATEAU, callbacks=early_stopping),
+                    (("on_train_batch_end", 4), ("on_validation_end", 1)),
+                ),
+                (
+                    Setting(
+                        DDP,
+                        {"max_epochs": 3, "max_steps": 20, **TWO},
+                        module=OneCycle,
+                        loader="stateful stream",
+                    ),
+                    (("on_train_batch_end", 4), ("on_train_epoch_end", 2)),
+                ),
+            )
         ),
-        pytest.param(
-            Setting(FSDP2, {"precision": "64-true"}, module=ByHand),
-            (("on_train_batch_end", 4),),
-            marks=pytest.mark.sweep,
-        ),
-        pytest.param(  # there DDP leaves each rank its own statistics
-            Setting(DDP, {"precision": "64-true"}, module=ByHand),
-            (("on_train_batch_end", 4),),
-            marks=pytest.mark.sweep,
-        ),
-        (
-            Setting(DDP, WINDOWS, callbacks=counting),
-            (("on_validation_end", 3), ("on_train_batch_end", 3)),
-        ),
-        pytest.param(
-            Setting(FSDP2, {"max_epochs": 3}, {"schedule": "plateau"}, callbacks=early_stopping),
-            (("on_train_batch_end", 4), ("on_train_epoch_end", 2)),
-            marks=pytest.mark.sweep,
-        ),
-        pytest.param(
-            Setting(FSDP2, {"max_epochs": 5}, {"schedule": "plateau"}, callbacks=early_stopping),
-            (("on_validation_end", 1),),
-            marks=pytest.mark.sweep,
-        ),
-    ],
-    ids=[
-        "by hand",
-        "by hand, stepped",
-        "by hand, replicated",
-        "stopping",
-        "callbacks",
-        "callbacks, validated",
     ],
 )
+@pytest.mark.every_case
 @pytest.mark.timeout(400)
 def test_with(pool2: RankPool, setting: Setting, stops: Any, tmp_path: Path) -> None:
     for differing in pool2.run(compare, setting, tmp_path, *stops, timeout_s=300):

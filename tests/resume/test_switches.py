@@ -91,47 +91,21 @@ class Keeping(Learner):
         return output
 
 
+BACKBONE = {"module": WithBackbone, "callbacks": finetuning}
+BY_THREE = {**DOUBLE, "val_check_interval": 3}
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("setting", "stops"),
     [
-        pytest.param(
-            Setting(FSDP2, DOUBLE, callbacks=accumulating), SECOND_EPOCH + VALIDATED, marks=pytest.mark.sweep
-        ),
-        (Setting(FSDP2, DOUBLE, module=WithBackbone, callbacks=finetuning), SECOND_EPOCH),
-        pytest.param(
-            Setting(UNUSED, DOUBLE, module=WithBackbone, callbacks=finetuning),
-            SECOND_EPOCH + VALIDATED,
-            marks=pytest.mark.sweep,
-        ),
-        pytest.param(
-            Setting(FSDP2, {**DOUBLE, "val_check_interval": 3}, module=Switching),
-            SECOND_EPOCH,
-            marks=pytest.mark.sweep,
-        ),
-        pytest.param(
-            Setting(DDP, DOUBLE, module=Keeping), (("on_train_batch_end", 4),), marks=pytest.mark.sweep
-        ),
-        pytest.param(
-            Setting(FSDP2, DOUBLE, module=WithBackbone, callbacks=finetuning),
-            VALIDATED,
-            marks=pytest.mark.sweep,
-        ),
-        pytest.param(
-            Setting(FSDP2, {**DOUBLE, "val_check_interval": 3}, module=Switching),
-            VALIDATED,
-            marks=pytest.mark.sweep,
-        ),
+        (Setting(FSDP2, DOUBLE, callbacks=accumulating), SECOND_EPOCH + VALIDATED),
+        (Setting(FSDP2, DOUBLE, **BACKBONE), SECOND_EPOCH + VALIDATED),
+        (Setting(UNUSED, DOUBLE, **BACKBONE), SECOND_EPOCH + VALIDATED),
+        (Setting(FSDP2, BY_THREE, module=Switching), SECOND_EPOCH + VALIDATED),
+        (Setting(DDP, DOUBLE, module=Keeping), (("on_train_batch_end", 4),)),
     ],
-    ids=[
-        "accumulation",
-        "backbone, sharded",
-        "backbone, copied",
-        "modes",
-        "kept",
-        "backbone, validated",
-        "modes, validated",
-    ],
+    ids=["accumulation", "backbone, sharded", "backbone, copied", "modes", "kept"],
 )
 @pytest.mark.timeout(400)
 def test_switched(pool2: RankPool, setting: Setting, stops: Any, tmp_path: Path) -> None:
