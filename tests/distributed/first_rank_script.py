@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -43,34 +41,7 @@ def fail(failing_rank: int) -> None:
         os._exit(1)
 
 
-def wait_for_nobody() -> None:
-    """Enter a block that other ranks never come to."""
-    try:
-        with FirstRankPerNode(timeout=timedelta(seconds=1)):
-            print("inside")
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}, initialised: {dist.is_initialized()}")
-
-
-def lose(fault: str) -> None:
-    """Stop or kill rank 0 in its block, once the other rank waits for it."""
-    dist.init_process_group("gloo")
-    try:
-        with FirstRankPerNode(timeout=timedelta(seconds=2)) as is_first:
-            if is_first:
-                time.sleep(0.5)
-                os.kill(os.getpid(), getattr(signal, fault))
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}", flush=True)
-        os._exit(1)
-
-
-CASES: dict[str, Callable[..., None]] = {
-    "repeat": repeat,
-    "fail": fail,
-    "wait": wait_for_nobody,
-    "lose": lose,
-}
+CASES: dict[str, Callable[..., None]] = {"repeat": repeat, "fail": fail}
 
 
 def run_case(log: Path, environment: dict[str, str], case: str, *arguments: Any) -> None:

@@ -46,19 +46,6 @@ def test_without_a_process_group_the_block_just_runs() -> None:
     assert not dist.is_initialized()
 
 
-def test_environment_of_one_rank_makes_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (
-        ("RANK", "0"),
-        ("WORLD_SIZE", "1"),
-        ("MASTER_ADDR", "127.0.0.1"),
-        ("MASTER_PORT", "1"),
-    ):
-        monkeypatch.setenv(name, value)
-    with FirstRankPerNode() as is_first:
-        assert is_first
-        assert not dist.is_initialized()
-
-
 def test_in_a_world_of_one_the_block_just_runs() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -183,12 +182,6 @@ def test_launchers_variables_before_joining(
     dist.destroy_process_group()
 
 
-def test_wrong_rank_before_joining(monkeypatch: pytest.MonkeyPatch) -> None:
-    _set(monkeypatch, RANK="first")
-    with pytest.raises(ValueError, match="RANK is 'first'"):
-        get_rank_safe()
-
-
 # --- Who reaches the store --------------------------------------------------------------------------------------------
 
 
@@ -349,22 +342,3 @@ def test_a_forked_child_leaves_its_parents_group_alone() -> None:
     child.join(30)
     assert (child.exitcode, dist.is_initialized()) == (0, True)
     destroy_global_state()
-
-
-def _leftovers() -> tuple[int, int]:
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads and descriptors in /proc")
-@pytest.mark.sweep
-@pytest.mark.parametrize("worlds", [3, 20])
-def test_nothing_is_left_after_many_worlds_of_one(worlds: int) -> None:
-    counts = []
-    for _ in range(worlds + 1):
-        initialize_distributed("gloo")
-        dist.new_group([0])
-        busy = _leftovers()
-        destroy_global_state()
-        counts.append(_leftovers())
-    assert set(counts[1:]) == {counts[0]}
-    assert all(more > less for more, less in zip(busy, counts[0], strict=True))
