@@ -383,12 +383,14 @@ def run_once(cell: Cell, folder: Path) -> Outcome:
     return Outcome(statuses, outputs, end - since, raised_s)
 
 
-def started_ranks(target: Callable[..., None], case: Any, folder: Path) -> list[Any]:
+def started_ranks(
+    target: Callable[..., None], case: Any, folder: Path, world_size: int = WORLD_SIZE
+) -> list[Any]:
     """All ranks as processes, each of which runs ``target(case, rank, port, folder)``; the port is free."""
     context = forked()
     port = free_port()
     processes = [
-        context.Process(target=target, args=(case, rank, port, folder)) for rank in range(WORLD_SIZE)
+        context.Process(target=target, args=(case, rank, port, folder)) for rank in range(world_size)
     ]
     for process in processes:
         process.start()

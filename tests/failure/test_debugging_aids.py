@@ -97,9 +97,9 @@ def _outputs(folder: Path, *arguments: str, **variables: str) -> list[str]:
     return outputs
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Start the hang that the debug server looks at first: the server takes seconds to come up, beside the others."""
+    """The hang that the debug server looks at."""
     folder = tmp_path_factory.mktemp("served")
     with _ranks(folder, "--timeout", "120", "--debug-server", "0"):
         yield folder

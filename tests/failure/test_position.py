@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import re
-import sys
 import threading
-from pathlib import Path
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_automodel.failure.position import main_thread_position
-from tests.processes import run_anew
+from tests.failure.faults import killed_at_the_end
+from tests.processes import forked
 from tests.rank_pool import RankPool
 
 
@@ -52,40 +53,42 @@ def test_position_of_what_was_raised() -> None:
     assert main_thread_position(raised.value) == (True, f"{__file__}:{line} in {name}")
 
 
-COLLECTING = """
-import gc, threading, time
-from lightning_automodel.failure.position import main_thread_position
-
 class Garbage:
-    # In a cycle. Like a tensor, it gives Python's lock away where it is freed.
-    def __init__(self):
+    """In a cycle. Like a tensor, it gives Python's lock away where it is freed."""
+
+    def __init__(self) -> None:
         self.itself = self
 
-    def __del__(self):
+    def __del__(self) -> None:
         time.sleep(0.001)
 
-def look():
-    while not is_over.is_set():
-        Garbage()
-        main_thread_position()
 
-gc.collect()
-gc.freeze()
-gc.set_threshold(1)
-is_over = threading.Event()
-looking = threading.Thread(target=look)
-looking.start()
-for _ in range(50):
-    thread = threading.Thread(target=Garbage)
-    thread.start()
-    thread.join()
-is_over.set()
-looking.join()
-print(f"collects garbage: {gc.isenabled()}")
-"""
+def _collect_while_a_thread_looks() -> None:
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.is_set():
+            Garbage()
+            main_thread_position()
+
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(1)
+    looking = threading.Thread(target=look)
+    looking.start()
+    for _ in range(50):
+        thread = threading.Thread(target=Garbage)
+        thread.start()
+        thread.join()
+    is_over.set()
+    looking.join()
+    assert gc.isenabled()
 
 
-def test_garbage_is_not_collected_while_threads_are_listed(tmp_path: Path) -> None:
+def test_garbage_is_not_collected_while_threads_are_listed() -> None:
     """With Python 3.11, a thread that starts meanwhile would never run, nor the one that starts it."""
-    status, printed = run_anew([sys.executable, "-c", COLLECTING], tmp_path, timeout_s=60)
-    assert (status, printed.splitlines()[-1]) == (0, "collects garbage: True"), printed
+    process = forked().Process(target=_collect_while_a_thread_looks)
+    process.start()
+    with killed_at_the_end([process]):
+        process.join(60)
+        assert process.exitcode == 0
