@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchmetrics import SumMetric
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.data.batches import TrackedLoader
 from tests.data.test_uneven_inputs import Numbers, Stream
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import Batch, micro_batches
@@ -214,29 +212,6 @@ def _wait_for_data() -> float:
 def test_drawing_ahead_is_waiting_for_data(pool2: RankPool) -> None:
     """Three batches of each of two windows; Lightning draws the first."""
     assert min(pool2.run(_wait_for_data)) >= 2 * 3 * 0.03
-
-
-class Copies(Callback):
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        loader = trainer.train_dataloader
-        assert isinstance(loader, TrackedLoader)
-        assert isinstance(loader.loader, DataLoader)
-        self.lengths = [len(list(make_copy(loader))) for make_copy in (copy.copy, copy.deepcopy)]
-
-
-def _copy() -> list[int]:
-    callback = Copies()
-    trainer = make_trainer(
-        strategy(count_window_ahead=True), callbacks=[callback], accumulate_grad_batches=3
-    )
-    trainer.fit(LabelledModule(), loader_of((5, 5)))
-    assert trainer.global_step == 2
-    return callback.lengths
-
-
-def test_a_copy_of_the_trainers_loader(pool2: RankPool) -> None:
-    """It is one of the user's loader, and draws nothing from training."""
-    assert pool2.run(_copy) == [[5, 5], [5, 5]]
 
 
 class Peeks(Callback):

@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
-from torchmetrics import MeanMetric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.data.batches import TrackedLoader
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import Batch, micro_batches
-from tests.trainer.runs import CASE, LabelledModule, by_default, make_trainer, mean_loss
+from tests.trainer.runs import CASE, LabelledModule, make_trainer
 
 NUM_BATCHES = (5, 3)
 CASE4 = replace(CASE, num_ranks=4)
@@ -66,7 +65,7 @@ FSDP2: dict[str, Any] = {}
 DDP = {"data_parallel": "ddp"}
 
 
-@pytest.mark.every_case
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_stream", [False, True], ids=["sized", "stream"])
 @pytest.mark.parametrize("options", [FSDP2, DDP], ids=["fsdp2", "ddp"])
 def test_training_names_the_rank_whose_data_ends(
@@ -98,108 +97,6 @@ def test_what_ends_together_is_left_alone(pool2: RankPool, is_stream: bool) -> N
 
 
 # --- Evaluation -------------------------------------------------------------------------------------------------------
-
-
-class Evaluates(LabelledModule):
-    """Logs a mean over label tokens and a TorchMetrics mean, keeps what it predicts; both for any number of loaders."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = MeanMetric()
-
-    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        loss = self(batch)
-        tokens = int((batch["labels"] != -100).sum())
-        if tokens:
-            self.mean.update(loss, tokens)
-        self.log("loss", loss if tokens else 0.0 * tokens, batch_size=tokens, sync_dist=True)
-        self.log(f"mean{dataloader_idx}", self.mean, add_dataloader_idx=False)
-
-    test_step = validation_step
-
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.model(batch["input_ids"])
-
-
-def _evaluate(options: dict[str, Any], counts: tuple[int, ...], is_stream: bool) -> dict[str, Any]:
-    module = Evaluates()
-    found = {}
-    for stage in ("validate", "test"):
-        trainer = make_trainer(AutomodelStrategy(**options), inference_mode=stage == "test")
-        found[stage] = {
-            name: float(v)
-            for name, v in getattr(trainer, stage)(module, _loader(counts, is_stream))[0].items()
-        }
-    trainer = make_trainer(AutomodelStrategy(**options))
-    found["predict"] = trainer.predict(module, _loader(counts, is_stream))
-    found["is_whole"] = not trainer.strategy._run.inputs._is_in_step
-    return found
-
-
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "fsdp2": (2, FSDP2),
-    "ddp": (2, DDP),
-    "hsdp": (4, {"data_parallel_replicate_size": 2}),
-}
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("is_stream", [False, True], ids=["sized", "stream"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_evaluation_of_unequal_counts(
-    pool2: RankPool, pool4: RankPool, layout: str, is_stream: bool
-) -> None:
-    """Values and predictions are those of one process with the batches of all ranks, each once."""
-    num_ranks, options = LAYOUTS[layout]
-    counts = (5, 3, 1, 4)[:num_ranks]
-    model = LabelledModule().model
-    by_rank = [
-        batches[:count]
-        for batches, count in zip(micro_batches(CASE if num_ranks == 2 else CASE4), counts, strict=True)
-    ]
-    batches = [batch for own in by_rank for batch in own]
-    tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
-    with torch.no_grad():
-        mean = float(sum(mean_loss(model, batch, "sum") for batch in batches)) / tokens
-    for result, own in zip(
-        (pool2 if num_ranks == 2 else pool4).run(_evaluate, options, counts, is_stream), by_rank, strict=True
-    ):
-        for stage in ("validate", "test"):
-            assert result[stage] == pytest.approx({"loss": mean, "mean0": mean}, rel=1e-6)
-        assert len(result["predict"]) == len(own)
-        for predicted, batch in zip(result["predict"], own, strict=True):
-            torch.testing.assert_close(predicted, model(batch["input_ids"]).detach())
-
-
-def _evaluate_streams(options: dict[str, Any], counts: tuple[int, int]) -> list[dict[str, float]]:
-    """Several streams; one that ends before a limit."""
-    found = []
-    for module, loaders, settings in (
-        (Evaluates(), [_loader(counts, True), _loader((1, 2), True), _loader(counts, False)], {}),
-        (Evaluates(), _loader(counts, True), {"limit_val_batches": 4}),
-    ):
-        trainer = make_trainer(AutomodelStrategy(**options), **settings)  # type: ignore[arg-type]
-        values = trainer.validate(module, loaders)
-        found.append(
-            {name: float(value) for each in values for name, value in each.items() if "mean" in name}
-        )
-    return found
-
-
-@pytest.mark.parametrize("options", [FSDP2, DDP], ids=["fsdp2", "ddp"])
-def test_streams(pool2: RankPool, options: dict[str, Any]) -> None:
-    model = LabelledModule().model
-    counts = (5, 3)
-
-    def mean(*parts: int) -> float:
-        batches = [b for own, n in zip(micro_batches(CASE), parts, strict=True) for b in own[:n]]
-        tokens = sum(int((batch["labels"] != -100).sum()) for batch in batches)
-        with torch.no_grad():
-            return float(sum(mean_loss(model, batch, "sum") for batch in batches)) / tokens
-
-    for several, limited in pool2.run(_evaluate_streams, options, counts):
-        assert limited == pytest.approx({"mean0": mean(4, 3)}, rel=1e-6)
-        assert sorted(several) == ["mean0", "mean1", "mean2"]
 
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["sized", "stream"])
@@ -237,31 +134,19 @@ def test_no_sample_is_repeated(pool2: RankPool, batch_size: int) -> None:
     assert [predicted for _, predicted in results] == [[10, 30, 50, 70], [20, 40, 60]]
 
 
-def _evaluate_one_number() -> None:
-    trainer = make_trainer(AutomodelStrategy(data_parallel="ddp"), use_distributed_sampler=True)
-    trainer.validate(Numbers(), DataLoader(torch.ones(1), 1))
-
-
-def test_fewer_samples_than_ranks_are_refused(pool2: RankPool) -> None:
-    """By Lightning, since none is repeated."""
-    with pytest.raises(RankError, match=r"zero length\. Please make sure that it returns at least 1 batch"):
-        pool2.run(_evaluate_one_number)
-
-
-class LogsEachStep(Evaluates):
+class LogsEachStep(LabelledModule):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.log("loss", self(batch), on_step=True, on_epoch=True, batch_size=1, sync_dist=True)
 
 
-def _log_each_step(options: dict[str, Any]) -> None:
-    make_trainer(AutomodelStrategy(**options)).validate(LogsEachStep(), _loader(NUM_BATCHES, False))
+def _log_each_step() -> None:
+    make_trainer(AutomodelStrategy()).validate(LogsEachStep(), _loader(NUM_BATCHES, False))
 
 
-@pytest.mark.parametrize("options", [FSDP2, DDP], ids=["fsdp2", "ddp"])
-def test_a_value_reduced_within_a_step_raises_where_a_rank_takes_none(pool2: RankPool, options: Any) -> None:
+def test_a_value_reduced_within_a_step_raises_where_a_rank_takes_none(pool2: RankPool) -> None:
     """It would wait for a rank that has no data left."""
     with pytest.raises(RankError) as raised:
-        pool2.run(_log_each_step, options)
+        pool2.run(_log_each_step)
     assert "within validation_step, but not on rank 1, whose data has ended" in raised.value.failures[0]
 
 
@@ -286,28 +171,6 @@ def test_known_and_equal_lengths_cost_nothing_in_a_step(pool2: RankPool) -> None
     """One exchange as the loader is made; of a stream, one more for each draw, of which the last finds the end."""
     assert pool2.run(_count_gathers, False) == [1, 1]
     assert pool2.run(_count_gathers, True) == [5, 5]
-
-
-class Gathers(Numbers):
-    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.all_gather(batch)
-
-
-def _gather_in_step(num_samples: int) -> str:
-    loaders = DataLoader(torch.arange(float(num_samples)), 2)
-    trainer = make_trainer(AutomodelStrategy(data_parallel="ddp"), use_distributed_sampler=True)
-    try:
-        trainer.validate(Gathers(), loaders)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_gathering_last_batches_of_different_sizes_raises(pool2: RankPool) -> None:
-    """7 samples: 2 and 2 of each rank, then 2 and 1. With 8 nothing is in the way."""
-    for message in pool2.run(_gather_in_step, 7):
-        assert message.startswith("self.all_gather() of tensors of the shapes [(2,), (1,)]")
-    assert pool2.run(_gather_in_step, 8) == ["", ""]
 
 
 class GathersAtTheEnd(Numbers):
@@ -440,12 +303,9 @@ def _stop_by_itself(options: dict[str, Any], where: str, stage: str) -> None:
 @pytest.mark.parametrize(
     ("options", "where", "stage"),
     [
-        (FSDP2, "training_step", "fit"),
         (DDP, "training_step", "fit"),
         (FSDP2, "transfer_batch_to_device", "predict"),
         (FSDP2, "validation_step", "validate"),
-        pytest.param(DDP, "transfer_batch_to_device", "fit", marks=pytest.mark.sweep),
-        pytest.param(FSDP2, "on_after_batch_transfer", "validate", marks=pytest.mark.sweep),
     ],
 )
 def test_stop_iteration_of_a_step(pool2: RankPool, options: dict[str, Any], where: str, stage: str) -> None:
@@ -460,8 +320,9 @@ def test_stop_iteration_of_a_step(pool2: RankPool, options: dict[str, Any], wher
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("where", ["Callback.on_train_batch_start", "Dataset"])
-@pytest.mark.parametrize("options", [FSDP2, DDP], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize(
+    ("options", "where"), [(FSDP2, "Callback.on_train_batch_start"), (DDP, "Dataset")], ids=["fsdp2", "ddp"]
+)
 def test_an_epoch_that_ends_on_one_rank_alone(pool2: RankPool, options: dict[str, Any], where: str) -> None:
     """Its next window is one of the next epoch: both ranks raise, with the batches."""
     with pytest.raises(RankError) as raised:
@@ -496,8 +357,7 @@ def _leave_early(options: dict[str, Any], how: str) -> None:
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("how", ["should_stop", "-1"])
-@pytest.mark.parametrize("options", [FSDP2, DDP], ids=["fsdp2", "ddp"])
+@pytest.mark.parametrize(("options", "how"), [(DDP, "should_stop"), (FSDP2, "-1")], ids=["ddp", "fsdp2"])
 def test_a_rank_that_leaves_early(pool2: RankPool, options: dict[str, Any], how: str) -> None:
     """It waits in its validation or at the end, and does not communicate with the other one's training step."""
     with pytest.raises(RankError) as raised:
@@ -510,19 +370,13 @@ def test_a_rank_that_leaves_early(pool2: RankPool, options: dict[str, Any], how:
 
 @pytest.mark.every_case
 @pytest.mark.parametrize(
-    ("options", "where", "stage"),
-    [
-        (DDP, "Callback.on_validation_batch_start", "validate"),
-        (DDP, "on_test_batch_end", "test"),
-        (DDP, "Callback.on_predict_batch_end", "predict"),
-    ],
+    ("where", "stage"),
+    [("Callback.on_validation_batch_start", "validate"), ("Callback.on_predict_batch_end", "predict")],
 )
-def test_an_evaluation_that_ends_on_one_rank_alone(
-    pool2: RankPool, options: dict[str, Any], where: str, stage: str
-) -> None:
+def test_an_evaluation_that_ends_on_one_rank_alone(pool2: RankPool, where: str, stage: str) -> None:
     """Replicas do not communicate in it: both ranks raise at its end, with the numbers of batches."""
     with pytest.raises(RankError) as raised:
-        pool2.run(_stop_by_itself, options, where, stage)
+        pool2.run(_stop_by_itself, DDP, where, stage)
     for failure in raised.value.failures.values():
         assert re.search(r"The ranks have evaluated \[4, \d\] batches", failure)
 
@@ -584,33 +438,21 @@ def _leave_out(
     return trainer.fit_loop.epoch_loop.total_batch_idx + 1, 0, trainer.global_step
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("options", "counts"),
-    [(FSDP2, (4, 2)), pytest.param(DDP, (3, 2), marks=pytest.mark.sweep)],
-    ids=["fsdp2", "ddp"],
-)
-def test_loader_that_leaves_batches_out(
-    pool2: RankPool, options: dict[str, Any], counts: tuple[int, int]
-) -> None:
+def test_loader_that_leaves_batches_out(pool2: RankPool) -> None:
     """Its length says nothing: unequal ranks are told so, equal ones train, padding and evaluation go on."""
     with pytest.raises(RankError) as raised:
-        pool2.run(_leave_out, "val in fit", options, counts)
+        pool2.run(_leave_out, "val in fit", FSDP2, (4, 2))
     for failure in raised.value.failures.values():
         assert "The train data of rank 1 ends with batch 2, and rank 0 would go on and wait" in failure
-    assert pool2.run(_leave_out, "train", options, (3, 3)) == [(6, 0, 6)] * 2
-    assert (
-        pool2.run(_leave_out, "train", {**options, "uneven_inputs": "pad"}, counts)
-        == [(2 * counts[0], 0, 2 * counts[0])] * 2
-    )
-    pool2.run(_leave_out, "validate", options, counts)
+    assert pool2.run(_leave_out, "train", FSDP2, (3, 3)) == [(6, 0, 6)] * 2
+    assert pool2.run(_leave_out, "train", {"uneven_inputs": "pad"}, (4, 2)) == [(8, 0, 8)] * 2
+    pool2.run(_leave_out, "validate", FSDP2, (4, 2))
 
 
-@pytest.mark.parametrize("options", by_default({"fsdp2": FSDP2, "ddp": DDP}, "fsdp2"))
-def test_sampler_that_estimates_its_length(pool2: RankPool, options: dict[str, Any]) -> None:
+def test_sampler_that_estimates_its_length(pool2: RankPool) -> None:
     """Also beside buffers: what comes next is sent before the forward's first collective."""
     with pytest.raises(RankError) as raised:
-        pool2.run(_leave_out, "train", options, (4, 2), "sampler", timeout_s=30)
+        pool2.run(_leave_out, "train", FSDP2, (4, 2), "sampler", timeout_s=30)
     for failure in raised.value.failures.values():
         assert "The train data of rank 1 ends with batch 2, and rank 0 would go on and wait" in failure
-    assert pool2.run(_leave_out, "train", options, (3, 3), "sampler") == [(6, 0, 6)] * 2
+    assert pool2.run(_leave_out, "train", FSDP2, (3, 3), "sampler") == [(6, 0, 6)] * 2

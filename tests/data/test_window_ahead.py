@@ -8,21 +8,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_automodel import AutomodelStrategy
-from tests.data.test_padded_training import Saves
+from tests.data.test_each_sample_once import Saves
 from tests.data.test_uneven_inputs import Stream
 from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import (
     LEARNING_RATE,
-    VOCABULARY,
-    WIDTH,
     Outcome,
     full_weights,
     micro_batches,
@@ -37,70 +33,12 @@ def _batches(count: int = CASE.num_batches) -> list[Any]:
     return [dict(batch) for batch in micro_batches(CASE)[dist.get_rank()][:count]]
 
 
-def _fit(kind: str, ahead: bool, **options: Any) -> dict[str, Tensor]:
-    module = LabelledModule()
-    settings: dict[str, Any] = {"accumulate_grad_batches": 3, "max_epochs": 2}
-    batches: list[Any] = _batches()
-    if kind == "none":
-        batches[3] = batches[4] = None  # opens a window, stands in it
-    loader: Any = DataLoader(Stream(batches) if kind == "stream" else batches, batch_size=None)
-    if kind == "workers":
-        loader = DataLoader(batches, batch_size=None, num_workers=2)
-    if kind == "limit":
-        settings["limit_train_batches"] = 5
-    if kind == "scheduler":
-        settings |= {
-            "accumulate_grad_batches": 1,
-            "callbacks": [GradientAccumulationScheduler({0: 2, 1: 3})],
-        }
-    if kind == "validation in mid-window":
-        settings |= {"val_check_interval": 2}
-    trainer = make_trainer(AutomodelStrategy(count_window_ahead=ahead, **options), **settings)
-    trainer.fit(module, loader, DataLoader(_batches(2), batch_size=None))
-    return full_weights(module.model)
-
-
-KINDS = ("stream", "workers", "limit", "scheduler", "none", "validation in mid-window")
-
-
-IN_THE_SWEEP = ("workers", "limit", "validation in mid-window", "none", "scheduler")
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.sweep] if kind in IN_THE_SWEEP else []) for kind in KINDS]
-)
-def test_is_what_comes_without(pool2: RankPool, kind: str) -> None:
-    """The other mode is compared with one process elsewhere."""
-    for engine in ENGINES.values() if kind == "stream" else [ENGINES["fsdp2"]]:
-        for with_it, without in zip(
-            pool2.run(_fit, kind, True, **engine), pool2.run(_fit, kind, False, **engine), strict=True
-        ):
-            assert weight_error(Outcome(with_it, None), Outcome(without, None)) <= TOLERANCE
-
-
-def _fit_padded(ahead: bool) -> dict[str, Tensor]:
-    module = LabelledModule()
-    trainer = make_trainer(
-        AutomodelStrategy(count_window_ahead=ahead, uneven_inputs="pad"),
-        accumulate_grad_batches=3,
-        max_epochs=2,
-    )
-    trainer.fit(module, DataLoader(Stream(_batches((7, 2)[dist.get_rank()])), batch_size=None))
-    return full_weights(module.model)
-
-
-def test_beside_padding(pool2: RankPool) -> None:
-    for with_it, without in zip(pool2.run(_fit_padded, True), pool2.run(_fit_padded, False), strict=True):
-        assert weight_error(Outcome(with_it, None), Outcome(without, None)) <= TOLERANCE
-
-
 # --- Resuming ---------------------------------------------------------------------------------------------------------
 
 
 def _resume(kind: str, folder: Path, after: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     weights = []
-    for kwargs in ({}, {"ckpt_path": folder / "checkpoint"}):
+    for kwargs in ({}, {"ckpt_path": folder / str(after)}):
         module = LabelledModule()
         batches = _batches()
         make = StatefulDataLoader if "stateful" in kind else DataLoader
@@ -109,7 +47,7 @@ def _resume(kind: str, folder: Path, after: int) -> tuple[dict[str, Tensor], dic
             AutomodelStrategy(count_window_ahead=True),
             max_epochs=2,
             accumulate_grad_batches=3,
-            callbacks=[] if kwargs else [Saves(folder, after)],
+            callbacks=[] if kwargs else [Saves(folder, (after,))],
             enable_checkpointing=True,
         )
         trainer.fit(module, loader, **kwargs)
@@ -125,93 +63,26 @@ def _resume(kind: str, folder: Path, after: int) -> tuple[dict[str, Tensor], dic
 def test_resuming(pool2: RankPool, tmp_path: Path, kind: str) -> None:
     """From a step and from mid-window, batches that were drawn ahead and not trained on are drawn again."""
     for after in (3, 5):
-        folder = tmp_path / str(after)
-        for calm, resumed in pool2.run(_resume, kind, folder, after):
+        for calm, resumed in pool2.run(_resume, kind, tmp_path, after):
             assert {name: float((calm[name] - resumed[name]).abs().max()) for name in calm} == dict.fromkeys(
                 calm, 0.0
             )
 
 
-# --- Auxiliary losses -------------------------------------------------------------------------------------------------
+# --- Misuse -----------------------------------------------------------------------------------------------------------
 
 
-class Experts(nn.Module):
-    """Two experts behind a router, and how unequally it loads them, as in the Switch Transformer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.router = nn.Linear(WIDTH, 2)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, VOCABULARY) for _ in range(2))
-        self.double()
-
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        hidden = self.embedding(batch["input_ids"]).flatten(0, 1)
-        probabilities = self.router(hidden).softmax(-1)
-        logits = sum(
-            share[:, None] * expert(hidden)
-            for share, expert in zip(probabilities.T, self.experts, strict=True)
-        )
-        chosen = F.one_hot(probabilities.argmax(-1), 2).double()
-        balance = 2 * (chosen.mean(0) * probabilities.mean(0)).sum()  # not linear in the tokens of a batch
-        return logits, 0.3 * balance
-
-
-class MixtureOfExperts(LabelledModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Experts()  # type: ignore[assignment]
-
+class HasAuxiliaryLoss(LabelledModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        logits, aux = self.model(batch)
-        count = (batch["labels"] != -100).sum()
-        mean = F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / count.clamp(min=1)
-        return {"loss": mean + aux, "aux_loss": aux, "num_label_tokens": count}
-
-
-def _fit_experts(ahead: bool, options: dict[str, Any]) -> dict[str, Tensor]:
-    module = MixtureOfExperts()
-    trainer = make_trainer(AutomodelStrategy(count_window_ahead=ahead, **options), accumulate_grad_batches=3)
-    trainer.fit(module, DataLoader(_batches((8, 5)[dist.get_rank()]), batch_size=None))
-    return full_weights(module.model)
-
-
-def _experts_of_one_process(counts: tuple[int, int]) -> dict[str, Tensor]:
-    model = Experts()
-    by_rank = micro_batches(CASE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
-    for start in range(0, max(counts), 3):
-        window = [b for own, n in zip(by_rank, counts, strict=True) for b in own[:n][start : start + 3]]
-        tokens = sum(int((batch["labels"] != -100).sum()) for batch in window)
-        outputs = [(model(batch), batch["labels"].flatten()) for batch in window]
-        losses = [F.cross_entropy(logits, labels, reduction="sum") for (logits, _), labels in outputs]
-        loss = torch.stack(losses).sum() / tokens + torch.stack([aux for (_, aux), _ in outputs]).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return full_weights(model)
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize("engine", ENGINES)
-def test_auxiliary_loss(pool2: RankPool, engine: str) -> None:
-    """Mean over the window's micro-batches on all ranks, of which one has fewer, beside the mean over its tokens."""
-    expected = Outcome(_experts_of_one_process((8, 5)), None)
-    for weights in pool2.run(_fit_experts, True, {"uneven_inputs": "pad", **ENGINES[engine]}):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
-
-
-def test_auxiliary_loss_without_it(pool2: RankPool) -> None:
-    with pytest.raises(RankError, match="Pass count_window_ahead=True"):
-        pool2.run(_fit_experts, False, {"uneven_inputs": "pad"})
+        aux = 0.1 * next(self.parameters()).square().sum()
+        return {"loss": self(batch) + aux, "aux_loss": aux}
 
 
 class ModelOutput(dict):
     """Named as transformers names it."""
 
 
-class ReturnsModelOutput(MixtureOfExperts):
+class ReturnsModelOutput(HasAuxiliaryLoss):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return ModelOutput(super().training_step(batch, batch_idx))
 
@@ -259,6 +130,7 @@ AHEAD = {"count_window_ahead": True}
     ("module", "options", "message"),
     [
         (ReturnsModelOutput, AHEAD, r"model.config.router_aux_loss_coef \* out.aux_loss"),
+        (HasAuxiliaryLoss, {}, "Pass count_window_ahead=True"),
         (ReturnsAnotherCount, AHEAD, r"has counted \d+ label tokens .* training_step has 1234"),
         (LengthensTheWindow, AHEAD, r"counted ahead as \d micro-batches .* ends after 3 backward"),
         (DrawsItsBatches, AHEAD, "takes the batch instead of a dataloader_iter"),
