@@ -174,10 +174,21 @@ def test_loops_are_untouched(pool1: RankPool) -> None:
     assert pool1.run(look, timeout_s=120) == [[]]
 
 
+class Taught(Learner):
+    """Keeps an average of its head where Lightning saves before."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register_buffer("teacher", torch.zeros(()))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.teacher.mul_(0.5).add_(self.trainer.global_step)
+
+
 def save_plainly(folder: Path) -> Any:
     """Runs on one rank: what a checkpoint holds, the files that callbacks wrote, and what differs from `last`."""
     os.environ["PL_GLOBAL_SEED"] = "5"
-    setting = Setting(DDP, WINDOWS, loader="distributed")
+    setting = Setting(DDP, WINDOWS, loader="distributed", module=Taught)
     steps = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1, save_last=True)
     expected = run(setting, steps)[1]
     os.environ["PL_GLOBAL_SEED"] = "7"

@@ -135,7 +135,7 @@ def test_extra_states_that_differ_by_rank(
     saved = pool2.run(_save_seen, FORMS[form], str(path))
     assert saved[0] != saved[1]
     assert pool2.run(_resume_seen, FORMS[form], str(path)) == saved
-    with pytest.raises(RankError, match=r"Extra states of modules .* differed between the 2 ranks"):
+    with pytest.raises(RankError, match=r"Extra states of modules .* differed between the"):
         pool1.run(_resume_seen, FORMS[form], str(path))
     if form == "shards":
         assert main(["consolidate", str(path), str(tmp_path / "whole.ckpt")]) == 0

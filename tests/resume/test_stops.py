@@ -18,17 +18,13 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
     WeightAveraging,
 )
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor
 
-from lightning_automodel import AutomodelStrategy
-from tests.launch import launched
 from tests.rank_pool import RankPool
 from tests.resume.resuming import (
     Calm,
     Learner,
     Quiet,
-    Recorder,
     Saver,
     Setting,
     Stop,
@@ -40,7 +36,6 @@ from tests.resume.resuming import (
     disturb,
     make_trainer,
     run,
-    training_loader,
 )
 from tests.trainer.exactness import full_weights
 
@@ -120,17 +115,6 @@ def test_saved_after_fit(pool2: RankPool, limit: dict[str, Any], tmp_path: Path)
         assert differing == []
 
 
-class Taught(Learner):
-    """Keeps an average of its head where Lightning saves before."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.register_buffer("teacher", torch.zeros(()))
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.teacher.mul_(0.5).add_(self.trainer.global_step)
-
-
 class ByHand(Learner):
     """Accumulates two batches by hand."""
 
@@ -146,20 +130,6 @@ class ByHand(Learner):
             if batch_idx % 2 == 1:
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-def saved_by_checkpoint_callback(folder: Path) -> list[str]:
-    """Runs on every rank: what differs where ModelCheckpoint saves each third step."""
-    setting = Setting(FSDP2, {"precision": "64-true"}, module=Taught)
-    saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
-    return compare_stop(setting, setting, folder / "step=3.ckpt", saves)
-
-
-@pytest.mark.timeout(400)
-@pytest.mark.sweep
-def test_module_hook_comes_before_checkpoint(pool2: RankPool, tmp_path: Path) -> None:
-    for differing in pool2.run(saved_by_checkpoint_callback, tmp_path, timeout_s=300):
-        assert differing == []
 
 
 class Counting(ModelCheckpoint):
@@ -216,11 +186,14 @@ PLATEAU = {"schedule": "plateau"}
     ("setting", "stops"),
     [
         (Setting(FSDP2, DOUBLE, module=ByHand), (("on_train_batch_end", 2),)),
-        (Setting(DDP, WINDOWS, callbacks=counting), (("on_validation_end", 3), ("on_train_batch_end", 3))),
         (Setting(FSDP2, TWO, module=OneCycle, loader="distributed"), (("on_train_batch_end", 4),)),
         *(
             pytest.param(*case, marks=pytest.mark.sweep)
             for case in (
+                (
+                    Setting(DDP, WINDOWS, callbacks=counting),
+                    (("on_validation_end", 3), ("on_train_batch_end", 3)),
+                ),
                 (Setting(FSDP2, DOUBLE, module=ByHand), (("on_train_batch_end", 4),)),
                 # There DDP leaves each rank its own statistics.
                 (Setting(DDP, DOUBLE, module=ByHand), (("on_train_batch_end", 4),)),
@@ -270,66 +243,3 @@ def test_other_ranks(pool2: RankPool, pool4: RankPool, tmp_path: Path) -> None:
     expected = pool4.run(fit_exact, 1, tmp_path, True, timeout_s=200)[0]
     found = pool2.run(fit_exact, 2, tmp_path, False, timeout_s=200)[0]
     assert max(float((found[name] - weight).abs().max()) for name, weight in expected.items()) < 1e-12
-
-
-class Writes(Callback):
-    """Seeds each rank at the beginning, and writes what it has at the end."""
-
-    def __init__(self, folder: Path, name: str, seed: int) -> None:
-        self.folder = folder
-        self.name = name
-        self.seed = seed
-
-    def setup(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        disturb(1000 * self.seed + trainer.global_rank)
-
-    def on_train_end(self, trainer: Trainer, module: Learner) -> None:
-        weights = {name: parameter.to_local().clone() for name, parameter in module.named_parameters()}
-        path = self.folder / f"{self.name}-{trainer.global_rank}.pt"
-        torch.save({"weights": weights, "lines": trainer.logger.lines, "random": torch.rand(3)}, path)
-
-
-class Dies(Saver):
-    """Saves, and ends the process without a word."""
-
-    def _called(self, trainer: Trainer, *args: Any) -> None:
-        super()._called(trainer, *args)
-        if self.logged >= 0:
-            os._exit(7)
-
-
-def train(folder: Path, name: str, ckpt_path: Path | None = None, dies: bool = False) -> None:
-    """A program: fit on two ranks, which it starts, or which run it."""
-    callbacks: list[Callback] = [Dies("on_train_batch_end", 3, folder / "died.ckpt")] if dies else []
-    trainer = Trainer(
-        strategy=AutomodelStrategy(start_method="fork", timeout=1),
-        accelerator="cpu",
-        devices=2,
-        precision="64-true",
-        max_epochs=2,
-        logger=Recorder(),
-        log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[*callbacks, Writes(folder, name, seed=1 if ckpt_path is None else 2)],
-        plugins=[LightningEnvironment()] if torch.distributed.is_initialized() else None,
-    )
-    trainer.fit(Learner(), training_loader("distributed", 0, 2), ckpt_path=ckpt_path)
-
-
-@pytest.mark.sweep
-@pytest.mark.timeout(400)
-def test_new_processes(pool2: RankPool, tmp_path: Path) -> None:
-    """All ranks die after a save; other processes take up what they left."""
-    pool2.run(train, tmp_path, name="whole")
-    assert launched.run(train, tmp_path, name="died", dies=True) != 0
-    assert launched.run(train, tmp_path, name="resumed", ckpt_path=tmp_path / "died.ckpt") == 0
-    for rank in range(2):
-        whole, resumed = (torch.load(tmp_path / f"{name}-{rank}.pt") for name in ("whole", "resumed"))
-        assert all(
-            torch.equal(weight, resumed["weights"][name]) for name, weight in whole["weights"].items()
-        )
-        assert torch.equal(whole["random"], resumed["random"])
-        assert 0 < len(resumed["lines"]) < len(whole["lines"])
-        assert resumed["lines"] == whole["lines"][-len(resumed["lines"]) :]
