@@ -247,14 +247,31 @@ def load_state(
     if not has_groups(numbered):
         optimizer.load_state_dict(numbered)
         return
-    for group in numbered["param_groups"]:
-        group["params"] = sorted(group["params"])  # torch goes by the order
-    optimizer.load_state_dict(numbered)
-    for name, parameter in named.parameters.items():
-        saved = state["state"].get(name)
-        if saved is not None and parameter.dtype == saved_dtypes.get(name):
-            loaded = optimizer.state[parameter]
-            loaded.update(mapped(saved, partial(_as_saved, dict(leaves(loaded)))))
+    groups = zip(optimizer.param_groups, numbered["param_groups"], strict=True)
+    # Options that were not saved stay this run's. Torch matches parameters by their order.
+    numbered["param_groups"] = [{**own, **saved, "params": sorted(saved["params"])} for own, saved in groups]
+    given: dict[Any, Any] = {}
+
+    def take(_: Optimizer, state_dict: dict[str, Any]) -> None:
+        given.update(state_dict["state"])
+
+    def put_back(_: Optimizer) -> None:
+        for number, name in enumerate(named.names):
+            parameter = named.parameters.get(name)
+            if number in given and parameter is not None and parameter.dtype == saved_dtypes.get(name):
+                loaded = optimizer.state[parameter]
+                loaded.update(mapped(given[number], partial(_as_saved, dict(leaves(loaded)))))
+
+    # After the hooks of the user's that change what is loaded, and before those that change what was.
+    hooks = [
+        optimizer.register_load_state_dict_pre_hook(take),
+        optimizer.register_load_state_dict_post_hook(put_back, prepend=True),
+    ]
+    try:
+        optimizer.load_state_dict(numbered)
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _as_saved(loaded: Mapping[Path, Any], path: Path, saved: Any) -> Any:

@@ -134,6 +134,11 @@ class UnevenInputs:
         if len(lengths) == 1 or (keep_length and len(set(lengths)) == 1):
             return loader
         if not self.is_training:
+            if empty := [rank for rank, length in enumerate(lengths) if length == 0]:
+                raise ValueError(
+                    f"The evaluation data holds no batch for {ranks(empty)}, which could not join the steps of the"
+                    " others: evaluate at least one sample a rank, or start fewer ranks."
+                )
             self._uneven.add(self._stage)
             return TrackedLoader(loader, self._group, self._evaluation_loop, JOIN)
         if pads and (problem := self._against_padding(loader)) is not None:

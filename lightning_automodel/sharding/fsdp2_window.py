@@ -300,7 +300,7 @@ class FSDP2Window(Engine):
         self._check_current()
         for unit in self.units:
             if unit.is_retained and not unit.show_retained():  # a hook's forward has freed it
-                unit.check_unassigned()
+                unit.check_unwritten()
                 unit.gather()
         window = backward.window
         deferred = {True: Reductions.NONE, "all_reduce": Reductions.WITHIN_REPLICAS, False: Reductions.ALL}
@@ -314,7 +314,7 @@ class FSDP2Window(Engine):
             unit.settle()
         for unit in ran:
             if not unit.is_gathered:
-                unit.check_unassigned()
+                unit.check_unwritten()
             if gathers:
                 window.order = (window.order * _MORE_THAN_UNITS + unit.number) % NUMBERS
         if backward.ends:

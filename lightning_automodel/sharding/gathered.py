@@ -128,17 +128,20 @@ class GatheredUnit(fsdp2.Unit):
             if now != then:
                 raise RuntimeError(f"{param.sharded_param.parameter_name} {WRITTEN_TWICE}")
 
-    def check_unassigned(self) -> None:
-        """Raise RuntimeError if ``p.data = values`` came between a forward and the backward that gathers it again.
+    def check_unwritten(self) -> None:
+        """Raise RuntimeError if shards were written between a forward and the backward that gathers them again.
 
-        One process would go on with the values of the forward.
+        One process would go on with the values of the forward, or raise.
         """
-        for param, before in zip(self.params, self._assignments, strict=False):
+        if not self._assignments:
+            return  # no forward has run
+        for number, (param, now) in enumerate(zip(self.params, self._versions(), strict=True)):
             shard = param.sharded_param
-            if shard.num_assignments != before and shard.requires_grad:
+            is_written = now != self._gathered_versions[number]
+            if shard.requires_grad and (is_written or shard.num_assignments != self._assignments[number]):
                 raise RuntimeError(
-                    f"{shard.parameter_name} got other values (p.data = values) between a forward and its"
-                    f" backward, which would compute with the new ones. Write them {IN_HOOKS}."
+                    f"{shard.parameter_name} was written between a forward and its backward, which would compute"
+                    f" with the new values. Write it {IN_HOOKS}, or pass reshard_during_accumulation=False."
                 )
 
     # --- Before copies are freed --------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import without_wrappers
 from lightning_automodel.sharding import meta_init
+from lightning_automodel.sharding.units import class_name
 
 
 def delay_setup(module: pl.LightningModule, shards: bool, patches: PatchStack) -> None:
@@ -89,6 +90,11 @@ def _copy_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     persistent = set(map(without_wrappers, module.state_dict(keep_vars=True)))
     copies: dict[Tensor, Tensor] = {}  # shared tensors stay shared
     for path, original in module.named_modules(remove_duplicate=False):
+        if type(original).get_extra_state is not nn.Module.get_extra_state:
+            raise ValueError(
+                f"{class_name(original)} has an extra state (get_extra_state), which an average of sharded"
+                " weights would lose: keep it in buffers, or pass data_parallel='ddp'."
+            )
         own_path = without_wrappers(f"{path}.").rstrip(".")
         if own_path:
             # A wrapper and what it wraps, which comes next and has the tensors, have one path.
