@@ -46,17 +46,12 @@ class ModelExport(Callback):
         adapter_only: bool = False,
         prefix: str | None = None,
     ) -> None:
-        chosen: Any = dtype
         if isinstance(dtype, str):
-            chosen = getattr(torch, dtype, None)
-        if dtype is not None and not isinstance(chosen, torch.dtype):
-            raise ValueError(
-                f"dtype must be a dtype of torch or its name, such as 'bfloat16', not {dtype!r}."
-            )
+            dtype = getattr(torch, dtype)
         self._path = os.fspath(path)
         self._options: dict[str, Any] = {
             "max_shard_size": max_shard_size,
-            "dtype": chosen,
+            "dtype": dtype,
             "adapter_only": adapter_only,
             "prefix": prefix,
         }

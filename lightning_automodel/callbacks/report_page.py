@@ -1,17 +1,11 @@
 """The report of a fit as an HTML page with facts, plotly's charts and plotly's script; it fetches nothing."""
 
 import html
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pprint import pformat
 from typing import Any
 
-# Names that StepMonitor logs below "train/", with the heading of each.
-_CURVES = {
-    "loss": "Loss",
-    "grad_norm": "Gradient norm, before clipping",
-    "learning_rate": "Learning rate, of the first parameter group",
-    "tokens_per_second": "Label tokens per second, all ranks",
-}
 _HEIGHT = 300  # of a chart, in pixels
 
 _Curves = Mapping[str, Mapping[int, float]]  # values by name and step
@@ -25,19 +19,18 @@ def render(
     ``history`` is ``StepMonitor.history``. ``validated`` holds the values that validation logged, by name and
     step.
     """
-    charts: dict[str, dict[str, Mapping[int, float]]] = {}
-    for name, heading in _CURVES.items():
-        key = f"train/{name}"
-        charts[heading] = {"training": {entry["step"]: entry[key] for entry in history if key in entry}}
-    for name, points in validated.items():
-        heading = "Loss" if "loss" in name.lower() else name
-        charts.setdefault(heading, {})[name] = points
-    drawn = {heading: curves for heading, curves in charts.items() if any(curves.values())}
+    curves: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    for entry in history:
+        for name in entry.keys() - {"step"}:
+            curves[name][entry["step"]] = entry[name]
+    charts: defaultdict[str, dict[str, Mapping[int, float]]] = defaultdict(dict)
+    for name, points in sorted({**curves, **validated}.items()):
+        charts["loss" if "loss" in name.lower() else name][name] = points
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width">\n'
         f"<title>{html.escape(title)}: training report</title>\n<h1>{html.escape(title)}</h1>\n"
-        f"{_draw(drawn) if drawn else 'No step was logged.'}\n"
+        f"{_draw(charts) if charts else 'No step was logged.'}\n"
         f'<pre style="white-space: pre-wrap">{html.escape(pformat(facts, sort_dicts=False))}</pre>\n'
     )
 
@@ -56,8 +49,6 @@ def _draw(charts: Mapping[str, _Curves]) -> str:
                 x=list(points),
                 y=list(points.values()),
                 name=html.escape(name),
-                mode="lines+markers",
-                showlegend=len(curves) > 1,
                 row=row,
                 col=1,
             )

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_automodel.callbacks.running_strategy import automodel
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.internals import lightning as lightning_internals
 
@@ -30,18 +29,13 @@ class StepMonitor(Callback):
     communicated.
 
     Args:
-        every_n_steps: Optimizer steps between two logs. None takes the Trainer's ``log_every_n_steps``.
-
-    Raises:
-        ValueError: If ``every_n_steps`` is not positive.
+        every_n_steps: Optimizer steps between two logs. None or 0 takes the Trainer's ``log_every_n_steps``.
 
     Attributes:
         history: One dict per logged step: the logged values and ``"step"``.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}.")
         self.history: list[dict[str, Any]] = []
         self._every_n_steps = every_n_steps
         self._counted: Tensor | None = None  # the count that was added last
@@ -101,17 +95,13 @@ class StepMonitor(Callback):
         # Through `pl_module.log` loggers would get only steps that fall on `log_every_n_steps`.
         for logger in trainer.loggers:
             logger.log_metrics(values, lightning_internals.logging_step(trainer))
-        for name, value in values.items():
-            # A tensor on the host, since Lightning reads values of the progress bar in every batch.
-            on_bar = name in ("train/loss", "train/grad_norm", "train/tokens_per_second")
-            on_host = torch.tensor(value, dtype=torch.float64)
-            pl_module.log(name, on_host, prog_bar=on_bar, logger=False, on_step=True, on_epoch=False)
+        # Tensors on the host, since Lightning reads values of the progress bar in every batch.
+        on_host = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+        pl_module.log_dict(on_host, prog_bar=True, logger=False, on_step=True, on_epoch=False)
         self.history.append({"step": step, **values})
 
 
 def _last_step(trainer: pl.Trainer) -> StepReport | None:
     """The newest step's report; None under strategies other than ``AutomodelStrategy``."""
-    strategy = automodel(trainer)
-    if strategy is None:
-        return None
-    return strategy.last_step
+    report: StepReport | None = getattr(trainer.strategy, "last_step", None)
+    return report

@@ -1,7 +1,6 @@
 """The callback that writes a fit's report as an HTML page."""
 
 import os
-import time
 from importlib.util import find_spec
 from typing import Any
 
@@ -9,7 +8,7 @@ import fsspec
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_automodel.callbacks import report_page
@@ -56,7 +55,6 @@ class TrainingReport(Callback):
             )
         self._history = monitors[0].history
         self._first_entry = len(self._history)  # earlier entries belong to another fit
-        self._started_at = time.perf_counter()
         self._validated: dict[str, dict[int, float]] = {}
         self._title = type(pl_module).__name__  # before sharding changes the class
 
@@ -90,7 +88,6 @@ class TrainingReport(Callback):
                 "Strategy": type(strategy).__name__,
                 "Ranks": trainer.world_size,
                 "Steps": trainer.global_step,
-                "Seconds": round(time.perf_counter() - self._started_at),
                 **(ended_by or {}),
             }
             if isinstance(strategy, AutomodelStrategy):
@@ -105,6 +102,5 @@ class TrainingReport(Callback):
             filesystem.makedirs(os.path.dirname(path), exist_ok=True)
             with filesystem.open(path, "w", encoding="utf-8") as file:
                 file.write(page)
-            rank_zero_info(f"TrainingReport: {path}")
         except Exception as error:  # a report must not end the run, nor hide the exception that did
             rank_zero_warn(f"TrainingReport could not write {self._path}: {type(error).__name__}: {error}")

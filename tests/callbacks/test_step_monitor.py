@@ -203,9 +203,3 @@ def test_lightnings_throughput_monitor(pool2: RankPool, engine: str) -> None:
         assert metrics["train/time"] > before["train/time"]
     monitored = [metrics for metrics in logged if "train/tokens_per_second" in metrics]
     assert len(monitored) == len(steps)
-
-
-def test_a_step_too_few() -> None:
-    """The message has the value."""
-    with pytest.raises(ValueError, match="every_n_steps must be at least 1, got 0"):
-        StepMonitor(every_n_steps=0)

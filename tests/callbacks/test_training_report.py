@@ -79,13 +79,13 @@ def test_two_ranks(pool2: RankPool, tmp_path: Path, engine: str) -> None:
     assert not (tmp_path / "1" / "report.html").exists()
     page = (tmp_path / "0" / "report.html").read_text()
     drawn = charts(page)
-    for name, heading in report_page._CURVES.items():
-        trace = drawn[heading]["training"]
+    for name in ("train/loss", "train/grad_norm", "train/learning_rate", "train/tokens_per_second"):
+        trace = drawn["loss" if name == "train/loss" else name][name]
         assert trace["x"] == [entry["step"] for entry in history] == [1, 2, 3, 4]
-        assert trace["y"] == pytest.approx([entry[f"train/{name}"] for entry in history], rel=1e-5)
+        assert trace["y"] == pytest.approx([entry[name] for entry in history], rel=1e-5)
     for name in ("val_loss", "val/loss"):
-        assert drawn["Loss"][name]["x"] == [2, 4]
-    assert drawn["Loss"]["val_loss"]["y"][-1] == pytest.approx(val_loss, rel=1e-5)
+        assert drawn["loss"][name]["x"] == [2, 4]
+    assert drawn["loss"]["val_loss"]["y"][-1] == pytest.approx(val_loss, rel=1e-5)
     assert drawn[HOSTILE][HOSTILE]["x"] == [2, 4]
     assert "<h1>Validated</h1>" in page
     assert f"&#x27;data_parallel&#x27;: &#x27;{engine}&#x27;" in page
@@ -99,15 +99,14 @@ def test_another_strategy(tmp_path: Path) -> None:
     batches = DataLoader(micro_batches(CASE)[0][:3], batch_size=None)
     trainer.fit(Validated(), batches, batches)
     page = (tmp_path / "report.html").read_text()
-    assert list(charts(page)["Loss"]) == ["training", "val/loss"]
-    assert charts(page)["Loss"]["training"].get("x", []) == []
-    assert charts(page)["Loss"]["val/loss"]["x"] == [3]  # not that of a part of the set
+    assert list(charts(page)["loss"]) == ["val/loss"]
+    assert charts(page)["loss"]["val/loss"]["x"] == [3]  # not that of a part of the set
     assert "SingleDeviceStrategy" in page
     assert "label_shift" not in page
     trainer.fit_loop.max_epochs = 2
     trainer.fit(Validated(), batches)
     page = (tmp_path / "report.html").read_text()
-    assert charts(page)[report_page._CURVES["learning_rate"]]["training"]["x"] == [4, 5, 6]
+    assert charts(page)["train/learning_rate"]["train/learning_rate"]["x"] == [4, 5, 6]
 
 
 class Fails(LabelledModule):
@@ -124,7 +123,7 @@ def test_exception(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="throw 1"):
         trainer.fit(Fails(), batches)
     page = (tmp_path / "report.html").read_text()
-    assert charts(page)[report_page._CURVES["learning_rate"]]["training"]["x"] == [1, 2]
+    assert charts(page)["train/learning_rate"]["train/learning_rate"]["x"] == [1, 2]
     assert "&#x27;Ended by&#x27;: &#x27;RuntimeError: &lt;/script&gt;" in page
     assert "<script>throw" not in page
     with pytest.raises(IndexError):
@@ -183,18 +182,12 @@ def test_no_steps() -> None:
     assert len(page) < 5000
 
 
-def test_curves_are_of_what_is_logged() -> None:
-    """A chart of a name that nobody logs would only be left out."""
-    logged = re.findall(r"``(\w+)``", StepMonitor.__doc__ or "")
-    assert [name for name in report_page._CURVES if name not in logged] == []
-
-
 def test_not_finite() -> None:
     """Gaps in the curves."""
     history = [entry(step, loss=value) for step, value in enumerate([1.0, math.nan, math.inf], 1)]
     drawn = charts(render(history, validated={"val_loss": {1: -math.inf}}))
-    assert drawn["Loss"]["training"]["y"] == [1.0, None, None]
-    assert drawn["Loss"]["val_loss"]["y"] == [None]
+    assert drawn["loss"]["train/loss"]["y"] == [1.0, None, None]
+    assert drawn["loss"]["val_loss"]["y"] == [None]
 
 
 # --- A browser --------------------------------------------------------------------------------------------------------
@@ -220,8 +213,8 @@ def test_in_a_browser(tmp_path: Path) -> None:
             assert page.evaluate(
                 "[...document.querySelectorAll('.legendtext')].map(text => text.textContent)"
             )[:2] == [
-                "training",
                 f"{HOSTILE} loss",
+                "train/loss",
             ]
             assert page.evaluate("document.images.length") == 0
             assert page.evaluate("document.documentElement.scrollWidth") == size[0]
