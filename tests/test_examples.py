@@ -144,7 +144,7 @@ def test_main_job_under_another_strategy(folder: Folder, strategy: str, verdict:
     printed = folder.run(MAIN, "--max-steps", "2", "--strategy", strategy, "--check")
     before, after = numbers(HELD_BACK, printed)
     assert before - 0.3 > after
-    assert f"ExactnessCheck: {verdict} in 2 optimizer steps on 2 ranks" in printed
+    assert f"ExactnessCheck: {verdict} in 2 windows on 2 ranks" in printed
 
 
 @needs_plotly

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -21,9 +20,9 @@ from lightning_automodel.callbacks.exactness import verdict
 from lightning_automodel.callbacks.exactness.comparison import Comparison, first, reason_against
 from lightning_automodel.callbacks.exactness.counting import Counting
 from lightning_automodel.callbacks.exactness.lockstep import local_part
-from lightning_automodel.callbacks.exactness.recording import RecordedWindow, Recorder
+from lightning_automodel.callbacks.exactness.recording import RecordedWindow
 from lightning_automodel.callbacks.exactness.verdict import StepResult
-from lightning_automodel.callbacks.running_strategy import automodel, run_of
+from lightning_automodel.callbacks.running_strategy import run_of
 from lightning_automodel.data.samplers import distributed_sampler
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 from lightning_automodel.internals.patching import PatchStack
@@ -48,16 +47,12 @@ class ExactnessCheck(Callback):
         raises: Whether to raise RuntimeError on all ranks if the verdict is ``"wrong"``.
         count: Unit that the loss is a mean over, as for ``AutomodelStrategy``. This and the options below
             are for other strategies. None takes what the loss divides by, as its graph tells, else the
-            labels of the batch or its samples.
-        count_label_tokens: A function of the batch that returns its number of label tokens.
+            labels of the batch.
+        count_label_tokens: A function of the batch that returns what the loss divides by.
         per_token_loss: False if every micro-batch should weigh the same.
-        loss_reduction: ``"sum"`` if ``training_step`` returns a sum.
-        label_key: Entry of the batch that holds the labels.
-        ignore_index: Label that the loss ignores.
-        label_shift: Number of labels at the start of each row that the loss does not use.
 
     Raises:
-        ValueError: If ``steps`` is not positive, or a counting option is given beside ``AutomodelStrategy``.
+        ValueError: At the start of a fit, if a counting option is given beside ``AutomodelStrategy``.
 
     Attributes:
         verdict: ``"exact"``, ``"wrong"`` or ``"not checked"``; None until it is known.
@@ -75,21 +70,12 @@ class ExactnessCheck(Callback):
         count: Literal["tokens", "samples"] | None = None,
         count_label_tokens: Callable[..., Any] | None = None,
         per_token_loss: bool = True,
-        loss_reduction: Literal["mean", "sum"] = "mean",
-        label_key: str = "labels",
-        ignore_index: int = -100,
-        label_shift: int = 0,
     ) -> None:
-        if steps < 1:
-            raise ValueError(f"ExactnessCheck: steps must be at least 1, got {steps}.")
         if count == "samples":
             count_label_tokens = count_samples
-        given = TokenWeighting(
-            per_token_loss, loss_reduction, label_key, ignore_index, label_shift, count_label_tokens
-        )
         self._given: TokenWeighting | None = None
-        if count is not None or given != TokenWeighting():
-            self._given = given
+        if count or count_label_tokens or not per_token_loss:
+            self._given = TokenWeighting(per_token_loss, count_label_tokens=count_label_tokens)
         self._num_steps = steps
         self._patches = PatchStack()
         self._raises = raises
@@ -102,27 +88,22 @@ class ExactnessCheck(Callback):
         self._seconds = 0.0
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == TrainerFn.FITTING:
-            self._reset()
-            if self._given is not None and automodel(trainer) is not None:
-                raise ValueError(
-                    "ExactnessCheck checks the counting options of AutomodelStrategy, and takes its own only"
-                    " under other strategies: pass them to AutomodelStrategy alone."
-                )
-
-    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._reset()
+        run = run_of(trainer)
+        if run is not None and self._given:
+            raise ValueError(
+                "ExactnessCheck checks the counting options of AutomodelStrategy, and takes its own only"
+                " under other strategies: pass them to AutomodelStrategy alone."
+            )
         reason = reason_against(trainer, pl_module)
-        if reason is not None:
+        if reason:
             self._say(trainer, verdict.NOT_CHECKED, f"ExactnessCheck: NOT CHECKED. {reason}.")
             return
-        run = run_of(trainer)
         weighting = self._given if run is None else run.windows.weighting
         self._counting = Counting(weighting or TokenWeighting(), is_given=weighting is not None)
-        self._comparison = Comparison(trainer, self._counting)
-        self._recorder = Recorder(trainer, self._counting, self._comparison.lockstep, self._patches)
-        self._recorder.start()
+        self._comparison = Comparison(trainer, self._counting, self._patches)
+        self._comparison.recorder.start()
 
     # --- One step -----------------------------------------------------------------------------------------
 
@@ -137,25 +118,23 @@ class ExactnessCheck(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         run = run_of(trainer)
         # Weights of each step were recorded. A replay needs what an open window holds.
-        if not (pl_module.automatic_optimization or (run is not None and run.windows.unfinished)):
+        if run and not (pl_module.automatic_optimization or run.windows.unfinished):
             self._compare(trainer)
 
     def _compare(self, trainer: pl.Trainer) -> None:
         """Compare the windows that have ended."""
-        if self.verdict is not None:
+        if self.verdict:
             return
         started_at = time.perf_counter()
         self._patches.restore()
-        for window in self._recorder.finished or [RecordedWindow()]:
-            step = self._comparison.window(self._recorder, window)
-            if step is None:
-                continue
-            self.results.append(step)
+        recorder = self._comparison.recorder
+        steps = map(self._comparison.window, recorder.finished or [RecordedWindow()])
+        self.results += [step for step in steps if step is not None]
         self._seconds += time.perf_counter() - started_at
         if len(self.results) >= self._num_steps:
             self._finish(trainer)
         else:
-            self._recorder.start()
+            recorder.start()
 
     # --- The verdict --------------------------------------------------------------------------------------
 
@@ -180,11 +159,7 @@ class ExactnessCheck(Callback):
         report += verdict.of_samples(map(distributed_sampler, loaders))
         report.append(verdict.of_cost(self._seconds, size))
         self._say(trainer, found, "\n  ".join(report))
-        del (
-            self._recorder,
-            self._comparison,
-            self._counting,
-        )  # with batches, gradients and weights on the host
+        del self._comparison, self._counting  # with batches, gradients and weights on the host
         if self._raises and found == verdict.WRONG:
             raise RuntimeError(self.report)
 

@@ -35,8 +35,8 @@ from tests.trainer.exactness import full_weights
 
 OURS: dict[str, dict[str, Any]] = {"replicated": {"data_parallel": "ddp"}, "sharded": {}}
 WAYS = ("one process", "Lightning's ddp", *OURS)
-COUNTING = ("per_token_loss", "count", "count_label_tokens", "label_shift")
-"""Options that tell what a loss is the mean of."""
+COUNTING = ("per_token_loss", "count", "count_label_tokens")
+"""Options of the check that tell what a loss is the mean of."""
 
 
 class Recorder(Callback):

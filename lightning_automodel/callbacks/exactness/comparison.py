@@ -20,10 +20,13 @@ from lightning_automodel.callbacks.exactness.lockstep import (
 from lightning_automodel.callbacks.exactness.recording import RecordedWindow, Recorder
 from lightning_automodel.callbacks.exactness.slope import slope_along
 from lightning_automodel.callbacks.exactness.verdict import StepResult
-from lightning_automodel.callbacks.exactness.words import listed, percent
+from lightning_automodel.callbacks.exactness.words import percent
+from lightning_automodel.callbacks.running_strategy import automodel
 from lightning_automodel.distributed import collectives
+from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
+from lightning_automodel.internals.patching import PatchStack
 
 _NO_COUNT = (
     "no count was given, nothing in the batch can be counted, and the graph of the loss does not tell, so that"
@@ -37,10 +40,10 @@ def reason_against(trainer: pl.Trainer, module: pl.LightningModule) -> str | Non
     strategy = type(trainer.strategy).__name__
     if isinstance(trainer.strategy, (FSDPStrategy, DeepSpeedStrategy)) or "XLA" in strategy:
         return f"{strategy} keeps parameters in a form of its own"
+    if not (module.automatic_optimization or automodel(trainer)):
+        return f"under manual optimization {strategy} does not tell which backwards belong together"
     if lightning_internals.draws_its_batches(module.training_step):
         return "training_step(dataloader_iter) draws its batches itself"
-    if any(isinstance(getattr(o, "optimizer", o), torch.optim.LBFGS) for o in trainer.strategy.optimizers):
-        return "LBFGS computes gradients several times in a step"
     return None
 
 
@@ -49,47 +52,24 @@ def first(text: str | None) -> str | None:
     return next(filter(None, collectives.gather_objects(text)), None)
 
 
-def _reason_in(
-    recorder: Recorder, recorded: RecordedWindow, parameters: dict[str, nn.Parameter]
-) -> str | None:
-    """Why this rank's part of a window of ``parameters`` cannot be replayed; None if there is no known reason."""
-    if recorder.blocks_sync:
-        return (
-            "backwards accumulate in toggle_model(sync_grad=False), and only AutomodelStrategy tells which of"
-            " them belong together"
-        )
-    if recorded.gradients is None:
-        return "no backward of the loss that training_step has returned was seen"
-    plain = {name: p for name, p in parameters.items() if not isinstance(p, DTensor)}
-    hooked = [name for name, parameter in plain.items() if torch_internals.has_hooks(parameter)]
-    if hooked:
-        return (
-            f"{listed(hooked)} has a hook (register_hook), which sees something else in each micro-batch than in"
-            " one batch: use on_before_optimizer_step, or remove it for the check"
-        )
-    found = [recorder.weights[each.step][0] for each in recorded.micro_batches if recorder.weights]
-    if any(not torch.equal(each[name], found[0][name]) for each in found for name in recorded.trained):
-        return "weights are written within a window that trains them"
-    return None
-
-
 class Comparison:
-    """Compares windows of a run with one batch, each before its optimizer step."""
+    """Records windows of a run, and compares them with one batch, each before its optimizer step."""
 
-    def __init__(self, trainer: pl.Trainer, counting: Counting) -> None:
+    def __init__(self, trainer: pl.Trainer, counting: Counting, patches: PatchStack) -> None:
         self._trainer = trainer
         self._module: pl.LightningModule = trainer.lightning_module
         self._counting = counting
-        self.lockstep = LockStep(trainer, self._module, counting.weighting)
+        self.lockstep = LockStep(trainer, counting.weighting)
+        self.recorder = Recorder(trainer, counting, self.lockstep, patches)
         self._asks_forwards = True
 
-    def window(self, recorder: Recorder, recorded: RecordedWindow) -> StepResult | None:
+    def window(self, recorded: RecordedWindow) -> StepResult | None:
         """Compare a window of which this rank has ``recorded`` its part.
 
         None if no rank has computed a loss. A collective over the world.
         """
         lockstep = self.lockstep
-        sampler = getattr(self._trainer.strategy, "distributed_sampler_kwargs", None) or {}
+        sampler = self._trainer.distributed_sampler_kwargs or {}
         data_rank = sampler.get("rank", self._trainer.global_rank)
         own = recorded.micro_batches
         shown = [replace(each, pickled=b"") for each in own]
@@ -104,9 +84,9 @@ class Comparison:
         step = StepResult([turn.count for turn in turns])
         step.unequal = _unequal(lockstep.parameters)
         step.is_manual = not self._module.automatic_optimization
-        with lockstep.apart(own, recorded.trained, recorder.weights):
+        with lockstep.apart(own, recorded.trained, self.recorder.weights):
             step.is_sharded = lockstep.is_sharded
-            step.problem = first(_reason_in(recorder, recorded, lockstep.trained))
+            step.problem = first(self._reason_against(recorded))
             try:
                 if step.problem is None:
                     self._replay(step, turns, recorded.gradients or {}, is_counted=bool(counts))
@@ -124,22 +104,38 @@ class Comparison:
                     step.slope = slope_along(recorded.gradients or {}, lockstep, turns)
         return step
 
+    def _reason_against(self, recorded: RecordedWindow) -> str | None:
+        """Why this rank's part of a window cannot be replayed; None if there is no known reason."""
+        if recorded.gradients is None:
+            return "no backward of the loss that training_step has returned was seen"
+        plain = {name: p for name, p in self.lockstep.trained.items() if not isinstance(p, DTensor)}
+        hooked = [name for name, parameter in plain.items() if torch_internals.has_hooks(parameter)]
+        if hooked:
+            return (
+                f"{list_first(hooked, 4)} has a hook (register_hook), which sees something else in each"
+                " micro-batch than in one batch: use on_before_optimizer_step, or remove it for the check"
+            )
+        weights = self.recorder.weights
+        found = [weights[each.step][0] for each in recorded.micro_batches if weights]
+        if any(not torch.equal(each[name], found[0][name]) for each in found for name in recorded.trained):
+            return "weights are written within a window that trains them"
+        return None
+
     def _replay(self, step: StepResult, turns: list[Turn], final: Gradients, is_counted: bool) -> None:
         lockstep = self.lockstep
         run = {name: gradient for name, gradient in final.items() if name in lockstep.trained}
-        exact = lockstep.one_batch(turns)
-        again = lockstep.one_batch(turns, scale=0.75, reverse=True)  # which rounds differently
-        numel = {name: float(parameter.numel()) for name, parameter in lockstep.trained.items()}
+        exact, parts, losses = lockstep.one_batch(turns)
+        again, _, _ = lockstep.one_batch(turns, scale=0.75, reverse=True)  # which rounds differently
+        numel = {name: parameter.numel() for name, parameter in lockstep.trained.items()}
         step.eps = _rounding_unit(self._trainer, lockstep.trained)
-        size = lockstep.norms(exact.gradients)
-        off = lockstep.norms(run, exact.gradients)
-        step.judge(off, lockstep.norms(again.gradients, exact.gradients), size, numel)
-        columns = torch.cat([exact.parts, lockstep.sample(run)[:, None]], dim=1)
+        off = lockstep.norms(run, exact)
+        step.judge(off, lockstep.norms(again, exact), lockstep.norms(exact), numel)
+        columns = torch.cat([parts, lockstep.sample(run)[:, None]], dim=1)
         step.explain(lockstep.products(columns), self._counting.unit)
         tolerance = 1e-2 if step.is_half else 1e-5
         pairs = [
             (turn.recorded.loss, loss)
-            for turn, loss in zip(turns, exact.losses, strict=True)
+            for turn, loss in zip(turns, losses, strict=True)
             if abs(turn.recorded.loss - loss) > tolerance * abs(turn.recorded.loss)
         ]
         if pairs:

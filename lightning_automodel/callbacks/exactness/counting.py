@@ -1,7 +1,8 @@
 """How much each micro-batch should weigh, and whether its loss divides by that, as its graph tells."""
 
 import math
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,7 +11,7 @@ from torch import Tensor
 from lightning_automodel.callbacks.exactness.words import plural
 from lightning_automodel.gradients.loss_graph import LossTerm, averaged_parts
 from lightning_automodel.gradients.loss_weights import FirstLooks
-from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
+from lightning_automodel.gradients.token_loss import TokenWeighting
 
 _SAME = 1e-4
 _LOOKS = 100
@@ -18,14 +19,13 @@ _LOOKS = 100
 
 @dataclass(frozen=True)
 class Told:
-    """What is known of the weight of a micro-batch: its count and its rows, if they can be counted, and its loss.
+    """What is known of the weight of a micro-batch: its count, if it can be counted, and the parts of its loss.
 
     ``backward`` tells losses of one step apart.
     """
 
     backward: int
     count: float | None
-    rows: float | None
     parts: list[LossTerm]  # empty if the graph of the loss does not tell
 
     @property
@@ -38,12 +38,7 @@ class Told:
 
 
 class Counting:
-    """Counts micro-batches by ``weighting``; if that is not ``given``, by what their losses divide by, where they tell.
-
-    Attributes:
-        weighting: How micro-batches are counted and weighed. If labels were to be counted and there are
-            none, samples are.
-    """
+    """Counts micro-batches by ``weighting``; if that is not given, by what their losses divide by, where they tell."""
 
     def __init__(self, weighting: TokenWeighting, is_given: bool) -> None:
         self.weighting = weighting
@@ -62,15 +57,13 @@ class Counting:
 
     def look(self, module: pl.LightningModule, batch: Any, output: Any, loss: Tensor, backward: int) -> Told:
         """Look at a micro-batch of this rank."""
-        rows = _count(TokenWeighting(count_label_tokens=count_samples), batch, None)
-        count = _count(self.weighting, batch, output)
-        if count is None and not self.is_given and rows is not None:
-            self.weighting = replace(self.weighting, count_label_tokens=count_samples)
-            count = rows
+        count = None
+        with suppress(ValueError, TypeError):
+            count = float(self.weighting.count(batch, output))
         if count is not None and self.is_given:
             advice = self._looks.advice(module, self.weighting, loss, count, 1)
             self._advice = self._advice or advice or ""
-        return Told(backward, count, rows, averaged_parts(loss))
+        return Told(backward, count, averaged_parts(loss))
 
     def settle(self, told: list[Told]) -> list[float]:
         """The counts of a window's micro-batches, of all ranks, by what was told of each; empty if one is unknown."""
@@ -88,9 +81,13 @@ class Counting:
         """What to say of losses, some of them of this rank alone, that do not divide by the count; else empty."""
         if self._advice or not self.doubt():
             return self._advice
-        counts_rows = all(each.count == each.rows for each in self._told)
-        if not counts_rows and all(each.divisor == each.rows is not None for each in self._told):
-            return f"The loss is a mean over rows, and {plural(self.unit)} are counted. Right is count='samples'."
+        factors = {part.factor for each in self._told for part in each.parts}
+        shares = [(each.divisor or math.inf) / each.count for each in self._told if each.count]
+        if len(factors) == 1 and min(shares) < 0.99 and max(shares) < 1.01:
+            return (
+                f"The loss divides by less than the number of {plural(self.unit)}. If it is a mean over rows,"
+                " count='samples' is right, else give what it divides by as num_label_tokens."
+            )
         return ""
 
     def doubt(self) -> str:
@@ -130,10 +127,3 @@ class Counting:
         if doubt := self.doubt():
             return f"{subject}: taken on trust, as {doubt}."
         return f"{subject}: agrees with the loss, which divides by it."
-
-
-def _count(weighting: TokenWeighting, batch: Any, output: Any) -> float | None:
-    try:
-        return float(weighting.count(batch, output))
-    except (ValueError, TypeError):
-        return None

@@ -6,18 +6,16 @@ gradient: FSDP2 takes it after every backward outside of a window, DDP after non
 
 import math
 import pickle
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -25,17 +23,17 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel.callbacks.exactness.counting import Told
 from lightning_automodel.callbacks.exactness.manual import up_to_backward
 from lightning_automodel.callbacks.exactness.moment import leaving_no_trace
-from lightning_automodel.callbacks.exactness.words import listed
 from lightning_automodel.callbacks.running_strategy import run_of
 from lightning_automodel.distributed import collectives
+from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.distributed.process_group import group_rank, group_size
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.gradients.token_loss import TokenWeighting
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import plain_access
 from lightning_automodel.internals.patching import PatchStack
+from lightning_automodel.training_run import TrainingRun
 
-T = TypeVar("T")
 Gradients = dict[str, Tensor]
 """This rank's parts of gradients by parameter, in host memory; those of parameters without one are missing."""
 RecordedWeights = dict[int, list[Gradients]]
@@ -86,15 +84,6 @@ class Turn:
         return turns
 
 
-@dataclass
-class Replayed:
-    """Gradients of one batch, what each micro-batch adds to sampled entries of them, and its loss on this rank."""
-
-    gradients: Gradients
-    parts: Tensor  # [k, m]
-    losses: list[float]
-
-
 class LockStep:
     """Replays windows on all ranks together.
 
@@ -105,15 +94,15 @@ class LockStep:
     would in the run.
     """
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, weighting: TokenWeighting) -> None:
+    def __init__(self, trainer: pl.Trainer, weighting: TokenWeighting) -> None:
         self._trainer = trainer
-        self._module = module
+        self._module: pl.LightningModule = trainer.lightning_module
         self._weighting = weighting
         self._device = trainer.strategy.root_device
         self._run = run_of(trainer)
         self.context = None if self._run is None else self._run.micro_batches.context
         self.num_slices = 1 if self.context is None else dist.get_world_size(self.context.group)
-        self.parameters = dict(module.named_parameters())
+        self.parameters = dict(self._module.named_parameters())
         self.trained = self.parameters
         self._own: Sequence[MicroBatch] = ()
         self._of_steps: RecordedWeights = {}
@@ -152,7 +141,6 @@ class LockStep:
         self._of_steps = of_steps
         self.trained = {name: self.parameters[name] for name in self.parameters if name in trained}
         self._weights = self.weights()
-        loggers = self._trainer.loggers
         with (
             leaving_no_trace(self._module, self._device) as self._missing,
             PatchStack() as patches,
@@ -160,15 +148,13 @@ class LockStep:
         ):
             for name in ("log", "log_dict"):
                 patches.set(self._module, name, lambda *_, **__: None)
-            patches.callback(setattr, self._trainer, "loggers", loggers)
-            self._trainer.loggers = [DummyLogger() for _ in loggers]
             for parameter in self.parameters.values():
                 patches.callback(setattr, parameter, "grad", parameter.grad)
             patches.callback(self.restore_weights)
             yield
 
     def restore_weights(self) -> bool:
-        """Write back the weights. Returns whether any had changed."""
+        """Write back the weights, and free what was gathered of them. Returns whether any had changed."""
         return self._write(self._weights)
 
     @torch.no_grad()
@@ -177,34 +163,28 @@ class LockStep:
         for name, parameter in self.parameters.items():
             part = local_part(parameter)
             wanted = weights[name].to(part.device)
-            if not torch.allclose(part, wanted, rtol=0, atol=0, equal_nan=True):
+            if not torch.equal(part, wanted):
                 part.copy_(wanted)
                 has_changed = True
-        if has_changed and self._run is not None:
+        if self._run is not None:
             self._run.engine.stepped()
-        elif has_changed:
-            self._reshard()
-        return has_changed
-
-    def _reshard(self) -> None:
-        """Free what another strategy has gathered."""
+            return has_changed
         for submodule in self._module.modules():
             if isinstance(submodule, FSDPModule):
                 submodule.reshard()
+        return has_changed
 
-    def together(self, function: Callable[[], T]) -> T:
-        """What ``function`` returns. ReplayError on all ranks if it raises on any."""
+    def together(self, function: Callable[[], None]) -> None:
+        """Call ``function``. ReplayError on all ranks if it raises on any."""
         problem = None
         try:
-            result = function()
+            function()
         except ReplayError:
             raise  # of a call within this one
         except Exception as error:
             problem = f"the replay has raised {type(error).__name__}: {error}"
             if self._missing:
-                problem += (
-                    f". It lacks {listed(self._missing)}: what is drawn from iterators cannot be put back"
-                )
+                problem += f". It lacks {list_first(self._missing, 4)}: what is drawn from iterators cannot be put back"
         if self.is_sharded:
             patience = _TIME_FOR_ALL if problem is None else _TIME_AFTER_ERROR
             try:
@@ -219,7 +199,6 @@ class LockStep:
         first = next(filter(None, collectives.gather_objects(problem)), None)
         if first is not None:
             raise ReplayError(first)
-        return result
 
     # --- One micro-batch --------------------------------------------------------------------------------------
 
@@ -235,7 +214,7 @@ class LockStep:
         received = collectives.broadcast_object(sent, turn.source)
         if not received:
             raise ReplayError("a batch cannot be pickled, for other ranks")
-        written = deque(self._of_steps.get(turn.recorded.step, ()))
+        written = iter(self._of_steps.get(turn.recorded.step, ()))
         found = []
 
         def backward(loss: Tensor, output: Any) -> None:
@@ -248,17 +227,17 @@ class LockStep:
             self._differentiate(objective * scale)
 
         def stepped() -> None:
-            self._write(written.popleft())
+            self._write(next(written))
 
-        def run() -> None:
+        def run_step() -> None:
             self._clear_gradients()
-            if self._module.automatic_optimization:
+            if self._run is None or self._module.automatic_optimization:
                 output = self._training_step(received)
                 backward(loss_of(output), output)
                 return
             stepped()
             with (
-                self._requiring_gradients(),
+                self._requiring_gradients(self._run),
                 up_to_backward(self._module, turn.recorded.backward, backward, stepped),
             ):
                 self._training_step(received)
@@ -267,8 +246,8 @@ class LockStep:
                     f"training_step has called manual_backward less than {turn.recorded.backward} times"
                 )
 
-        with self._replaying() if self._run is None else self._run.engine.replaying():
-            self.together(run)
+        with nullcontext() if self._run is None else self._run.engine.replaying():
+            self.together(run_step)
         return found[0]
 
     def _clear_gradients(self) -> None:
@@ -276,27 +255,17 @@ class LockStep:
             parameter.grad = None
 
     @contextmanager
-    def _replaying(self) -> Iterator[None]:
-        """As that of our engines, under another strategy: forwards alone leave parameters gathered."""
-        try:
-            yield
-        finally:
-            self._reshard()
-
-    @contextmanager
-    def _requiring_gradients(self) -> Iterator[None]:
+    def _requiring_gradients(self, run: TrainingRun) -> Iterator[None]:
         """Context at whose end no optimizer is toggled, as a step that ends early leaves it."""
         required = {parameter: parameter.requires_grad for parameter in self.parameters.values()}
         try:
             yield
         finally:
-            if self._run is not None:
-                self._run.engine.release()  # what it has gathered would toggle them again
+            run.engine.release()  # what it has gathered would toggle them again
             for parameter, requires_grad in required.items():
                 parameter.requires_grad = requires_grad
-            if self._run is not None:
-                self._run.windows.toggled = None
-                self._run.engine.requires_grad_changed()
+            run.windows.toggled = None
+            run.engine.requires_grad_changed()
 
     def _training_step(self, received: bytes) -> Any:
         arguments, before = pickle.loads(received)
@@ -332,8 +301,14 @@ class LockStep:
 
     # --- One batch --------------------------------------------------------------------------------------------
 
-    def one_batch(self, turns: Sequence[Turn], scale: float = 1.0, reverse: bool = False) -> Replayed:
-        """Compute the gradients of all micro-batches as one batch, from losses times ``scale``."""
+    def one_batch(
+        self, turns: Sequence[Turn], scale: float = 1.0, reverse: bool = False
+    ) -> tuple[Gradients, Tensor, list[float]]:
+        """Compute the gradients of all micro-batches as one batch, from losses times ``scale``.
+
+        Returns these, what each of m micro-batches adds to k sampled entries of them [k, m], and its loss on
+        this rank.
+        """
         scale *= loss_scale(self._trainer)
         losses = [0.0] * len(turns)
         parts = [torch.zeros(0)] * len(turns)
@@ -350,7 +325,7 @@ class LockStep:
                     total[name] = gradient
         for gradient in total.values():
             gradient.div_(scale)
-        return Replayed(total, torch.stack(parts, dim=1), losses)
+        return total, torch.stack(parts, dim=1), losses
 
     @torch.no_grad()
     def _complete(self) -> None:

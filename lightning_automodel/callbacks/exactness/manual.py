@@ -61,6 +61,6 @@ def up_to_backward(
             patches.set(config.scheduler, "step", nothing)
         patches.set(module, "zero_grad", nothing)
         for owner in (module, trainer.strategy):
-            patches.set(owner, "clip_gradients", nothing, is_new=True)
-        patches.set(trainer.strategy, "block_backward_sync", nullcontext, is_new=True)
+            patches.set(owner, "clip_gradients", nothing)
+        patches.set(trainer.strategy, "block_backward_sync", nullcontext)
         yield

@@ -19,7 +19,6 @@ from lightning_automodel.callbacks.exactness.lockstep import (
     loss_of,
     loss_scale,
 )
-from lightning_automodel.callbacks.exactness.manual import optimizers_of
 from lightning_automodel.callbacks.exactness.moment import Moment
 from lightning_automodel.callbacks.running_strategy import automodel, run_of
 from lightning_automodel.gradients.window import BackwardPass, Window
@@ -49,7 +48,6 @@ class Recorder:
     ) -> None:
         self.finished: list[RecordedWindow] = []
         self.weights: RecordedWeights = {}
-        self.blocks_sync = False  # another strategy accumulates, and does not tell what
         self._trainer = trainer
         self._module: pl.LightningModule = trainer.lightning_module
         self._strategy = automodel(trainer)
@@ -60,7 +58,6 @@ class Recorder:
         self._newest: MicroBatch | None = None
         self._num_steps = 0
         self._num_backwards = 0
-        self._depth = 0  # of optimizers' steps: Lightning's wrapper calls its optimizer's
 
     def start(self) -> None:
         """Record from the next training step on."""
@@ -71,18 +68,13 @@ class Recorder:
         self._patches.set(self._module, "training_step", self._recording(self._module.training_step))
         run = run_of(self._trainer)
         if run is not None:
-            run.windows.on_backward = self._after_backward
-            self._patches.callback(setattr, run.windows, "on_backward", None)
+            self._patches.set(run.windows, "on_backward", self._after_backward)
         if self._module.automatic_optimization:
             return
         strategy = self._trainer.strategy
         self._patches.set(strategy, "backward", self._noting_loss(strategy.backward))
-        for optimizer in optimizers_of(self._module):
+        for optimizer in self._trainer.optimizers:  # whose steps Lightning's wrappers call
             self._patches.set(optimizer, "step", self._noting_weights(optimizer.step))
-        block = getattr(strategy, "block_backward_sync", None)
-        if run is None and block is not None:
-            self._patches.set(strategy, "block_backward_sync", self._noting_block)
-            self._block = block
 
     def _recording(self, called: Callable[..., Any]) -> Callable[..., Any]:
         context = self._lockstep.context
@@ -117,19 +109,11 @@ class Recorder:
 
     def _noting_weights(self, called: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
-            self._depth += 1
-            try:
-                return called(*args, **kwargs)
-            finally:
-                self._depth -= 1
-                if self._depth == 0:
-                    self._note_weights()
+            output = called(*args, **kwargs)
+            self._note_weights()
+            return output
 
         return step
-
-    def _noting_block(self) -> Any:
-        self.blocks_sync = True
-        return self._block()
 
     def _note_weights(self) -> None:
         self.weights[self._num_steps].append(self._lockstep.weights())
@@ -155,8 +139,6 @@ class Recorder:
 
     def _watch_backward(self, loss: Tensor, micro_batch: MicroBatch) -> None:
         """Under another strategy: note what ``.grad`` holds before a window and after its backwards."""
-        if not self._module.automatic_optimization:
-            self._unfinished = {}
         recorded = self._unfinished.setdefault(None, RecordedWindow())
 
         def note_older(_: Tensor) -> None:

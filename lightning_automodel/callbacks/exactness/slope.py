@@ -9,7 +9,7 @@ from lightning_automodel.callbacks.exactness.lockstep import Gradients, LockStep
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_size
 
-_CHANGE = 1e-3  # of the loss, that a step along the gradients aims at
+_CHANGE = 2e-4  # of the loss, that a step along the gradients aims at
 _MOVE = 1e-2  # of the entries of a parameter without a gradient
 
 
@@ -23,6 +23,7 @@ def slope_along(run: Gradients, lockstep: LockStep, turns: Sequence[Turn]) -> fl
     norms = lockstep.norms(run)
     promised = sum(norm**2 for norm in norms.values())
     size = _CHANGE * abs(_loss(lockstep, turns)) / promised
+    lockstep.restore_weights()
     parts = {name: local_part(parameter) for name, parameter in lockstep.trained.items()}
     steps = {name: size * gradient for name, gradient in run.items()}
     for name, norm in norms.items():
@@ -30,17 +31,13 @@ def slope_along(run: Gradients, lockstep: LockStep, turns: Sequence[Turn]) -> fl
             generator = torch.Generator().manual_seed(0)  # the same on all ranks
             steps[name] = _MOVE * torch.randn(parts[name].shape, generator=generator)
 
-    def change(factor: float) -> float:
-        """Between weights that are as many steps ahead and behind."""
-        losses = []
-        for factor_of_side in (factor, -factor):
-            for name, step in steps.items():
-                parts[name].add_(step.to(parts[name]), alpha=factor_of_side)
-            losses.append(_loss(lockstep, turns))
-            lockstep.restore_weights()
-        return losses[0] - losses[1]
-
-    return (8 * change(1) - change(2)) / (12 * size * promised)
+    change = 0.0
+    for side in (1, -1):  # a step ahead and one behind
+        for name, step in steps.items():
+            parts[name].add_(step.to(parts[name]), alpha=side)
+        change += side * _loss(lockstep, turns)
+        lockstep.restore_weights()
+    return change / (2 * size * promised)
 
 
 def _loss(lockstep: LockStep, turns: Sequence[Turn]) -> float:

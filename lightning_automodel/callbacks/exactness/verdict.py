@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_automodel.callbacks.exactness.counting import Counting
-from lightning_automodel.callbacks.exactness.words import listed, number_of, percent, plural, range_of
+from lightning_automodel.callbacks.exactness.words import number_of, percent, plural, range_of
 from lightning_automodel.data.samplers import Ranks, repeats
+from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.distributed.process_group import group_size
 
 EXACT = "exact"
@@ -47,7 +48,7 @@ class StepResult:
         problem: Why the gradients could not be judged.
     """
 
-    counts: list[float] = field(default_factory=list)
+    counts: list[float]
     gradient_error: float = math.nan
     rounding: float = math.nan
     parameters: dict[str, float] = field(default_factory=dict)
@@ -64,13 +65,6 @@ class StepResult:
     def keeps_promise(self) -> bool:
         """Whether the loss changes as the gradients promise."""
         return self.slope is not None and abs(self.slope - 1) < _SLOPE_OFF
-
-    @property
-    def noun(self) -> str:
-        """What it is the result of, in singular."""
-        if self.is_manual:
-            return "window"
-        return "optimizer step"
 
     def judge(self, off: Norms, rounding: Norms, size: Norms, numel: Norms) -> None:
         """Fill in errors from norms by parameter."""
@@ -107,17 +101,20 @@ class StepResult:
         if self.problem:
             return
         counts = torch.tensor(self.counts, dtype=torch.float64)
-        used = [index for index, count in enumerate(self.counts) if count and products[index, index] > 0]
+        used = products.diagonal()[:-1].nonzero()[:, 0]
         size = products[-1, -1].clamp_min(1e-300)
         among = products[used][:, used]
         factors = torch.linalg.lstsq(among, products[used, -1:]).solution[:, 0]
         left = _distance(among, products[used, -1], size, factors)
         direct = _distance(among, products[used, -1], size, torch.ones_like(factors))
-        error = float((factors - 1).abs().max()) if used else 0.0
+        error = float((factors - 1).abs().max()) if len(used) else 0.0
         if left < 0.05 and left < 0.3 * direct and error > max(4 * left, 0 if self.is_wrong else 0.02):
             self.is_wrong = True  # by a weight that rounding does not explain, in half precision
             right = counts[used] / counts.sum()
-            self.explanation = _weights_in_words(factors * right, right, unit)
+            self.explanation = (
+                f"Micro-batches weigh {range_of(factors * right)} in them, where {range_of(right)} is right,"
+                f" as they hold that of the {plural(unit)}."
+            )
         if self.is_half and not self.is_wrong and self.gradient_error > _DOUBTFUL * self.rounding:
             self.problem = (
                 f"they are {percent(self.gradient_error)} off, which may be rounding (here"
@@ -138,15 +135,6 @@ def _distance(among: Tensor, with_run: Tensor, size: Tensor, factors: Tensor) ->
     return float((square / size).clamp_min(0).sqrt())
 
 
-def _weights_in_words(given: Tensor, right: Tensor, unit: str) -> str:
-    if float(given.max()) - float(given.min()) < 0.02 * float(given.abs().max()):
-        return (
-            f"Every micro-batch weighs {percent(float(given.mean()))}, though they hold {range_of(right)} of"
-            f" the {plural(unit)}."
-        )
-    return f"Micro-batches weigh {range_of(given)} in them, where {range_of(right)} is right."
-
-
 def verdict_of(steps: Sequence[StepResult], wrong_count: str) -> str:
     """EXACT only if every step was checked."""
     if wrong_count or any(step.unequal or (step.is_wrong and not step.problem) for step in steps):
@@ -162,8 +150,8 @@ def report_of(steps: Sequence[StepResult], found: str, wrong_count: str, countin
     if not steps:
         return [f"ExactnessCheck: {found.upper()}. There was no optimizer step."]
     lines = [
-        f"ExactnessCheck: {found.upper()}{_resting_on(steps, counting) if found == EXACT else ''} in"
-        f" {number_of(len(steps), steps[0].noun)} on {number_of(group_size(), 'rank')}."
+        f"ExactnessCheck: {found.upper()}{_resting_on(steps[0], counting) if found == EXACT else ''} in"
+        f" {number_of(len(steps), 'window')} on {number_of(group_size(), 'rank')}."
     ]
     if wrong_count:
         lines.append(f"The count is wrong: {wrong_count}")
@@ -177,13 +165,13 @@ def report_of(steps: Sequence[StepResult], found: str, wrong_count: str, countin
         rounding = percent(max(step.rounding for step in checked))
         lines.append(f"Gradients are {errors} off those of one batch (rounding alone: {rounding}).")
     if wrong:
-        named = listed([f"{name} ({percent(error)})" for name, error in wrong[0].parameters.items()])
+        named = list_first([f"{name} ({percent(error)})" for name, error in wrong[0].parameters.items()], 4)
         lines.append(wrong[0].explanation or f"Parameters that are off: {named}.")
     elif checked:
         lines.append(_of_counts(checked, unit))
     unequal = sorted({name for step in steps for name in step.unequal})
     if unequal:
-        lines.append(f"Ranks hold different weights: {listed(unequal)}.")
+        lines.append(f"Ranks hold different weights: {list_first(unequal, 4)}.")
     if checked and not wrong_count and unit != "micro-batch":
         lines.append(counting.sentence())
     if steps[0].keeps_promise:
@@ -193,14 +181,13 @@ def report_of(steps: Sequence[StepResult], found: str, wrong_count: str, countin
     return lines
 
 
-def _resting_on(steps: Sequence[StepResult], counting: Counting) -> str:
+def _resting_on(first: StepResult, counting: Counting) -> str:
     """What an exact training rests on that was not compared."""
     text = ""
-    if steps[0].is_manual:
+    if first.is_manual:
         text = " for each manual_backward by itself"
     if counting.doubt():
-        text += " for the count given" if counting.is_given else f" if each {counting.unit} counts the same"
-    first = steps[0]
+        text += f" if each {counting.unit} counts the same"
     if first.keeps_promise or not first.is_sharded:
         return text
     text += " as far as a replay on shards can tell"
@@ -220,12 +207,10 @@ def _of_counts(steps: Sequence[StepResult], unit: str) -> str:
     counts = torch.tensor(steps[0].counts, dtype=torch.float64)
     weights = range_of(counts / counts.sum().clamp_min(1e-300))
     everywhere = {count for step in steps for count in step.counts}
-    if len(everywhere) > 1 or unit == "micro-batch":
-        return f"Micro-batches weigh {weights} in them, as they hold that of the {plural(unit)}."
-    return (
-        f"Every micro-batch held {everywhere.pop():g} {plural(unit)}, and weighs {weights}: micro-batches of"
-        " unequal counts, as in a short last window, were not seen."
-    )
+    text = f"Micro-batches weigh {weights} in them, as they hold that of the {plural(unit)}."
+    if len(everywhere) == 1 and unit != "micro-batch":
+        text += " Unequal counts, as in a short last window, were not seen."
+    return text
 
 
 def of_samples(samplers: Iterable[Any]) -> list[str]:

@@ -1,12 +1,6 @@
 """Numbers and names in words."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
-
-from lightning_automodel.distributed.failures import list_first
-
-_NAMED = 4  # parameters, at most
 
 
 def percent(value: float) -> str:
@@ -31,8 +25,3 @@ def number_of(number: int, noun: str) -> str:
 def plural(noun: str) -> str:
     """The plural of a countable noun."""
     return noun + ("es" if noun.endswith("ch") else "s")
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    return list_first(names, _NAMED)
