@@ -357,13 +357,30 @@ def _has_memory(group: FSDPParamGroup) -> bool:
 
 
 def gather(unit: FSDPModule) -> None:
-    """Gather the parameters of ``unit``, unless they are. A collective if not.
-
-    The first gather makes tensors that later ones write to, which training could not if they were
-    inference tensors.
-    """
+    """Gather the parameters of ``unit``, unless they are. A collective if not."""
     with torch.inference_mode(False), torch.no_grad():
         unit.unshard()
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def make_unsharded(group: FSDPParamGroup) -> None:
+    """Make the tensors that all gathers write to, which the first gather would make, and free their memory.
+
+    Training could not use them if they were inference tensors. Not a collective.
+    """
+    if was_unsharded(group):
+        return
+    for param in group.fsdp_params:
+        inputs = param.all_gather_inputs
+        param.init_all_gather_outputs(
+            [part.numel() for part in inputs],
+            [part.dtype for part in inputs],
+            getattr(param.mesh_info, "shard_mesh_size", 1),
+            group.device,
+        )
+        param.init_unsharded_param()
+        param.free_unsharded_param()
 
 
 def move_shard(shard: DTensor, param: FSDPParam, local: Tensor) -> bool:

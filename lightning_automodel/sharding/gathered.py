@@ -38,8 +38,6 @@ _SUBSTITUTED = (
 class GatheredUnit(fsdp2.Unit):
     """Lets the shards of a unit follow what is done to its gathered parameters.
 
-    Creating one is a collective: it gathers the parameters, for the first time, and frees them again.
-
     Attributes:
         number: Of the unit, from 1.
         engine: Knows whether a backward of the strategy runs.
@@ -54,15 +52,16 @@ class GatheredUnit(fsdp2.Unit):
         self.engine = engine
         self.assigned: list[Any] = []
         self._assignments: list[int] = []  # `shard.data = values`, before the newest forward
-        # Gathered once, the copies stay the same objects. FSDP2 accumulates into those of units that a window
+        # From now on the copies stay the same objects. FSDP2 accumulates into those of units that a window
         # uses for the first time in its last micro-batch, too.
-        self.gather()
+        for group in self.groups:
+            fsdp2.make_unsharded(group)
         self._copies: list[Any] = []
         for param in self.params:
             make_gathered(param.unsharded_param, param.sharded_param, self)
             self._copies.append(param.unsharded_param)
         self._note()
-        self.free()
+        self.free()  # other code may have gathered them before
         self.note_shards()
         self.hook = cast(nn.Module, module).register_forward_pre_hook(self._before_forward, prepend=True)
 

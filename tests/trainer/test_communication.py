@@ -144,10 +144,10 @@ def _count_start() -> Counter[str]:
     return counter.counts.ops
 
 
-def test_units_are_gathered_once_at_the_start(pool2: RankPool) -> None:
-    """One after the other, as a forward does: the root and two blocks."""
+def test_nothing_is_gathered_at_the_start(pool2: RankPool) -> None:
+    """The first forward gathers."""
     for ops in pool2.run(_count_start):
-        assert (ops[GATHER], ops["counted"]) == (3, 1)
+        assert (ops[GATHER], ops["counted"]) == (0, 1)
 
 
 def test_ddp(pool2: RankPool) -> None:
