@@ -231,23 +231,6 @@ class CountsApart(Keeping):
         group["seen"] = 7 + dist.get_rank()
 
 
-KINDS: dict[str, type[torch.optim.Optimizer]] = {
-    each.__name__: each
-    for each in (
-        KeysWithoutTensors,
-        OwnEntries,
-        HookedEntries,
-        NamesWithDots,
-        Nested,
-        Lists,
-        InGroups,
-        WholeMomentum,
-        Lookahead,
-    )
-}
-"""Those that come back in every form."""
-
-
 class Everything(OwnEntries):
     """Each parameter is updated by one of the others in turn."""
 

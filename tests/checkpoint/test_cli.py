@@ -154,19 +154,6 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_inspect_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One after the other; the status tells whether all are whole."""
-    whole = save_whole(tmp_path / "a.ckpt")
-    broken = save_whole(tmp_path / "b.ckpt")
-    assert main(["inspect", str(whole), str(whole)]) == 0
-    os.truncate(broken, 100)
-    capsys.readouterr()
-    assert main(["inspect", str(broken), str(whole)]) == 1
-    first, second = capsys.readouterr().out.split("}\n{")
-    assert json.loads(f"{first}}}")["problem"].startswith(f"Cannot load {broken}: ")
-    assert json.loads(f"{{{second}")["problem"] is None
-
-
 def test_inspect_shards_of_other_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those of plain torch have no rest."""
     dcp.save({"state_dict": dict(MODEL)}, checkpoint_id=tmp_path / "plain", no_dist=True)
@@ -292,22 +279,3 @@ def test_inspect_other_content(tmp_path: Path, capsys: pytest.CaptureFixture[str
     torch.save({"state_dict": MODEL, "epoch": torch.tensor(3), "global_step": {1}}, path)
     report = inspected(capsys, str(path))
     assert (report["epoch"], report["global_step"]) == ("tensor(3)", "{1}")
-
-
-@pytest.mark.parametrize(
-    ("path", "problem"),
-    [
-        ("nosuchprotocol://a.ckpt", "ValueError: Protocol not known: nosuchprotocol"),
-        ("a::b.ckpt", "a::b.ckpt has '::' in it"),
-    ],
-)
-def test_unsupported_paths(path: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", path]) == 1
-    assert f'"problem": "{problem}' in capsys.readouterr().out
-
-
-def test_shards_without_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """torch.distributed.checkpoint alone writes no `meta.pt`."""
-    dcp.save({"state_dict": MODEL}, checkpoint_id=str(tmp_path / "a.ckpt"))
-    assert main(["export", str(tmp_path / "a.ckpt"), str(tmp_path / "out"), *CLASS]) == 1
-    assert "meta.pt is missing: this is no directory of shards that Lightning or" in capsys.readouterr().err

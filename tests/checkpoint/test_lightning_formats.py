@@ -24,13 +24,14 @@ from tests.checkpoint.checkpoints import (
     ACCUMULATE,
     AdamModule,
     batches,
+    deviation,
     load_only,
     resume,
     save,
     uninterrupted,
 )
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import Outcome, full_weights, weight_error
+from tests.trainer.exactness import full_weights
 from tests.trainer.runs import CASE, TOLERANCE, make_trainer
 
 
@@ -111,7 +112,7 @@ def test_goes_on_from_what_lightning_saved(pool2: RankPool, tmp_path: Path, kind
     pool2.run(_save_with, kind, str(path))
     for options in ENGINES.values():
         for weights, expected in pool2.run(_go_on, options, str(path)):
-            assert _deviation(weights, expected) <= TOLERANCE
+            assert deviation(weights, expected) <= TOLERANCE
 
 
 def _read_weights(path: str) -> tuple[dict[str, Tensor], str]:
@@ -158,8 +159,8 @@ def test_goes_on_from_fsdp1(pool2: RankPool, tmp_path: Path) -> None:
         for (weights, uninterrupted_weights), from_file in zip(
             pool2.run(_go_on, options, str(paths["one file"])), expected, strict=True
         ):
-            assert _deviation(weights, from_file) <= TOLERANCE
-            assert TOLERANCE < _deviation(weights, uninterrupted_weights) <= 1e-5
+            assert deviation(weights, from_file) <= TOLERANCE
+            assert TOLERANCE < deviation(weights, uninterrupted_weights) <= 1e-5
 
 
 def _lightning_goes_on(path: str) -> dict[str, Tensor]:
@@ -178,10 +179,10 @@ def test_lightning_goes_on_from_a_consolidated_file(pool2: RankPool, tmp_path: P
     assert zipfile.ZipFile(whole).testzip() is None
     expected = pool2.run(uninterrupted, ENGINES["fsdp2"])
     for weights, reference in zip(pool2.run(_lightning_goes_on, str(whole)), expected, strict=True):
-        assert _deviation(weights, reference) <= TOLERANCE
+        assert deviation(weights, reference) <= TOLERANCE
     for options in ENGINES.values():
         for weights, reference in zip(pool2.run(resume, options, str(whole)), expected, strict=True):
-            assert _deviation(weights, reference) <= TOLERANCE
+            assert deviation(weights, reference) <= TOLERANCE
 
 
 def test_files_that_are_missing_or_cut_off_are_told(pool2: RankPool, tmp_path: Path) -> None:
@@ -198,7 +199,3 @@ def test_files_that_are_missing_or_cut_off_are_told(pool2: RankPool, tmp_path: P
     file.unlink()
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp is missing"):
         ShardDirectory(str(path), None)
-
-
-def _deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    return weight_error(Outcome(weights, None), Outcome(expected, None))

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.core import saving
 from torch import Tensor
@@ -144,17 +143,6 @@ def test_damage_is_told(pool2: RankPool, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"__1_0\.distcp has changed since it was written"):
             Parametrised.load_from_checkpoint(path)
         (path / "manifest.json").unlink(missing_ok=True)  # which is for the table of the shards alone
-
-
-def _load_on_one_rank(path: str) -> bool:
-    return dist.get_rank() == 1 or bool(Parametrised.load_from_checkpoint(path).loaded)
-
-
-def test_one_rank_can_do_it_alone(pool2: RankPool, tmp_path: Path) -> None:
-    """While the others do something else."""
-    path = str(tmp_path / "run.ckpt")
-    pool2.run(_save, {}, path)
-    assert pool2.run(_load_on_one_rank, path) == [True, True]
 
 
 def test_importing_again_changes_nothing() -> None:

@@ -12,15 +12,11 @@ from torch import Tensor
 from lightning_automodel.checkpoint import CheckpointError
 from lightning_automodel.checkpoint.__main__ import main
 from tests.checkpoint import optimizers
-from tests.checkpoint.checkpoints import FORMS, AdamModule, fit, forms
-from tests.checkpoint.optimizers import KINDS, Module
+from tests.checkpoint.checkpoints import FORMS, AdamModule, deviation, fit, forms
+from tests.checkpoint.optimizers import Module
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import Outcome, full_weights, weight_error
+from tests.trainer.exactness import full_weights
 from tests.trainer.runs import CASE, TOLERANCE
-
-
-def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    return weight_error(Outcome(weights, None), Outcome(expected, None))
 
 
 def _save(options: dict[str, Any], kind: Any, path: str) -> dict[str, Tensor]:
@@ -50,53 +46,29 @@ def test_everything_comes_back(pool2: RankPool, tmp_path: Path, form: str) -> No
     _assert_resumes(pool2, FORMS[form], FORMS[form], optimizers.Everything, tmp_path / "last.ckpt")
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", FORMS)
-def test_each_kind_comes_back(pool2: RankPool, tmp_path: Path, form: str, kind: str) -> None:
-    """Alone, which shows what is wrong with the test of all."""
-    _assert_resumes(pool2, FORMS[form], FORMS[form], KINDS[kind], tmp_path / "last.ckpt")
-
-
-BOTH_ENGINES = [name for name in KINDS if name != "WholeMomentum"]
-
-
 @pytest.mark.parametrize(
     ("saving", "resuming", "kind"),
     [
-        ("shards", "replicated", "InGroups"),
-        ("replicated", "shards", "Lookahead"),
-        *(
-            pytest.param(saving, resuming, kind, marks=pytest.mark.sweep)
-            for saving, resuming in (
-                ("shards", "replicated"),
-                ("one_file_of_shards", "replicated"),
-                ("replicated", "shards"),
-                ("replicated_directory", "one_file_of_shards"),
-            )
-            for kind in BOTH_ENGINES
-        ),
+        ("shards", "replicated", optimizers.InGroups),
+        ("replicated", "shards", optimizers.Lookahead),
+        ("replicated_directory", "one_file_of_shards", optimizers.HookedEntries),
     ],
 )
 @pytest.mark.every_case
 def test_under_the_other_engine(
-    pool2: RankPool, tmp_path: Path, saving: str, resuming: str, kind: str
+    pool2: RankPool, tmp_path: Path, saving: str, resuming: str, kind: Any
 ) -> None:
     """Whole tensors become shards, and the reverse."""
-    _assert_resumes(pool2, FORMS[saving], FORMS[resuming], KINDS[kind], tmp_path / "last.ckpt")
+    _assert_resumes(pool2, FORMS[saving], FORMS[resuming], kind, tmp_path / "last.ckpt")
 
 
-@pytest.mark.parametrize(
-    "kind", ["Lookahead", *(pytest.param(kind, marks=pytest.mark.sweep) for kind in BOTH_ENGINES)]
-)
-@pytest.mark.every_case
-def test_consolidated(pool2: RankPool, tmp_path: Path, kind: str) -> None:
+def test_consolidated(pool2: RankPool, tmp_path: Path) -> None:
     """One file that is made of a directory holds the same."""
     path = tmp_path / "last.ckpt"
     whole = tmp_path / "whole.ckpt"
-    expected = pool2.run(_save, FORMS["shards"], KINDS[kind], str(path))[0]
+    expected = pool2.run(_save, FORMS["shards"], optimizers.Lookahead, str(path))[0]
     assert main(["consolidate", str(path), str(whole)]) == 0
-    for weights in pool2.run(_resume, FORMS["one_file_of_shards"], KINDS[kind], str(whole)):
+    for weights in pool2.run(_resume, FORMS["one_file_of_shards"], optimizers.Lookahead, str(whole)):
         assert deviation(weights, expected) <= TOLERANCE
 
 
@@ -107,7 +79,6 @@ def _refused(options: dict[str, Any], kind: Any, path: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("form", ["shards", pytest.param("one_file_of_shards", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize(
     ("kind", "entry"),
     [
@@ -121,12 +92,10 @@ def _refused(options: dict[str, Any], kind: Any, path: str) -> str:
     ],
 )
 @pytest.mark.every_case
-def test_what_could_not_be_loaded_is_refused(
-    pool2: RankPool, tmp_path: Path, form: str, kind: Any, entry: str
-) -> None:
+def test_what_could_not_be_loaded_is_refused(pool2: RankPool, tmp_path: Path, kind: Any, entry: str) -> None:
     """At the first save, with the entry and the way out, on every rank."""
     path = tmp_path / "last.ckpt"
-    for message in pool2.run(_refused, FORMS[form], kind, str(path)):
+    for message in pool2.run(_refused, FORMS["shards"], kind, str(path)):
         assert entry in message
         assert "data_parallel='ddp'" in message
     assert not path.exists()
@@ -136,10 +105,6 @@ def _save_as_adam(options: dict[str, Any], path: str) -> dict[str, Tensor]:
     trainer, _ = fit(options, AdamModule())
     trainer.save_checkpoint(path)
     return full_weights(fit(options, AdamModule(), max_epochs=2)[1].model)
-
-
-def _resume_as_adam(options: dict[str, Any], path: str) -> dict[str, Tensor]:
-    return full_weights(fit(options, AdamModule(CASE.seed + 2), ckpt_path=path, max_epochs=2)[1].model)
 
 
 def _resume_other_notes(options: dict[str, Any], path: str) -> str:
@@ -248,3 +213,31 @@ def _load_as_other_precision(options: dict[str, Any], path: str) -> set[str]:
 def test_states_of_parameters_of_another_dtype(pool2: RankPool, tmp_path: Path) -> None:
     """Are cast with their parameters, as ever: kernels want both of one dtype."""
     assert pool2.run(_load_as_other_precision, {}, str(tmp_path / "last.ckpt")) == [{"torch.float64"}] * 2
+
+
+class InOrder(AdamModule):
+    """Trains two groups of parameters, in their order or from the last to the first."""
+
+    def __init__(self, step: int, seed: int = CASE.seed) -> None:
+        super().__init__(seed)
+        self.step = step
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        groups = [{"params": part[:: self.step]} for part in (parameters[:4], parameters[4:])]
+        return torch.optim.AdamW(groups, lr=0.01, eps=1e-3)
+
+
+def _resume_in_another_order(options: dict[str, Any], path: str) -> float:
+    fit(options, InOrder(1))[0].save_checkpoint(path)
+    _, resumed = fit(options, InOrder(-1, CASE.seed + 2), ckpt_path=path, max_epochs=2)
+    _, uninterrupted = fit(options, InOrder(1), max_epochs=2)
+    return deviation(full_weights(resumed.model), full_weights(uninterrupted.model))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("form", ["shards", "replicated"])
+def test_another_order_of_parameters(pool2: RankPool, tmp_path: Path, form: str) -> None:
+    """Each gets its own state; other parameters are refused (`test_damage.py`)."""
+    for found in pool2.run(_resume_in_another_order, FORMS[form], str(tmp_path / "last.ckpt")):
+        assert found <= TOLERANCE

@@ -24,10 +24,10 @@ from lightning_automodel.checkpoint import CheckpointError, paths
 from lightning_automodel.checkpoint.reading import read_directory
 from lightning_automodel.checkpoint.shard_writer import prepare_shards
 from lightning_automodel.checkpoint.single_file import prepare_file, save_file
-from tests.checkpoint.checkpoints import fit, load_only, resume, save, uninterrupted
+from tests.checkpoint.checkpoints import deviation, fit, load_only, resume, save, uninterrupted
 from tests.checkpoint.test_damage import opened
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import Outcome, full_weights, weight_error
+from tests.trainer.exactness import full_weights
 from tests.trainer.runs import TOLERANCE
 
 FORMS: dict[str, dict[str, Any]] = {"shards": {}, "replicated": {"data_parallel": "ddp"}}
@@ -73,7 +73,7 @@ def _go_on_from_a_stand(options: dict[str, Any], root: str) -> tuple[dict[str, T
 def test_object_store(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """Saved twice in the same place, resumed, and nothing is left of the first save."""
     for resumed, through in pool2.run(_go_on_from_a_stand, FORMS[form], str(tmp_path)):
-        assert weight_error(Outcome(resumed, None), Outcome(through, None)) <= TOLERANCE
+        assert deviation(resumed, through) <= TOLERANCE
     path = tmp_path / "runs" / "last.ckpt"
     assert path.is_dir() == (form == "shards")
     if form == "shards":

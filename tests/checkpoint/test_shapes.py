@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.checkpoint.checkpoints import AdamModule, fit, load_only, save, uninterrupted
+from tests.checkpoint.checkpoints import AdamModule, deviation, fit, load_only, save, uninterrupted
 from tests.rank_pool import RankPool
-from tests.trainer.exactness import PLAN, Outcome, TinyDecoder, full_weights, weight_error
+from tests.trainer.exactness import PLAN, TinyDecoder, full_weights
 from tests.trainer.plain import ModelModule
 from tests.trainer.runs import CASE, TOLERANCE
 
@@ -69,10 +69,6 @@ def _load_only(options: dict[str, Any], path: str) -> dict[str, Tensor]:
 def expected(pool2: RankPool) -> dict[str, Tensor]:
     """Weights after two epochs without a stop."""
     return pool2.run(uninterrupted, DDP)[0]
-
-
-def deviation(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    return weight_error(Outcome(weights, None), Outcome(expected, None))
 
 
 # Every layout is saved and resumed in here once; all pairs are a sweep.

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -63,16 +62,6 @@ class HoldsANetwork(ModelModule):
         return adamw(self)
 
 
-class KeepsTheModule(Callback):
-    """Its state is a module."""
-
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        self.module = pl_module.model
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"of": {"net": self.module}}
-
-
 class PutsItThere(HoldsANetwork):
     """By its own hook, as disent's modules do: nothing that is left out of the hyper-parameters helps."""
 
@@ -112,21 +101,6 @@ def test_networks_among_the_hyper_parameters(pool2: RankPool, tmp_path: Path, fo
             HoldsANetwork.load_from_checkpoint(path)
         loaded = HoldsANetwork.load_from_checkpoint(path, net=TinyDecoder(0).double())
         assert all(torch.equal(weights[name], value) for name, value in loaded.model.named_parameters())
-
-
-def _save_module_of_callback(options: dict[str, Any], folder: str) -> str:
-    trainer, _ = fit(options, callbacks=[KeepsTheModule()])
-    with pytest.raises(CheckpointError) as raised:
-        trainer.save_checkpoint(f"{folder}/a.ckpt")
-    return str(raised.value)
-
-
-def test_a_module_in_the_state_of_a_callback(pool2: RankPool, tmp_path: Path) -> None:
-    """Is refused at the first save, by its place."""
-    for message in pool2.run(_save_module_of_callback, FORMS["shards"], str(tmp_path)):
-        assert "checkpoint['callbacks']['KeepsTheModule']['of']['net'] cannot be pickled: Can't" in message
-        assert "keep the state_dict() of a part of the model in its place" in message
-    assert list(tmp_path.iterdir()) == []
 
 
 class Unpicklable(AdamModule):

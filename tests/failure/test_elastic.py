@@ -1,27 +1,17 @@
-"""`torchrun --max-restarts=1`, a rank fails at a random moment: the job ends with the weights of a calm one.
-
-A default run plays torchrun: forked ranks find its environment and its store, twice. The sweep runs the real
-one.
-"""
+"""`torchrun --max-restarts=1`, a rank fails at a random moment: the job ends with the weights of a calm one."""
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lightning_automodel.distributed.meeting import NONE
-from tests.checkpoint.killed import expected_weights
-from tests.failure import elastic_script
+from tests.checkpoint.test_kills import expected_weights
 from tests.failure.elastic_script import NUM_STEPS
-from tests.failure.faults import become_rank, killed_at_the_end
-from tests.processes import forked, free_port, run_anew
+from tests.processes import run_anew
 
 
 def run_job(folder: Path, seed: int, fault: str, how: str) -> str:
@@ -46,45 +36,6 @@ def check(folder: Path) -> None:
             float((value - expected[f"model.{name}"]).abs().max()) for name, value in end["weights"].items()
         )
         assert worst <= 1e-10
-
-
-def be_rank(rank: int, attempt: int, port: int, folder: Path) -> None:
-    """What torchrun lets a rank find, and what it runs."""
-    logs = folder / f"attempt{attempt}"
-    logs.mkdir(exist_ok=True)
-    become_rank(rank, 2, port, logs)
-    os.environ.update(
-        GROUP_RANK="0",
-        LOCAL_WORLD_SIZE="2",
-        TORCHELASTIC_RUN_ID="job",
-        TORCHELASTIC_RESTART_COUNT=str(attempt),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
-    elastic_script.main(folder, seed=1, fault="SIGKILL", options={"async_checkpoint": True})
-
-
-@pytest.mark.sweep
-def test_job_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    """In the background too. One store, in this process, serves both attempts."""
-    port = free_port()
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    for attempt in range(2):
-        ranks = [
-            forked().Process(target=be_rank, args=(rank, attempt, store.port, tmp_path)) for rank in range(2)
-        ]
-        for rank in ranks:
-            rank.start()
-        with killed_at_the_end(ranks):
-            wait([rank.sentinel for rank in ranks], 60)
-            for rank in ranks:
-                # As torchrun does it, once one has failed.
-                if any(rank.exitcode for rank in ranks):
-                    rank.terminate()
-                rank.join(60)
-        statuses = [rank.exitcode for rank in ranks]
-        logs = "\n".join(path.read_text() for path in (tmp_path / f"attempt{attempt}").glob("*.log"))
-        assert (0 in statuses) == (-signal.SIGKILL not in statuses) == (attempt == 1), logs
-    check(tmp_path)
 
 
 @pytest.mark.sweep
