@@ -58,23 +58,18 @@ def test_long_message_is_cut() -> None:
     )
 
 
-def test_silence_is_no_exception() -> None:
-    """A rank that was killed could say nothing, so its last known place is given as such."""
-    failure = RankFailure(1, "host", "fit", MISSED_HEARTBEATS, "nothing for 6 s")
-    assert str(failure) == "rank 1 on host missed heartbeats, last seen in fit: nothing for 6 s"
-
-
 @pytest.mark.parametrize(
     ("where", "error", "said"),
     [
-        ("fit", PROCESS_ENDED, "rank 1 on host was last seen in fit: its process ended"),
-        ("", PROCESS_ENDED, "rank 1 on host: its process ended"),
-        ("fit", MISSING, "rank 1 on host is missing, last seen in fit: its process ended"),
+        ("fit", MISSED_HEARTBEATS, "rank 1 on host missed heartbeats, last seen in fit: nothing for 6 s"),
+        ("fit", PROCESS_ENDED, "rank 1 on host was last seen in fit: nothing for 6 s"),
+        ("", PROCESS_ENDED, "rank 1 on host: nothing for 6 s"),
+        ("fit", MISSING, "rank 1 on host is missing, last seen in fit: nothing for 6 s"),
     ],
 )
 def test_what_others_saw(where: str, error: str, said: str) -> None:
-    """No exception is named, since the rank raised none."""
-    assert str(RankFailure(1, "host", where, error, "its process ended")) == said
+    """No exception is named, since the rank raised none, and its last known place is given as such."""
+    assert str(RankFailure(1, "host", where, error, "nothing for 6 s")) == said
 
 
 class _UnprintableError(RuntimeError):

@@ -1,6 +1,6 @@
 """FirstRankPerNode on real ranks: who goes first, and that no failure is lost and nobody waits for ever.
 
-The pool's four ranks play two nodes by LOCAL_RANK; `trainer/test_two_nodes.py` has real ones. What needs
+The pool's four ranks play two nodes by LOCAL_RANK. What needs
 ranks that make their own group runs `first_rank_script.py` in processes of its own, forked from one that has
 imported everything.
 """

@@ -30,7 +30,7 @@ def test_interfaces_of_this_machine() -> None:
         socket.create_server((address, 0)).close()
 
 
-@pytest.mark.parametrize("host", ["", "127.0.0.1", "localhost", "::1", "no.such.host.invalid"])
+@pytest.mark.parametrize("host", ["", "127.0.0.1", "no.such.host.invalid"])
 def test_nothing_is_chosen_without_a_way_out(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     """Gloo then goes by the host name, as without this package."""
     monkeypatch.delenv(network.GLOO_INTERFACE, raising=False)

@@ -60,13 +60,10 @@ PLACE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
         ({"RANK": "1"}, ["RANK is 1 and WORLD_SIZE is None", "torchrun"]),
         ({"WORLD_SIZE": "2"}, ["RANK is None and WORLD_SIZE is 2", "torchrun"]),
         ({"RANK": "0", "WORLD_SIZE": "2"}, ["MASTER_ADDR and MASTER_PORT", "has no address and no port"]),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}, ["has 10.0.0.1 and no port"]),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}, ["has no address and 29500"]),
         (
             {"RANK": "2", "WORLD_SIZE": "2", **PLACE},
             ["Rank 2 does not exist in a world of 2", "0 to WORLD_SIZE - 1"],
         ),
-        ({"RANK": "0", "WORLD_SIZE": "0", **PLACE}, ["world of 0"]),
         ({"RANK": "one", "WORLD_SIZE": "2", **PLACE}, ["RANK is 'one'", "whole number"]),
         ({"RANK": "-1", "WORLD_SIZE": "2", **PLACE}, ["RANK is '-1'", "0 or more"]),
         ({"RANK": "0", "WORLD_SIZE": "2.0", **PLACE}, ["WORLD_SIZE is '2.0'"]),
@@ -92,9 +89,7 @@ def test_mistakes_in_the_environment(
     [
         ({"init_method": "env://"}, "RANK is None and WORLD_SIZE is None"),
         ({"init_method": "tcp://10.0.0.1", "rank": 0, "world_size": 2}, "has 10.0.0.1 and no port"),
-        ({"init_method": "tcp://10.0.0.1:70000", "rank": 0, "world_size": 2}, "0-65535"),
         ({"init_method": "tcp://10.0.0.1:1?rank=0&world_size=2"}, "pass rank= and world_size="),
-        ({"init_method": "env://", "rank": 3, "world_size": 2}, "Rank 3 does not exist"),
         ({"rank": 0}, "WORLD_SIZE is None"),
     ],
 )
