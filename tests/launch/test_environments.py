@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,18 +18,12 @@ from lightning.pytorch.plugins.environments import KubeflowEnvironment
 
 from lightning_automodel import AutomodelStrategy
 from tests.launch.launched import ACCUMULATE, PATIENCE_S, Launched, program, reference, wait_until
-from tests.processes import free_port, run_anew
+from tests.processes import free_port
 from tests.trainer.exactness import relative_error
 from tests.trainer.runs import CASE, SILENT, TOLERANCE, train_plainly
 
 REPEAT = 2
 REPEATED = REPEAT * CASE.num_batches
-SCRIPT = """
-import sys
-from pathlib import Path
-from tests.launch.test_environments import fit
-fit(Path(sys.argv[1]), {"devices": 2}, "TorchElasticEnvironment")
-"""
 
 
 def fit(
@@ -157,17 +150,6 @@ def assert_exact(folder: Path) -> None:
     found = torch.load(folder / "weights.pt")
     (weights, _) = reference()
     assert max(relative_error(found[name], weight) for name, weight in weights.items()) < TOLERANCE
-
-
-@pytest.mark.sweep
-def test_torchrun_on_one_node(tmp_path: Path) -> None:
-    """It keeps the store and starts two ranks; `test_elastic.py` and `test_two_nodes.py` do so in every run."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    status, printed = run_anew([*torchrun, str(script), str(tmp_path)], tmp_path, PATIENCE_S)
-    assert status == 0, printed
-    assert_exact(tmp_path)
 
 
 def stop_under_slurm(folder: Path) -> list[int | None]:

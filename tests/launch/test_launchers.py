@@ -163,21 +163,6 @@ def _interrupt(method: str, folder: Path) -> tuple[int | None, str, float]:
         return launching.exitcode, terminal.close(), seconds
 
 
-@pytest.mark.sweep  # that ranks meet at a file is shown faster by test_process_group
-def test_ranks_meet_at_a_file(tmp_path: Path) -> None:
-    """`init_method` reaches the process group."""
-    meeting = tmp_path / "meeting"
-    options = {
-        "engines": ["fsdp2"],
-        "tests": False,
-        "init_method": f"file://{meeting}",
-        "timeout": PATIENCE_S / 60,
-    }
-    assert run(train, tmp_path, is_script=True, **options) == 0, (tmp_path / "log").read_text()
-    assert_exact(tmp_path)
-    assert meeting.exists()
-
-
 # --- Choosing a launcher, without any process -------------------------------------------------------------------------
 
 
