@@ -257,22 +257,10 @@ def test_keywords_have_their_meaning() -> None:
     assert sorted(re.findall(r"^    (\w+): ", arguments, flags=re.M)) == sorted(KEYWORDS | LIGHTNINGS)
 
 
-@pytest.mark.parametrize("keyword", ["tensor_parallel", "find_unused_parameters", "device_mesh_", "Timeout"])
-def test_unknown_keyword_raises(keyword: str) -> None:
-    """A misspelt option is refused, not ignored."""
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{keyword}'"):
-        AutomodelStrategy(**{keyword: 1})
-
-
 def test_positional_argument_raises() -> None:
     """No option can be set by its place."""
     with pytest.raises(TypeError, match="positional argument"):
         AutomodelStrategy("ddp")
-
-
-def test_last_step_before_the_first() -> None:
-    """There is nothing to report before the first step."""
-    assert AutomodelStrategy().last_step is None
 
 
 def _overridden_methods() -> list[str]:

@@ -69,12 +69,6 @@ def test_rank_without_losses_learns_the_same(pool2: RankPool, dtype: torch.dtype
     assert total0.item() == total1.item() == 4
 
 
-def test_nobody_has_losses(pool2: RankPool) -> None:
-    """An empty window is zero over zero, for the caller to judge."""
-    for loss, total in pool2.run(_reduce, [[], []], [0, 0], torch.float64):
-        assert (loss.item(), total.item()) == (0.0, 0)
-
-
 def test_large_counts_are_exact(pool2: RankPool) -> None:
     """Counts beyond float32's integers are summed exactly."""
     for _, total in pool2.run(_reduce, LOSSES, [2**24 + 1, torch.tensor(2**40 + 1)], torch.float32):

@@ -71,7 +71,6 @@ ALWAYS = (  # one for each way of writing, and for each state in which weights a
     ("offloaded", "clamped-start"),
 )
 IN_LISTS = ("timm_ema", "hard_update", "foreach_mul_add")  # of state dicts, or whole parameters beside parts
-BETWEEN_FORWARDS = [case for case in CASES if case.endswith("middle")]
 
 
 # There the backward computes with what was written since the forward, in one process too.
