@@ -102,6 +102,25 @@ def _expected(
     return {name: p.grad / world_size for name, p in net.named_parameters() if p.grad is not None}
 
 
+def _abandon(defer: Deferral) -> dict[str, Tensor]:
+    """A window after one that an exception has left in its middle."""
+    training = Training("hybrid", defer, True)
+    training.micro_batch(0, is_last=False)
+    with pytest.raises(KeyError):
+        training.micro_batch(1, is_last=True, fail=True)
+    training.sync.reached.clear()
+    training.sync.recover()
+    training.model.zero_grad()
+    return training.window(2, 3)
+
+
+@pytest.mark.parametrize("defer", [True, "all_reduce"])
+def test_abandoned_windows_leave_nothing(pool4: RankPool, defer: Deferral) -> None:
+    """Neither unreduced gradients nor sums that wait for the other replicas reach the next window."""
+    for found in pool4.run(_abandon, defer):
+        assert error(found, _expected(4, 2, 3)) <= TOLERANCE
+
+
 def _keep_what_stood_before() -> dict[str, Tensor]:
     training = Training("nested", True, False)
     training.window(0)
