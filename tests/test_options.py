@@ -171,18 +171,21 @@ def test_sizes(
         (
             3,
             1,
-            "data_parallel_size=3 does not match the world size 4: start 3 processes, or pass",
+            "data_parallel_size=3 times tensor_parallel_size=1 times context_parallel_size=1"
+            " does not match the world size 4: start 3 processes, or pass",
         ),
         (
             4,
             2,
-            "data_parallel_size=4 times tensor_parallel_size=2 does not match the world size 4: start 8"
+            "data_parallel_size=4 times tensor_parallel_size=2 times context_parallel_size=1"
+            " does not match the world size 4: start 8"
             " processes, or pass",
         ),
         (
             "auto",
             3,
-            "data_parallel_size=1 times tensor_parallel_size=3 does not match the world size 4: start 3"
+            "data_parallel_size=1 times tensor_parallel_size=3 times context_parallel_size=1"
+            " does not match the world size 4: start 3"
             " processes, or pass",
         ),
     ],

@@ -73,29 +73,30 @@ def resolve_sizes(
     For replicas ``"auto"`` is the number of nodes; under DDP all data-parallel ranks are replicas.
     Expert-parallel ranks are some of those that parameters are sharded over.
     """
-    tensor = tensor_parallel_size
-    context = context_parallel_size
-    by_keyword = {"tensor_parallel_size": tensor, "context_parallel_size": context}
-    peers = [f"{name}={size}" for name, size in by_keyword.items() if size > 1]
-    size = world_size // (tensor * context) or 1 if data_parallel_size == "auto" else data_parallel_size
-    if size * tensor * context != world_size:
+    peers = tensor_parallel_size * context_parallel_size
+    size = world_size // peers or 1 if data_parallel_size == "auto" else data_parallel_size
+    if size * peers != world_size:
         raise ValueError(
-            f"{' times '.join([f'data_parallel_size={size}', *peers])} does not match the world size"
-            f" {world_size}: start {size * tensor * context} processes, or pass sizes that multiply to"
-            f" {world_size}; 'auto' finds data_parallel_size where the others divide it."
+            f"data_parallel_size={size} times tensor_parallel_size={tensor_parallel_size} times"
+            f" context_parallel_size={context_parallel_size} does not match the world size {world_size}: start"
+            f" {size * peers} processes, or pass sizes that multiply to {world_size}; 'auto' finds"
+            " data_parallel_size where the others divide it."
         )
     if data_parallel == "ddp":
-        _refuse_tensor_parallel_ddp(tensor)
-        return MeshSizes(replicate=size, shard=1, context=context)
+        if tensor_parallel_size > 1:
+            raise ValueError(
+                f"Tensor parallelism (size {tensor_parallel_size}) does not work with data_parallel='ddp',"
+                " which copies whole parameters: pass data_parallel='fsdp2', with"
+                " data_parallel_replicate_size for copies."
+            )
+        return MeshSizes(replicate=size, shard=1, context=context_parallel_size)
     replicate = num_nodes if data_parallel_replicate_size == "auto" else data_parallel_replicate_size
     _check_divides("data_parallel_replicate_size", replicate, size, "data-parallel ranks")
     shard = size // replicate
     _check_divides(
         "expert_parallel_size", expert_parallel_size, shard, "ranks that parameters are sharded over"
     )
-    return MeshSizes(
-        replicate=replicate, shard=shard, tensor=tensor, context=context, expert=expert_parallel_size
-    )
+    return MeshSizes(replicate, shard, tensor_parallel_size, context_parallel_size, expert_parallel_size)
 
 
 def _check_divides(keyword: str, size: int, num_ranks: int, ranks: str) -> None:
@@ -103,15 +104,6 @@ def _check_divides(keyword: str, size: int, num_ranks: int, ranks: str) -> None:
         valid = ", ".join(str(divisor) for divisor in range(1, num_ranks + 1) if num_ranks % divisor == 0)
         raise ValueError(
             f"{keyword}={size} does not divide the {num_ranks} {ranks}: valid sizes are {valid}."
-        )
-
-
-def _refuse_tensor_parallel_ddp(tensor_parallel_size: int) -> None:
-    if tensor_parallel_size > 1:
-        raise ValueError(
-            f"Tensor parallelism (size {tensor_parallel_size}) does not work with data_parallel='ddp', which"
-            " copies whole parameters: pass data_parallel='fsdp2', with data_parallel_replicate_size for"
-            " copies."
         )
 
 
@@ -146,8 +138,9 @@ class RunMesh:
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
         """Group of the ranks that compute one micro-batch together; None where each computes alone."""
-        is_alone = self.tensor_parallel is None or self.sizes.tensor == 1
-        return None if is_alone else self.tensor_parallel.get_group()  # type: ignore[union-attr]
+        if self.tensor_parallel is None or self.sizes.tensor == 1:
+            return None
+        return self.tensor_parallel.get_group()
 
     def sizes_by_name(self) -> dict[str, int]:
         """Ranks along each named dimension."""
@@ -310,23 +303,24 @@ def adopt_mesh(
             f"device_mesh is for devices of type {mesh.device_type!r}, but this run's are of type"
             f" {device_type!r}: build it with init_device_mesh({device_type!r}, ...)."
         )
-    ranks = mesh.mesh
-    ascend = all(bool((ranks.diff(dim=dimension) > 0).all()) for dimension in range(ranks.ndim))
-    if not ascend or sorted(ranks.flatten().tolist()) != list(range(dist.get_world_size())):
+    world_size = dist.get_world_size()
+    if mesh.mesh.flatten().tolist() != list(range(world_size)):
         # Torch sorts the ranks of each group: in another order, a rank would not have its coordinate in the
         # mesh.
         raise ValueError(
-            f"device_mesh holds the ranks {ranks.tolist()}, but must hold each of the"
-            f" {dist.get_world_size()} ranks of the world once, ascending along each dimension:"
-            " init_device_mesh lays them out so."
+            f"device_mesh holds the ranks {mesh.mesh.tolist()}, but must hold all {world_size} ranks of the"
+            " world, in their order: init_device_mesh lays them out so."
         )
     names = _names_by_role(mesh, data_parallel)
     size = {role: mesh.shape[(mesh.mesh_dim_names or ("",)).index(name)] for role, name in names.items()}
-    tensor = size.get(TENSOR, 1)
-    sizes = MeshSizes(size.get(REPLICATE, 1), size.get(SHARD) or size.get(DATA, 1), tensor)
-    if data_parallel == "ddp":
-        _refuse_tensor_parallel_ddp(tensor)
-        sizes = MeshSizes(sizes.data_parallel, 1)
+    sizes = resolve_sizes(
+        data_parallel=data_parallel,
+        data_parallel_size="auto",
+        data_parallel_replicate_size=size.get(REPLICATE, 1),
+        tensor_parallel_size=size.get(TENSOR, 1),
+        world_size=world_size,
+        num_nodes=1,
+    )
     actual = {
         "data_parallel_size": sizes.data_parallel,
         "data_parallel_replicate_size": sizes.replicate,
