@@ -50,9 +50,14 @@ class ExactnessCheck(Callback):
             labels of the batch.
         count_label_tokens: A function of the batch that returns what the loss divides by.
         per_token_loss: False if every micro-batch should weigh the same.
+        loss_reduction: ``"sum"`` if ``training_step`` returns a sum.
+        label_key: Entry of the batch that holds the labels.
+        ignore_index: Label that the loss ignores.
+        label_shift: Number of labels at the start of each row that the loss does not use.
 
     Raises:
-        ValueError: At the start of a fit, if a counting option is given beside ``AutomodelStrategy``.
+        ValueError: If ``steps`` is not positive; at the start of a fit, if a counting option is given beside
+            ``AutomodelStrategy``.
 
     Attributes:
         verdict: ``"exact"``, ``"wrong"`` or ``"not checked"``; None until it is known.
@@ -70,12 +75,21 @@ class ExactnessCheck(Callback):
         count: Literal["tokens", "samples"] | None = None,
         count_label_tokens: Callable[..., Any] | None = None,
         per_token_loss: bool = True,
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        label_key: str = "labels",
+        ignore_index: int = -100,
+        label_shift: int = 0,
     ) -> None:
+        if steps < 1:
+            raise ValueError(f"ExactnessCheck: steps must be at least 1, got {steps}.")
         if count == "samples":
             count_label_tokens = count_samples
+        given = TokenWeighting(
+            per_token_loss, loss_reduction, label_key, ignore_index, label_shift, count_label_tokens
+        )
         self._given: TokenWeighting | None = None
-        if count or count_label_tokens or not per_token_loss:
-            self._given = TokenWeighting(per_token_loss, count_label_tokens=count_label_tokens)
+        if count is not None or given != TokenWeighting():
+            self._given = given
         self._num_steps = steps
         self._patches = PatchStack()
         self._raises = raises
