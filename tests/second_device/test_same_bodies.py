@@ -54,7 +54,6 @@ from tests.trainer.test_layouts import test_use_that_differs_between_ranks
 from tests.trainer.test_lightning_callbacks import (
     test_early_stopping,
     test_on_exception_checkpoint,
-    test_watchers,
 )
 from tests.trainer.test_models import test_unused_once_it_is_unfrozen
 from tests.trainer.test_support import check
@@ -80,7 +79,6 @@ __all__ = [
     "test_training_goes_on_while_a_checkpoint_is_written",
     "test_unused_once_it_is_unfrozen",
     "test_use_that_differs_between_ranks",
-    "test_watchers",
     "test_weights_equal_one_process",
     "test_weights_equal_one_process_everywhere",
     "test_what_users_write",
