@@ -68,7 +68,8 @@ class Recorder:
         self._patches.set(self._module, "training_step", self._recording(self._module.training_step))
         run = run_of(self._trainer)
         if run is not None:
-            self._patches.set(run.windows, "on_backward", self._after_backward)
+            run.windows.on_backward = self._after_backward
+            self._patches.callback(setattr, run.windows, "on_backward", None)
         if self._module.automatic_optimization:
             return
         strategy = self._trainer.strategy
