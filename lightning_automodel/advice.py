@@ -16,6 +16,7 @@ from lightning_automodel.distributed.mesh import DATA, REPLICATE, SHARD
 from lightning_automodel.gradients.loss_weights import FirstLooks
 from lightning_automodel.gradients.token_loss import (
     Count,
+    StepReport,
     TokenWeighting,
     count_samples,
     has_count,
@@ -83,6 +84,12 @@ class Advice:
     ) -> None:
         """Warn, in the first micro-batches of a run, about a loss [] that does not divide by what is counted."""
         text = self._first_looks.advice(module, weighting, loss, count, accumulate)
+        if text is not None:
+            self.say_once(text)
+
+    def about_first_window(self, report: StepReport) -> None:
+        """Warn, when a run's first window has ended, about a loss of all ranks, which have counted differently."""
+        text = self._first_looks.advice_after(report)
         if text is not None:
             self.say_once(text)
 

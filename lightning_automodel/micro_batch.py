@@ -210,6 +210,8 @@ class MicroBatches:
             windows.abandon(error)
             raise
         engine.refusal = None if backward.ends else PLAIN_BACKWARD
+        if is_first_window and windows.last_step is not None:
+            self.advice.about_first_window(windows.last_step)
         if backward.is_padding and self.module.automatic_optimization:
             self.inputs.end_padding()
         try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from lightning_automodel.gradients.loss_graph import Kind, LossTerm, loss_terms
-from lightning_automodel.gradients.token_loss import Count, TokenWeighting
+from lightning_automodel.gradients.token_loss import Count, StepReport, TokenWeighting
 
 NUM_LOOKS = 4
 _ROUNDING = 1e-4
@@ -44,6 +44,8 @@ class FirstLooks:
         self._left = num_looks
         # By the kinds of their terms: what a loss divides by, and what was counted for it.
         self._first: dict[tuple[Kind, ...], tuple[list[LossTerm], float]] = {}
+        # A term that is taken from all ranks, of this rank's losses.
+        self._over_ranks: _Comparison | None = None
 
     def advice(
         self,
@@ -69,10 +71,23 @@ class FirstLooks:
         first_terms, first_number = self._first.setdefault(kinds, (terms, number))
         for first, term in zip(first_terms, terms, strict=True):
             found = _Comparison(module, weighting, (first, term), (first_number, number))
+            if term.kind == "all ranks":
+                self._over_ranks = found
             if (text := found.of_all_ranks() or found.of_one_rank()) is not None:
                 self._left = 0
                 return text
         return None
+
+    def advice_after(self, window: StepReport) -> str | None:
+        """What to tell of a loss of all ranks, if this rank counts as much in each micro-batch, and others do not.
+
+        ``window`` is the report on the first window, which is read.
+        """
+        if self._over_ranks is None:
+            return None
+        own, _ = self._over_ranks.counts
+        mean = float(window.num_label_tokens / window.num_micro_batches)
+        return replace(self._over_ranks, counts=(own, mean)).of_all_ranks()
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,12 @@ REFUSALS: dict[str, Callable[[Case], Any]] = {
         c.container in ("direct", "dict", "dict_of_groups")
     ),
     r"got a gradient that it does not reduce": lambda c: (
-        c.engine != "ddp" and (c.penalty == "full_tensor" or c.container in ("iterated", "indexed"))
+        c.engine != "ddp"
+        and (
+            c.penalty == "full_tensor"
+            or c.container in ("iterated", "indexed")
+            or any(write.startswith("teacher_load@") for write in c.writes)  # which takes a state dict
+        )
     ),
     # torch's anomaly mode looks for NaN by an operator that DTensors lack, before that.
     r"_is_any_true.default does not have a sharding": lambda c: (

@@ -79,6 +79,9 @@ FOUND = {
     "parameter_that_is_replaced": Case(num_batches=1, changed="replace@train_start"),
     "negative_count": Case(tell="returned_tensor", negative=True),
     "loss_of_all_ranks": Case(num_batches=4, accumulation=(2,), over_ranks=True),
+    "loss_of_all_ranks_that_count_otherwise": Case(
+        seed=195840, task="rows", num_batches=2, accumulation=(2,), over_ranks=True
+    ),
     "rows_of_a_gradient": Case(num_batches=1, rows="assign"),
     "hook_that_is_not_linear": Case(num_batches=1, backward="full_hook_squash"),
     "gradients_by_spread_experts": Case(
