@@ -1,7 +1,7 @@
 """Training steps on padding batches: a rank without data joins the others' collectives, without effect."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,11 +25,7 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._metrics = [
-            (submodule, lightning_internals.metric_state(submodule))
-            for submodule in module.modules()
-            if isinstance(submodule, Metric)
-        ]
+        self._metrics = [(metric, lightning_internals.metric_state(metric)) for metric in _metrics(module)]
         self._buffers = [
             (owner, name, buffer)
             for owner in module.modules()
@@ -45,6 +41,18 @@ class ModuleState:
             setattr(owner, name, buffer)
         for metric, state in self._metrics:
             lightning_internals.set_metric_state(metric, state)
+
+
+def _metrics(module: nn.Module) -> set[Metric]:
+    """All TorchMetrics of ``module``, also those that are no submodules: in a dict or a list of its own."""
+    found = {submodule for submodule in module.modules() if isinstance(submodule, Metric)}
+    for owner in module.modules():
+        for attribute in vars(owner).values():
+            values = attribute.values() if isinstance(attribute, Mapping) else attribute
+            if isinstance(attribute, Mapping | list | tuple):
+                held = [value for value in values if isinstance(value, nn.Module)]
+                found.update(part for value in held for part in value.modules() if isinstance(part, Metric))
+    return found
 
 
 @contextmanager

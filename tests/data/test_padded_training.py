@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, SumMetric
 
 from lightning_automodel import AutomodelStrategy
 from tests.data.test_uneven_inputs import CASE4, Stream
@@ -44,6 +44,7 @@ class Padded(LabelledModule):
         super().__init__()
         self.is_tensor_parallel = is_tensor_parallel
         self.mean = MeanMetric()
+        self.unregistered = {"steps": SumMetric(sync_on_compute=False)}  # no submodule
         self.seen = 0
         self.fillers = 0
         self.register_buffer("tokens", torch.zeros((), dtype=torch.int64))
@@ -64,6 +65,7 @@ class Padded(LabelledModule):
         self.log("number", float(tokens), sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
         self.log("most", float(tokens), sync_dist=True, reduce_fx="max", on_step=False, on_epoch=True)
         self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.unregistered["steps"].update(1)
         self.seen += not self.trainer.strategy.is_filler
         self.fillers += self.trainer.strategy.is_filler
         batch.clear()
@@ -102,6 +104,7 @@ def _fit(options: dict[str, Any], counts: list[int], is_stream: bool, accumulate
         "micro_batches": [int(report.num_micro_batches) for report in reports.reports],
         "tokens": int(module.tokens),
         "seen": module.seen,
+        "unregistered": int(module.unregistered["steps"].compute()),
         "fillers": module.fillers,
         "random": float(torch.rand(1)),
         "steps": trainer.global_step,
@@ -135,7 +138,7 @@ def _check(
     for index, result in enumerate(results):
         rank = index // tensor_parallel
         assert weight_error(Outcome(result["weights"], None), expected) <= TOLERANCE
-        assert result["seen"] == 2 * counts[rank]
+        assert result["seen"] == result["unregistered"] == 2 * counts[rank]
         assert result["fillers"] == 2 * (max(counts) - counts[rank])
         assert result["micro_batches"] == sizes
         assert result["logged"] == pytest.approx(results[0]["logged"])
