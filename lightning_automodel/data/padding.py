@@ -48,8 +48,8 @@ def _metrics(module: nn.Module) -> set[Metric]:
     found = {submodule for submodule in module.modules() if isinstance(submodule, Metric)}
     for owner in module.modules():
         for attribute in vars(owner).values():
-            values = attribute.values() if isinstance(attribute, Mapping) else attribute
             if isinstance(attribute, Mapping | list | tuple):
+                values = attribute.values() if isinstance(attribute, Mapping) else attribute
                 held = [value for value in values if isinstance(value, nn.Module)]
                 found.update(part for value in held for part in value.modules() if isinstance(part, Metric))
     return found

@@ -19,7 +19,6 @@ ActivationCheckpointing = bool | set[type[nn.Module]] | Literal["selective", "of
 
 _Buffers = dict[str, Tensor | None]
 
-_ATTRIBUTE = "lightning_automodel_checkpointed_forward"
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 
 

@@ -209,7 +209,12 @@ def _write_back(param: fsdp2.FSDPParam, shard_is_current: bool) -> None:
     """
     gathered = param.unsharded_param
     if gathered.numel() > 0 and gathered.memory.untyped_storage().size() == 0:
-        raise RuntimeError(_freed(param.sharded_param, gathered))
+        raise RuntimeError(
+            f"{param.sharded_param.parameter_name} was written within a step or a forward, and FSDP2 has freed"
+            f" what it had gathered there, so that the write is lost. Write it {IN_HOOKS}. In training, keep"
+            " parameters gathered for the window: reshard_during_accumulation=False. Or pass"
+            " data_parallel='ddp'."
+        )
     shard = local_tensor(param.sharded_param)
     own = fsdp2.own_slice(param)
     if own.dtype != shard.dtype or not shard_is_current:
@@ -220,11 +225,3 @@ def _write_back(param: fsdp2.FSDPParam, shard_is_current: bool) -> None:
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) or torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
-
-
-def _freed(shard: Any, gathered: Tensor) -> str:
-    return (
-        f"{shard.parameter_name} was written within a step or a forward, and FSDP2 has freed what it had"
-        f" gathered there, so that the write is lost. Write it {IN_HOOKS}. In training, keep parameters"
-        " gathered for the window: reshard_during_accumulation=False. Or pass data_parallel='ddp'."
-    )

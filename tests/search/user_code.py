@@ -286,19 +286,9 @@ def changed(case: Case, where: str, net: Any) -> list[nn.Parameter]:
     return []
 
 
-_UNSTABLE = {"weight decay", "sparsified", "states as masks", "pruned", "rounded", "initialised sparse"}
+_UNSTABLE = {"weight decay", "pruned"}
 """They compare values that may be rounding with a threshold."""
-_FOR_CONVOLUTIONS = {
-    *(
-        "norm over several dimensions",
-        "sum of columns",
-        "reshaped",
-        "permuted",
-        "kernel",
-        "kernel flattened",
-    ),
-    *("rows of weights", "data from plain", "initialised dirac"),
-}
+_FOR_CONVOLUTIONS = {"sum of columns", "reshaped", "kernel", "rows of weights", "data from plain"}
 SNIPPETS: dict[str, Snippet] = {
     name: snippet
     for name, snippet in (READS | WRITES).items()
