@@ -45,11 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _is_chosen(item: pytest.Item) -> bool:
-    """Whether it needs no more than two ranks, and trains on something."""
-    case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
-    return "pool4" not in item.fixturenames and (
-        case is None or (case.world_size <= 2 and case.gap != "everything")
-    )
+    """Whether it needs no more than two ranks."""
+    return "pool4" not in item.fixturenames
 
 
 def _pool(num_ranks: int) -> Iterator[RankPool]:

@@ -46,9 +46,7 @@ from tests.trainer.runs import LabelledModule, loader, make_trainer
 from tests.trainer.support import CELLS, FEATURES, LAYOUTS, PRECISIONS, Cell
 from tests.trainer.test_evaluation import test_around_a_fit
 from tests.trainer.test_exactness import (
-    pool,
     test_weights_equal_one_process,
-    test_weights_equal_one_process_everywhere,
 )
 from tests.trainer.test_layouts import test_use_that_differs_between_ranks
 from tests.trainer.test_lightning_callbacks import (
@@ -59,7 +57,6 @@ from tests.trainer.test_models import test_unused_once_it_is_unfrozen
 from tests.trainer.test_support import check
 
 __all__ = [
-    "pool",
     "test_a_backward_that_edits_gradients",
     "test_a_failed_backward_leaves_what_stood_there",
     "test_a_missing_checkpoint_raises_on_every_rank",
@@ -80,7 +77,6 @@ __all__ = [
     "test_unused_once_it_is_unfrozen",
     "test_use_that_differs_between_ranks",
     "test_weights_equal_one_process",
-    "test_weights_equal_one_process_everywhere",
     "test_what_users_write",
 ]
 

@@ -1,8 +1,7 @@
-"""Train one case with a Lightning strategy on the rank pool, and with a plain single-process loop, and compare weights.
+"""A tiny decoder, ragged data for it, and weights that are compared.
 
-The loop knows neither ranks nor micro-batches: it sums the token losses of a whole window over all ranks and
-divides by the window's label tokens. In float64 the two must agree to rounding; `TOLERANCE` is a thousand
-times what that costs. SGD with momentum, because Adam hides a wrong constant.
+In float64, ranks and a plain single-process loop must agree to rounding; `TOLERANCE` is a thousand times what
+that costs. SGD with momentum, because Adam hides a wrong constant.
 
 Shapes: b rows, s positions, d width, v vocabulary.
 """
@@ -11,24 +10,15 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
-from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from tests import devices
 from tests.trainer.cases import Case
 
 TOLERANCE = 1e-12
@@ -55,29 +45,11 @@ Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class LastStep:
-    """The report of the last optimizer step, as plain numbers."""
-
-    loss: float
-    num_label_tokens: int
-    num_micro_batches: int
-    grad_norm: float | None
-
-
-@dataclass(frozen=True)
 class Outcome:
-    """What a run left behind: the full weights by name, and the last step where the strategy reports it."""
+    """The full weights by name that a run left behind."""
 
     weights: dict[str, Tensor]
-    last_step: LastStep | None
-
-
-@dataclass(frozen=True)
-class Reference(Outcome):
-    """The outcome of the plain loop, and how many of its windows were changed by clipping."""
-
-    num_clipped: int
-    num_windows: int
+    last_step: None = None
 
 
 class Block(nn.Module):
@@ -115,59 +87,6 @@ class TinyDecoder(nn.Module):
         return self.head(self.norm(hidden))  # [b, s, v]
 
 
-class TinyModule(LightningModule):
-    """Trains `TinyDecoder` the way `case` says, and tells its label tokens only if the case wants it told this way."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.case = case
-        self.model = TinyDecoder(case.seed)
-        if case.precision == "32-true":
-            self.model.double()
-
-    def configure_model(self) -> None:
-        if self.case.tensor > 1:
-            dimension = "tp" if self.case.layout == "own_mesh" else "tensor_parallel"
-            parallelize_module(self.model, self.device_mesh[dimension], PLAN)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | dict[str, Any]:
-        case = self.case
-        loss = token_loss(case, self.model(batch["input_ids"]), batch, reduction=case.loss_reduction)
-        if not case.telling.startswith("returned"):
-            return loss
-        num_label_tokens = case.num_label_tokens(batch)
-        return {
-            "loss": loss,
-            "num_label_tokens": num_label_tokens.item()
-            if case.telling == "returned_int"
-            else num_label_tokens,
-        }
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-
-
-class ShardedTinyModule(TinyModule):
-    """The same model, sharded by its own `configure_model`, as Lightning's `ModelParallelStrategy` demands."""
-
-    def configure_model(self) -> None:
-        mesh = self.device_mesh["data_parallel"]
-        for block in self.model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-
-
-def token_loss(case: Case, logits: Tensor, batch: Batch, reduction: str) -> Tensor:
-    """Cross entropy of [b, s, v] logits over the label tokens; NaN as a mean over none of them."""
-    logits = logits[:, : logits.shape[1] - case.label_shift]
-    return F.cross_entropy(
-        logits.flatten(0, 1),
-        case.used_labels(batch).flatten(),
-        ignore_index=case.ignore_index,
-        reduction=reduction,
-    )
-
-
 @functools.cache
 def micro_batches(case: Case) -> list[list[Batch]]:
     """The micro-batches of an epoch, by rank and then by step."""
@@ -181,16 +100,14 @@ def micro_batches(case: Case) -> list[list[Batch]]:
 
 def _unlabelled(case: Case, rng: random.Random) -> Iterator[tuple[int, int]]:
     """The (rank, step) pairs without any label token."""
-    window = case.accumulation[0]
     empty_rank = rng.randrange(case.num_ranks)
-    empty_window = rng.randrange(-(-case.num_batches // window))
+    rng.randrange(case.num_batches)  # so that the data of a seed stays what it was
     first_empty = rng.randrange(case.num_batches)
     for rank in range(case.num_ranks):
         for step in range(case.num_batches):
             if (
                 case.gap == "everything"
                 or (case.gap == "rank" and rank == empty_rank)
-                or (case.gap == "window" and step // window == empty_window)
                 or (
                     case.gap == "micro_batches"
                     and (rng.random() < 0.3 or (rank, step) == (empty_rank, first_empty))
@@ -214,96 +131,12 @@ def _micro_batch(case: Case, rng: random.Random, empty: bool) -> Batch:
     return {"input_ids": input_ids, case.label_key: labels}
 
 
-def fit(
-    case: Case, make_strategy: Callable[[Case], Strategy], make_module: type[TinyModule] = TinyModule
-) -> Outcome:
-    """Runs on every rank: train `case` with `Trainer.fit`, then gather the full weights."""
-    module = make_module(case)
-    strategy = make_strategy(case)
-    scheduled = len(set(case.accumulation)) > 1
-    callbacks: list[Callback] = (
-        [GradientAccumulationScheduler(dict(enumerate(case.accumulation)))] if scheduled else []
-    )
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator=devices.accelerator(case.world_size),
-        devices=case.world_size,
-        plugins=[LightningEnvironment()],
-        precision=case.precision,
-        max_epochs=len(case.accumulation),
-        accumulate_grad_batches=1 if scheduled else case.accumulation[0],
-        gradient_clip_val=case.clip_val,
-        gradient_clip_algorithm=None if case.clipping == "none" else case.clipping,
-        callbacks=callbacks,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-        **SILENT,
-    )
-    trainer.fit(module, DataLoader(micro_batches(case)[dist.get_rank() // case.tensor], batch_size=None))
-    return Outcome(full_weights(module.model), _last_step(strategy))
-
-
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights by name, gathered from all ranks where they are sharded: a collective."""
     return {
         name: (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
         for name, parameter in model.named_parameters()
     }
-
-
-def _last_step(strategy: Strategy) -> LastStep | None:
-    report = getattr(strategy, "last_step", None)
-    if report is None:
-        return None
-    return LastStep(
-        loss=float(report.loss),
-        num_label_tokens=int(report.num_label_tokens),
-        num_micro_batches=int(report.num_micro_batches),
-        grad_norm=None if report.grad_norm is None else float(report.grad_norm),
-    )
-
-
-@functools.cache
-def reference(case: Case) -> Reference:
-    """Train `case` in this process, in one plain loop over all micro-batches of all ranks."""
-    model = TinyDecoder(case.seed).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    by_rank = micro_batches(case)
-    num_clipped = num_windows = 0
-    for window_size in case.accumulation:
-        for start in range(0, case.num_batches, window_size):
-            window = [batch for batches in by_rank for batch in batches[start : start + window_size]]
-            optimizer.zero_grad()
-            loss, num_label_tokens = _window_loss(case, model, window)
-            loss.backward()
-            unclipped = [parameter.grad.clone() for parameter in model.parameters()]
-            grad_norm = _clip_(model, case)
-            optimizer.step()
-            num_windows += 1
-            num_clipped += any(
-                not torch.equal(before, parameter.grad)
-                for before, parameter in zip(unclipped, model.parameters(), strict=True)
-            )
-    last_step = LastStep(loss.item(), num_label_tokens, len(window), grad_norm)
-    return Reference(full_weights(model), last_step, num_clipped, num_windows)
-
-
-def _window_loss(case: Case, model: nn.Module, window: list[Batch]) -> tuple[Tensor, int]:
-    num_label_tokens = sum(int(case.num_label_tokens(batch)) for batch in window)
-    reduction = "sum" if case.per_token_loss else "mean"
-    losses = [token_loss(case, model(batch["input_ids"]), batch, reduction) for batch in window]
-    # A sum over no label token is zero, and so is its gradient, whatever it is divided by.
-    divisor = max(num_label_tokens, 1) if case.per_token_loss else len(window)
-    return torch.stack(losses).sum() / divisor, num_label_tokens
-
-
-def _clip_(model: nn.Module, case: Case) -> float | None:
-    """Clip as the case says and return the norm before clipping, None where it was not needed."""
-    if case.clipping == "norm":
-        return nn.utils.clip_grad_norm_(model.parameters(), case.clip_val).item()
-    if case.clipping == "value":
-        nn.utils.clip_grad_value_(model.parameters(), case.clip_val)
-    return None
 
 
 def weight_error(outcome: Outcome, expected: Outcome) -> float:
