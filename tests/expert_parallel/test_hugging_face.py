@@ -14,9 +14,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 
-from lightning_automodel import AutomodelStrategy, EvaluationLoss
+from lightning_automodel import AutomodelStrategy
 from lightning_automodel.distributed.mesh import num_expert_ranks
 from lightning_automodel.expert_parallel.hugging_face import spread_by_plan
 from lightning_automodel.sharding import tensor_parallel
@@ -130,32 +129,6 @@ def test_as_without_expert_parallelism(pool4: RankPool, kind: str, options: dict
         assert len(spread) == 2 * SIZES["num_hidden_layers"]
 
 
-class Evaluates(Mixture):
-    """For `EvaluationLoss`."""
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self.training_step(batch, batch_idx)
-
-
-def validate(options: dict[str, Any]) -> float:
-    """Runs on every rank: the loss over unequally many batches, two ranks of which share each."""
-    pair = dist.get_rank() // 2
-    batches = micro_batches(CASE)[pair][: 1 + 2 * pair]
-    trainer = make_trainer(AutomodelStrategy(label_shift=1, **options), callbacks=[EvaluationLoss()])
-    (logged,) = trainer.validate(Evaluates("Qwen3Moe"), DataLoader(batches, batch_size=None), verbose=False)
-    return logged["val_loss"]
-
-
-@pytest.mark.sweep
-def test_evaluation_beside_context_parallelism(pool4: RankPool) -> None:
-    """Ranks that share sequences hold the same experts; the pair with less to evaluate attends again for the other."""
-    context = {"context_parallel_size": 2}
-    expected = pool4.run(validate, context)
-    assert pool4.run(validate, {**context, "expert_parallel_size": 2}) == pytest.approx(
-        expected, rel=FLOAT32
-    )
-
-
 PRECISIONS = {"32-true": 1e-6, "bf16-mixed": 1e-2, "bf16-true": 5e-2}
 
 
@@ -168,12 +141,6 @@ def test_one_product_for_all_experts(pool4: RankPool, precision: str) -> None:
     ):
         assert spread
         assert error(weights, expected) <= PRECISIONS[precision]
-
-
-def fit_balanced(options: dict[str, Any]) -> dict[str, Tensor]:
-    """Train with the routers' balancing loss."""
-    weights, _ = fit("Qwen3Moe", {"count_window_ahead": True, **options}, Balanced)
-    return weights
 
 
 def balanced_plainly() -> dict[str, Tensor]:
@@ -201,7 +168,8 @@ def test_the_balancing_loss_of_routers(pool4: RankPool) -> None:
     expected = balanced_plainly()
     without, _ = pool4.run(fit, "Qwen3Moe", {})[0]
     assert error(without, expected) > WRONG
-    for weights in pool4.run(fit_balanced, {"expert_parallel_size": 2}):
+    options = {"count_window_ahead": True, "expert_parallel_size": 2}
+    for weights, _ in pool4.run(fit, "Qwen3Moe", options, Balanced):
         assert error(weights, expected) <= FLOAT32
 
 
@@ -249,26 +217,10 @@ def error_of_fit(edit: Callable[[Any], None]) -> str:
 
 
 REFUSED = {
-    another_style: (
-        "The ep_plan of Qwen3MoeForCausalLM asks for colwise, which this strategy cannot carry out (it knows"
-        " grouped_gemm and ep_dispatch_experts): spread the experts yourself in configure_model, by"
-        " spread_experts and dispatch_tokens, or leave expert_parallel_size at 1."
-    ),
-    not_dispatched: (
-        "The ep_plan of Qwen3MoeForCausalLM spreads gate_up_proj, down_proj of model.layers.0.mlp.experts,"
-        " and does not say ep_dispatch_experts of it, so that no token would be sent there: spread the"
-        " experts yourself in configure_model, by spread_experts and dispatch_tokens, or leave"
-        " expert_parallel_size at 1."
-    ),
-    replaced_forward: (
-        "model.layers.0.mlp.experts (Qwen3MoeExperts) has a forward that was replaced, which would not be"
-        " called: expert_parallel_size > 1 needs a module of transformers as it is. Change it after the"
-        " strategy has spread its experts, or leave expert_parallel_size at 1."
-    ),
-    five_experts: (
-        "expert_parallel_size=2 does not divide the 5 experts of gate_up_proj in Qwen3MoeExperts: valid"
-        " sizes are 1, 5."
-    ),
+    another_style: "asks for colwise, which this strategy cannot carry out (it knows grouped_gemm and",
+    not_dispatched: "spreads gate_up_proj, down_proj of model.layers.0.mlp.experts, and does not say ep_dispatch",
+    replaced_forward: "model.layers.0.mlp.experts (Qwen3MoeExperts) has a forward that was replaced",
+    five_experts: "does not divide the 5 experts of gate_up_proj in Qwen3MoeExperts: valid sizes are 1, 5.",
 }
 
 
@@ -276,7 +228,7 @@ REFUSED = {
 @pytest.mark.parametrize("edit", REFUSED, ids=lambda edit: edit.__name__)
 def test_refused(pool2: RankPool, edit: Callable[[Any], None]) -> None:
     for message in pool2.run(error_of_fit, edit):
-        assert message == REFUSED[edit]
+        assert REFUSED[edit] in message
 
 
 def outputs_of_copies() -> tuple[Tensor, Tensor, int]:

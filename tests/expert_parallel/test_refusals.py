@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy, spread_experts
 from tests.expert_parallel.mixtures import CASE, Experts, MixtureDecoder, SpreadModule, data_of_rank, fit
 from tests.rank_pool import RankError, RankPool
-from tests.trainer.exactness import Batch
+from tests.trainer.exactness import Batch, micro_batches
 from tests.trainer.plain import ModelModule, sgd
 from tests.trainer.runs import make_trainer
 
@@ -106,6 +107,25 @@ def _fit_by_hand(make: type[ModelModule]) -> None:
 def test_manual_optimization(pool4: RankPool, make: type[ModelModule], message: str) -> None:
     with pytest.raises(RankError, match=message):
         pool4.run(_fit_by_hand, make)
+
+
+class Evaluates(SpreadModule):
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.model(batch["input_ids"])
+
+
+def _evaluate(function: str) -> None:
+    """Runs on every rank: `trainer.validate` or another, on unequal data."""
+    batches = micro_batches(CASE)[dist.get_rank()][: (5, 2, 4, 1)[dist.get_rank()]]
+    trainer = make_trainer(AutomodelStrategy(expert_parallel_size=2))
+    getattr(trainer, function)(Evaluates(MixtureDecoder()), DataLoader(batches, batch_size=None))
+
+
+@pytest.mark.parametrize("function", ["validate", "predict"])
+def test_unequal_evaluation(pool4: RankPool, function: str) -> None:
+    """Other ranks' tokens would wait for the experts of a rank that runs no forwards."""
+    with pytest.raises(RankError, match=r"evaluated all its data.*limit_val_batches"):
+        pool4.run(_evaluate, function)
 
 
 class Differentiated(SpreadModule):
