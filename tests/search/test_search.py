@@ -90,6 +90,29 @@ FOUND = {
 }
 """What the search has found, and is mended."""
 
+UNUSED = (("ddp_kwargs", (("find_unused_parameters", True),)),)
+NAMED = {
+    "unfrozen_after_an_epoch": Case(thaw="epoch", epochs=2, accumulation=(2,)),
+    "unfrozen_after_an_epoch_under_ddp": Case(engine="ddp", thaw="epoch", epochs=2, strategy=UNUSED),
+    "frozen_again_in_mid_window": Case(thaw="mid_window", num_batches=5, accumulation=(3,)),
+    "frozen_again_in_mid_window_under_ddp": Case(
+        engine="ddp", thaw="mid_window", num_batches=5, accumulation=(3,), strategy=UNUSED
+    ),
+    "backbone_that_is_finetuned_later": Case(
+        engine="ddp", callbacks=("finetuning",), epochs=2, strategy=UNUSED
+    ),
+    "tied_and_parameters_of_the_root": Case(
+        parts=("scalar", "tied", "vector"), num_batches=5, accumulation=(3,)
+    ),
+    "a_frozen_block": Case(frozen="block", container="groups", accumulation=(2,)),
+    "frozen_biases": Case(engine="ddp", frozen="biases", container="reused", accumulation=(2,)),
+    "nested_sequentials": Case(container="nested", counter="transient", accumulation=(2,)),
+    "used_by_some_ranks": Case(parts=("sometimes",), num_batches=5, accumulation=(3,)),
+    "class_weights": Case(task="rows", weighted=True, tell="returned_tensor", accumulation=(2,)),
+    "samples_under_ddp": Case(engine="ddp", task="rows", tell="samples", batch="tuple", accumulation=(2,)),
+}
+"""What everyone may write."""
+
 
 def cases(first: int, count: int) -> list[Case]:
     return [draw_case(SEED, number) for number in range(first, first + count)]
@@ -150,8 +173,8 @@ def test_experts_are_spread() -> None:
     assert 0.05 < sum(draw_case(SEED, number).experts > 0 for number in range(300)) / 300 < 0.2
 
 
-@pytest.mark.parametrize("case", FOUND.values(), ids=FOUND)
-def test_what_was_found(request: pytest.FixtureRequest, case: Case) -> None:
+@pytest.mark.parametrize("case", (NAMED | FOUND).values(), ids=NAMED | FOUND)
+def test_named_cases(request: pytest.FixtureRequest, case: Case) -> None:
     assert_no_finding(request, case)
 
 
