@@ -1,6 +1,6 @@
 """Lightning's own callbacks: what each is for comes out right, and training is what it should be; DDP in the sweep.
 
-What changes the training is tested in `test_tuning_callbacks.py` and `test_weight_averaging.py`.
+Those that average weights or unfreeze them are in `tests/search` and `tests/sharding/test_weight_averaging.py`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,24 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
+    LearningRateFinder,
     ModelCheckpoint,
+    ModelPruning,
     OnExceptionCheckpoint,
     SpikeDetection,
     TQDMProgressBar,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_summary import ModelSummary
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import prune
 from torchmetrics import SumMetric
 
 from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
+    LEARNING_RATE,
+    MOMENTUM,
     Batch,
     Outcome,
     TinyDecoder,
@@ -39,7 +44,7 @@ from tests.trainer.exactness import (
     micro_batches,
     weight_error,
 )
-from tests.trainer.plain import ModelModule
+from tests.trainer.plain import ModelModule, sgd, train_model_plainly
 from tests.trainer.runs import (
     CASE,
     TOLERANCE,
@@ -287,3 +292,91 @@ def test_metric_that_a_hook_of_the_end_updates(pool2: RankPool, has_bar: bool) -
     """What the hook adds is logged, though means of the epoch are reduced before it, and the bar shows these."""
     for total in pool2.run(_count_at_the_end, has_bar):
         assert total == 2 * (len(micro_batches(CASE)[0]) + 100)
+
+
+class Rated(LabelledModule):
+    """Has a learning rate that can be found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr = LEARNING_RATE
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=MOMENTUM)
+
+
+def _resume_with_finder(engine: str, folder: str) -> tuple[list[int], dict[str, Tensor], dict[str, Tensor]]:
+    """The batches of a resumed run that searches first, its weights, and those of a run that was not stopped."""
+    path = f"{folder}/at_2.ckpt"
+
+    class Noting(Callback):
+        def __init__(self) -> None:
+            self.batches: list[int] = []
+
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int
+        ) -> None:
+            self.batches.append(index)
+            if index == 1 and trainer.ckpt_path is None:
+                trainer.save_checkpoint(path)
+
+    weights = []
+    settings = {"accumulate_grad_batches": 1, "max_epochs": 1, "default_root_dir": folder}
+    for ckpt_path in (None, path):
+        module = Rated()
+        noting = Noting()
+        callbacks: list[Callback] = [noting]
+        if ckpt_path is not None:
+            finder = LearningRateFinder(
+                1e-3, 0.5, num_training_steps=4, early_stop_threshold=None, update_attr=False
+            )
+            callbacks.append(finder)
+        trainer_with(engine, callbacks, **settings).fit(module, loader(GAPLESS), ckpt_path=ckpt_path)
+        weights.append(full_weights(module.model))
+    return noting.batches, weights[1], weights[0]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_resume_with_learning_rate_finder(pool2: RankPool, tmp_path: Path, engine: str) -> None:
+    """The run goes on where it was saved, though the search has trained before the checkpoint is loaded."""
+    for batches, weights, undisturbed in pool2.run(_resume_with_finder, engine, str(tmp_path)):
+        assert batches == list(range(2, GAPLESS.num_batches))
+        assert weight_error(Outcome(weights, None), Outcome(undisturbed, None)) <= TOLERANCE
+
+
+def _prune(engine: str) -> Any:
+    module = LabelledModule()
+    pruning = ModelPruning("l1_unstructured", amount=0.4, use_lottery_ticket_hypothesis=False)
+    trainer = trainer_with(engine, [pruning], max_epochs=2)
+    if engine == "fsdp2":
+        with pytest.raises(ValueError, match="ModelPruning") as raised:
+            trainer.fit(module, loader())
+        return str(raised.value)
+    trainer.fit(module, loader())
+    return full_weights(module.model)
+
+
+def test_model_pruning(pool2: RankPool) -> None:
+    """Exact under DDP; where parameters are sharded it is refused before anything is."""
+    model = TinyDecoder(CASE.seed).double()
+    optimizer = sgd(model)
+    leaves = [
+        module for module in model.modules() if isinstance(getattr(module, "weight", None), nn.Parameter)
+    ]
+    names = [
+        (module, name)
+        for name in ("weight", "bias")
+        for module in leaves
+        if getattr(module, name, None) is not None
+    ]
+    for _ in range(2):
+        train_model_plainly(model, ACCUMULATE, make_optimizer=lambda _: optimizer)
+        prune.global_unstructured(names, pruning_method=prune.L1Unstructured, amount=0.4)
+    for module, name in names:
+        prune.remove(module, name)
+    for weights in pool2.run(_prune, "ddp"):
+        assert weight_error(Outcome(weights, None), Outcome(full_weights(model), None)) <= TOLERANCE
+        assert any((weight == 0).any() for weight in weights.values())
+    for message in pool2.run(_prune, "fsdp2"):
+        assert "which FSDP2 would not gather" in message
+        assert "data_parallel='ddp'" in message

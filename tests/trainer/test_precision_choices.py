@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.precision import (
     FSDPPrecision,
-    Precision,
     TransformerEnginePrecision,
 )
 from torch import Tensor
@@ -25,8 +18,7 @@ from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import Batch, Outcome, full_weights, weight_error
 from tests.trainer.precisions import ACCUMULATE, WideLossModule, decoder, loop, precision_options
-from tests.trainer.runs import first_by_default, loader, make_trainer
-from tests.trainer.test_selection import COMMON
+from tests.trainer.runs import loader, make_trainer
 
 SAME = 16 * torch.finfo(torch.float32).eps
 NAMES = "32-true, 64-true, bf16-mixed, bf16-true, 16-mixed, 16-true"
@@ -92,51 +84,6 @@ def policy(dtype: torch.dtype | None) -> dict[str, Any]:
 def test_refused(pool2: RankPool, precision: str, options: dict[str, Any], message: str) -> None:
     """Whatever could not be brought about, with the valid ones; next to it what can."""
     assert pool2.run(_error, options, precision) == [message] * 2
-
-
-class Loads(WideLossModule):
-    """A module without arguments, with its own data."""
-
-    def __init__(self) -> None:
-        super().__init__(decoder())
-
-    def train_dataloader(self) -> Any:
-        return loader()
-
-
-MIXED = """
-  precision: bf16-mixed
-  strategy:
-    class_path: lightning_automodel.AutomodelStrategy
-    init_args:
-      mp_policy:
-        param_dtype: torch.bfloat16
-        reduce_dtype: torch.float32
-        output_dtype: torch.float32
-"""
-AS_CLASS = """
-  strategy:
-    class_path: lightning_automodel.AutomodelStrategy
-    init_args:
-      mp_policy:
-        class_path: torch.distributed.fsdp.MixedPrecisionPolicy
-        init_args: {param_dtype: torch.bfloat16, reduce_dtype: torch.float32, output_dtype: torch.float32}
-"""
-
-
-def _fit_from_yaml(text: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    path = Path(folder) / f"{dist.get_rank()}.yaml"
-    path.write_text(COMMON + text)
-    cli = LightningCLI(Loads, args=["fit", "--config", str(path)], save_config_callback=None)
-    return full_weights(cli.model), cli.trainer.strategy.describe()
-
-
-@pytest.mark.parametrize("text", first_by_default([MIXED, AS_CLASS]), ids=["fields", "class"])
-def test_policy_from_yaml(pool2: RankPool, tmp_path: Path, text: str) -> None:
-    """Both ways of writing it, beside bf16-mixed and in its place."""
-    for weights, described in pool2.run(_fit_from_yaml, text, str(tmp_path)):
-        assert described["precision"]["computation"] == "torch.bfloat16 (the units' policy)"
-        assert weight_error(Outcome(weights, None), loop("bf16-mixed", "fsdp2")) <= SAME
 
 
 class CountsMask(WideLossModule):
@@ -306,50 +253,3 @@ def test_another_precision_in_a_second_run(
     assert raised.startswith(error)
     assert bool(raised) == bool(error)
     assert (told, silent) == (said, [])
-
-
-class ClipsItsOwnWay(Precision):
-    """Overrides what nobody calls."""
-
-    def clip_grad_by_norm(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError
-
-
-class FailsTwice(Callback):
-    """Raises in the first run, and again when it hears of it, so that Lightning does not tear the run down."""
-
-    def __init__(self) -> None:
-        self.fails = True
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        if self.fails:
-            raise ValueError("first")
-
-    def on_exception(self, *args: Any) -> None:
-        if self.fails:
-            raise ValueError("second")
-
-
-def _plugin_of_a_user() -> tuple[float, list[str]]:
-    strategy = AutomodelStrategy(track_grad_norm=True)
-    plugin = ClipsItsOwnWay()
-    callback = FailsTwice()
-    settings = {
-        "plugins": [LightningEnvironment(), plugin],
-        "callbacks": [callback],
-        "gradient_clip_val": 1.0,
-    }
-    trainer = make_trainer(strategy, gradient_clip_algorithm="value", limit_train_batches=1, **settings)
-    module = WideLossModule(decoder())
-    with contextlib.suppress(ValueError):
-        trainer.fit(module, loader())
-    callback.fails = False
-    trainer.fit(module, loader())
-    return float(strategy.last_step.grad_norm), sorted(plugin.__dict__)
-
-
-def test_plugin_of_a_user(pool2: RankPool) -> None:
-    """It is as it was, also after a run without an end; the next one measures for itself."""
-    (norm, left), (other_norm, _) = pool2.run(_plugin_of_a_user)
-    assert left == []
-    assert norm == other_norm > 0

@@ -1,4 +1,4 @@
-"""Every way to choose the strategy: an instance, a registered name, a YAML file, a script that starts its own ranks."""
+"""The strategy from a YAML file; `tests/test_public_names.py` has registered names."""
 
 from __future__ import annotations
 
@@ -6,58 +6,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor
 
-from lightning_automodel import AutomodelStrategy
 from tests.rank_pool import RankPool
-from tests.trainer.cases import Case
 from tests.trainer.exactness import Outcome, TinyDecoder, full_weights, weight_error
-from tests.trainer.plain import ModelModule, plain_weights
-from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, first_by_default, loader, make_trainer
+from tests.trainer.plain import plain_weights, prefixed
+from tests.trainer.precisions import WideLossModule, decoder, loop
+from tests.trainer.runs import CASE, TOLERANCE, LabelledModule, loader
 
 ACCUMULATE = 3
-NAMES = {
-    "automodel": {"data_parallel": "fsdp2"},
-    "automodel_fsdp2": {"data_parallel": "fsdp2"},
-    "automodel_ddp": {"data_parallel": "ddp"},
-    "automodel_hsdp": {"data_parallel": "fsdp2", "data_parallel_replicate_size": "auto"},
-    "automodel_fsdp2_offload": {"data_parallel": "fsdp2", "cpu_offload": True},
-}
-
-
-def expected_weights(case: Case = CASE) -> Outcome:
-    return Outcome(plain_weights(TinyDecoder(CASE.seed).double(), ACCUMULATE, case), None)
-
-
-def test_registered_names() -> None:
-    """All of them, and no others."""
-    assert {name for name in StrategyRegistry.available_strategies() if "automodel" in name} == set(NAMES)
-
-
-def _fit_by_name(name: str) -> tuple[dict[str, Any], bool, dict[str, Any]]:
-    module = ModelModule(TinyDecoder(CASE.seed).double())
-    trainer = make_trainer(name, accumulate_grad_batches=ACCUMULATE)
-    trainer.fit(module, loader())
-    strategy = trainer.strategy
-    return (
-        full_weights(module.model),
-        isinstance(strategy, AutomodelStrategy),
-        strategy.describe()["options"],
-    )
-
-
-@pytest.mark.parametrize("name", first_by_default(reversed(NAMES), 2))
-def test_by_name(pool2: RankPool, name: str) -> None:
-    """A name is the strategy with the options that it stands for, and trains exactly."""
-    for weights, is_ours, options in pool2.run(_fit_by_name, name):
-        assert is_ours
-        assert options.items() >= NAMES[name].items()
-        assert weight_error(Outcome(weights, None), expected_weights()) <= TOLERANCE
-
-
 COMMON = """
 seed_everything: 0
 trainer:
@@ -72,19 +32,6 @@ trainer:
   use_distributed_sampler: false
   plugins:
     - class_path: lightning.pytorch.plugins.environments.LightningEnvironment
-"""
-BY_CLASS = """
-  strategy:
-    class_path: lightning_automodel.AutomodelStrategy
-    init_args:
-      data_parallel: {data_parallel}
-      reshard_during_accumulation: false
-      count_label_tokens: null
-      ddp_kwargs: null
-      timeout: {timeout}
-"""
-BY_NAME = """
-  strategy: automodel_ddp
 """
 EVERY_OPTION = """
   strategy:
@@ -121,54 +68,51 @@ class FromCommandLine(LabelledModule):
         return loader()
 
 
-def _fit_from_yaml(text: str, folder: str) -> tuple[dict[str, Any], dict[str, Any], float]:
+def _fit_from_yaml(make: type, text: str, folder: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     path = Path(folder) / f"{dist.get_rank()}.yaml"
     path.write_text(COMMON + text)
-    cli = LightningCLI(FromCommandLine, args=["fit", "--config", str(path)], save_config_callback=None)
-    described = cli.trainer.strategy.describe()
-    timeout = described["options"]["timeout"]
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else 60 * timeout
-    return full_weights(cli.model.model), described, seconds
+    cli = LightningCLI(make, args=["fit", "--config", str(path)], save_config_callback=None)
+    return full_weights(cli.model), cli.trainer.strategy.describe()
 
 
-@pytest.mark.parametrize(
-    ("text", "expected", "seconds"),
-    [
-        pytest.param(
-            BY_CLASS.format(data_parallel="fsdp2", timeout=5),
-            {"data_parallel": "fsdp2"},
-            300,
-            marks=pytest.mark.sweep,
-        ),
-        pytest.param(
-            BY_CLASS.format(data_parallel="fsdp2", timeout="'0:02:00'"),
-            {"reshard_during_accumulation": False},
-            120,
-            marks=pytest.mark.sweep,
-        ),
-        pytest.param(BY_NAME, {"data_parallel": "ddp", "ddp_kwargs": {}}, 1800, marks=pytest.mark.sweep),
-        (
-            EVERY_OPTION,
-            {
-                "mesh": {"data_parallel_replicate": 2, "data_parallel_shard": 1},
-                "activation_checkpointing": [
-                    "model.blocks.0 (Block)",
-                    "model.blocks.1 (Block)",
-                    "model.norm (LayerNorm)",
-                ],
-            },
-            30,
-        ),
-    ],
-    ids=["class", "class-timedelta", "name", "every-option"],
-)
-def test_from_yaml(
-    pool2: RankPool, tmp_path: Path, text: str, expected: dict[str, Any], seconds: float
-) -> None:
-    """LightningCLI reads the strategy both ways, every option included, and trains exactly with it."""
-    for weights, described, found_seconds in pool2.run(_fit_from_yaml, text, str(tmp_path)):
-        assert found_seconds == seconds
-        for name, value in expected.items():
-            found = described[name]
-            assert found.items() >= value.items() if isinstance(value, dict) else found == value
-        assert weight_error(Outcome(weights, None), expected_weights()) <= TOLERANCE
+def test_from_yaml(pool2: RankPool, tmp_path: Path) -> None:
+    """Every option is read, and trained with exactly."""
+    expected = prefixed(plain_weights(TinyDecoder(CASE.seed).double(), ACCUMULATE))
+    for weights, described in pool2.run(_fit_from_yaml, FromCommandLine, EVERY_OPTION, str(tmp_path)):
+        assert described["options"]["timeout"] == 0.5
+        assert described["mesh"].items() >= {"data_parallel_replicate": 2, "data_parallel_shard": 1}.items()
+        recomputed = ["model.blocks.0 (Block)", "model.blocks.1 (Block)", "model.norm (LayerNorm)"]
+        assert described["activation_checkpointing"] == recomputed
+        assert weight_error(Outcome(weights), expected) <= TOLERANCE
+
+
+MIXED = """
+  precision: bf16-mixed
+  strategy:
+    class_path: lightning_automodel.AutomodelStrategy
+    init_args:
+      timeout: '0:02:00'
+      mp_policy:
+        param_dtype: torch.bfloat16
+        reduce_dtype: torch.float32
+        output_dtype: torch.float32
+"""
+
+
+class Half(WideLossModule):
+    def __init__(self) -> None:
+        super().__init__(decoder())
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
+def test_policy_from_yaml(pool2: RankPool, tmp_path: Path) -> None:
+    """Its dtypes by name."""
+    for weights, described in pool2.run(_fit_from_yaml, Half, MIXED, str(tmp_path)):
+        assert described["options"]["timeout"] == timedelta(minutes=2)
+        assert described["precision"]["computation"] == "torch.bfloat16 (the units' policy)"
+        assert (
+            weight_error(Outcome(weights), loop("bf16-mixed", "fsdp2"))
+            <= 16 * torch.finfo(torch.float32).eps
+        )

@@ -1,12 +1,8 @@
-"""What a Trainer can be told: under both engines it trains on the batches that it should, as the plain loop does.
-
-Callbacks are tested in `test_lightning_callbacks.py` and `test_tuning_callbacks.py`, averages of weights in
-`test_weight_averaging.py`, evaluation around a fit in `test_evaluation.py`, `GradientAccumulationScheduler`
-in the exactness sweep.
-"""
+"""What a Trainer can be told, and what people write first: under both engines, as the plain loop does."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchmetrics
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_automodel import AutomodelStrategy
-from tests.rank_pool import RankPool
+from tests.rank_pool import RankError, RankPool
 from tests.trainer.exactness import (
     Batch,
     Outcome,
@@ -137,33 +138,6 @@ def test_profiler(pool2: RankPool, tmp_path: Path, name: str, engine: str) -> No
         assert "[Strategy]AutomodelStrategy" in summary
 
 
-class Reloads(LabelledModule):
-    """Has its batches in reverse order in every second epoch."""
-
-    def train_dataloader(self) -> DataLoader:
-        batches = micro_batches(CASE)[dist.get_rank()]
-        return DataLoader(batches[:: -1 if self.current_epoch % 2 else 1], batch_size=None)
-
-
-def _reload(engine: str) -> dict[str, Tensor]:
-    module = Reloads()
-    strategy = AutomodelStrategy(data_parallel=engine)
-    settings = {
-        "max_epochs": 2,
-        "reload_dataloaders_every_n_epochs": 1,
-        "accumulate_grad_batches": ACCUMULATE,
-    }
-    make_trainer(strategy, **settings).fit(module)
-    return full_weights(module.model)
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_reload_dataloaders_every_n_epochs(pool2: RankPool, engine: str) -> None:
-    expected = Outcome(train_plainly([*EPOCH, [7, 6, 5], [4, 3, 2], [1, 0]]), None)
-    for weights in pool2.run(_reload, engine):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
-
-
 class Measures(ModelModule):
     """Logs TorchMetrics: accuracy and token-weighted loss, in training and evaluation."""
 
@@ -234,23 +208,80 @@ class Norms(LabelledModule):
     """Measures the norm of its gradients as Lightning's documentation shows it."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.norms = {name: float(norm) for name, norm in grad_norm(self.model, norm_type=2).items()}
+        self.norm = float(grad_norm(self.model, norm_type=2)["grad_2.0_norm_total"])
 
 
-def _norms(engine: str, utility: bool) -> Any:
-    module = Norms() if utility else LabelledModule()
+def _norms(engine: str) -> tuple[float, float]:
+    module = Norms()
     strategy = AutomodelStrategy(data_parallel=engine, track_grad_norm=True)
-    trainer = make_trainer(strategy, accumulate_grad_batches=ACCUMULATE)
-    trainer.fit(module, loader())
-    return float(strategy.last_step.grad_norm), getattr(module, "norms", None)
+    make_trainer(strategy, accumulate_grad_batches=ACCUMULATE).fit(module, loader())
+    return float(strategy.last_step.grad_norm), module.norm
 
 
-def test_norm_of_gradients(pool2: RankPool) -> None:
-    """`track_grad_norm` and Lightning's utility are right for both engines."""
+@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+@pytest.mark.every_case
+def test_norm_of_gradients(pool2: RankPool, engine: str) -> None:
+    """`track_grad_norm` and Lightning's utility."""
     gradients = train_model_plainly(TinyDecoder(CASE.seed).double(), ACCUMULATE)[-1]
     total = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-    for engine in ("fsdp2", "ddp"):
-        for norm, _ in pool2.run(_norms, engine, False):
-            assert relative_error(norm, total) <= TOLERANCE
-        for _, norms in pool2.run(_norms, engine, True):
-            assert norms["grad_2.0_norm_total"] == pytest.approx(total.item())
+    for norm, of_utility in pool2.run(_norms, engine):
+        assert relative_error(norm, total) <= TOLERANCE
+        assert of_utility == pytest.approx(total.item())
+
+
+def _boring(engine: str) -> tuple[int, int]:
+    """Everything that a Trainer can be asked for, on Lightning's own model and data."""
+    strategy = AutomodelStrategy(per_token_loss=False, data_parallel=engine)
+    trainer = make_trainer(strategy, use_distributed_sampler=True)
+    module = BoringModel()
+    data = BoringDataModule()
+    trainer.fit(module, data)
+    trainer.validate(module, data, verbose=False)
+    trainer.test(module, data, verbose=False)
+    return trainer.global_step, len(trainer.predict(module, data))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_boring_model(pool2: RankPool, engine: str) -> None:
+    """Half of the 64 samples for each rank, one by one."""
+    assert pool2.run(_boring, engine) == [(32, 32)] * 2
+
+
+class Graphs(LightningModule):
+    """One loss a graph; a rank's second batch has more nodes than graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Linear(5, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.network(batch["nodes"]).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _count_graphs(engine: str, ahead: bool) -> None:
+    sizes = (3, 3 + 6 * dist.get_rank(), 3)
+    batches = [{"nodes": torch.ones(size, 5), "graph": torch.ones(3)} for size in sizes]
+    strategy = AutomodelStrategy(count="samples", data_parallel=engine, count_window_ahead=ahead)
+    make_trainer(strategy).fit(Graphs(), DataLoader(batches, batch_size=None))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("ahead", first_by_default([True, False]))
+def test_one_rank_whose_batch_is_not_of_samples(pool2: RankPool, engine: str, ahead: bool) -> None:
+    """Every rank raises, the other one with this rank's error."""
+    with pytest.raises(RankError) as raised:
+        pool2.run(_count_graphs, engine, ahead)
+    for rank in (0, 1):
+        assert "has first dimensions of 9, 3: pass count_label_tokens" in raised.value.failures[rank]
+
+
+def test_a_copied_strategy_and_its_original_leave_plugins_to_the_trainer() -> None:
+    """Libraries copy the arguments of a Trainer before each fit."""
+    strategy = AutomodelStrategy()
+    for each in (copy.deepcopy(strategy), strategy):
+        plugins: list[Any] = [TorchCheckpointIO(), Precision(), LightningEnvironment()]
+        trainer = Trainer(strategy=each, accelerator="cpu", devices=1, plugins=plugins, logger=False)
+        assert trainer.strategy.checkpoint_io is plugins[0]
