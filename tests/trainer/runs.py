@@ -45,9 +45,12 @@ def by_default(values: Mapping[str, Any], *names: str) -> list[Any]:
 
 
 def first_by_default(values: Iterable[Any], count: int = 1) -> list[Any]:
-    """All values as parameters; those behind the first `count` run in the sweep alone."""
+    """All values (of several arguments as tuples); those behind the first `count` run in the sweep alone."""
     return [
-        pytest.param(value, marks=[] if index < count else [pytest.mark.sweep])
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=[] if index < count else [pytest.mark.sweep],
+        )
         for index, value in enumerate(values)
     ]
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.internals import fsdp2
 from lightning_automodel.internals.dtensor import GRAD
-from tests.rank_pool import RankError, RankPool
+from tests.rank_pool import RankPool
 from tests.trainer.exactness import Batch, Outcome, TinyDecoder, full_weights, relative_error, weight_error
 from tests.trainer.precisions import (
     ACCUMULATE,
@@ -69,8 +69,8 @@ def test_equals_one_process(pool2: RankPool, precision: str, options: dict[str, 
     same, exact = tolerances(precision)
     own = loop(precision, options.get("data_parallel", "fsdp2"))
     for weights, _, loss in pool2.run(fit, precision, options):
-        assert weight_error(Outcome(weights, None), own) <= same
-        assert weight_error(Outcome(weights, None), in_double()) <= exact
+        assert weight_error(Outcome(weights), own) <= same
+        assert weight_error(Outcome(weights), in_double()) <= exact
         assert math.isfinite(loss)
 
 
@@ -80,7 +80,7 @@ def test_equals_one_process(pool2: RankPool, precision: str, options: dict[str, 
 def test_wrong_weighting_is_farther_off(pool2: RankPool, precision: str) -> None:
     """What the tolerances would have to catch is five times as far away as the widest of them."""
     for weights, _, _ in pool2.run(fit, precision, {"per_token_loss": False}):
-        assert weight_error(Outcome(weights, None), in_double()) > 5 * tolerances("bf16-true")[1]
+        assert weight_error(Outcome(weights), in_double()) > 5 * tolerances("bf16-true")[1]
 
 
 BF16_REDUCTION = MixedPrecisionPolicy(
@@ -93,14 +93,7 @@ def test_reduction_in_half_precision_is_farther_off(pool2: RankPool) -> None:
     same, exact = tolerances("bf16-mixed")
     for weights, described, _ in pool2.run(fit, "bf16-mixed", {"mp_policy": BF16_REDUCTION}):
         assert described["precision"]["reduction"] == "torch.bfloat16"
-        assert 100 * same < weight_error(Outcome(weights, None), loop("bf16-mixed", "fsdp2")) <= exact
-
-
-@pytest.mark.parametrize("precision", first_by_default(["bf16-mixed", "bf16-true", "16-mixed"]))
-def test_parked_parameters_change_nothing(pool2: RankPool, precision: str) -> None:
-    """Gathered in half precision and kept for the window, or gathered anew each time: the same bits."""
-    kept, resharded = (pool2.run(fit, precision, STRATEGIES[name])[0][0] for name in ("kept", "resharded"))
-    assert all(torch.equal(kept[name], resharded[name]) for name in kept)
+        assert 100 * same < weight_error(Outcome(weights), loop("bf16-mixed", "fsdp2")) <= exact
 
 
 @pytest.mark.parametrize("defer", first_by_default(["all_reduce", True, False]))
@@ -109,16 +102,14 @@ def test_hsdp(pool4: RankPool, defer: Any) -> None:
     options = {"data_parallel_replicate_size": 2, "defer_fsdp_grad_sync": defer}
     own = loop("bf16-mixed", "fsdp2", case=FOUR_RANKS)
     for weights, _, _ in pool4.run(fit, "bf16-mixed", options, WideLossModule, decoder, FOUR_RANKS):
-        assert weight_error(Outcome(weights, None), own) <= tolerances("bf16-mixed")[0]
+        assert weight_error(Outcome(weights), own) <= tolerances("bf16-mixed")[0]
 
 
 @pytest.mark.parametrize("policy", first_by_default([{nn.Linear, nn.LayerNorm}, {TinyDecoder}]))
 def test_any_units(pool2: RankPool, policy: set[type[nn.Module]]) -> None:
     """A unit right below the LightningModule answers in float32 too, and small ones pass on what they get."""
     for weights, _, _ in pool2.run(fit, "bf16-mixed", {"auto_wrap_policy": policy}):
-        assert (
-            weight_error(Outcome(weights, None), loop("bf16-mixed", "fsdp2")) <= tolerances("bf16-mixed")[0]
-        )
+        assert weight_error(Outcome(weights), loop("bf16-mixed", "fsdp2")) <= tolerances("bf16-mixed")[0]
 
 
 def _unreduced(precision: str) -> set[tuple[torch.dtype | None, bool]]:
@@ -246,7 +237,7 @@ def test_manual_optimization(pool2: RankPool, precision: str, monkeypatch: pytes
     own = loop(precision, "fsdp2")
     for weights, seen in pool2.run(_manual, precision):
         assert seen == {torch.float32}
-        assert weight_error(Outcome(weights, None), own) <= tolerances(precision)[0]
+        assert weight_error(Outcome(weights), own) <= tolerances(precision)[0]
 
 
 class UsedLate(nn.Module):
@@ -272,27 +263,6 @@ class LateBlock(nn.Module):
         return logits * self.always + (logits.tanh() * self.late if use_late else 0.0)
 
 
-def _fit_used_late(precision: str, options: dict[str, Any], repaired: bool) -> dict[str, Tensor]:
-    original = fsdp2.accumulate_in_one_dtype
-    if not repaired:
-        fsdp2.accumulate_in_one_dtype = lambda group: []
-    try:
-        return fit(precision, options, make_model=UsedLate, case=TWO_WINDOWS)[0]
-    finally:
-        fsdp2.accumulate_in_one_dtype = original
-
-
-@pytest.mark.parametrize("precision", first_by_default(["bf16-mixed", "bf16-true", "16-mixed"]))
-@pytest.mark.parametrize("options", by_default(STRATEGIES, "kept", "undeferred")[:3])
-def test_first_used_in_the_last_micro_batch(
-    pool2: RankPool, precision: str, options: dict[str, Any]
-) -> None:
-    """Beside parameters of its unit that have a float32 gradient already: FSDP2 alone refuses two dtypes."""
-    own = loop(precision, "fsdp2", UsedLate(), TWO_WINDOWS)
-    for weights in pool2.run(_fit_used_late, precision, options, True):
-        assert weight_error(Outcome(weights, None), own) <= tolerances(precision)[0]
-
-
 class NeverUsed(UsedLate):
     """No micro-batch uses the parameter."""
 
@@ -300,12 +270,17 @@ class NeverUsed(UsedLate):
         return self.late[0](self.decoder(input_ids), False)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("precision", first_by_default(["bf16-mixed", "bf16-true", "16-mixed"]))
-def test_never_used(pool2: RankPool, precision: str) -> None:
-    """Its zero is reduced beside float32 gradients of its unit, and it keeps its value."""
-    own = loop(precision, "fsdp2", NeverUsed(), TWO_WINDOWS)
-    for weights, _, _ in pool2.run(fit, precision, {}, WideLossModule, NeverUsed, TWO_WINDOWS):
-        assert weight_error(Outcome(weights, None), own) <= tolerances(precision)[0]
+@pytest.mark.parametrize("options", by_default(STRATEGIES, "kept", "undeferred")[:3])
+@pytest.mark.parametrize("make_model", [UsedLate, NeverUsed])
+def test_unused_beside_used(
+    pool2: RankPool, precision: str, options: dict[str, Any], make_model: type[nn.Module]
+) -> None:
+    """In a unit whose other parameters have a float32 gradient already: FSDP2 alone refuses two dtypes."""
+    own = loop(precision, "fsdp2", make_model(), TWO_WINDOWS)
+    for weights, _, _ in pool2.run(fit, precision, options, WideLossModule, make_model, TWO_WINDOWS):
+        assert weight_error(Outcome(weights), own) <= tolerances(precision)[0]
 
 
 class Encoder(nn.Module):
@@ -361,14 +336,7 @@ def test_module_under_two_names(pool2: RankPool, precision: str) -> None:
     own = loop(precision, "fsdp2", WithEncoder())
     for weights, seen in pool2.run(_fit_two_names, precision):
         assert seen == {torch.float32}
-        assert weight_error(Outcome(weights, None), own) <= tolerances(precision)[0]
-
-
-@pytest.mark.skipif(fsdp2.ACCUMULATES_IN_LEAF, reason="from torch 2.15 on, FSDP2 accepts two dtypes")
-def test_fsdp2_alone_refuses_that(pool2: RankPool) -> None:
-    """The repair is needed."""
-    with pytest.raises(RankError, match="uniform gradient dtype"):
-        pool2.run(_fit_used_late, "bf16-mixed", STRATEGIES["kept"], False)
+        assert weight_error(Outcome(weights), own) <= tolerances(precision)[0]
 
 
 class Normalised(nn.Module):
@@ -412,5 +380,5 @@ def test_what_no_unit_casts(pool2: RankPool, precision: str) -> None:
             "model.norm.weight": "beside running statistics",
             "model.norm.bias": "beside running statistics",
         }
-        assert weight_error(Outcome(weights, None), own) <= tolerances(precision)[0]
+        assert weight_error(Outcome(weights), own) <= tolerances(precision)[0]
     assert relative_error(torch.tensor(0.7), own.weights["model.scale"]) > 1
