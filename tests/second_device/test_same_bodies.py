@@ -44,7 +44,7 @@ from tests.rank_pool import RankPool
 from tests.resume.test_fit import test_from_everywhere
 from tests.trainer.runs import LabelledModule, loader, make_trainer
 from tests.trainer.support import CELLS, FEATURES, LAYOUTS, PRECISIONS, Cell
-from tests.trainer.test_evaluation import test_around_a_fit
+from tests.trainer.test_evaluation import test_around_fits
 from tests.trainer.test_exactness import (
     test_weights_equal_one_process,
 )
@@ -61,7 +61,7 @@ __all__ = [
     "test_a_failed_backward_leaves_what_stood_there",
     "test_a_missing_checkpoint_raises_on_every_rank",
     "test_an_epoch_that_ends_on_one_rank_alone",
-    "test_around_a_fit",
+    "test_around_fits",
     "test_backwards_in_a_hook",
     "test_early_stopping",
     "test_equals_one_process",

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.sharding.shards import Shard
 from tests.rank_pool import RankPool
 from tests.trainer.exactness import (
     Batch,
@@ -24,7 +23,7 @@ from tests.trainer.exactness import (
     relative_error,
     weight_error,
 )
-from tests.trainer.plain import ModelModule, plain_weights, train_model_plainly
+from tests.trainer.plain import ModelModule, plain_weights
 from tests.trainer.runs import (
     CASE,
     STRATEGIES,
@@ -60,17 +59,14 @@ class Evaluates(ModelModule):
     def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return self.model(batch["input_ids"])
 
-    def is_whole(self) -> bool:
-        """Whether nothing is left gathered: every parameter is sharded, or none is, in module and optimizer."""
-        kinds = {isinstance(parameter, DTensor) for parameter in self.parameters()}
-        return len(kinds) == 1
+    def on_validation_epoch_end(self) -> None:
+        """Call the model outside of every step, as one that prints a sample does."""
+        self.sampled = self.model(micro_batches(CASE)[0][0]["input_ids"])
 
 
-def plain_losses(steps: int | None) -> list[list[float]]:
-    """By rank: the summed token loss of each batch after so many optimizer steps."""
-    model = decoder()
-    train_model_plainly(model, ACCUMULATE, max_steps=steps)
-    return [[float(mean_loss(model, batch, "sum")) for batch in batches] for batches in micro_batches(CASE)]
+def plain_losses(model: nn.Module) -> list[list[float]]:
+    """By rank: the summed token loss of each batch."""
+    return [[mean_loss(model, batch, "sum").item() for batch in batches] for batches in micro_batches(CASE)]
 
 
 def assert_losses(actual: list[float], expected: list[float]) -> None:
@@ -78,84 +74,51 @@ def assert_losses(actual: list[float], expected: list[float]) -> None:
     assert max(map(relative_error, actual, expected)) <= TOLERANCE
 
 
-def _around_a_fit(options: dict[str, Any], fresh: bool) -> tuple[Any, ...]:
+def _around_fits(options: dict[str, Any], fresh: bool) -> tuple[Any, ...]:
+    """Losses, predictions and weights by moment; in between, everything is sharded, or nothing is."""
     module = Evaluates(decoder())
-    trainer = make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE)
+    settings = {"accumulate_grad_batches": ACCUMULATE, "num_sanity_val_steps": 2}
+    trainers = [make_trainer(AutomodelStrategy(**options), **settings) for _ in range(9 if fresh else 1)]
 
-    def renewed() -> Any:
-        return (
-            make_trainer(AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE)
-            if fresh
-            else trainer
-        )
+    def trainer() -> Any:
+        return trainers.pop() if fresh else trainers[0]
 
-    before = renewed().predict(module, loader())
-    renewed().validate(module, loader(), verbose=False)
-    renewed().test(module, loader(), verbose=False)
-    whole = [module.is_whole()]
-    renewed().fit(module, loader())
-    whole.append(module.is_whole())
-    renewed().validate(module, loader(), verbose=False)
-    renewed().test(module, loader(), verbose=False)
-    after = renewed().predict(module, loader())
-    whole.append(module.is_whole())
-    return module.losses, before, after, whole, full_weights(module.model)
+    predicted = []
+    weights = []
+    for _ in range(2):
+        predicted.append(trainer().predict(module, loader()))
+        trainer().validate(module, loader(), verbose=False)
+        trainer().test(module, loader(), verbose=False)
+        assert len({isinstance(parameter, DTensor) for parameter in module.parameters()}) == 1
+        trainer().fit(module, loader())
+        assert len({isinstance(parameter, DTensor) for parameter in module.parameters()}) == 1
+        weights.append(full_weights(module.model))
+        if not fresh:
+            trainers[0].fit_loop.max_epochs += 1
+    return module.losses, predicted, module.sampled, weights
 
 
 @pytest.mark.parametrize("fresh", first_by_default([False, True]), ids=["one-trainer", "new-trainers"])
 @pytest.mark.parametrize("options", by_default(ENGINES, "kept", "ddp"))
-def test_around_a_fit(pool2: RankPool, options: dict[str, Any], fresh: bool) -> None:
-    """Losses and predictions are those of the weights before and after, and training is what it is without them."""
-    at_start = plain_losses(0)
-    at_end = plain_losses(None)
+def test_around_fits(pool2: RankPool, options: dict[str, Any], fresh: bool) -> None:
+    """Losses and predictions are those of the weights before and after; a second fit goes on from the first one's."""
     model = decoder()
-    expected = Outcome(plain_weights(model, ACCUMULATE), None)
-    for rank, (losses, before, after, whole, weights) in enumerate(pool2.run(_around_a_fit, options, fresh)):
+    losses = []
+    logits = []
+    expected = []
+    for _ in range(2):  # a new fit begins with a new optimizer, whose momentum is zero
+        losses.append(plain_losses(model))
+        logits.append([[model(b["input_ids"]).detach() for b in batches] for batches in micro_batches(CASE)])
+        expected.append(Outcome(plain_weights(model, ACCUMULATE)))
+    results = pool2.run(_around_fits, options, fresh)
+    for rank, (found_losses, predicted, sampled, weights) in enumerate(results):
         for kind in ("validate", "test"):
-            assert_losses(losses[kind], at_start[rank] + at_end[rank])
-        assert all(whole)
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
-        for logits, batch in zip(before, micro_batches(CASE)[rank], strict=True):
-            assert relative_error(logits, decoder()(batch["input_ids"])) <= TOLERANCE
-        for logits, batch in zip(after, micro_batches(CASE)[rank], strict=True):
-            assert relative_error(logits, model(batch["input_ids"])) <= TOLERANCE
-
-
-def _fit_twice(options: dict[str, Any], fresh: bool) -> tuple[dict[str, Tensor], list[float]]:
-    module = Evaluates(decoder())
-    trainer = make_trainer(
-        AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, num_sanity_val_steps=2
-    )
-    trainer.fit(module, loader(), loader())
-    if fresh:
-        trainer = make_trainer(
-            AutomodelStrategy(**options), accumulate_grad_batches=ACCUMULATE, num_sanity_val_steps=2
-        )
-    else:
-        trainer.fit_loop.max_epochs = 2
-    trainer.fit(module, loader(), loader())
-    return full_weights(module.model), module.losses["validate"]
-
-
-def _train_twice() -> dict[str, Tensor]:
-    """A new fit begins with a new optimizer, whose momentum is zero."""
-    model = decoder()
-    train_model_plainly(model, ACCUMULATE)
-    return plain_weights(model, ACCUMULATE)
-
-
-@pytest.mark.parametrize("fresh", first_by_default([True, False]), ids=["new-trainers", "one-trainer"])
-@pytest.mark.parametrize("options", by_default(ENGINES, "resharded"))
-def test_fit_twice(pool2: RankPool, options: dict[str, Any], fresh: bool) -> None:
-    """A second fit goes on from the first one's weights, sanity check and validation in between."""
-    expected = Outcome(_train_twice(), None)
-    at_start = plain_losses(0)
-    at_end = plain_losses(None)
-    for rank, (weights, losses) in enumerate(pool2.run(_fit_twice, options, fresh)):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
-        assert_losses(losses[:2], at_start[rank][:2])
-        assert_losses(losses[2:10], at_end[rank])
-        assert_losses(losses[10:12], at_end[rank][:2])
+            assert_losses(found_losses[kind], losses[0][rank] + losses[1][rank])
+        for found, of_model in zip(predicted, logits, strict=True):
+            assert max(map(relative_error, found, of_model[rank])) <= TOLERANCE
+        assert relative_error(sampled, logits[1][0][0]) <= TOLERANCE
+        for found, right in zip(weights, expected, strict=True):
+            assert weight_error(Outcome(found), right) <= TOLERANCE
 
 
 class EvaluatesWithGradients(Evaluates):
@@ -186,34 +149,13 @@ def test_validation_that_enables_gradients(
     pool2: RankPool, options: dict[str, Any], inference_mode: bool
 ) -> None:
     """A forward for which no backward comes leaves nothing gathered that training would use."""
-    expected = Outcome(plain_weights(decoder(), ACCUMULATE), None)
-    losses_at_end = plain_losses(None)
+    model = decoder()
+    expected = Outcome(plain_weights(model, ACCUMULATE))
+    losses_at_end = plain_losses(model)
     found = pool2.run(_validate_with_gradients, options, inference_mode)
     for rank, (weights, losses) in enumerate(found):
-        assert weight_error(Outcome(weights, None), expected) <= TOLERANCE
+        assert weight_error(Outcome(weights), expected) <= TOLERANCE
         assert_losses(losses, losses_at_end[rank])
-
-
-class SamplesInHook(Evaluates):
-    """Calls its model from a hook, outside of every step, as one that prints a sample does."""
-
-    def on_validation_epoch_end(self) -> None:
-        self.sampled = self.model(micro_batches(CASE)[0][0]["input_ids"])
-
-
-def _sample_in_hook() -> tuple[Tensor, set[str]]:
-    module = SamplesInHook(TinyDecoder(CASE.seed).double())
-    make_trainer(AutomodelStrategy()).validate(module, loader(), verbose=False)
-    return module.sampled, {type(parameter).__name__ for parameter in module.parameters()}
-
-
-def test_child_called_outside_of_a_step(pool2: RankPool) -> None:
-    """It meets whole parameters, also those that belong to the root, and leaves sharded ones behind."""
-    with torch.no_grad():
-        expected = TinyDecoder(CASE.seed).double()(micro_batches(CASE)[0][0]["input_ids"])
-    for sampled, kinds in pool2.run(_sample_in_hook):
-        assert relative_error(sampled, expected) <= TOLERANCE
-        assert kinds == {Shard.__name__}
 
 
 def _threads_after_more_fits() -> tuple[int, int]:
