@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from tests.rank_pool import RankPool
-from tests.search.cases import KNOWN, Case
+from tests.search.cases import Case
 from tests.search.drawing import EXPERTS
 from tests.search.harness import Search, judge
 from tests.search.kinds import KINDS
@@ -30,7 +30,6 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--case", type=int, help="run this number alone")
     parser.add_argument("--dict", nargs="+", default=[], help="run these cases alone")
-    parser.add_argument("--without", nargs="*", default=[], choices=KNOWN, help="traits to leave out")
     parser.add_argument(
         "--kinds", nargs="*", default=[], choices=[*KINDS, EXPERTS], help="user code that every case has"
     )
@@ -43,7 +42,7 @@ def main() -> int:
     def pool(num_ranks: int) -> RankPool:
         return pools.setdefault(num_ranks, RankPool(num_ranks))
 
-    search = Search(pool, arguments.seed, frozenset(arguments.without), tuple(arguments.kinds))
+    search = Search(pool, arguments.seed, tuple(arguments.kinds))
     try:
         if arguments.dict:
             return sum(_run(Case(**ast.literal_eval(each)), pool) for each in arguments.dict)
@@ -66,7 +65,7 @@ def _search(search: Search, arguments: argparse.Namespace) -> int:
     numbers = range(arguments.first, arguments.first + arguments.cases)
     if arguments.case is not None:
         numbers = range(arguments.case, arguments.case + 1)
-    print(f"seed {arguments.seed}, without {arguments.without}, kinds {arguments.kinds}", flush=True)
+    print(f"seed {arguments.seed}, kinds {arguments.kinds}", flush=True)
     began = time.monotonic()
     num_cases = 0
     num_found = 0

@@ -5,6 +5,7 @@ A case is small: `as_dict` holds only what differs from the defaults, and `Case(
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -145,19 +146,17 @@ class Case:
         }
 
 
-KNOWN: tuple[str, ...] = (
-    "full_tensor",
-    "mid_window",
-    "containers",
-    "recomputed_buffers",
-    "samples",
-    "chunks",
-    "resumed_twice",
-)
-"""Traits that a search can leave out."""
-
-
 def has(case: Case, option: str, *values: Any) -> bool:
     """Whether the strategy or the Trainer is given this option (with one of these values)."""
     given = {**dict(case.strategy), **dict(case.trainer)}
     return option in given and (not values or given[option] in values)
+
+
+def dropped(name: str, *values: str) -> Callable[[Case], tuple[Any, ...]]:
+    """A function of a case: what it has under this name, without these values."""
+
+    def kept(case: Case) -> tuple[Any, ...]:
+        found = getattr(case, name)
+        return tuple(each for each in found if (each[0] if isinstance(each, tuple) else each) not in values)
+
+    return kept

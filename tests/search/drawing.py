@@ -145,15 +145,12 @@ def _experts(rng: random.Random, wanted: bool) -> int:
     return rng.choice([2, 2, 4]) if wanted or rng.random() < 0.2 else 0
 
 
-def draw_case(
-    seed: int, number: int, without: frozenset[str] = frozenset(), kinds: tuple[str, ...] = ()
-) -> Case:
+def draw_case(seed: int, number: int, kinds: tuple[str, ...] = ()) -> Case:
     """The case of this number.
 
     Args:
         seed: Of the search.
         number: Of the case.
-        without: Traits of `KNOWN` to leave out.
         kinds: Kinds of user code (`kinds.KINDS`) that it has; by default the number decides. "experts" are
             no user code: with it, experts are spread unless the engine is DDP.
     """
@@ -177,4 +174,4 @@ def draw_case(
             random.Random(f"{seed}-{number}-kinds"), tuple(kind for kind in kinds if kind != EXPERTS)
         ),
     )
-    return made_valid(case, without)
+    return made_valid(case)

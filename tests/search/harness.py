@@ -228,13 +228,11 @@ class Search:
     Args:
         pools: By number of ranks.
         seed: Of all cases.
-        without: Names of `KNOWN` to leave out.
         kinds: Names of `KINDS` that every case has.
     """
 
     pools: Callable[[int], RankPool]
     seed: int
-    without: frozenset[str] = frozenset()
     kinds: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -242,7 +240,7 @@ class Search:
 
     def judge(self, number: int) -> tuple[Case, Verdict]:
         """The case of a number and what came of it."""
-        case = draw_case(self.seed, number, self.without, self.kinds)
+        case = draw_case(self.seed, number, self.kinds)
         verdict = judge(self.pools(case.num_ranks), case)
         self.tally[verdict.what or "finding"] += 1
         return case, verdict

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tests.search.cases import Case
+from tests.search.cases import Case, dropped
 from tests.search.user_code import SNIPPETS
 
 _IN_STEP = ("before_forward", "after_forward")
@@ -91,17 +91,6 @@ def _without_places(*places: str) -> Callable[[Case], tuple[str, ...]]:
     return lambda case: tuple(each for each in case.foreign if each.partition("@")[2] not in places)
 
 
-def _dropped(name: str, *values: str) -> Callable[[Case], tuple[Any, ...]]:
-    def kept(case: Case) -> tuple[Any, ...]:
-        return tuple(
-            value
-            for value in getattr(case, name)
-            if (value[0] if isinstance(value, tuple) else value) not in values
-        )
-
-    return kept
-
-
 def _teaches(case: Case, place: str = "") -> bool:
     """Whether a teacher is updated, which counts how often it happens."""
     return any(re.match(rf"(teacher|unit)_\w+@{place}", each) for each in case.writes)
@@ -124,7 +113,7 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
             "tell": "returned_tensor",
             "aux": False,
             "soft": False,
-            "strategy": _dropped("strategy", "count_window_ahead"),
+            "strategy": dropped("strategy", "count_window_ahead"),
         },
     ),
     (
@@ -144,8 +133,8 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
         {
             "stops": (),
             "schedule": None,
-            "callbacks": _dropped("callbacks", "finetuning", "swa", "ema"),
-            "hooks": _dropped("hooks", "warm_up"),
+            "callbacks": dropped("callbacks", "finetuning", "swa", "ema"),
+            "hooks": dropped("hooks", "warm_up"),
         },
     ),
     (
@@ -165,11 +154,11 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
             "experts": 0,
             "alias": None,
             "changed": None,
-            "callbacks": _dropped("callbacks", "finetuning", "swa"),
-            "trainer": _dropped("trainer", "detect_anomaly"),
+            "callbacks": dropped("callbacks", "finetuning", "swa"),
+            "trainer": dropped("trainer", "detect_anomaly"),
         },
     ),
-    (lambda c: c.rows is not None, {"parts": _dropped("parts", "tied")}),
+    (lambda c: c.rows is not None, {"parts": dropped("parts", "tied")}),
     (
         lambda c: any(each.startswith("teacher_") for each in c.writes),
         {"parts": lambda c: tuple(sorted({*c.parts, "teacher"}))},
@@ -177,7 +166,7 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
     # One process would have to write once for several forwards of each rank.
     (
         lambda c: _teaches(c, "forward"),
-        {"forwards": 1, "foreign": (), "hooks": _dropped("hooks", "swap_in_mid_window")},
+        {"forwards": 1, "foreign": (), "hooks": dropped("hooks", "swap_in_mid_window")},
     ),
     (lambda c: _teaches(c, "forward") and c.inner in ("fgsm", "virtual"), {"inner": None}),
     (
@@ -192,8 +181,8 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
         lambda c: "normalize@forward" in c.writes,
         {"forwards": 1, "foreign": _without_places("after_forward")},
     ),
-    (lambda c: "max_norm" in c.writes, {"parts": _dropped("parts", "tied")}),
-    (lambda c: "max_norm" in c.writes, {"hooks": _dropped("hooks", "swap_in_mid_window")}),
+    (lambda c: "max_norm" in c.writes, {"parts": dropped("parts", "tied")}),
+    (lambda c: "max_norm" in c.writes, {"hooks": dropped("hooks", "swap_in_mid_window")}),
     (lambda c: c.inner is not None and c.manual in (*_GANS, "chunks"), {"inner": None}),
     (lambda c: c.inner in ("cam", "grad_norm"), {"forwards": 1}),
     (lambda c: c.manual in (*_GANS, "chunks", "two_losses"), {"foreign": _without_places("after_backward")}),
@@ -222,7 +211,7 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
     # What a block computes again in the backward is no longer inside of the functional call.
     (
         lambda c: c.functional is not None,
-        {"strategy": _dropped("strategy", "activation_checkpointing")},
+        {"strategy": dropped("strategy", "activation_checkpointing")},
     ),
     # A block that is a part of a unit cannot be called by itself.
     (
@@ -237,7 +226,7 @@ RULES_BEFORE: list[tuple[Callable[[Case], Any], dict[str, Any]]] = [
     (lambda c: c.backward is not None and c.manual in _SEVERAL_LOSSES, {"manual": "each"}),
     (lambda c: c.backward is not None, {"aux": False, "penalty": None}),
 ]
-"""As `rules.made_valid` applies them, before its own."""
+"""As `rules.made_valid` applies them, before its own; the order matters."""
 
 
 # --- What they may end in ---------------------------------------------------------------------------------------------

@@ -62,15 +62,7 @@ _EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models.
-
-    Attributes:
-        model: The class that computes a loss.
-        sizes: For its configuration.
-        config: The configuration's class, if it is not the model's `config_class`.
-        batch: "causal", "masked", "translated", "images", "pixels", "audio", "speech" or "pairs".
-        differs: Why one batch on two ranks cannot equal one on one process; None: it does.
-    """
+    """A model class, sizes of its configuration, the kind of its batch, and why ranks differ, if they do."""
 
     model: str
     sizes: dict[str, Any] = field(default_factory=dict)
@@ -78,35 +70,52 @@ class Family:
     differs: str | None = None
 
 
-_CONTRASTIVE = "contrastive: its loss compares each sample with all others of the batch"
-_STATISTICS = "batch normalisation: its statistics are those of the batch on each rank"
+_DECODERS = {
+    name: Family(f"{model}ForCausalLM", _GROUPED)
+    for name, model in {
+        "Llama": "Llama",
+        "Mistral": "Mistral",
+        "Qwen2": "Qwen2",
+        "Qwen3": "Qwen3",
+        "Gemma": "Gemma",
+        "Gemma 2": "Gemma2",
+        "Gemma 3": "Gemma3",
+        "Phi-3": "Phi3",
+        "OLMo 2": "Olmo2",
+        "Granite": "Granite",
+        "Cohere": "Cohere",
+        "StarCoder2": "Starcoder2",
+        "StableLM": "StableLm",
+        "SmolLM3": "SmolLM3",
+    }.items()
+}
+_ENCODERS = {
+    name: Family(f"{model}ForMaskedLM", {**_TEXT, **sizes}, "masked")
+    for name, model, sizes in (
+        ("BERT", "Bert", {}),
+        ("RoBERTa", "Roberta", {}),
+        ("XLM-RoBERTa", "XLMRoberta", {}),
+        ("ALBERT", "Albert", {"embedding_size": 8}),
+        ("ELECTRA", "Electra", {"embedding_size": 8}),
+        ("DeBERTa-v2", "DebertaV2", {}),
+        ("ModernBERT", "ModernBert", {"cls_token_id": 1, "sep_token_id": 2}),
+    )
+}
+_SHORT = {"vocab_size": VOCABULARY, "n_layer": 2, "n_head": 2}
+_DISTILLED = {"dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 2, "pad_token_id": 0}
+_T5 = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+_SWIN = {"image_size": 16, "patch_size": 2, "embed_dim": 8, "num_heads": [1, 2], "window_size": 2}
+_STAGES = {"hidden_sizes": [8, 8], "depths": [1, 1], "num_labels": 3}
+_MEL = {"num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 16}
+_UNSUPPRESSED = {"suppress_tokens": None, "begin_suppress_tokens": None}
 
 FAMILIES = {
-    # Decoders.
-    "Llama": Family("LlamaForCausalLM", _GROUPED),
-    "Mistral": Family("MistralForCausalLM", _GROUPED),
-    "Qwen2": Family("Qwen2ForCausalLM", _GROUPED),
-    "Qwen3": Family("Qwen3ForCausalLM", _GROUPED),
-    "Gemma": Family("GemmaForCausalLM", _GROUPED),
-    "Gemma 2": Family("Gemma2ForCausalLM", _GROUPED),
-    "Gemma 3": Family("Gemma3ForCausalLM", _GROUPED),
-    "Phi-3": Family("Phi3ForCausalLM", {**_GROUPED, "pad_token_id": 0}),
-    "OLMo 2": Family("Olmo2ForCausalLM", _GROUPED),
-    "Granite": Family("GraniteForCausalLM", _GROUPED),
-    "Cohere": Family("CohereForCausalLM", _GROUPED),
-    "StarCoder2": Family("Starcoder2ForCausalLM", _GROUPED),
-    "StableLM": Family("StableLmForCausalLM", _GROUPED),
-    "SmolLM3": Family("SmolLM3ForCausalLM", _GROUPED),
-    "GPT-2": Family("GPT2LMHeadModel", {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2}),
+    **_DECODERS,
+    "GPT-2": Family("GPT2LMHeadModel", {**_SHORT, "n_embd": 16}),
     "GPT-NeoX": Family("GPTNeoXForCausalLM", _TEXT),
-    "GPT-J": Family(
-        "GPTJForCausalLM",
-        {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4},
-    ),
+    "GPT-J": Family("GPTJForCausalLM", {**_SHORT, "n_embd": 16, "rotary_dim": 4}),
     "OPT": Family("OPTForCausalLM", {**_TEXT, "ffn_dim": 24, "word_embed_proj_dim": 16}),
-    "BLOOM": Family(
-        "BloomForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 2, "n_head": 2}
-    ),
+    "BLOOM": Family("BloomForCausalLM", {**_SHORT, "hidden_size": 16}),
     "Falcon": Family("FalconForCausalLM", _TEXT),
     "Mixtral": Family("MixtralForCausalLM", {**_GROUPED, **_EXPERTS, "num_local_experts": 4}),
     "Qwen3-MoE": Family(
@@ -116,91 +125,33 @@ FAMILIES = {
         "MambaForCausalLM",
         {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
     ),
-    # Encoders.
-    "BERT": Family("BertForMaskedLM", _TEXT, "masked"),
-    "RoBERTa": Family("RobertaForMaskedLM", _TEXT, "masked"),
-    "XLM-RoBERTa": Family("XLMRobertaForMaskedLM", _TEXT, "masked"),
-    "DistilBERT": Family(
-        "DistilBertForMaskedLM",
-        {
-            "vocab_size": VOCABULARY,
-            "dim": 16,
-            "hidden_dim": 24,
-            "n_layers": 2,
-            "n_heads": 2,
-            "pad_token_id": 0,
-        },
-        "masked",
-    ),
-    "ALBERT": Family("AlbertForMaskedLM", {**_TEXT, "embedding_size": 8}, "masked"),
-    "ELECTRA": Family("ElectraForMaskedLM", {**_TEXT, "embedding_size": 8}, "masked"),
-    "DeBERTa-v2": Family("DebertaV2ForMaskedLM", _TEXT, "masked"),
-    "ModernBERT": Family("ModernBertForMaskedLM", {**_TEXT, "cls_token_id": 1, "sep_token_id": 2}, "masked"),
-    # Encoder-decoders.
-    "T5": Family(
-        "T5ForConditionalGeneration",
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": 16,
-            "d_kv": 8,
-            "d_ff": 24,
-            "num_layers": 2,
-            "num_heads": 2,
-            "decoder_start_token_id": 0,
-        },
-        "translated",
-    ),
+    **_ENCODERS,
+    "DistilBERT": Family("DistilBertForMaskedLM", {"vocab_size": VOCABULARY, **_DISTILLED}, "masked"),
+    "T5": Family("T5ForConditionalGeneration", {"vocab_size": VOCABULARY, **_T5}, "translated"),
     "BART": Family("BartForConditionalGeneration", _PAIR, "translated"),
     "Marian": Family("MarianMTModel", _PAIR, "translated"),
     "Pegasus": Family("PegasusForConditionalGeneration", _PAIR, "translated"),
     "M2M100": Family("M2M100ForConditionalGeneration", _PAIR, "translated"),
-    # Images and sound.
     "ViT": Family("ViTForImageClassification", _IMAGE, "images"),
     "DeiT": Family("DeiTForImageClassification", _IMAGE, "images"),
     "DINOv2": Family("Dinov2ForImageClassification", _IMAGE, "images"),
-    "Swin": Family(
-        "SwinForImageClassification",
-        {
-            "image_size": 16,
-            "patch_size": 2,
-            "embed_dim": 8,
-            "depths": [1, 1],
-            "num_heads": [1, 2],
-            "window_size": 2,
-            "num_labels": 3,
-        },
-        "images",
-    ),
+    "Swin": Family("SwinForImageClassification", {**_SWIN, "depths": [1, 1], "num_labels": 3}, "images"),
     "ConvNeXt": Family(
-        "ConvNextForImageClassification",
-        {"hidden_sizes": [8, 8], "depths": [1, 1], "num_stages": 2, "patch_size": 2, "num_labels": 3},
-        "images",
+        "ConvNextForImageClassification", {**_STAGES, "num_stages": 2, "patch_size": 2}, "images"
     ),
     "ResNet": Family(
         "ResNetForImageClassification",
-        {
-            "embedding_size": 8,
-            "hidden_sizes": [8, 8],
-            "depths": [1, 1],
-            "layer_type": "basic",
-            "num_labels": 3,
-        },
+        {**_STAGES, "embedding_size": 8, "layer_type": "basic"},
         "images",
-        _STATISTICS,
+        "batch normalisation: its statistics are those of the batch on each rank",
     ),
-    "Whisper": Family(
-        "WhisperForConditionalGeneration",
-        {
-            **_PAIR,
-            "num_mel_bins": 4,
-            "max_source_positions": 8,
-            "max_target_positions": 16,
-            "suppress_tokens": None,
-            "begin_suppress_tokens": None,
-        },
-        "speech",
+    "Whisper": Family("WhisperForConditionalGeneration", {**_PAIR, **_MEL, **_UNSUPPRESSED}, "speech"),
+    "CLIP": Family(
+        "CLIPModel",
+        {"projection_dim": 8},
+        "pairs",
+        "contrastive: its loss compares each sample with all others of the batch",
     ),
-    "CLIP": Family("CLIPModel", {"projection_dim": 8}, "pairs", _CONTRASTIVE),
     "CLIP, embeddings gathered": Family("CLIPModel", {"projection_dim": 8}, "pairs"),
     "LLaVA": Family("LlavaForConditionalGeneration", {}, "seen"),
 }
@@ -241,9 +192,7 @@ def without_dropout(config: Any) -> None:
             setattr(config, key, 0.0)
         elif hasattr(value, "to_dict"):
             without_dropout(value)
-    for key in ("apply_spec_augment",):
-        if hasattr(config, key):
-            setattr(config, key, False)
+    config.apply_spec_augment = False
 
 
 def make_batch(name: str) -> dict[str, Tensor]:

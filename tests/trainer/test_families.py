@@ -165,14 +165,10 @@ def _shown(deviation: float) -> str:
 
 def as_markdown(found: dict[str, list[float]]) -> str:
     """A row for each family."""
-    lines = [
-        method(found),
-        "",
-        "| family | model | " + " | ".join(ENGINES) + " |  |",
-        "| --- " * (len(ENGINES) + 3) + "|",
-    ]
+    lines = [method(found), "", "| family | model | " + " | ".join(ENGINES) + " |  |"]
+    lines.append("| --- " * (len(ENGINES) + 3) + "|")
     for name, deviations in found.items():
         family = FAMILIES[name]
-        shown = [_shown(deviation) for deviation in deviations]
-        lines.append(f"| {name} | {family.model} | {' | '.join(shown)} | {family.differs or ''} |")
+        shown = " | ".join(map(_shown, deviations))
+        lines.append(f"| {name} | {family.model} | {shown} | {family.differs or ''} |")
     return "\n".join(lines) + "\n"

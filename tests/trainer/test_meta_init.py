@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -154,19 +153,17 @@ def test_one_seed_gives_one_model(pool2: RankPool, options: dict[str, Any], wher
         assert weight_error(outcome, reference) <= TOLERANCE
 
 
-@pytest.mark.parametrize("where", first_by_default(["by_hand", "init_module", "configure_model"], 2))
-def test_ways_to_create_a_model_without_values(pool2: RankPool, where: str) -> None:
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("where", "layout"),
+    first_by_default(
+        [("by_hand", "kept"), ("init_module", "ddp"), ("init_module", "kept"), ("configure_model", "ddp")], 2
+    ),
+)
+def test_ways_to_create_a_model_without_values(pool2: RankPool, where: str, layout: str) -> None:
     """In a hook, sharded there or not, and in the Trainer's context, all of which know the Trainer's precision."""
     reference = expected()
-    for outcome in pool2.run(fit, {}, where):
-        assert weight_error(outcome, reference) <= TOLERANCE
-
-
-@pytest.mark.parametrize("where", first_by_default(["init_module", "configure_model"]))
-def test_ddp_takes_them_as_well(pool2: RankPool, where: str) -> None:
-    """The same for a model that is copied."""
-    reference = expected()
-    for outcome in pool2.run(fit, LAYOUTS["ddp"], where):
+    for outcome in pool2.run(fit, LAYOUTS[layout], where):
         assert weight_error(outcome, reference) <= TOLERANCE
 
 
@@ -185,20 +182,11 @@ def test_another_seed_gives_another_model(pool2: RankPool) -> None:
         assert weight_error(outcome, other) > 1e-3
 
 
-@contextmanager
-def _noting(module: ModelModule) -> Iterator[list[list[str]]]:
-    Layer.whole = []
-    Layer.root = module
-    try:
-        yield Layer.whole
-    finally:
-        Layer.whole = Layer.root = None
-
-
 def _whole_parameters() -> list[list[str]]:
     trainer = make_trainer(AutomodelStrategy(), precision="64-true", limit_train_batches=1)
     module = make_module("meta", trainer)
-    with _noting(module) as whole:
+    whole: list[list[str]] = []
+    with mock.patch.multiple(Layer, whole=whole, root=module):
         trainer.fit(module, loader())
     return whole
 
