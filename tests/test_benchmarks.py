@@ -60,16 +60,9 @@ def test_annotations_are_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H200", 989),
-        ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA L40S", 362),
         ("NVIDIA L4", 121),
-        ("NVIDIA A10G", 70),
-        ("NVIDIA GeForce RTX 4090", 165),
-        ("NVIDIA B200", 2250),
         ("Tesla V100-SXM2-16GB", 0),  # has no bfloat16
-        ("cpu", 0),
     ],
 )
 def test_peaks(monkeypatch: pytest.MonkeyPatch, name: str, peak: int) -> None:
@@ -102,8 +95,8 @@ def _planned(case: Any, recompute: bool) -> float:
 @pytest.mark.parametrize(
     ("gigabytes", "stages"),
     [
-        (80, ["waits", "two-ranks"]),
-        pytest.param(80, ["one-device", "trace", "long"], marks=pytest.mark.sweep),
+        (80, ["two-ranks"]),
+        pytest.param(80, ["one-device", "waits", "trace", "long"], marks=pytest.mark.sweep),
         pytest.param(141, ["one-device", "waits", "trace", "long", "two-ranks"], marks=pytest.mark.sweep),
     ],
 )

@@ -5,10 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-import tomllib
 import xml.etree.ElementTree
 from itertools import combinations
 from pathlib import Path
@@ -29,13 +27,6 @@ sys.path.append(str(DOCS))
 from diagrams import svg_of  # noqa: E402
 
 MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.M | re.S)
-NOT_RUN = {
-    "docs/api.md": 1,
-    "docs/context_parallelism.md": 1,
-    "docs/expert_parallelism.md": 1,
-    "docs/several_nodes.md": 1,  # tests/launch/test_two_nodes.py runs it
-    "docs/watching.md": 1,
-}
 WITH_PYTHON = [page for page in PAGES if blocks(page, "python", "diff")]
 
 
@@ -51,14 +42,6 @@ def test_python_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [
         found for block in blocks(page, "python", "diff") for found in unknown_keywords(block, namespace)
     ] == []
-
-
-def test_few_blocks_do_not_run() -> None:
-    counts = {
-        str(page.relative_to(ROOT)): sum(b.reason is not None for b in blocks(page, "python"))
-        for page in PAGES
-    }
-    assert {name: count for name, count in counts.items() if count} == NOT_RUN
 
 
 def test_commands() -> None:
@@ -136,29 +119,6 @@ def first_column(page: Path, header: str) -> list[str]:
     return [name for line in lines[start:end] for name in re.findall(r"`([^`]+)`", line.split("|")[1])]
 
 
-def test_badges() -> None:
-    """They say what the package metadata and the matrix of tested releases say."""
-    badges = dict(
-        re.findall(r"!\[(.+?): (.+?)\]\(https://img\.shields\.io", (ROOT / "README.md").read_text())
-    )
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
-    matrix = jobs["versions"]["strategy"]["matrix"]
-    tested = {
-        name: [
-            release.rpartition(".")[0]
-            for release in matrix[name] + [each[name] for each in matrix["include"]]
-        ]
-        for name in ("torch", "lightning")
-    }
-    assert badges == {
-        "Licence": project["license"],
-        "Python": project["requires-python"].removeprefix(">=") + " or newer",
-        "torch": f"{min(tested['torch'])} to {max(tested['torch'])}",
-        "Lightning": " to ".join(sorted(set(tested["lightning"]))),
-    }
-
-
 def test_llms_txt_lists_every_page() -> None:
     """A line for each page of the navigation, with its title."""
     pages = re.findall(r"^ +- (.+): (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.M)
@@ -204,9 +164,6 @@ def test_kubernetes_manifest() -> None:
     assert arguments.master_addr == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
 
 
-# --- Tables -----------------------------------------------------------------------------------------------------------
-
-
 # --- The site ---------------------------------------------------------------------------------------------------------
 
 
@@ -248,28 +205,6 @@ def test_site(site: Path) -> None:
     assert re.findall(r":(?:func|class|meth|data|math):|={9}", api) == []
 
 
-@pytest.mark.sweep
-def test_what_fails_the_build(tmp_path: Path) -> None:
-    """A broken link or anchor, a page outside of the navigation, an option or a file that is not there."""
-    for name in ("docs", "lightning_automodel", "examples", "benchmarks"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    for name in ("mkdocs.yml", "CONTRIBUTING.md", "CHANGELOG.md"):
-        shutil.copy(ROOT / name, tmp_path)
-    assert build(tmp_path, tmp_path / "site")[0] == 0
-    links = "[a](nowhere.md) [b](index.md#nowhere) [c](../examples/nowhere.py)"
-    (tmp_path / "docs" / "orphan.md").write_text(f"# Orphan\n\n{links}\n\nOptions: `nothing`\n\nEnd.\n")
-    status, messages = build(tmp_path, tmp_path / "site")
-    assert status == 1
-    for part in (
-        "'nowhere.md'",
-        "'#nowhere'",
-        "examples/nowhere.py",
-        "no option nothing",
-        'not included in the "nav"',
-    ):
-        assert part in messages, messages
-
-
 def test_diagrams() -> None:
     """Each has a text for those who do not see it, and boxes that do not overlap; a repeated one is the same."""
     charts = MERMAID.findall((DOCS / "how_it_works.md").read_text())
@@ -296,45 +231,3 @@ def overlap(first: list[float], second: list[float]) -> bool:
     is_beside = x + width < other_x or other_x + other_width < x
     is_above = y + height < other_y or other_y + other_height < y
     return not is_beside and not is_above
-
-
-@pytest.mark.parametrize(
-    ("source", "problem"),
-    [
-        ("sequenceDiagram", "only 'flowchart TD' is drawn, not 'sequenceDiagram'"),
-        ('flowchart TD\na["x"] ==> b["y"]', "not understood"),
-        ('flowchart TD\na["x"] --> b', "have no text: b"),
-        ('flowchart TD\na["x"] --> b["y"] --> a', "cycle"),
-    ],
-)
-def test_what_cannot_be_drawn(source: str, problem: str) -> None:
-    """A ValueError, which the site's build turns into a warning, so that `--strict` fails."""
-    with pytest.raises(ValueError, match=re.escape(problem)):
-        svg_of(source)
-
-
-def test_glossary() -> None:
-    """At most fifteen words."""
-    section = (DOCS / "how_it_works.md").read_text().partition("## Glossary")[2].partition("\n## ")[0]
-    words = re.findall(r"^\| ([\w -]+) \| \w", section, flags=re.M)[1:]
-    assert 10 <= len(words) <= 15
-    assert len(set(words)) == len(words)
-
-
-def test_first_screen() -> None:
-    """What a reader asks, in the order of asking, in 110 lines: first the change that keeps the layout."""
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 110
-    order = [
-        "```diff",
-        'AutomodelStrategy(data_parallel="ddp")',
-        'leave `data_parallel="ddp"` out',
-        "ExactnessCheck()",
-        "| your training |",
-        "**Status:**",
-        "## Install",
-        "<!-- main command -->",
-        "## Tell",
-    ]
-    places = [text.index(part) for part in order]
-    assert places == sorted(places)

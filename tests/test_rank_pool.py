@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import sys
 import threading
 import time
@@ -15,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.debugger import stop_here
-from tests.processes import PORTS, ROOT, forked, free_port
+from tests.processes import PORTS, forked, free_port
 from tests.rank_pool import RankError, RankPool
 
 
@@ -145,49 +143,6 @@ def test_hang_and_death_stop_the_pool_and_the_next_call_restarts_it() -> None:
     assert list(caught.value.failures) == [0]
     assert_gone(process_ids)
     assert pool.process_ids == []
-
-
-DEBUGGED = """
-from tests.rank_pool import RankPool
-from tests.test_rank_pool import stop_and_sum
-
-if __name__ == "__main__":
-    pool = RankPool(2)
-    print("sums", pool.run(stop_and_sum, 3, timeout_s=0.001))
-    pool.stop()
-"""
-
-
-def stop_and_sum(offset: int) -> float:
-    stop_here()
-    return sum_of_ranks(offset)
-
-
-@pytest.mark.sweep  # it starts everything anew, on a terminal of its own
-def test_debugger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`stop_here` opens pdb on the terminal, for rank 0 alone, and RANK_TIMEOUT_S replaces the limit of the call."""
-    script = tmp_path / "debugged.py"
-    script.write_text(DEBUGGED)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("RANK_TIMEOUT_S", "200")
-    process, terminal = pty.fork()
-    if process == 0:
-        os.execv(sys.executable, [sys.executable, str(script)])
-    shown = _read_until(terminal, "(rank 0) ")
-    os.write(terminal, b"p offset + 39\n")
-    shown += _read_until(terminal, "(rank 0) ")
-    os.write(terminal, b"c\n")
-    shown += _read_until(terminal, "]")
-    os.waitpid(process, 0)
-    assert "42" in shown
-    assert "sums [7.0, 7.0]" in shown
-
-
-def _read_until(terminal: int, text: str) -> str:
-    shown = ""
-    while text not in shown:
-        shown += os.read(terminal, 1 << 12).decode(errors="replace")
-    return shown
 
 
 def _status_of_a_process(_: int) -> int | None:
