@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -13,10 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint, WeightAveraging
-from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.internals.patching import PatchStack
@@ -32,24 +28,6 @@ NO_INSTANCES = {
     "masking_utils",
 }
 """Modules whose attributes are replaced. `test_nothing_replaced.py` looks at those of a fit."""
-SHARED = [
-    torch,
-    torch.autograd,
-    torch.autograd.graph,
-    Tensor,
-    nn.Parameter,
-    nn.Module,
-    DTensor,
-]
-SHARED += [
-    GradScaler,
-    DistributedDataParallel,
-    BaseFinetuning,
-    ModelCheckpoint,
-    WeightAveraging,
-    torch.optim.Optimizer,
-]
-"""Classes and modules that other code of the process uses too."""
 NOT_OURS = {"__slotnames__", "log", "log_dict", "step"}
 """What copying sets, Lightning for its callbacks, and torch for the class of each optimizer."""
 STEPS = {
@@ -94,14 +72,10 @@ class _Finetuning(BaseFinetuning):
 
 
 def _functions(target: Any) -> dict[str, Any]:
-    """What a class, a module or an object itself has of functions and descriptors; of a class and a module, all."""
-    own = dict(vars(target))
-    if isinstance(target, type | types.ModuleType):
-        return own
+    """What an object itself has of functions; `test_nothing_replaced.py` looks at classes and modules."""
+    own = vars(target).items()
     return {
-        name: value
-        for name, value in own.items()
-        if callable(value) and not isinstance(value, nn.Module | type)
+        name: value for name, value in own if callable(value) and not isinstance(value, nn.Module | type)
     }
 
 
@@ -127,7 +101,7 @@ def _replaced(options: dict[str, Any]) -> dict[str, Any]:
         trainer.fit_loop.epoch_loop.val_loop,
         trainer.validate_loop,
     ]
-    targets = [*SHARED, *module.modules(), *trainer.callbacks, *loops, trainer, trainer.profiler]
+    targets = [*module.modules(), *trainer.callbacks, *loops, trainer, trainer.profiler]
     targets += [trainer.precision_plugin, trainer._signal_connector, trainer.strategy]
     before = [(target, _functions(target)) for target in targets]
     patched: list[tuple[Any, str, Any]] = []
@@ -169,7 +143,7 @@ def _name(target: Any) -> str:
 @pytest.mark.every_case
 @pytest.mark.parametrize("name", RUNS)
 def test_what_stays_is_listed(pool2: RankPool, name: str) -> None:
-    """Every attribute of the classes, modules and objects that a run touches is the same object afterwards."""
+    """Every attribute of the objects that a run touches is the same object afterwards."""
     options, expected = RUNS[name]
     for found in pool2.run(_replaced, options):
         assert found["num_patched"] > 20

@@ -14,11 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_automodel import AutomodelStrategy
 from tests import devices
 from tests.failure.faults import become_rank, killed_at_the_end
 from tests.processes import forked, free_port
 from tests.rank_pool import RankPool
-from tests.second_device import fits, nccl_like
+from tests.second_device import nccl_like
+from tests.trainer.exactness import full_weights
+from tests.trainer.runs import LabelledModule, loader, make_trainer
 
 TIMEOUT_S = 1.5
 NAMES = [
@@ -55,13 +58,27 @@ def test_behaviour(nccl_pool2: RankPool, name: str) -> None:
     nccl_pool2.run(_call, name, timeout_s=30)
 
 
+def _trained(**options: Any) -> dict[str, torch.Tensor]:
+    """Full weights after a fit with accumulation, clipping and validation."""
+    trainer = make_trainer(
+        AutomodelStrategy(**options),
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        val_check_interval=4,
+        limit_val_batches=2,
+    )
+    module = LabelledModule()
+    trainer.fit(module, loader(), loader())
+    return full_weights(module)
+
+
 @pytest.mark.every_case
 @pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}], ids=["fsdp2", "ddp"])
 def test_fits_are_those_of_the_plain_device(
     pool2: RankPool, nccl_pool2: RankPool, options: dict[str, Any]
 ) -> None:
     """To the bit."""
-    expected, found = (pool.run(fits.trained, **options)[0] for pool in (pool2, nccl_pool2))
+    expected, found = (pool.run(_trained, **options)[0] for pool in (pool2, nccl_pool2))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 

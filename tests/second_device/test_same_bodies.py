@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +38,6 @@ from tests.gradients.test_final_gradients import (
 )
 from tests.gradients.test_own_backward import test_a_backward_that_edits_gradients, test_backwards_in_a_hook
 from tests.markdown import merged_table
-from tests.processes import run_anew
 from tests.rank_pool import RankPool
 from tests.resume.test_fit import test_from_everywhere
 from tests.trainer.runs import LabelledModule, loader, make_trainer
@@ -87,25 +85,6 @@ BY_DEFAULT = {
     Cell("CP x FSDP2", "64-true", "non-finite check, norm tracked"),
 }
 """Of the matrix of support; the others are a sweep."""
-
-SCRIPT = """
-import lightning.pytorch as pl
-import torch
-from torch.utils.data import DataLoader
-
-from lightning_automodel import AutomodelStrategy
-from tests.failure.faults import Model, Ragged
-from tests.second_device.device import HostDeviceAccelerator
-from tests.trainer.exactness import SILENT, full_weights
-
-model = Model()
-trainer = pl.Trainer(
-    accelerator=HostDeviceAccelerator(), devices=2, max_steps=4, strategy=AutomodelStrategy(), **SILENT
-)
-trainer.fit(model, DataLoader(Ragged(lambda: None), 2))
-weights = torch.cat([weight.flatten() for weight in full_weights(model).values()])
-print(f"rank {trainer.global_rank} on {weights.device}, sum {weights.double().sum().item():.12g}", flush=True)
-"""
 
 
 @pytest.mark.every_case
@@ -197,19 +176,3 @@ def test_states_of_an_earlier_fit_follow_their_parameters(
     """Offloaded shards stay on the host, and counters of steps where an optimizer has made them."""
     expected = {(place, "step", "cpu")} | {(place, key, place) for key in ("exp_avg", "exp_avg_sq")}
     assert pool2.run(_places_of_states, options) == [expected] * 2
-
-
-@pytest.mark.every_case
-@pytest.mark.sweep
-@pytest.mark.parametrize("launcher", ["script", "torchrun"])
-def test_launching(extension: None, tmp_path: Path, launcher: str) -> None:
-    """Each rank has a device of its own, and both the same weights."""
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*(torchrun if launcher == "torchrun" else [sys.executable]), str(script)]
-    status, printed = run_anew(command, tmp_path, 200.0)
-    assert status == 0, printed[-4000:]
-    found = {line.partition(", sum ")[::2] for line in printed.splitlines() if line.startswith("rank ")}
-    assert {place for place, _ in found} == {"rank 0 on hostdev:0", "rank 1 on hostdev:1"}, printed[-4000:]
-    assert len({weights for _, weights in found}) == 1

@@ -10,6 +10,7 @@ import datetime
 import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -155,42 +156,37 @@ def _named(layout: str, feature: str) -> list[tuple[int, str]]:
 
 
 def as_markdown(found: Table) -> str:
-    """Features down, layouts across: waits of rank 0 a micro-batch, with the notes that name them."""
-    lines = [
-        f"{datetime.date.today()}, torch {torch.__version__}, written by `{COMMAND}`: how often the host"
-        f" waits for the second device in a micro-batch, over micro-batches {FIRST} to {LAST - 1} of a fit"
-        f" that accumulates {ACCUMULATE}. The batch alone is copied from pageable memory.",
-        "",
-        f"Features: {'; '.join(STEADY)}.",
-        "",
-    ]
-    rows = {
-        feature: [_cell(layout, feature, found.get((layout, feature))) for layout in STEADY_LAYOUTS]
-        for feature in STEADY
-    }
-    lines += merged_table(["feature", *STEADY_LAYOUTS], rows, "features")
+    """Waits of rank 0 a micro-batch, with the notes that name them."""
+    intro = (
+        f"how often the host waits for the second device in a micro-batch, over micro-batches {FIRST} to"
+        f" {LAST - 1} of a fit that accumulates {ACCUMULATE}. The batch alone is copied from pageable memory."
+    )
+    cells = {key: _cell(*key, found.get(key)) for key in product(STEADY_LAYOUTS, STEADY)}
     notes = [f"{number}. {note}" for number, (_, _, _, note) in enumerate(NAMED, 1)]
-    return "\n".join([*lines, "", *notes]) + "\n"
+    return "\n".join([*_table(intro, cells), "", *notes]) + "\n"
 
 
 def kernels_as_markdown(found: Table) -> str:
-    """Features down, layouts across: kernels a window that this package, FSDP2 and the optimizer launch on rank 0."""
-    lines = [
-        "# Kernels of a window",
-        "",
-        f"{datetime.date.today()}, torch {torch.__version__}, written by `{COMMAND}`: operators that launch"
-        f" a kernel on rank 0, in a window of {ACCUMULATE} micro-batches, by who calls them: this package"
-        " (of these on lists of gradients) + FSDP2 + the optimizer. The model's own are left out.",
+    """Kernels a window that this package, FSDP2 and the optimizer launch on rank 0."""
+    intro = (
+        f"operators that launch a kernel on rank 0, in a window of {ACCUMULATE} micro-batches, by who calls"
+        " them: this package (of these on lists of gradients) + FSDP2 + the optimizer. The model's own are"
+        " left out."
+    )
+    cells = {key: _kernel_cell(found.get(key)) for key in product(STEADY_LAYOUTS, STEADY)}
+    return "\n".join(["# Kernels of a window", "", *_table(intro, cells)]) + "\n"
+
+
+def _table(intro: str, cells: dict[tuple[str, str], str]) -> list[str]:
+    """Features down, layouts across."""
+    rows = {feature: [cells[layout, feature] for layout in STEADY_LAYOUTS] for feature in STEADY}
+    return [
+        f"{datetime.date.today()}, torch {torch.__version__}, written by `{COMMAND}`: {intro}",
         "",
         f"Features: {'; '.join(STEADY)}.",
         "",
+        *merged_table(["feature", *STEADY_LAYOUTS], rows, "features"),
     ]
-    rows = {
-        feature: [_kernel_cell(found.get((layout, feature))) for layout in STEADY_LAYOUTS]
-        for feature in STEADY
-    }
-    lines += merged_table(["feature", *STEADY_LAYOUTS], rows, "features")
-    return "\n".join(lines) + "\n"
 
 
 def _kernel_cell(found: Waits | str | None) -> str:

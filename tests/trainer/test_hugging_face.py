@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.advice import contains_hugging_face_causal_lm
 from lightning_automodel.sharding.units import plan_sharding
-from tests.rank_pool import RankError, RankPool
+from tests.rank_pool import RankPool
 from tests.trainer.cases import Case
-from tests.trainer.exactness import Batch, Outcome, full_weights, relative_error, weight_error
+from tests.trainer.exactness import Batch, Outcome, full_weights, weight_error
 from tests.trainer.hugging_face import (
     ACCUMULATE,
     CAUSAL,
@@ -29,7 +29,6 @@ from tests.trainer.hugging_face import (
     mixtral,
     t5,
     tied_llama,
-    token_sum,
     train_plainly,
     untied_gpt2,
 )
@@ -174,44 +173,12 @@ def test_num_items_in_batch(pool2: RankPool, options: dict[str, Any]) -> None:
         assert error(weights, expected) <= TOLERANCE
 
 
-class ReportsAuxLoss(OwnLoss):
-    """Trains on token losses alone and logs the balance loss."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
-        model.router_aux_loss_coef = 0.0
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        outputs = self.model(**batch)
-        self.log("aux_loss", outputs.aux_loss, on_step=False, on_epoch=True, batch_size=1, sync_dist=True)
-        return outputs.loss
-
-
 class ReturnsAuxLoss(OwnLoss):
     """Tells which part of the loss is no token loss."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         outputs = self.model(**batch)
         return {"loss": outputs.loss, "aux_loss": self.model.router_aux_loss_coef * outputs.aux_loss}
-
-
-@pytest.mark.parametrize("options", by_default(ENGINES, "resharded"))
-def test_aux_loss_that_is_reported(pool2: RankPool, options: dict[str, Any]) -> None:
-    """Token losses train; the balance loss of a mixture of experts is logged as its mean over micro-batches and ranks.
-
-    Lightning's metrics are float32.
-    """
-    aux_losses: list[float] = []
-
-    def objective(case: Case, model: Any, batch: Batch) -> Tensor:
-        aux_losses.append(model(**batch).aux_loss.item())
-        return token_sum(case, model, batch)
-
-    expected, _ = train_plainly(mixtral(), CAUSAL, objective)
-    assert len(set(aux_losses)) == len(aux_losses) == 2 * CAUSAL.num_batches
-    for weights, _, _, logged in pool2.run(fit, mixtral, CAUSAL, options, ReportsAuxLoss):
-        assert error(weights, expected) <= TOLERANCE
-        assert relative_error(logged["aux_loss"], sum(aux_losses) / len(aux_losses)) <= 1e-6
 
 
 @pytest.mark.parametrize("options", by_default(ENGINES, "kept"))
@@ -236,11 +203,3 @@ def test_aux_loss_that_trains(
     for weights, _, _, _ in pool2.run(fit, mixtral, case, {**options, **weigh}, make_module):
         assert error(weights, expected) <= TOLERANCE
         assert error(weights, without) > 1e-4
-
-
-def test_aux_loss_beside_token_losses_is_refused(pool2: RankPool) -> None:
-    """A loss of its own weight needs the window's label tokens before the first backward."""
-    with pytest.raises(
-        RankError, match="training_step returned 'aux_loss', whose weight beside a token loss depends"
-    ):
-        pool2.run(fit, mixtral, CAUSAL, {}, ReturnsAuxLoss)
