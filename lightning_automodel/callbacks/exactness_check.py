@@ -1,7 +1,7 @@
 """The callback that computes a training's first steps again, on all ranks together, and reports the difference.
 
 In ``exactness/``, ``recording`` keeps the micro-batches and gradients of windows, with ``moment`` what a step
-depends on; ``lockstep`` computes micro-batches again, by ``manual`` those of manual optimization; ``counting``
+depends on; ``lockstep`` computes micro-batches again, with ``parts`` of weights and gradients; ``counting``
 tells what each should weigh, ``slope`` asks forwards alone, ``comparison`` drives these, and ``verdict`` judges.
 """
 
@@ -17,13 +17,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_automodel.callbacks.exactness import verdict
-from lightning_automodel.callbacks.exactness.comparison import Comparison, first, reason_against
+from lightning_automodel.callbacks.exactness.comparison import compare, reason_against
 from lightning_automodel.callbacks.exactness.counting import Counting
-from lightning_automodel.callbacks.exactness.lockstep import local_part
-from lightning_automodel.callbacks.exactness.recording import RecordedWindow
+from lightning_automodel.callbacks.exactness.parts import local_part
+from lightning_automodel.callbacks.exactness.recording import RecordedWindow, Recorder
 from lightning_automodel.callbacks.exactness.verdict import StepResult
 from lightning_automodel.callbacks.running_strategy import run_of
 from lightning_automodel.data.samplers import distributed_sampler
+from lightning_automodel.distributed import collectives
 from lightning_automodel.gradients.token_loss import TokenWeighting, count_samples
 from lightning_automodel.internals.patching import PatchStack
 
@@ -116,8 +117,8 @@ class ExactnessCheck(Callback):
             return
         weighting = self._given if run is None else run.windows.weighting
         self._counting = Counting(weighting or TokenWeighting(), is_given=weighting is not None)
-        self._comparison = Comparison(trainer, self._counting, self._patches)
-        self._comparison.recorder.start()
+        self._recorder = Recorder(trainer, self._counting, self._patches)
+        self._recorder.start()
 
     # --- One step -----------------------------------------------------------------------------------------
 
@@ -141,9 +142,11 @@ class ExactnessCheck(Callback):
             return
         started_at = time.perf_counter()
         self._patches.restore()
-        recorder = self._comparison.recorder
-        steps = map(self._comparison.window, recorder.finished or [RecordedWindow()])
-        self.results += [step for step in steps if step is not None]
+        recorder = self._recorder
+        for recorded in recorder.finished or [RecordedWindow()]:
+            step = compare(trainer, self._counting, recorder, recorded, asks_forwards=not self.results)
+            if step is not None:
+                self.results.append(step)
         self._seconds += time.perf_counter() - started_at
         if len(self.results) >= self._num_steps:
             self._finish(trainer)
@@ -165,15 +168,15 @@ class ExactnessCheck(Callback):
 
     def _finish(self, trainer: pl.Trainer) -> None:
         self._patches.restore()
-        wrong_count = first(self._counting.wrong()) or ""
+        wrong_count = next(filter(None, collectives.gather_objects(self._counting.wrong())), "")
         found = verdict.verdict_of(self.results, wrong_count)
-        size = sum(local_part(p).nbytes for p in self._comparison.lockstep.parameters.values())
+        size = sum(local_part(p).nbytes for p in self._recorder.parameters.values())
         report = verdict.report_of(self.results, found, wrong_count, self._counting)
         loaders = CombinedLoader(trainer.train_dataloader).flattened
         report += verdict.of_samples(map(distributed_sampler, loaders))
         report.append(verdict.of_cost(self._seconds, size))
         self._say(trainer, found, "\n  ".join(report))
-        del self._comparison, self._counting  # with batches, gradients and weights on the host
+        del self._recorder, self._counting  # with batches, gradients and weights on the host
         if self._raises and found == verdict.WRONG:
             raise RuntimeError(self.report)
 

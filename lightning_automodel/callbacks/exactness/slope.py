@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from lightning_automodel.callbacks.exactness.lockstep import Gradients, LockStep, Turn, local_part
+from lightning_automodel.callbacks.exactness.lockstep import LockStep, Turn
+from lightning_automodel.callbacks.exactness.parts import Parts
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_size
 
@@ -14,7 +15,7 @@ _MOVE = 1e-2  # of the entries of a parameter without a gradient
 
 
 @torch.no_grad()
-def slope_along(run: Gradients, lockstep: LockStep, turns: Sequence[Turn]) -> float:
+def slope_along(run: Parts, lockstep: LockStep, turns: Sequence[Turn]) -> float:
     """The slope of a window's loss along the gradients, relative to what they promise: 1, unless they lack a part.
 
     Parameters without a gradient, or with zeros, move at random: they promise that the loss does not change.
@@ -22,26 +23,23 @@ def slope_along(run: Gradients, lockstep: LockStep, turns: Sequence[Turn]) -> fl
     """
     norms = lockstep.norms(run)
     promised = sum(norm**2 for norm in norms.values())
-    size = _CHANGE * abs(_loss(lockstep, turns)) / promised
-    lockstep.restore_weights()
-    parts = {name: local_part(parameter) for name, parameter in lockstep.trained.items()}
+    size = _CHANGE * abs(_loss(lockstep, turns, lockstep.weights)) / promised
     steps = {name: size * gradient for name, gradient in run.items()}
-    for name, norm in norms.items():
-        if norm == 0:
+    for name, parameter in lockstep.parameters.items():
+        if norms[name] == 0 and parameter.requires_grad:
             generator = torch.Generator().manual_seed(0)  # the same on all ranks
-            steps[name] = _MOVE * torch.randn(parts[name].shape, generator=generator)
+            steps[name] = _MOVE * torch.randn(lockstep.weights[name].shape, generator=generator)
 
     change = 0.0
     for side in (1, -1):  # a step ahead and one behind
-        for name, step in steps.items():
-            parts[name].add_(step.to(parts[name]), alpha=side)
-        change += side * _loss(lockstep, turns)
-        lockstep.restore_weights()
+        moved = {name: side * step.to(lockstep.weights[name]) for name, step in steps.items()}
+        weights = {name: weight + moved.get(name, 0) for name, weight in lockstep.weights.items()}
+        change += side * _loss(lockstep, turns, weights)
     return change / (2 * size * promised)
 
 
-def _loss(lockstep: LockStep, turns: Sequence[Turn]) -> float:
+def _loss(lockstep: LockStep, turns: Sequence[Turn], weights: Parts) -> float:
     """The loss of one batch."""
-    objectives = [lockstep.compute(turn, turns)[0] for turn in turns]
-    finite = filter(math.isfinite, objectives)  # a slice without label tokens has no loss
+    shares = [lockstep.compute(turn, turns, [weights]).share for turn in turns]
+    finite = filter(math.isfinite, shares)  # a slice without label tokens has no loss
     return sum(collectives.gather_objects(sum(finite))) / group_size()

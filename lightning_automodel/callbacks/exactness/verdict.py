@@ -73,9 +73,10 @@ class StepResult:
         self.rounding = math.hypot(*rounding.values()) / max(total, 1e-300)
         least = self.eps if self.is_half else _LEAST * self.eps
         limit = _FACTOR * self.rounding + least
+        num_trained = max(sum(numel[name] for name, norm in size.items() if norm), 1)
         for name in sorted(off, key=off.__getitem__, reverse=True):
             # Its rounding, and its share of all rounding: it may be zero but for rounding.
-            share = math.sqrt(numel[name] / sum(numel.values()))
+            share = math.sqrt(numel[name] / num_trained)
             if off[name] > _FACTOR * rounding[name] + least * size[name] + limit * total * share:
                 self.parameters[name] = _relative(off[name], size[name])
         self.is_wrong = self.gradient_error > limit or bool(self.parameters)
@@ -102,11 +103,11 @@ class StepResult:
             return
         counts = torch.tensor(self.counts, dtype=torch.float64)
         used = products.diagonal()[:-1].nonzero()[:, 0]
-        size = products[-1, -1].clamp_min(1e-300)
         among = products[used][:, used]
         factors = torch.linalg.lstsq(among, products[used, -1:]).solution[:, 0]
-        left = _distance(among, products[used, -1], size, factors)
-        direct = _distance(among, products[used, -1], size, torch.ones_like(factors))
+        kept = torch.cat([used, torch.tensor([len(counts)])])
+        left = _distance(products[kept][:, kept], factors)
+        direct = _distance(products[kept][:, kept], torch.ones_like(factors))
         error = float((factors - 1).abs().max()) if len(used) else 0.0
         if left < 0.05 and left < 0.3 * direct and error > max(4 * left, 0 if self.is_wrong else 0.02):
             self.is_wrong = True  # by a weight that rounding does not explain, in half precision
@@ -129,10 +130,11 @@ def _relative(off: float, size: float) -> float:
     return math.inf if off else 0.0
 
 
-def _distance(among: Tensor, with_run: Tensor, size: Tensor, factors: Tensor) -> float:
+def _distance(products: Tensor, factors: Tensor) -> float:
     """Of a sum of micro-batches' parts from the run's gradients, relative to these."""
-    square = size - 2 * factors @ with_run + factors @ among @ factors
-    return float((square / size).clamp_min(0).sqrt())
+    weights = torch.cat([factors, torch.tensor([-1.0])])
+    square = weights @ products @ weights / products[-1, -1].clamp_min(1e-300)
+    return float(square.clamp_min(0).sqrt())
 
 
 def verdict_of(steps: Sequence[StepResult], wrong_count: str) -> str:
