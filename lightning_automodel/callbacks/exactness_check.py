@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_automodel.callbacks.exactness import verdict
 from lightning_automodel.callbacks.exactness.comparison import compare, reason_against
 from lightning_automodel.callbacks.exactness.counting import Counting
+from lightning_automodel.callbacks.exactness.lockstep import LockStep
 from lightning_automodel.callbacks.exactness.parts import local_part
 from lightning_automodel.callbacks.exactness.recording import RecordedWindow, Recorder
 from lightning_automodel.callbacks.exactness.verdict import StepResult
@@ -144,8 +145,9 @@ class ExactnessCheck(Callback):
         self._patches.restore()
         recorder = self._recorder
         for recorded in recorder.finished or [RecordedWindow()]:
-            step = compare(trainer, self._counting, recorder, recorded, asks_forwards=not self.results)
-            if step is not None:
+            lockstep = LockStep(trainer, self._counting, recorder, recorded)
+            if lockstep.turns:  # else no rank has computed a loss
+                step = compare(lockstep, self._counting.unit, asks_forwards=not self.results)
                 self.results.append(step)
         self._seconds += time.perf_counter() - started_at
         if len(self.results) >= self._num_steps:

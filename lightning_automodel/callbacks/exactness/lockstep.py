@@ -12,19 +12,18 @@ import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_automodel.callbacks.exactness.counting import MicroBatch
+from lightning_automodel.callbacks.exactness.counting import Counting, MicroBatch
 from lightning_automodel.callbacks.exactness.moment import leaving_no_trace
 from lightning_automodel.callbacks.exactness.parts import (
     Parts,
@@ -40,7 +39,6 @@ from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.failures import list_first
 from lightning_automodel.distributed.process_group import group_rank, group_size
 from lightning_automodel.gradients import rescale_clip
-from lightning_automodel.gradients.token_loss import TokenWeighting
 from lightning_automodel.internals.patching import PatchStack
 
 _SAMPLED = 1_000  # entries of this rank's part of each parameter, by which micro-batches are told apart
@@ -102,30 +100,41 @@ class LockStep:
     would in the run.
 
     Attributes:
+        module: Whose steps are computed again.
+        recorder: Has the weights of the window's steps, under manual optimization.
+        recorded: This rank's part of the window.
+        parameters: By name.
         weights: Those of the moment.
         is_sharded: Whether an engine takes part in the replay's backwards.
+        is_counted: Whether the counts of all micro-batches are known.
+        turns: The window's micro-batches, of all ranks.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, weighting: TokenWeighting, recorder: Recorder, recorded: RecordedWindow
+        self, trainer: pl.Trainer, counting: Counting, recorder: Recorder, recorded: RecordedWindow
     ) -> None:
+        self.recorder = recorder
+        self.recorded = recorded
+        self.module: pl.LightningModule = trainer.lightning_module
+        self.parameters = recorder.parameters
+        self.weights = weights_of(self.parameters)
+        self.is_sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
         self._trainer = trainer
-        self._module: pl.LightningModule = trainer.lightning_module
-        self._weighting = weighting
+        self._weighting = counting.weighting
         self._device = trainer.strategy.root_device
         self._run = run_of(trainer)
         self._context = None if self._run is None else self._run.micro_batches.context
-        self.num_slices = 1 if self._context is None else dist.get_world_size(self._context.group)
-        self.parameters = recorder.parameters
-        self.weights = weights_of(self.parameters)
-        self._of_steps = recorder.weights
-        self._own = recorded.micro_batches
-        self.is_sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
+        self._num_slices = 1 if self._context is None else self._context.group.size()
+        sampler = trainer.distributed_sampler_kwargs or {}
+        shown = [replace(each, pickled=b"") for each in recorded.micro_batches]
+        by_rank = collectives.gather_objects((sampler.get("rank", trainer.global_rank), shown))
+        self.is_counted = counting.settle([each for _, records in by_rank for each in records])
+        self.turns = Turn.all_of(by_rank, self._num_slices)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Context of replays, which puts all back that a step may change."""
-        module = self._module
+        module = self.module
         strategy = self._trainer.strategy
 
         def nothing(*_: Any, **__: Any) -> None:
@@ -168,7 +177,7 @@ class LockStep:
         if self._run is not None:
             self._run.engine.stepped()
             return has_changed
-        for submodule in self._module.modules():
+        for submodule in self.module.modules():
             if isinstance(submodule, FSDPModule):
                 submodule.reshard()
         return has_changed
@@ -199,16 +208,14 @@ class LockStep:
 
     # --- One micro-batch --------------------------------------------------------------------------------------
 
-    def compute(
-        self, turn: Turn, turns: Sequence[Turn], weights: Sequence[Parts], scale: float | None = None
-    ) -> Computed:
+    def compute(self, turn: Turn, weights: Sequence[Parts], scale: float | None = None) -> Computed:
         """Compute a micro-batch's forward, and the backward of its share times ``scale`` if there is one.
 
         ``weights`` are written before its training step, and in place of each step of an optimizer in it.
         """
         sent = b""
         if turn.source == group_rank():
-            sent = self._own[turn.index].pickled
+            sent = self.recorded.micro_batches[turn.index].pickled
         received = collectives.broadcast_object(sent, turn.source)
         if not received:
             raise ReplayError("a batch cannot be pickled, for other ranks")
@@ -219,7 +226,7 @@ class LockStep:
         def backward(loss: Tensor, output: Any) -> None:
             if next(numbers) != turn.recorded.backward:
                 return
-            share = self._share(loss, output, turn, turns)
+            share = self._share(loss, output, turn)
             self._clear_gradients()
             if scale is not None:
                 self.together(lambda: None)  # no rank has raised before its backward
@@ -235,7 +242,7 @@ class LockStep:
             self.write(next(written))
             self._clear_gradients()
             output = self._training_step(received)
-            if self._module.automatic_optimization:
+            if self.module.automatic_optimization:
                 backward(loss_of(output), output)
             if not found:
                 raise RuntimeError(
@@ -264,24 +271,24 @@ class LockStep:
 
     def _training_step(self, received: bytes) -> Any:
         arguments, before = pickle.loads(received)
-        before.restore(self._module, self._device)
+        before.restore(self.module, self._device)
         batch, *rest = move_data_to_device(arguments, self._device)
         if self._context is not None:
             batch = self._context.slice(batch)
         attention = nullcontext() if self._context is None else self._context.step("training_step")
         with self._trainer.precision_plugin.train_step_context(), attention:
-            return self._module.training_step(batch, *rest)
+            return self.module.training_step(batch, *rest)
 
-    def _share(self, loss: Tensor, output: Any, turn: Turn, turns: Sequence[Turn]) -> Tensor:
+    def _share(self, loss: Tensor, output: Any, turn: Turn) -> Tensor:
         """[] the share of a ``loss`` [] in that of one batch."""
         aux = None
         if self._run is not None:
             aux = self._weighting.aux_loss(output, is_counted_ahead=True)
-        total = max(sum(other.count for other in turns), 1e-30)
+        total = max(sum(other.count for other in self.turns), 1e-30)
         share = self._weighting.objective(loss, turn.recorded.count, aux_loss=aux) / total
         if aux is not None:
-            share = share + aux / len(turns)
-        return share * self.num_slices
+            share = share + aux / len(self.turns)
+        return share * self._num_slices
 
     def _differentiate(self, objective: Tensor) -> None:
         """Put the gradients of ``objective`` [] into ``.grad``. No window is open."""
@@ -307,30 +314,24 @@ class LockStep:
     # --- One batch --------------------------------------------------------------------------------------------
 
     def one_batch(
-        self, turns: Sequence[Turn], scale: float = 1.0, reverse: bool = False
-    ) -> tuple[Parts, Tensor, list[float]]:
+        self, scale: float = 1.0, reverse: bool = False
+    ) -> tuple[Parts, list[Tensor], list[float]]:
         """Compute the gradients of all micro-batches as one batch, from losses times ``scale``.
 
-        Returns these, what each of m micro-batches adds to k sampled entries of them [k, m], and its loss on
-        this rank.
+        Returns these, [k] what each micro-batch adds to sampled entries of them, and its loss on this rank.
         """
         scale *= loss_scale(self._trainer)
-        losses = [0.0] * len(turns)
-        parts = [torch.zeros(0)] * len(turns)
+        losses = [0.0] * len(self.turns)
+        samples = [torch.zeros(0)] * len(self.turns)
         total: Parts = {}
-        for number in sorted(range(len(turns)), reverse=reverse):
-            weights = self._of_steps.get(turns[number].recorded.step, [self.weights])
-            computed = self.compute(turns[number], turns, weights, scale)
+        for number, turn in sorted(enumerate(self.turns), reverse=reverse):
+            weights = self.recorder.weights.get(turn.recorded.step, [self.weights])
+            computed = self.compute(turn, weights, scale)
             losses[number] = computed.loss
-            parts[number] = self.sample(computed.gradients) / scale
+            samples[number] = self.sample(computed.gradients) / scale
             for name, gradient in computed.gradients.items():
-                if name in total:
-                    total[name].add_(gradient)
-                else:
-                    total[name] = gradient
-        for gradient in total.values():
-            gradient.div_(scale)
-        return total, torch.stack(parts, dim=1), losses
+                total[name] = gradient + total.get(name, 0)
+        return {name: gradient / scale for name, gradient in total.items()}, samples, losses
 
     # --- Comparing --------------------------------------------------------------------------------------------
 
@@ -352,9 +353,10 @@ class LockStep:
         roots = self._sum(torch.tensor(squares, dtype=torch.float64)).sqrt().tolist()
         return dict(zip(self.parameters, roots, strict=True))
 
-    def products(self, columns: Tensor) -> Tensor:
-        """[c, c] inner products of [k, c] columns, each of which all ranks hold parts of."""
-        return self._sum(columns.mT @ columns)
+    def products(self, samples: Sequence[Tensor]) -> Tensor:
+        """[c, c] inner products of c samples [k], each of which all ranks hold parts of."""
+        rows = torch.stack(list(samples))
+        return self._sum(rows @ rows.mT)
 
     @staticmethod
     def _sum(values: Tensor) -> Tensor:

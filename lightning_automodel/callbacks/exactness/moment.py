@@ -23,8 +23,6 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.resume import rng
 
-Place = tuple[str, str]
-"""A module's name, and which of its dictionaries: "attributes" or "buffers"."""
 _OF_EVERY_MODULE = vars(pl.LightningModule()).keys()
 _NO_STATE = {"lightning", "lightning_automodel", "torch"}  # such as a Trainer or a data set
 _COLLECTIONS = (dict, list, set, deque)
@@ -48,11 +46,11 @@ class Moment:
         """Set copies of all of it; state that was made since, such as a cache, is deleted."""
         rng.set_global_states(self.random, device)
         wanted = _Unpickler(io.BytesIO(self.state), _parts(module)).load()
-        places = _places(module)
-        for place, name in _state(module).keys() - wanted.keys():
-            del places[place][name]
-        for (place, name), value in wanted.items():
-            places[place][name] = value
+        attributes = _attributes(module)
+        for owner, name in _state(module).keys() - wanted.keys():
+            del attributes[owner][name]
+        for (owner, name), value in wanted.items():
+            attributes[owner][name] = value
 
 
 @contextmanager
@@ -62,7 +60,7 @@ def leaving_no_trace(module: nn.Module, device: torch.device) -> Iterator[list[s
     Yields the names of iterators, which are missing in it.
     """
     random_states = rng.global_states(device)
-    held = [(values, dict(values)) for values in _places(module).values()]
+    held = [(values, dict(values)) for values in _attributes(module).values()]
     missing = []
     for values, own in held:
         for name, value in own.items():
@@ -83,26 +81,26 @@ def leaving_no_trace(module: nn.Module, device: torch.device) -> Iterator[list[s
             values.update(own)
 
 
-def _places(module: nn.Module) -> dict[Place, dict[str, Any]]:
-    """The dictionaries of all modules: written to directly, since to set a module as attribute registers it."""
-    places: dict[Place, dict[str, Any]] = {}
+def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Those and the buffers of each module: written to directly, since to set a module as attribute registers it."""
+    attributes: dict[str, dict[str, Any]] = {}
     for owner, submodule in module.named_modules():
-        places[owner, "attributes"] = vars(submodule)
-        places[owner, "buffers"] = torch_internals.buffers_of(submodule)
-    return places
+        attributes[owner] = vars(submodule)
+        attributes[f"{owner}.buffers"] = torch_internals.buffers_of(submodule)
+    return attributes
 
 
-def _state(module: nn.Module) -> dict[tuple[Place, str], Any]:
-    """The attributes and buffers that are state."""
+def _state(module: nn.Module) -> dict[tuple[str, str], Any]:
+    """Those that are state, by owner and name."""
     names = _names(module)
     state = {}
-    for place, values in _places(module).items():
-        for name, value in values.items():
+    for owner, attributes in _attributes(module).items():
+        for name, value in attributes.items():
             if name in _OF_EVERY_MODULE:
                 continue
             with suppress(Exception):  # it cannot be pickled
                 _Pickler(io.BytesIO(), names).dump(value)
-                state[place, name] = value
+                state[owner, name] = value
     return state
 
 
@@ -132,9 +130,9 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, Tensor):
             if isinstance(value, DTensor) or (value.requires_grad and value.is_leaf):
                 raise pickle.PicklingError  # it is a weight
-            on_host = value.detach().to("cpu", copy=True).contiguous()
-            numbers = on_host.reshape(-1).view(torch.uint8).numpy()
-            return _tensor, (numbers, value.dtype, value.shape, value.device.type)
+            file = io.BytesIO()
+            torch.save(value.detach().clone(), file)  # not all that it is a part of
+            return _tensor, (file.getvalue(), value.device.type)
         packages = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
         has_attributes = hasattr(value, "__dict__") and not isinstance(value, type)
         if isinstance(value, Iterator) or (has_attributes and packages & _NO_STATE):
@@ -151,5 +149,6 @@ class _Unpickler(pickle.Unpickler):
         return self._parts[name]
 
 
-def _tensor(numbers: Any, dtype: torch.dtype, shape: torch.Size, device: str) -> Tensor:
-    return torch.from_numpy(numbers).view(dtype).reshape(shape).to(device)
+def _tensor(saved: bytes, device: str) -> Tensor:
+    loaded: Tensor = torch.load(io.BytesIO(saved), map_location=device, weights_only=False)
+    return loaded

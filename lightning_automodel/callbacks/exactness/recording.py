@@ -58,7 +58,6 @@ class Recorder:
         self._counting = counting
         self._patches = patches
         self._unfinished: dict[Window | None, RecordedWindow] = {}
-        self._newest: MicroBatch | None = None
         self._num_steps = 0
 
     def start(self) -> None:
@@ -66,13 +65,22 @@ class Recorder:
         self.finished = []
         self.weights = {}
         self._unfinished = {}
+        is_automatic = self._module.automatic_optimization
+
+        def after_step(output: Any) -> None:
+            if is_automatic and output is not None:
+                self._before_backward(loss_of(output), output)
+
+        def before_manual_backward(loss: Tensor, *_: Any, **kwargs: Any) -> None:
+            self._before_backward(loss, kwargs)
+
         # The engine calls this one when it has prepared weights and buffers.
-        self._watch(self._module, "training_step", self._before_step, self._after_step)
+        self._watch(self._module, "training_step", self._before_step, after_step)
         if self._run is not None:
             self._patches.set(self._run.windows, "on_backward", self._after_backward)
-        if self._module.automatic_optimization:
+        if is_automatic:
             return
-        self._watch(self._trainer.strategy, "backward", before=self._before_manual_backward)
+        self._watch(self._trainer.strategy, "backward", before_manual_backward)
         for optimizer in self._trainer.optimizers:  # whose steps Lightning's wrappers call
             self._watch(optimizer, "step", after=self._note_weights)
 
@@ -112,18 +120,9 @@ class Recorder:
     def _note_weights(self, _: Any = None) -> None:
         self.weights[self._num_steps].append(weights_of(self.parameters))
 
-    def _after_step(self, output: Any) -> None:
-        if self._module.automatic_optimization and output is not None:
-            self._before_backward(loss_of(output), output)
-
-    def _before_manual_backward(self, loss: Tensor, *_: Any, **kwargs: Any) -> None:
-        self._before_backward(loss, kwargs)
-
     def _before_backward(self, loss: Tensor, output: Any) -> None:
         """``loss`` [] comes next; ``output`` may hold its count."""
         self._num_backwards += 1
-        if self._run is not None and self._run.inputs.is_filler:
-            return
         count = self._counting.count(self._module, self._batch, output, loss)
         value = float(loss.detach())
         self._newest = MicroBatch(
@@ -135,9 +134,8 @@ class Recorder:
     def _after_backward(self, backward: BackwardPass) -> None:
         """``.grad`` holds the part of its window alone, which is final if that ends."""
         recorded = self._unfinished.setdefault(backward.window, RecordedWindow())
-        if self._newest is not None:
+        if not backward.is_padding:
             recorded.micro_batches.append(self._newest)
-        self._newest = None
         if backward.ends:
             self._finish(recorded, 1.0)
 

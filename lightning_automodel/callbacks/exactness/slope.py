@@ -1,11 +1,10 @@
 """The change of the loss along the run's gradients, by forwards alone: evidence for gradients without a backward."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 
-from lightning_automodel.callbacks.exactness.lockstep import LockStep, Turn
+from lightning_automodel.callbacks.exactness.lockstep import LockStep
 from lightning_automodel.callbacks.exactness.parts import Parts
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_size
@@ -15,7 +14,7 @@ _MOVE = 1e-2  # of the entries of a parameter without a gradient
 
 
 @torch.no_grad()
-def slope_along(run: Parts, lockstep: LockStep, turns: Sequence[Turn]) -> float:
+def slope_along(run: Parts, lockstep: LockStep) -> float:
     """The slope of a window's loss along the gradients, relative to what they promise: 1, unless they lack a part.
 
     Parameters without a gradient, or with zeros, move at random: they promise that the loss does not change.
@@ -23,7 +22,7 @@ def slope_along(run: Parts, lockstep: LockStep, turns: Sequence[Turn]) -> float:
     """
     norms = lockstep.norms(run)
     promised = sum(norm**2 for norm in norms.values())
-    size = _CHANGE * abs(_loss(lockstep, turns, lockstep.weights)) / promised
+    size = _CHANGE * abs(_loss(lockstep, lockstep.weights)) / promised
     steps = {name: size * gradient for name, gradient in run.items()}
     for name, parameter in lockstep.parameters.items():
         if norms[name] == 0 and parameter.requires_grad:
@@ -34,12 +33,12 @@ def slope_along(run: Parts, lockstep: LockStep, turns: Sequence[Turn]) -> float:
     for side in (1, -1):  # a step ahead and one behind
         moved = {name: side * step.to(lockstep.weights[name]) for name, step in steps.items()}
         weights = {name: weight + moved.get(name, 0) for name, weight in lockstep.weights.items()}
-        change += side * _loss(lockstep, turns, weights)
+        change += side * _loss(lockstep, weights)
     return change / (2 * size * promised)
 
 
-def _loss(lockstep: LockStep, turns: Sequence[Turn], weights: Parts) -> float:
+def _loss(lockstep: LockStep, weights: Parts) -> float:
     """The loss of one batch."""
-    shares = [lockstep.compute(turn, turns, [weights]).share for turn in turns]
+    shares = [lockstep.compute(turn, [weights]).share for turn in lockstep.turns]
     finite = filter(math.isfinite, shares)  # a slice without label tokens has no loss
     return sum(collectives.gather_objects(sum(finite))) / group_size()
