@@ -99,13 +99,13 @@ def context_parallel_attention(
     if slices is None:
         if attention_mask is not None:
             rows = torch.arange(query.shape[-2], device=query.device)
-            mask = _mask(rows, key.shape[-2], is_causal, attention_mask)
+            mask = _mask(rows, is_causal, attention_mask)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=is_causal and mask is None, **options
         )
     if attention_mask is not None:
         rows = slices.own_positions(query.device)
-        mask = _mask(rows, len(rows) * slices.num_ranks, is_causal, slices.gather_mask(attention_mask))
+        mask = _mask(rows, is_causal, slices.gather_mask(attention_mask))
     return attend_across(query, key, value, mask, is_causal, options)
 
 
@@ -159,17 +159,16 @@ def current() -> Slices | None:
     return _current
 
 
-def _mask(rows: Tensor, num_columns: int, is_causal: bool, attention_mask: Tensor) -> Tensor:
+def _mask(rows: Tensor, is_causal: bool, attention_mask: Tensor) -> Tensor:
     """[b, 1, s, t] whether a row at a position [s] attends to a column, by an ``attention_mask`` [b, t].
 
     A row always attends to its own position: the softmax over nothing would be NaN.
     """
-    columns = torch.arange(num_columns, device=rows.device)
+    columns = torch.arange(attention_mask.shape[-1], device=rows.device)
+    mask = (attention_mask != 0)[:, None, None].expand(-1, -1, len(rows), -1)
     if is_causal:
-        mask = rows[:, None] >= columns
-    else:
-        mask = torch.ones_like(rows[:, None] >= columns)
-    return (mask & (attention_mask != 0)[:, None, None]) | (rows[:, None] == columns)
+        mask = mask & (rows[:, None] >= columns)
+    return mask | (rows[:, None] == columns)
 
 
 def whole(part: Tensor, slices: Slices) -> Tensor:

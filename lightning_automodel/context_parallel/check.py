@@ -78,24 +78,31 @@ class FirstStepCheck:
     def check(self, slices: Slices, shape: torch.Size, group: dist.ProcessGroup | None) -> None:
         """Compare the modules that the step has called on slices of ``shape`` [b, s].
 
-        A collective over ``group``, in which all context peers are; None: over all ranks. RuntimeError on
-        every rank of it if an output differs on any of them by more than rounding, or if attention of the
-        step was not compared.
+        A collective over ``group``, in which all context peers are; None: over all ranks, whose units are
+        gathered together. RuntimeError on every rank of it if an output differs on any of them by more than
+        rounding, or if attention of the step was not compared.
         """
         first = FirstPositions(slices, shape)
         names = {submodule: name for name, submodule in self._module.named_modules()}
-        calls = [call for call in self.calls if first.are_in(call[1:])]
+        calls = [call for call in self.calls if any(map(first.is_slice, tensors_in(call[1:])))]
         self.calls = []
         called = gather_objects([names[module] for module, *_ in calls], group)
-        found: str | None = None
+        found: list[str] = []
         if all(modules == called[0] for modules in called):
             for module, *arguments in calls:
-                for submodule, error, limit in self.differences(module, arguments, first):
-                    if error > limit and found is None:
-                        name = f"{names[submodule]} ({class_name(submodule)})".strip()
-                        found = _describe_difference(name, error, first.length)
-        if found is None and not 0 < slices.num_calls <= first.sliced.num_calls:
-            found = (
+                for submodule, error in self._differences(module, arguments, first):
+                    name = f"{names[submodule]} ({class_name(submodule)})".strip()
+                    found.append(
+                        f"{name} gives something else on slices of sequences than on whole ones: off by"
+                        f" {error:.2g} of its size on the first {first.length} positions of the first batch."
+                        " In it, or just before, positions are mixed within this rank's slice alone, or"
+                        " counted from its start: attend by"
+                        " lightning_automodel.context_parallel_attention(query, key, value), and take"
+                        " positions from batch['position_ids']. (Or it draws random numbers in evaluation"
+                        " mode too, so that it cannot be compared.)"
+                    )
+        if not (found or 0 < slices.num_calls <= first.sliced.num_calls):
+            found.append(
                 f"{class_name(self._module)}.{self._step} attends by something else than"
                 " lightning_automodel.context_parallel_attention, or outside of modules that are called with"
                 " slices of the batch [b, s], or hidden states [b, s, ...], on all ranks alike: its layers in"
@@ -104,14 +111,14 @@ class FirstStepCheck:
                 f" ranks, and {first.sliced.num_calls} were compared. Call one module, as in"
                 " self.model(**batch), and attend by context_parallel_attention(query, key, value) in it."
             )
-        for message in gather_objects(found, group):
-            if message is not None:
+        for messages in gather_objects(found[:1], group):
+            for message in messages:
                 raise RuntimeError(message)
 
-    def differences(
+    def _differences(
         self, module: nn.Module, arguments: list[Any], first: "FirstPositions"
-    ) -> Iterator[tuple[nn.Module, float, float]]:
-        """Modules in the order of their outputs, the relative error of each in slices, and what rounding explains.
+    ) -> Iterator[tuple[nn.Module, float]]:
+        """Modules whose output in slices is off by more than rounding, in order, with its relative error.
 
         A collective of the context peers.
         """
@@ -121,7 +128,17 @@ class FirstStepCheck:
         in_slices = self._outputs(module, arguments, first.sliced)
         is_wide = torch.get_float32_matmul_precision() == "highest"
         epsilon = 0.0 if is_wide else torch.finfo(torch.bfloat16).eps
-        for submodule, output, own in _in_pairs(whole, in_slices):
+        own_outputs: dict[nn.Module, list[Tensor]] = {}
+        for submodule, own in in_slices:
+            own_outputs.setdefault(submodule, []).append(own)
+        num_calls = Counter(submodule for submodule, _ in whole)
+        for submodule, output in whole:
+            outputs = own_outputs.get(submodule, [])
+            # As the activation function of a mixture of experts, which runs for each expert that a slice needs.
+            if len(outputs) != num_calls[submodule]:
+                continue
+            num_calls[submodule] -= 1
+            own = outputs.pop(0)
             # A wide output may come from narrower ones.
             epsilon = max(epsilon, torch.finfo(output.dtype).eps)
             expected = first.cut(output)
@@ -129,7 +146,8 @@ class FirstStepCheck:
             is_compared = expected is not output or (submodule is module and output.ndim > 1)
             if is_compared and own.shape == expected.shape:
                 error = float(_error(own.double(), expected.double()))
-                yield submodule, error, math.sqrt(epsilon) / 2
+                if error > math.sqrt(epsilon) / 2:
+                    yield submodule, error
 
     def _outputs(self, module: nn.Module, arguments: Any, slices: Slices) -> Outputs:
         """The floating-point tensors that ``module`` and its submodules return on the first positions."""
@@ -188,16 +206,13 @@ class FirstPositions:
         self.sliced = replace(slices, chunk=chunk, length=length, documents=documents, num_calls=0)
         self.whole = replace(self.sliced, group=None, chunks=(0, 1), chunk=self.length // 2)
 
-    def are_in(self, arguments: Any) -> bool:
-        """Whether any of a call's arguments is a slice."""
-        return any(map(self._is_slice, tensors_in(arguments)))
-
-    def _is_slice(self, tensor: Tensor) -> bool:
+    def is_slice(self, tensor: Tensor) -> bool:
+        """Whether a tensor [b, s, ...] has the positions of a slice."""
         return not isinstance(tensor, DTensor) and tensor.shape[:2] == self._shape
 
     def gather(self, tensor: Tensor) -> Tensor:
         """A slice [b, s, ...] of each rank to the first positions [b, length, ...]. A collective."""
-        if not self._is_slice(tensor):
+        if not self.is_slice(tensor):
             return tensor
         whole = attention.whole(tensor.reshape(*self._shape, -1), self._slices)[:, : self.length]
         # Contiguous, as models may call view() on it.
@@ -209,34 +224,6 @@ class FirstPositions:
             return tensor
         chunks = tensor.split(self.sliced.chunk, dim=1)
         return torch.cat([chunks[index] for index in self.sliced.chunks], dim=1)
-
-
-def _describe_difference(name: str, error: float, length: int) -> str:
-    return (
-        f"{name} gives something else on slices of sequences than on whole ones: off by {error:.2g} of its"
-        f" size on the first {length} positions of the first batch. In it, or just before, positions are"
-        " mixed within this rank's slice alone, or counted from its start: attend by"
-        " lightning_automodel.context_parallel_attention(query, key, value), and take positions from"
-        " batch['position_ids']. (Or it draws random numbers in evaluation mode too, so that it cannot be"
-        " compared.)"
-    )
-
-
-def _in_pairs(whole: Outputs, in_slices: Outputs) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
-    """Outputs of the same call of the same module, in the order in which ``whole`` has them.
-
-    Modules that were called more often on one side are left out: the activation function of a mixture of
-    experts runs once for each expert that a slice needs.
-    """
-    others: dict[nn.Module, list[Tensor]] = {}
-    for submodule, output in in_slices:
-        others.setdefault(submodule, []).append(output)
-    num_calls = Counter(submodule for submodule, _ in whole)
-    for submodule, output in whole:
-        remaining = others.get(submodule, [])
-        if len(remaining) == num_calls[submodule]:
-            num_calls[submodule] -= 1
-            yield submodule, output, remaining.pop(0)
 
 
 def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:
@@ -256,9 +243,9 @@ def _hooked(
     with ExitStack() as hooks:
         for submodule in dict.fromkeys(_uncompiled(module)):
             if before is not None:
-                hooks.callback(submodule.register_forward_pre_hook(before, with_kwargs=True).remove)
+                hooks.enter_context(submodule.register_forward_pre_hook(before, with_kwargs=True))
             # Always: recomputation in a backward stops modules by an exception.
-            hooks.callback(submodule.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
+            hooks.enter_context(submodule.register_forward_hook(after, with_kwargs=True, always_call=True))
         yield
 
 

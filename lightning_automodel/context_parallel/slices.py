@@ -74,10 +74,7 @@ class SequenceSlices:
         if positions is None or batch.get(_MASK) is not None:
             return None
         begins = positions.diff(dim=-1, prepend=positions[..., :1] - 1) != 1
-        length = positions.shape[-1]
-        return F.pad(
-            begins.cumsum(-1), (0, self._chunk_length(length) * self._num_chunks - length), value=-1
-        )
+        return self._pad(begins.cumsum(-1), -1)
 
     def slice(self, batch: Any) -> MutableMapping[str, Any]:
         """A copy of a batch with this rank's slice of each sequence.
@@ -127,11 +124,15 @@ class SequenceSlices:
                 f" [b, {length}]."
             )
 
+    def _pad(self, tensor: Tensor, value: int) -> Tensor:
+        """[..., s] to the length of all chunks."""
+        length = tensor.shape[-1]
+        return F.pad(tensor, (0, self._chunk_length(length) * self._num_chunks - length), value=value)
+
     def _cut(self, tensor: Tensor, padding: int) -> Tensor:
         """Cut [..., s] to this rank's two chunks, [..., 2 c]."""
-        chunk = self._chunk_length(tensor.shape[-1])
-        padded = F.pad(tensor, (0, chunk * self._num_chunks - tensor.shape[-1]), value=padding)
-        return torch.cat([padded[..., index * chunk : (index + 1) * chunk] for index in self.chunks], dim=-1)
+        chunks = self._pad(tensor, padding).chunk(self._num_chunks, dim=-1)
+        return torch.cat([chunks[index] for index in self.chunks], dim=-1)
 
 
 class ShiftedAway:
