@@ -1,5 +1,6 @@
 """Compares the gradients of one window with those of one batch."""
 
+import math
 from contextlib import suppress
 
 import lightning.pytorch as pl
@@ -11,15 +12,17 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.callbacks.exactness.lockstep import LockStep, ReplayError, agree
 from lightning_automodel.callbacks.exactness.parts import Parts
-from lightning_automodel.callbacks.exactness.slope import slope_along
 from lightning_automodel.callbacks.exactness.verdict import StepResult
 from lightning_automodel.callbacks.exactness.words import percent
 from lightning_automodel.callbacks.running_strategy import automodel
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.failures import list_first
+from lightning_automodel.distributed.process_group import group_size
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.internals import torch as torch_internals
 
+_CHANGE = 2e-4  # of the loss, that a step along the gradients aims at
+_MOVE = 1e-2  # of the entries of a parameter without a gradient
 _NO_COUNT = (
     "no count was given, nothing in the batch can be counted, and the graph of the loss does not tell, so that"
     " every micro-batch weighs the same here: pass ExactnessCheck(count_label_tokens=<function of the batch>),"
@@ -53,7 +56,7 @@ def compare(lockstep: LockStep, unit: str, asks_forwards: bool) -> StepResult:
             step.problem = str(error)
         if asks_forwards and step.is_sharded and not (step.problem or step.is_half or step.is_manual):
             with suppress(ReplayError, ArithmeticError):  # a step may differentiate by itself
-                step.slope = slope_along(run, lockstep)
+                step.slope = _slope_along(run, lockstep)
     return step
 
 
@@ -83,13 +86,13 @@ def _replay(step: StepResult, lockstep: LockStep, run: Parts, unit: str) -> None
     again, _, _ = lockstep.one_batch(scale=0.75, reverse=True)  # which rounds differently
     has_written = lockstep.write(lockstep.weights) and not step.is_manual
     if "16" in str(lockstep.module.trainer.precision_plugin.precision):
-        step.eps = torch.finfo(torch.bfloat16).eps
+        eps = torch.finfo(torch.bfloat16).eps
     else:
-        step.eps = max((torch.finfo(gradient.dtype).eps for gradient in exact.values()), default=0.0)
+        eps = max((torch.finfo(gradient.dtype).eps for gradient in exact.values()), default=0.0)
     numel = {name: parameter.numel() for name, parameter in lockstep.parameters.items()}
     off = lockstep.norms(run, exact)
-    step.judge(off, lockstep.norms(again, exact), lockstep.norms(exact), numel)
-    step.explain(lockstep.products([*samples, lockstep.sample(run)]), unit)
+    step.judge(off, lockstep.norms(again, exact), lockstep.norms(exact), numel, eps)
+    step.explain(samples, lockstep.sample(run), unit)
     agree(_problem_of(step, lockstep, losses, has_written))
 
 
@@ -114,6 +117,37 @@ def _problem_of(step: StepResult, lockstep: LockStep, losses: list[float], has_w
     if step.is_wrong and not step.explanation and is_overridden("backward", lockstep.module):
         return f"they are {percent(step.gradient_error)} off, as LightningModule.backward may mean it"
     return None
+
+
+@torch.no_grad()
+def _slope_along(run: Parts, lockstep: LockStep) -> float:
+    """The slope of a window's loss along the gradients, relative to what they promise: 1, unless they lack a part.
+
+    Parameters without a gradient, or with zeros, move at random: they promise that the loss does not change.
+    Called within :meth:`LockStep.apart`. A collective over the world.
+    """
+    norms = lockstep.norms(run)
+    promised = sum(norm**2 for norm in norms.values())
+    size = _CHANGE * abs(_loss(lockstep, lockstep.weights)) / promised
+    steps = {name: size * gradient for name, gradient in run.items()}
+    for name, parameter in lockstep.parameters.items():
+        if norms[name] == 0 and parameter.requires_grad:
+            generator = torch.Generator().manual_seed(0)  # the same on all ranks
+            steps[name] = _MOVE * torch.randn(lockstep.weights[name].shape, generator=generator)
+
+    change = 0.0
+    for side in (1, -1):  # a step ahead and one behind
+        moved = {name: side * step.to(lockstep.weights[name]) for name, step in steps.items()}
+        weights = {name: weight + moved.get(name, 0) for name, weight in lockstep.weights.items()}
+        change += side * _loss(lockstep, weights)
+    return change / (2 * size * promised)
+
+
+def _loss(lockstep: LockStep, weights: Parts) -> float:
+    """The loss of one batch."""
+    shares = [lockstep.compute(turn, [weights]).share for turn in lockstep.turns]
+    finite = filter(math.isfinite, shares)  # a slice without label tokens has no loss
+    return sum(collectives.gather_objects(sum(finite))) / group_size()
 
 
 def _unequal(parameters: dict[str, nn.Parameter]) -> list[str]:

@@ -41,7 +41,7 @@ from lightning_automodel.distributed.process_group import group_rank, group_size
 from lightning_automodel.gradients import rescale_clip
 from lightning_automodel.internals.patching import PatchStack
 
-_SAMPLED = 1_000  # entries of this rank's part of each parameter, by which micro-batches are told apart
+_SAMPLED = 1_000  # entries of each parameter, by which micro-batches are told apart
 _TIME_FOR_ALL = timedelta(minutes=30)
 _TIME_AFTER_ERROR = timedelta(seconds=20)
 
@@ -69,15 +69,15 @@ class Turn:
     @staticmethod
     def all_of(by_rank: Sequence[tuple[int, list[MicroBatch]]], num_slices: int) -> list["Turn"]:
         """The micro-batches of all ranks, by each one's number of its data and its own micro-batches."""
-        peers: dict[int, list[int]] = {}
-        for rank, (data, _) in enumerate(by_rank):
-            peers.setdefault(data, []).append(rank)
-        position = peers[by_rank[group_rank()][0]].index(group_rank())
+        ranks = sorted(range(len(by_rank)), key=lambda rank: by_rank[rank][0])
+        num_peers = len(ranks) // len({data for data, _ in by_rank})
+        position = ranks.index(group_rank()) % num_peers
         turns = []
-        for _, ranks in sorted(peers.items()):
-            for index, parts in enumerate(zip(*(by_rank[rank][1] for rank in ranks), strict=True)):
-                count = sum(part.count for part in parts) * num_slices / len(parts)
-                turns.append(Turn(ranks[0], index, count, parts[position]))
+        for first in range(0, len(ranks), num_peers):
+            records = [by_rank[rank][1] for rank in ranks[first : first + num_peers]]
+            for index, parts in enumerate(zip(*records, strict=True)):
+                count = sum(part.count for part in parts) * num_slices / num_peers
+                turns.append(Turn(ranks[first], index, count, parts[position]))
         return turns
 
 
@@ -93,7 +93,7 @@ class Computed:
 class LockStep:
     """Replays a window on all ranks together.
 
-    Collectives over the world are ``together``, ``compute``, ``one_batch``, ``norms`` and ``products`` alone.
+    Collectives over the world are ``together``, ``compute``, ``one_batch``, ``sample`` and ``norms`` alone.
 
     Where parameters are sharded, a step of the replay communicates. A rank whose step raises alone waits for
     the others as long as ``_TIME_AFTER_ERROR``, and then raises: they may wait for it within the step, as they
@@ -336,12 +336,12 @@ class LockStep:
     # --- Comparing --------------------------------------------------------------------------------------------
 
     def sample(self, gradients: Parts) -> Tensor:
-        """[k] entries of this rank's parts of gradients, in float64 on the host; 0 for missing ones."""
-        found = [torch.zeros(0, dtype=torch.float64)]
+        """[k] entries of gradients, of all ranks, in float64; 0 for missing ones. A collective over the world."""
+        found = []
         for name, weights in self.weights.items():
             part = gradients.get(name, torch.zeros_like(weights)).reshape(-1)
-            found.append(part[:: max(1, part.numel() // _SAMPLED)].double())
-        return torch.cat(found)
+            found.append(part[:: max(1, part.numel() * group_size() // _SAMPLED)].double())
+        return torch.cat(collectives.gather_objects(torch.cat(found)))
 
     def norms(self, first: Parts, second: Parts | None = None) -> dict[str, float]:
         """2-norms by parameter, of one gradient or of the differences between two."""
@@ -350,17 +350,8 @@ class LockStep:
         for name, parameter in self.parameters.items():
             difference = first.get(name, zero).double() - (second or {}).get(name, zero).double()
             squares.append(float(difference.square().sum()) / _num_copies(parameter))
-        roots = self._sum(torch.tensor(squares, dtype=torch.float64)).sqrt().tolist()
-        return dict(zip(self.parameters, roots, strict=True))
-
-    def products(self, samples: Sequence[Tensor]) -> Tensor:
-        """[c, c] inner products of c samples [k], each of which all ranks hold parts of."""
-        rows = torch.stack(list(samples))
-        return self._sum(rows @ rows.mT)
-
-    @staticmethod
-    def _sum(values: Tensor) -> Tensor:
-        return torch.stack(collectives.gather_objects(values)).sum(dim=0)
+        of_all = torch.tensor(collectives.gather_objects(squares), dtype=torch.float64)
+        return dict(zip(self.parameters, of_all.sum(dim=0).sqrt().tolist(), strict=True))
 
 
 def _num_copies(parameter: Tensor) -> int:

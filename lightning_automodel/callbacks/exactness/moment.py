@@ -76,8 +76,7 @@ def leaving_no_trace(module: nn.Module, device: torch.device) -> Iterator[list[s
     finally:
         rng.set_global_states(random_states, device)
         for values, own in held:
-            for name in values.keys() - own.keys():
-                del values[name]
+            values.clear()
             values.update(own)
 
 

@@ -43,7 +43,7 @@ class StepResult:
             None if it was not measured.
         is_manual: Whether it is one of several windows of a step of manual optimization.
         is_sharded: Whether the replay is not independent of the strategy, since it computes with shards.
-        eps: The rounding unit of the precision that is trained in.
+        is_half: Whether it is in half precision, where rounding may be as large as a small error.
         is_wrong: Whether the gradients are off by more than rounding.
         problem: Why the gradients could not be judged.
     """
@@ -57,7 +57,7 @@ class StepResult:
     slope: float | None = None
     is_manual: bool = False
     is_sharded: bool = False
-    eps: float = 0.0
+    is_half: bool = False
     is_wrong: bool = False
     problem: str | None = None
 
@@ -66,12 +66,13 @@ class StepResult:
         """Whether the loss changes as the gradients promise."""
         return self.slope is not None and abs(self.slope - 1) < _SLOPE_OFF
 
-    def judge(self, off: Norms, rounding: Norms, size: Norms, numel: Norms) -> None:
-        """Fill in errors from norms by parameter."""
+    def judge(self, off: Norms, rounding: Norms, size: Norms, numel: Norms, eps: float) -> None:
+        """Fill in errors from norms by parameter. ``eps`` is the rounding unit of what is trained in."""
+        self.is_half = eps > _HALF
         total = math.hypot(*size.values())
         self.gradient_error = _relative(math.hypot(*off.values()), total)
         self.rounding = math.hypot(*rounding.values()) / max(total, 1e-300)
-        least = self.eps if self.is_half else _LEAST * self.eps
+        least = eps if self.is_half else _LEAST * eps
         limit = _FACTOR * self.rounding + least
         num_trained = max(sum(numel[name] for name, norm in size.items() if norm), 1)
         for name in sorted(off, key=off.__getitem__, reverse=True):
@@ -88,26 +89,22 @@ class StepResult:
                 " precision='64-true' tells, or by a hook of the backward that is not linear"
             )
 
-    @property
-    def is_half(self) -> bool:
-        """Whether rounding may be as large as a small error."""
-        return self.eps > _HALF
-
-    def explain(self, products: Tensor, unit: str) -> None:
+    def explain(self, samples: Sequence[Tensor], run: Tensor, unit: str) -> None:
         """Look for weights of micro-batches that explain the gradients.
 
-        ``products`` are inner products of the micro-batches' parts of one batch and, last, the run's
-        gradients.
+        ``samples`` [k] are entries of what each micro-batch adds to those of one batch, ``run`` [k] the same
+        entries of the run's.
         """
         if self.problem:
             return
         counts = torch.tensor(self.counts, dtype=torch.float64)
-        used = products.diagonal()[:-1].nonzero()[:, 0]
-        among = products[used][:, used]
-        factors = torch.linalg.lstsq(among, products[used, -1:]).solution[:, 0]
-        kept = torch.cat([used, torch.tensor([len(counts)])])
-        left = _distance(products[kept][:, kept], factors)
-        direct = _distance(products[kept][:, kept], torch.ones_like(factors))
+        parts = torch.stack(list(samples), dim=1)
+        used = parts.any(dim=0).nonzero()[:, 0]
+        parts = parts[:, used]
+        factors = torch.linalg.lstsq(parts, run[:, None]).solution[:, 0]
+        size = run.norm().clamp_min(1e-300)
+        left = float((parts @ factors - run).norm() / size)
+        direct = float((parts.sum(dim=1) - run).norm() / size)
         error = float((factors - 1).abs().max()) if len(used) else 0.0
         if left < 0.05 and left < 0.3 * direct and error > max(4 * left, 0 if self.is_wrong else 0.02):
             self.is_wrong = True  # by a weight that rounding does not explain, in half precision
@@ -128,13 +125,6 @@ def _relative(off: float, size: float) -> float:
     if size:
         return off / size
     return math.inf if off else 0.0
-
-
-def _distance(products: Tensor, factors: Tensor) -> float:
-    """Of a sum of micro-batches' parts from the run's gradients, relative to these."""
-    weights = torch.cat([factors, torch.tensor([-1.0])])
-    square = weights @ products @ weights / products[-1, -1].clamp_min(1e-300)
-    return float(square.clamp_min(0).sqrt())
 
 
 def verdict_of(steps: Sequence[StepResult], wrong_count: str) -> str:
