@@ -162,6 +162,7 @@ class TrainingRun:
         )
         if fitting and host_group.size() > 1:
             self._reduce_logs_at_epoch_ends(module.trainer.fit_loop)
+            self.inputs.leave_out_of_logs(self.patches)
         self.micro_batches = MicroBatches(
             module, self.engine, self.windows, self._context, self.inputs, self.advice
         )

@@ -79,6 +79,7 @@ class Draws(Iterator[Any]):
         self._ahead: deque[Any] = deque()
         self._handles: deque[BatchHandle] = deque()
         self.number = 0  # of the epoch's batches that were begun
+        self.begun = NO_BATCH  # the last one of these
 
     def __next__(self) -> Any:
         if self._source is None:
@@ -103,10 +104,10 @@ class Draws(Iterator[Any]):
 
     def begin(self, number: int) -> BatchHandle:
         """The handle of batch ``number`` of the epoch, from 1. Those before it are forgotten: Lightning skips None."""
-        for _ in range(number - self.number):
-            handle = self._handles.popleft()
-        self.number = number
-        return handle
+        while self.number < number:
+            self.begun = self._handles.popleft()
+            self.number += 1
+        return self.begun
 
     def begin_last(self, limit: float) -> bool:
         """Whether the batch about to be evaluated is the last of at most ``limit``. Draws the next one to know it."""

@@ -1,18 +1,14 @@
 """Training steps on padding batches: a rank without data joins the others' collectives, without effect."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torchmetrics import Metric
 
 from lightning_automodel.internals import lightning as lightning_internals
-from lightning_automodel.internals.patching import PatchStack
 
 # Lightning's `reduce_fx`, each with the value that does not change its result.
 _NEUTRAL = {"mean": 0.0, "avg": 0.0, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
@@ -55,43 +51,31 @@ def _metrics(module: nn.Module) -> set[Metric]:
     return found
 
 
-@contextmanager
-def neutral(module: pl.LightningModule) -> Iterator[None]:
-    """Context for ``training_step`` on a padding batch: logged values do not count, and random states are restored.
+def log_neutral(log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Log for a padding batch, so that the value does not count.
 
-    Values with ``sync_dist`` are replaced by a neutral one rather than left out, since the other ranks
-    reduce them.
+    A value with ``sync_dist`` is replaced by a neutral one rather than left out, since the other ranks
+    reduce theirs.
     """
-    with PatchStack() as patches, isolate_rng():
-        patches.set(module, "log", _neutral_log(module.log))
-        yield
-
-
-def _neutral_log(log: Callable[..., None]) -> Callable[..., None]:
-    signature = inspect.signature(log)
-
-    def log_neutral(*args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        value = given.arguments["value"]
-        reduction = given.arguments["reduce_fx"]
-        # Torch.sum and the like have names.
-        reduction = str(getattr(reduction, "__name__", reduction)).lower()
-        if isinstance(value, Metric):
-            log(*args, **kwargs)
-        elif given.arguments["sync_dist"]:
-            if reduction not in _NEUTRAL:
-                raise ValueError(
-                    f"self.log({given.arguments['name']!r}, reduce_fx={reduction!r}, sync_dist=True) on a"
-                    " rank whose data has ended (uneven_inputs='pad') has no neutral value; valid are"
-                    f" {', '.join(map(repr, _NEUTRAL))}."
-                )
-            tensor = torch.as_tensor(value)
-            if tensor.is_floating_point():
-                dtype = tensor.dtype
-            else:
-                dtype = torch.get_default_dtype()
-            neutral_value = torch.full_like(tensor, _NEUTRAL[reduction], dtype=dtype)
-            log(**{**given.arguments, "value": neutral_value, "batch_size": 0})
-
-    return log_neutral
+    given = inspect.signature(log).bind(*args, **kwargs)
+    given.apply_defaults()
+    value = given.arguments["value"]
+    reduction = given.arguments["reduce_fx"]
+    # Torch.sum and the like have names.
+    reduction = str(getattr(reduction, "__name__", reduction)).lower()
+    if isinstance(value, Metric):
+        log(*args, **kwargs)
+    elif given.arguments["sync_dist"]:
+        if reduction not in _NEUTRAL:
+            raise ValueError(
+                f"self.log({given.arguments['name']!r}, reduce_fx={reduction!r}, sync_dist=True) on a"
+                " rank whose data has ended (uneven_inputs='pad') has no neutral value; valid are"
+                f" {', '.join(map(repr, _NEUTRAL))}."
+            )
+        tensor = torch.as_tensor(value)
+        if tensor.is_floating_point():
+            dtype = tensor.dtype
+        else:
+            dtype = torch.get_default_dtype()
+        neutral_value = torch.full_like(tensor, _NEUTRAL[reduction], dtype=dtype)
+        log(**{**given.arguments, "value": neutral_value, "batch_size": 0})

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -26,7 +27,7 @@ from lightning_automodel.data.batches import (
     unwrap_loader,
 )
 from lightning_automodel.data.loader_lengths import keeps_its_length, may_end_early
-from lightning_automodel.data.padding import ModuleState, neutral
+from lightning_automodel.data.padding import ModuleState, log_neutral
 from lightning_automodel.data.samplers import (
     Ranks,
     distributed_sampler,
@@ -36,6 +37,7 @@ from lightning_automodel.data.samplers import (
 from lightning_automodel.data.window_ahead import WindowAhead
 from lightning_automodel.distributed.collectives import gather_objects
 from lightning_automodel.internals import lightning as lightning_internals
+from lightning_automodel.internals.patching import PatchStack
 
 _UNKNOWN = -1
 _TRAIN = "train"
@@ -82,8 +84,7 @@ class UnevenInputs:
         self._num_evaluated = 0  # steps of evaluation in this run, also of others that this rank has joined
         self._loaders: Any = None  # those of training that _begin_loaders has seen
         self._tracked: TrackedLoader | None = None  # of them, if there is but one
-        self._handle = NO_BATCH
-        self.is_filler = False  # whether this rank's newest training batch was a padding batch
+        self._handle = NO_BATCH  # of the evaluation step
 
     def process(self, loader: Any) -> Any:
         """What to iterate instead of a loader of the current stage. A collective, so in the same order on all ranks.
@@ -190,29 +191,59 @@ class UnevenInputs:
                 " all ranks equally many batches (drop_last=True)."
             )
 
+    def leave_out_of_logs(self, patches: PatchStack) -> None:
+        """Let what steps and hooks log for padding batches, also those of callbacks, not count."""
+        module = self._trainer.lightning_module
+        log = module.log
+
+        def log_data(*args: Any, **kwargs: Any) -> None:
+            hook = lightning_internals.current_hook(module) or ""
+            if not self.is_training or "epoch" in hook or hook == "on_train_start":
+                log(*args, **kwargs)
+                return
+            is_in_step = self._is_in_step
+            self._is_in_step = True  # a mean is over the ranks that have data
+            try:
+                if self.is_filler:
+                    log_neutral(log, *args, **kwargs)
+                else:
+                    log(*args, **kwargs)
+            finally:
+                self._is_in_step = is_in_step
+
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        for logging in (module, *callbacks):
+            patches.set(logging, "log", log_data)
+
     def begin_training_batch(self) -> None:
         """Called when a training batch is about to be used, after its hooks. If counted ahead, draws its window."""
         start = time.perf_counter()
+        handle = self._training_handle()
+        if self.ahead is not None and self._tracked is not None:
+            self.ahead.begin_batch(self._tracked, handle)
+            self.seconds_drawing += time.perf_counter() - start
+
+    def _training_handle(self) -> BatchHandle:
+        """The newest training batch's, from the first of its hooks on."""
         trainer = self._trainer
         if trainer.train_dataloader is not self._loaders:
             self._loaders = trainer.train_dataloader
             self._begin_loaders()
-        self._handle = NO_BATCH
-        self.is_filler = False
         if self._tracked is None or self._tracked.draws is None:
-            return
-        self._handle = self._tracked.draws.begin(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-        self.is_filler = self._handle.is_filler
-        if self.ahead is not None:
-            self.ahead.begin_batch(self._tracked, self._handle)
-            self.seconds_drawing += time.perf_counter() - start
+            return NO_BATCH
+        return self._tracked.draws.begin(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether this rank trains on a padding batch."""
+        return self.is_training and self._training_handle().is_filler
 
     def num_with_data(self, group: dist.ProcessGroup) -> int:
         """How many ranks of ``group`` have no padding batch in this training step. Waits until all ranks have drawn."""
-        handle = self._handle
-        if not (self._is_in_step and self.is_training) or self._tracked is None:
+        if not (self._is_in_step and self.is_training):
             return group.size()
-        if self._tracked.uneven == ERROR:
+        handle = self._training_handle()
+        if self._tracked is None or self._tracked.uneven == ERROR:
             return group.size()
         return len(set(dist.get_process_group_ranks(group)) - set(handle.ranks_without()))
 
@@ -222,9 +253,8 @@ class UnevenInputs:
         try:
             if not self.is_filler:
                 return step()
-            module = self._trainer.lightning_module
-            self._before_padding = ModuleState(module)
-            with neutral(module):
+            self._before_padding = ModuleState(self._trainer.lightning_module)
+            with isolate_rng():
                 return step()
         finally:
             self._is_in_step = False
@@ -255,7 +285,6 @@ class UnevenInputs:
         stops = begin()
         self._num_evaluated += 1
         self._handle = NO_BATCH
-        self.is_filler = False
         if self._stage in self._uneven:
             self._begin_evaluated_batch(args)
         else:

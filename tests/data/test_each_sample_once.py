@@ -277,6 +277,77 @@ def test_means_leave_padding_batches_out(pool4: RankPool, length: int) -> None:
             assert reduced[step] == pytest.approx(expected, rel=1e-6)
 
 
+class LogsInHooks(LabelledModule):
+    """Logs the rows of each batch in its step and in the hooks around it, and so does its callback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_started: list[bool] = []
+
+    def note(self, name: str, logs: Any, batch: Any = None) -> None:
+        if batch is not None:
+            self.rows = batch["index"].double()
+        size = len(self.rows)
+        logs.log(name, self.rows.mean(), batch_size=size, sync_dist=True, on_step=True, on_epoch=True)
+        logs.log_dict({f"{name} sum": float(size)}, reduce_fx="sum", sync_dist=True, on_epoch=True)
+
+    def on_train_epoch_start(self) -> None:
+        self.log("epoch", 1.0, reduce_fx="sum", sync_dist=True)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.note("start", self, batch)
+        self.has_started.append(self.trainer.strategy.is_filler)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note("step", self)
+        return {"loss": self(batch), "num_label_tokens": int((batch["labels"] != -100).sum())}
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.note("optimizer", self)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note("end", self)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch end", 1.0, reduce_fx="sum", sync_dist=True)
+
+
+class AlsoLogs(Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        module.note("callback start", self, batch)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        module.note("callback end", self)
+
+
+def _log_in_hooks(length: int, ahead: bool) -> tuple[dict[str, float], list[bool]]:
+    module = LogsInHooks()
+    trainer = make_trainer(
+        AutomodelStrategy(data_parallel="ddp", count_window_ahead=ahead),
+        use_distributed_sampler=True,
+        callbacks=[AlsoLogs()],
+        max_epochs=2,
+    )
+    trainer.fit(module, DataLoader(Rows(length), batch_size=2))
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.has_started
+
+
+@pytest.mark.parametrize(("length", "ahead"), [(8, False), (9, False), (9, True), (1, False)])
+def test_hooks_log_no_padding_batch(pool2: RankPool, length: int, ahead: bool) -> None:
+    results = pool2.run(_log_in_hooks, length, ahead)
+    for logged, _ in results:
+        assert logged["epoch"] == logged["epoch end"] == 2
+        for name in ("start", "step", "optimizer", "end", "callback start", "callback end"):
+            assert logged[f"{name} sum"] == length
+            assert logged[f"{name}_epoch"] == pytest.approx((length - 1) / 2)
+            if length != 8:  # its last batch is rank 0's, with the last row of an epoch in its order
+                assert logged[f"{name}_step"] == logged["step_step"] == int(logged["step_step"])
+    padding = [has_started for _, has_started in results]
+    per_epoch = -(-length // 4)
+    last = [False] * (per_epoch - 1) + [length != 8]
+    assert padding == [[False] * 2 * per_epoch, last * 2]
+
+
 def _gather(length: int, gathers: str, drop_last: bool) -> str:
     trainer = make_trainer(AutomodelStrategy(data_parallel="ddp"), use_distributed_sampler=True)
     try:
