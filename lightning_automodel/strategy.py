@@ -306,13 +306,6 @@ class AutomodelStrategy(ParallelStrategy):
         return self._run is not None and self._run.inputs.is_filler
 
     @property
-    def seconds_drawing(self) -> float:
-        """Seconds of this fit in which ``count_window_ahead`` has drawn batches ahead; for ``StepMonitor``."""
-        if self._run is not None:
-            return self._run.inputs.seconds_drawing
-        return 0.0
-
-    @property
     def num_processes(self) -> int:
         """Ranks on this node."""
         if self.parallel_devices is not None:

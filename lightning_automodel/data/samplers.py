@@ -15,13 +15,17 @@ class Ranks(int):
 
 def distributed_sampler(loader: Any) -> Any:
     """The ``DistributedSampler`` by which ``loader`` repeats samples, so that all ranks have equally many, or None."""
-    loader = unwrap_loader(loader)
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    sampler = getattr(batch_sampler, "sampler", getattr(loader, "sampler", None))
-    sampler = getattr(sampler, "innermost", sampler)  # recorded, to resume
+    sampler = innermost_sampler(unwrap_loader(loader))
     if isinstance(sampler, DistributedSampler) and num_repeated(sampler) > 0:
         return sampler
     return None
+
+
+def innermost_sampler(loader: Any) -> Any:
+    """The sampler of single samples, or None."""
+    sampler = getattr(loader, "sampler", None)
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", sampler)
+    return getattr(sampler, "innermost", sampler)  # recorded, to resume
 
 
 def num_repeated(sampler: Any) -> int:

@@ -1,6 +1,5 @@
 """Ranks whose data ends before another's: an error or padding in training; in evaluation each sample counts once."""
 
-import time
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -41,8 +40,6 @@ from lightning_automodel.internals.patching import PatchStack
 
 _UNKNOWN = -1
 _TRAIN = "train"
-_LOADERS = {"val": "val_dataloaders", "test": "test_dataloaders", "predict": "predict_dataloaders"}
-_STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 class UnevenInputs:
@@ -76,7 +73,6 @@ class UnevenInputs:
         self._pads = uneven == PAD
         self.ahead = ahead
         self._say = say
-        self.seconds_drawing = 0.0  # spent on drawing batches ahead of their steps
         self._before_padding: ModuleState | None = None
         self._uneven: set[str] = set()  # stages of evaluation whose ranks may have unequally many batches
         self._next = NO_BATCH  # to evaluate after this one, if ranks have unequally many
@@ -217,11 +213,9 @@ class UnevenInputs:
 
     def begin_training_batch(self) -> None:
         """Called when a training batch is about to be used, after its hooks. If counted ahead, draws its window."""
-        start = time.perf_counter()
         handle = self._training_handle()
         if self.ahead is not None and self._tracked is not None:
             self.ahead.begin_batch(self._tracked, handle)
-            self.seconds_drawing += time.perf_counter() - start
 
     def _training_handle(self) -> BatchHandle:
         """The newest training batch's, from the first of its hooks on."""
@@ -315,9 +309,12 @@ class UnevenInputs:
 
     def _begin_evaluated_batch(self, args: tuple[Any, ...]) -> None:
         """Note the batch that is about to be evaluated, and the next one; ValueError if its loader is not known."""
-        loaders = CombinedLoader(getattr(self._trainer, _LOADERS[self._stage])).flattened
+        stage = self._stage
+        loaders = CombinedLoader(getattr(self._trainer, f"{stage}_dataloaders")).flattened
         is_one = len(loaders) == 1
-        step = getattr(self._trainer.lightning_module, _STEPS[self._stage])
+        if stage == "val":
+            stage = "validation"
+        step = getattr(self._trainer.lightning_module, f"{stage}_step")
         # Of several loaders one after the other, Lightning passes the number.
         if lightning_internals.draws_its_batches(step) or not (is_one or len(args) > 2):
             raise ValueError(
@@ -339,20 +336,13 @@ class UnevenInputs:
         """Tell the other ranks whether this one has a batch to evaluate after this one."""
         self._next = BatchHandle(False, not has_next, sent=PendingGather(self._group, has_next))
 
-    def _where_in_batch(self) -> str | None:
-        """Name of the running evaluation step or batch hook, which ranks without data do not run; else None."""
-        where = lightning_internals.current_hook(self._trainer.lightning_module) or ""
-        is_of_batch = self._is_in_step or where.endswith(("batch_start", "batch_end"))
-        if is_of_batch and not self.is_training:
-            return where
-        return None
-
     def check_reduction(self) -> None:
-        """Raise RuntimeError, before a reduction or gathering over ranks, if some are not in this step: they ended."""
-        where = self._where_in_batch()
+        """Raise RuntimeError, before a reduction or gathering over ranks, if some have ended and evaluate no batch."""
+        where = lightning_internals.current_hook(self._trainer.lightning_module) or ""
         # Hooks of a rank's last batch run when all others have ended.
         handle = self._handle if self._is_in_step else self._next
-        if where is not None and (ended := handle.ranks_without()):
+        is_of_batch = self._is_in_step or where.endswith(("batch_start", "batch_end"))
+        if is_of_batch and not self.is_training and (ended := handle.ranks_without()):
             raise RuntimeError(
                 f"A value is reduced or gathered over all ranks within {where}, but not on {ranks(ended)},"
                 " whose data has ended: log it with on_step=False, on_epoch=True, or give all ranks equally"
@@ -404,6 +394,4 @@ class UnevenInputs:
         trainer = self._trainer
         if trainer.state.fn == TrainerFn.FITTING:
             return trainer.fit_loop.epoch_loop.val_loop
-        return {"val": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}[
-            self._stage
-        ]
+        return getattr(trainer, f"{trainer.state.stage.value}_loop")  # type: ignore[union-attr]

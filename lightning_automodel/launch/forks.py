@@ -66,24 +66,24 @@ class ForkLauncher(lightning_internals.MultiProcessingLauncher):
                 " lightning_automodel.destroy_global_state() (for your own,"
                 " torch.distributed.destroy_process_group()), and start again."
             )
-        folder = Path(tempfile.mkdtemp(prefix="lightning_automodel-"))
+        path = Path(tempfile.mkdtemp(prefix="lightning_automodel-")) / "results.pt"
         try:
             with patched_signal(signal.SIGTERM, lambda *_: self.kill(signal.SIGTERM)):
-                super().launch(self._work, folder, trainer, function, args, kwargs)
+                super().launch(self._work, path, trainer, function, args, kwargs)
         except BaseException as error:
             self._end_workers()
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(path.parent, ignore_errors=True)
             if isinstance(error, ProcessExitedException) and error.exit_code == SIGTERM_STATUS:
                 raise lightning_internals.SIGTERMException(SIGTERM_STATUS) from error
             raise
         # Raises if the module lacks trained weights, and their file is kept.
-        returned = restore(trainer, folder)
-        shutil.rmtree(folder, ignore_errors=True)
+        returned = restore(trainer, path)
+        shutil.rmtree(path.parent, ignore_errors=True)
         self._has_fitted |= trainer.state.fn == TrainerFn.FITTING
         return returned
 
     def _work(
-        self, folder: Path, trainer: "pl.Trainer", function: Callable[..., Any], args: Any, kwargs: Any
+        self, path: Path, trainer: "pl.Trainer", function: Callable[..., Any], args: Any, kwargs: Any
     ) -> None:
         """Run ``function`` as a rank. On Linux, torch interrupts it if the launching process ends."""
         self._is_worker = True
@@ -100,7 +100,7 @@ class ForkLauncher(lightning_internals.MultiProcessingLauncher):
                     "What a Tuner finds stays in the ranks' processes, which end: use the callback"
                     " LearningRateFinder, which works within fit()."
                 )
-            collect(trainer, self._returned[0], folder)
+            collect(trainer, self._returned[0], path)
         except BaseException as error:
             if isinstance(error, SystemExit) and not error.code:
                 raise RuntimeError("sys.exit(0) has ended the run, without results.") from error

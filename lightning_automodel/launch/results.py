@@ -11,17 +11,14 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from lightning_automodel import checkpoint as checkpoints
 
 _OF_CHECKPOINT_CALLBACKS = ("best_model_path", "best_model_score", "last_model_path")
-_RESULTS = "results.pt"
-_WEIGHTS = "weights.pt"
 
 
-def collect(trainer: "pl.Trainer", returned: Any, folder: Path) -> None:
+def collect(trainer: "pl.Trainer", returned: Any, path: Path) -> None:
     """Write this run's results and whole weights for :func:`restore`, once on each node. A collective."""
     is_first = trainer.strategy.local_rank == 0  # type: ignore[attr-defined]
+    weights = None
     if trainer.state.fn == TrainerFn.FITTING:
-        state = checkpoints.whole(checkpoints.model_state(trainer.lightning_module), keep=is_first)
-        if is_first:
-            torch.save(state, folder / _WEIGHTS)
+        weights = checkpoints.whole(checkpoints.model_state(trainer.lightning_module), keep=is_first)
     if not is_first:
         return
     results = {
@@ -32,17 +29,18 @@ def collect(trainer: "pl.Trainer", returned: Any, folder: Path) -> None:
             {name: getattr(callback, name) for name in _OF_CHECKPOINT_CALLBACKS if hasattr(callback, name)}
             for callback in trainer.checkpoint_callbacks
         ],
+        "weights": weights,
     }
-    torch.save(results, folder / _RESULTS)
+    torch.save(results, path)
 
 
-def restore(trainer: "pl.Trainer", folder: Path) -> Any:
+def restore(trainer: "pl.Trainer", path: Path) -> Any:
     """Put the workers' results into the launching process's Trainer and module.
 
     Returns:
         What the Trainer's function returned.
     """
-    results = torch.load(folder / _RESULTS, map_location="cpu", weights_only=False)
+    results = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     trainer.state = results["state"]
     trainer.callback_metrics.clear()
     trainer.callback_metrics.update(results["metrics"])
@@ -50,29 +48,28 @@ def restore(trainer: "pl.Trainer", folder: Path) -> Any:
     for callback, attributes in zip(trainer.checkpoint_callbacks, saved, strict=False):
         for name, value in attributes.items():
             setattr(callback, name, value)
-    if (folder / _WEIGHTS).exists():
+    if results["weights"] is not None:
         trainer.precision_plugin.convert_module(trainer.lightning_module)
-        load_trained_weights(trainer.lightning_module, folder / _WEIGHTS)
+        load_trained_weights(trainer.lightning_module, results["weights"], path)
     return results["returned"]
 
 
-def load_trained_weights(module: "pl.LightningModule", path: Path) -> None:
+def load_trained_weights(module: "pl.LightningModule", weights: dict[str, Any], path: Path) -> None:
     """Load whole weights into a module of this process alone; call ``configure_model`` if it lacks layers.
 
-    RuntimeError if it still lacks some: otherwise the module would seem trained.
+    RuntimeError that names their ``path`` if it still lacks some: otherwise the module would seem trained.
     """
-    state = torch.load(path, map_location="cpu", mmap=True, weights_only=False)
     try:
-        if not state.keys() <= module.state_dict().keys():
+        if not weights.keys() <= module.state_dict().keys():
             module.configure_model()
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise ValueError("some of its tensors are on the meta device")
-        if state:
-            set_model_state_dict(module, state)
+        if weights:
+            set_model_state_dict(module, weights)
     except Exception as error:
         raise RuntimeError(
             f"{type(module).__name__} is trained, but the module in this process cannot hold the trained"
-            f" weights ({error}): they are in {path}, which torch.load reads. Create its layers, as they are"
-            " in training, in __init__ or in a configure_model that works without self.device_mesh, or load"
-            " a checkpoint."
+            f" weights ({error}): they are in {path}, as torch.load(path, weights_only=False)['weights']."
+            " Create its layers, as they are in training, in __init__ or in a configure_model that works"
+            " without self.device_mesh, or load a checkpoint."
         ) from error

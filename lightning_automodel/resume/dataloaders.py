@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_automodel.data.batches import is_stateful, track, unwrap_loader
+from lightning_automodel.data.samplers import innermost_sampler
 from lightning_automodel.internals import lightning as lightning_internals
 from lightning_automodel.resume import loops, rng
 from lightning_automodel.resume.recording import RecordingSampler
@@ -82,7 +83,7 @@ class TrainingLoaders:
         loader = unwrap_loader(tracked)
         generators, samplers = rng.own_states(loader)
         found: dict[str, Any] = {"kind": _kind(loader), "generators": generators, "samplers": samplers}
-        if isinstance(sampler := _innermost_sampler(loader), DistributedSampler):
+        if isinstance(sampler := innermost_sampler(loader), DistributedSampler):
             found["seed"] = sampler.seed
         # Between epochs a loader is at the end of one, and starts over.
         if at.is_iterated and found["kind"] == STATE:
@@ -165,7 +166,7 @@ def _begins_anew(loader: Any) -> bool:
 
 
 def _kind(loader: Any) -> str:
-    if is_stateful(loader) and isinstance(_innermost_sampler(loader), DistributedSamplerWrapper):
+    if is_stateful(loader) and isinstance(innermost_sampler(loader), DistributedSamplerWrapper):
         return NOTHING  # Lightning's, around a sampler whose order is no part of the loader's state
     if is_stateful(loader):
         return STATE
@@ -176,7 +177,7 @@ def _kind(loader: Any) -> str:
 
 def _restore_position(at: loops.Position, loader: Any, position: dict[str, Any]) -> None:
     """Prepare a loader to be iterated: its epoch, by its sampler's seed and number of epochs, and where it was."""
-    sampler = _innermost_sampler(loader)
+    sampler = innermost_sampler(loader)
     if "seed" in position and isinstance(sampler, DistributedSampler):
         # Lightning seeds its sampler from PL_GLOBAL_SEED, which may differ now, or not be set.
         sampler.seed = position["seed"]
@@ -198,10 +199,3 @@ def _batch_size(loader: Any) -> int | None:
 def _recorder(loader: Any) -> RecordingSampler | None:
     samplers = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
     return next((sampler for sampler in samplers if isinstance(sampler, RecordingSampler)), None)
-
-
-def _innermost_sampler(loader: Any) -> Any:
-    own = getattr(loader, "sampler", None)
-    if isinstance(own, RecordingSampler):  # batch_size=None
-        return own.innermost
-    return getattr(getattr(loader, "batch_sampler", None), "sampler", own)

@@ -221,7 +221,7 @@ class Resume:
             **vars(at),
             "logged": logged,
             "random": rng.global_states(self._device),
-            "generators": rng.generators_of(self._module),
+            "generators": {name: each.get_state() for name, each in rng.generators_of(self._module).items()},
             "loaders": self._loaders.positions(at),
             "buffers": snapshot.unsaved_buffers(self._module, self._first_buffers, self._holds_averages()),
             "metrics": snapshot.metrics(self._module, self._reset_next(at)),
@@ -304,7 +304,10 @@ class Resume:
         loops.finish_restart(self._trainer, at.stage, self._patches)
         if loaded["random"] is not None:  # drawn from meanwhile
             rng.set_global_states(loaded["random"], self._device)
-            rng.set_generators(self._module, loaded.get("generators", {}))
+            saved = loaded.get("generators", {})
+            for name, generator in rng.generators_of(self._module).items():
+                if name in saved:
+                    generator.set_state(saved[name])
 
 
 def _set_counters(checkpoint: dict[str, Any], own: dict[str, Any]) -> None:

@@ -2,12 +2,11 @@
 
 import copy
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Sampler
 
 _FOLLOWED_ATTRIBUTES = ("sampler", "batch_sampler", "dataset", "_inner")
@@ -56,23 +55,14 @@ def set_own_states(loader: Any, generators: list[Any], samplers: list[Any]) -> N
         sampler.load_state_dict(copy.deepcopy(state))
 
 
-def generators_of(module: nn.Module) -> dict[str, Tensor]:
-    """States of the generators of torch that are attributes of ``module`` and the modules in it."""
-    return {name: generator.get_state() for name, generator in _named_generators(module)}
-
-
-def set_generators(module: nn.Module, states: dict[str, Tensor]) -> None:
-    """Set what :func:`generators_of` returned."""
-    for name, generator in _named_generators(module):
-        if name in states:
-            generator.set_state(states[name])
-
-
-def _named_generators(module: nn.Module) -> Iterator[tuple[str, torch.Generator]]:
-    for path, child in module.named_modules():
-        for name, value in vars(child).items():
-            if isinstance(value, torch.Generator):
-                yield f"{path}.{name}", value
+def generators_of(module: nn.Module) -> dict[str, torch.Generator]:
+    """The generators of torch that are attributes of ``module`` and the modules in it."""
+    return {
+        f"{path}.{name}": value
+        for path, child in module.named_modules()
+        for name, value in vars(child).items()
+        if isinstance(value, torch.Generator)
+    }
 
 
 def _sources(loader: Any) -> tuple[list[torch.Generator], list[Any]]:

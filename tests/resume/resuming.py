@@ -109,6 +109,7 @@ class Learner(LightningModule):
         self.dropout = nn.Dropout(0.2)
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.noise = torch.Generator().manual_seed(5)
         self.running = MeanMetric()
         with torch.no_grad():
             for parameter in self.parameters():
@@ -128,6 +129,7 @@ class Learner(LightningModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         batches = [batch] if "labels" in batch else list(batch.values())
         self.seen += sum(each["input_ids"].sum() for each in batches) + random.random() + np.random.rand()
+        self.seen += torch.rand((), generator=self.noise).item()
         loss = torch.stack([self.loss(each) for each in batches]).mean()
         self.running.update(loss.detach())
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
