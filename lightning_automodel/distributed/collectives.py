@@ -138,37 +138,25 @@ def gathers_so_far() -> int:
     return _Gathers.count
 
 
-def differences(
-    own: dict[Any, str], group: dist.ProcessGroup, device: torch.device = HOST
-) -> dict[int, tuple[Any, str, str]]:
-    """By rank of ``group``, the first entry that differs from the first rank's: its key, and both values.
+def disagreement(own: dict[Any, str], group: dist.ProcessGroup, device: torch.device = HOST) -> str:
+    """The first entry that differs from the first rank's, in words; empty on all ranks if they agree.
 
-    Empty on all ranks if they agree. A collective over the group, of two numbers on ``device``, with
-    objects only if ranks differ.
+    A collective over the group, of two numbers on ``device``, with objects only if ranks differ.
     """
     checksum = zlib.crc32(repr(own).encode())
     largest = reduce_tensor(torch.tensor([checksum, -checksum]), group, "max", device).tolist()
     if largest[0] == -largest[1]:
-        return {}
+        return ""
     received = [own]
     dist.broadcast_object_list(received, group=group, group_src=0)
     first = received[0]
-    key = next((key for key in {**first, **own} if first.get(key) != own.get(key)), None)
-    # Only what differs is gathered: all entries of all ranks would be hundreds of megabytes at a thousand
-    # ranks.
-    if key is None:
-        difference = None
-    else:
-        difference = (key, first.get(key, "missing"), own.get(key, "missing"))
-    by_rank = enumerate(gather_objects(difference, group))
-    return {rank: difference for rank, difference in by_rank if difference is not None}
-
-
-def disagreement(own: dict[Any, str], group: dist.ProcessGroup, device: torch.device = HOST) -> str:
-    """The first of :func:`differences` in words; empty if ranks agree. As that, a collective over ``group``."""
-    for rank, (key, on_first, on_other) in differences(own, group, device).items():
-        return f"{key} is {on_first} on rank 0 and {on_other} on rank {rank}"
-    return ""
+    found = [
+        f"{key} is {first.get(key, 'missing')} on rank 0 and {own.get(key, 'missing')} on rank {group.rank()}"
+        for key in {**first, **own}
+        if first.get(key) != own.get(key)
+    ]
+    # Not all that was found: it would be hundreds of megabytes at a thousand ranks.
+    return next(filter(None, gather_objects("".join(found[:1]), group)), "")
 
 
 def full(tensor: Tensor) -> Tensor:

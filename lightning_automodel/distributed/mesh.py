@@ -191,9 +191,8 @@ def num_expert_ranks(tensor: Tensor) -> int:
 def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMesh:
     """Build the mesh over the default group, or return the equal one that was built before.
 
-    A collective over the world. Process groups last as long as the default group, and all dimensions of the
-    mesh that have the same ranks share one: a communicator takes memory of the device, and time to
-    connect. Tensor-parallel peers are neighbours, then context peers, then ranks with different experts,
+    A collective over the world. Process groups last as long as the default group, which is that of a dimension
+    of all ranks. Tensor-parallel peers are neighbours, then context peers, then ranks with different experts,
     then the other shards of one replica. ``timeout`` is for collectives on the mesh's groups.
     """
     kept = process_group.kept_with_world()
@@ -219,20 +218,14 @@ def build_mesh(device_type: str, sizes: MeshSizes, timeout: timedelta) -> RunMes
 def _make_mesh(device_type: str, dimensions: Mapping[str, int]) -> DeviceMesh:
     """A mesh of the world. A collective over the world.
 
-    ``init_device_mesh`` makes a group for each dimension, which costs a communicator. Here a dimension of all
-    ranks has the default group, and those of one rank share a group.
+    ``init_device_mesh`` would ask the store for each group of one rank on all ranks.
     """
     ranks = torch.arange(dist.get_world_size(), device="cpu").view(*dimensions.values())
-    assert dist.group.WORLD is not None
-    groups = {tuple(range(ranks.numel())): dist.group.WORLD}
-    along = []
-    for axis, size in enumerate(ranks.shape):
-        partition = ranks.movedim(axis, -1).reshape(-1, size).tolist()
-        own = next(tuple(part) for part in partition if dist.get_rank() in part)
-        if own not in groups:
-            groups[own] = process_groups.make_group(partition)
-        along.append(groups[own])
-    return DeviceMesh.from_group(along, device_type, ranks, mesh_dim_names=tuple(dimensions))
+    groups = [
+        process_groups.make_group(ranks.movedim(axis, -1).reshape(-1, size).tolist())
+        for axis, size in enumerate(ranks.shape)
+    ]
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=tuple(dimensions))
 
 
 def view_mesh(mesh: DeviceMesh, sizes: MeshSizes, data: tuple[str, ...], tensor: str | None) -> RunMesh:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_automodel.distributed.collectives import differences
+from lightning_automodel.distributed.collectives import disagreement
 
 
 def check_learning_rates(optimizers: Iterable[Optimizer], group: dist.ProcessGroup) -> None:
@@ -14,19 +14,17 @@ def check_learning_rates(optimizers: Iterable[Optimizer], group: dist.ProcessGro
 
     A collective over ``group``, on the host, with a read of the device where a learning rate is a tensor.
     """
-    own = [
-        f"{name}={float(value):.6g} of {type(optimizer).__name__}"
-        for optimizer in optimizers
-        for options in optimizer.param_groups
+    own = {
+        f"{name} of {type(optimizer).__name__} (group {index} of optimizer {number})": f"{float(value):.6g}"
+        for number, optimizer in enumerate(optimizers)
+        for index, options in enumerate(optimizer.param_groups)
         for name, value in options.items()
         if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
-    ]
-    by_rank = differences(dict(enumerate(own)), group)
-    if by_rank:
-        _, one, another = next(iter(by_rank.values()))
+    }
+    if differing := disagreement(own, group):
         raise RuntimeError(
-            f"Ranks step with different options of their optimizers: {one} on one rank, {another}"
-            " on another. If a scheduler follows a metric (ReduceLROnPlateau), log the metric with"
+            f"Ranks step with different options of their optimizers: {differing}."
+            " If a scheduler follows a metric (ReduceLROnPlateau), log the metric with"
             " sync_dist=True, so that all ranks decide alike. An optimizer that fits numbers to"
             " all of its parameters must not have owners: pass optimizer_step='shards'. Else write"
             " the same values on all ranks."

@@ -41,7 +41,12 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def make_group(partition: list[list[int]]) -> dist.ProcessGroup:
-    """This rank's group of a ``partition`` of the world. A collective over the world, unless parts have one rank."""
+    """This rank's group of a ``partition`` of the world. A collective over the world, unless parts have one rank.
+
+    Of all ranks it is the default group: a communicator takes memory of the device, and time to connect.
+    """
+    if len(partition) == 1:
+        return cast(dist.ProcessGroup, dist.group.WORLD)
     if len(partition[0]) == 1:
         return dist.new_group([dist.get_rank()], use_local_synchronization=True)
     own, _ = dist.new_subgroups_by_enumeration(partition)

@@ -147,7 +147,7 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup, device: torch.device,
             # bytes.
             data = plain.new_empty(plain.shape).copy_(plain).reshape(-1).view(torch.uint8).numpy()
             checksum = zlib.crc32(data.tobytes(), zlib.crc32(str(tuple(tensor.shape)).encode(), checksum))
-    if collectives.differences({"checksum": str(checksum)}, group, device):
+    if collectives.disagreement({"checksum": str(checksum)}, group, device):
         raise ValueError(
             f"The {kind} ranks {dist.get_process_group_ranks(group)} were given different first batches, but"
             " compute each one together: give them the same data in the same order (a sampler by"

@@ -71,7 +71,7 @@ def test_learning_rates_that_differ_are_refused(
     """On every rank, with the remedy."""
     step = ReduceLROnPlateau.step
     for _, message in pool2.run(_fit, make_module):
-        assert message.startswith("Ranks step with different options of their optimizers: lr=")
+        assert message.startswith("Ranks step with different options of their optimizers: lr of ")
         assert "sync_dist=True" in message
     assert ReduceLROnPlateau.step is step
 

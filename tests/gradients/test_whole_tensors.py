@@ -288,7 +288,7 @@ def _fit_coupled() -> str:
 def test_owners_of_coupled_parameters(pool2: RankPool) -> None:
     """Numbers of a group that differ between ranks are refused."""
     for message in pool2.run(_fit_coupled):
-        assert message.startswith("Ranks step with different options of their optimizers: seen=")
+        assert message.startswith("Ranks step with different options of their optimizers: seen of ")
 
 
 # --- What changes while it trains, and what is saved ------------------------------------------------------------------
