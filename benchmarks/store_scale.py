@@ -130,7 +130,9 @@ class Rank:
         self.store = _Counting(world.store, world.counted)
         self.watch = Watch(rank, size, self.store, TIMEOUT, SILENCE, lambda: "training_step")  # type: ignore[arg-type]
         self.watch.clock = lambda: world.now
-        self.watch.record = Record(host="host")  # as if each were on another node: their process is this one
+        # As if each were on another node: their process is this one.
+        self.watch.record = Record(host="host", where="training_step")
+        self.watch.describe = lambda: None  # type: ignore[method-assign]
         self.watch.begin_step(3, is_training=True)
         self.stand_at(True, "train.py:39 in training_step")
 
@@ -141,7 +143,8 @@ class Rank:
 
     def stand_at(self, waits: bool, line: str) -> None:
         """Let the main thread be there."""
-        self.watch.raised_at = waits, line
+        self.watch.record.waits = waits
+        self.watch.record.position = line
 
     def end(self) -> None:
         """The main thread has come to the end of its run."""

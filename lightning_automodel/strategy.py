@@ -46,7 +46,6 @@ from lightning_automodel.distributed.first_rank import FirstRankPerNode
 from lightning_automodel.distributed.mesh import Placement, RunMesh, adopt_mesh, build_mesh, resolve_sizes
 from lightning_automodel.failure.coordinated_stop import REQUEUE
 from lightning_automodel.failure.supervisor import Supervisor
-from lightning_automodel.failure.watch import check_processes
 from lightning_automodel.gradients.token_loss import StepReport
 from lightning_automodel.gradients.windows import unwrap
 from lightning_automodel.internals import lightning as lightning_internals
@@ -55,7 +54,6 @@ from lightning_automodel.internals.releases import warn_untested
 from lightning_automodel.launch.launchers import make_launcher
 from lightning_automodel.options import StrategyOptions
 from lightning_automodel.resume import CHECKPOINT_KEY, Resume
-from lightning_automodel.resume.checkpoint_callbacks import save_on_exception
 from lightning_automodel.resume.loops import is_last_batch
 from lightning_automodel.sharding import checks, meta_init, weight_averaging
 from lightning_automodel.training_run import TrainingRun
@@ -385,7 +383,7 @@ class AutomodelStrategy(ParallelStrategy):
             timeout,
             self.root_device,
             self._options.init_method,
-            check_processes,
+            self._supervisor.check_processes,
             partial(
                 self._supervisor.start_watch,
                 timeout=timeout,
@@ -515,11 +513,6 @@ class AutomodelStrategy(ParallelStrategy):
         """Decide on the form of checkpoints, and watch the callbacks that save them."""
         self._form.choose(self.checkpoint_io, self.world_size)
         self._saver.patch_callbacks(trainer, self._patches)
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        needs_all_ranks = self._form.is_sharded or self._form.as_directory
-        if self._supervisor.watch is not None and self.is_global_zero and not needs_all_ranks:
-            self._supervisor.watch.saves_on_exception = save_on_exception(trainer)
 
     def _start_run(self, trainer: "pl.Trainer") -> None:
         """Distribute the module. A collective over the world."""
@@ -829,7 +822,7 @@ class AutomodelStrategy(ParallelStrategy):
         A mean within ``training_step`` is over the ranks that have no padding batch, if there are any; other
         operations take all.
         """
-        if not isinstance(tensor, Tensor) or self._mesh is None or self._supervisor.wait_whether_alone():
+        if not isinstance(tensor, Tensor) or self._mesh is None or self._supervisor.is_alone:
             return tensor
         group = group or self._mesh.group
         tensor = collectives.full(tensor)
@@ -851,7 +844,7 @@ class AutomodelStrategy(ParallelStrategy):
         ``ModelCheckpoint(save_on_exception=True)`` asks, which would wait for ranks that stand in other
         collectives.
         """
-        if self._supervisor.wait_whether_alone():
+        if self._supervisor.is_alone:
             return decision
         # Over all ranks, tensor-parallel ones too: Lightning's own would compare a sum over those that hold
         # different tokens with the world size.
@@ -931,7 +924,7 @@ class AutomodelStrategy(ParallelStrategy):
 
         RankFailedError after the strategy's timeout, if not every rank saves.
         """
-        if self._supervisor.wait_whether_alone():
+        if self._supervisor.is_alone:
             return False
         timeout = self._options.parsed_timeout
         if self._supervisor.has_failed:  # all ranks stop together, but not all of them may come to this save

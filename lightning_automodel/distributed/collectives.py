@@ -44,16 +44,16 @@ def named_barrier(name: str, timeout: timedelta) -> None:
     """
     if group_size() == 1:
         return
-    at = f"barrier {name!r}"
     number = process_group.next_number("barriers")
-    store = dist.PrefixStore(f"barrier/{number}", process_group.connection(timeout))
+    at = f"barrier {number} ({name!r})"
     ranks = range(group_size())
     limit_s = timeout.total_seconds()
     running = heart.current()
     if running is None:
+        store = dist.PrefixStore(f"barrier/{number}", process_group.connection(timeout))
         meeting.meet(store, at, group_rank(), ranks, limit_s=limit_s)
     else:
-        running.meet(store, at, ranks, limit_s=limit_s)
+        running.meet(at, ranks, limit_s=limit_s)
 
 
 def host_group(timeout: timedelta) -> dist.ProcessGroup:

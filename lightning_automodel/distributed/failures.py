@@ -23,6 +23,14 @@ RUN_ON_ALL_RANKS = (
     " calling, saving or exporting a sharded model, self.log(..., sync_dist=True), self.all_gather. And the"
     " same parameters must be trainable on all ranks."
 )
+SEEN = {
+    PROCESS_ENDED: "was last seen",
+    MISSED_HEARTBEATS: "missed heartbeats, last seen",
+    MISSING: "is missing, last seen",
+    WAITED: "waited in vain",
+    KeyboardInterrupt.__name__: "was interrupted",
+}
+"""What others say of a rank that has not raised; of all others they say that it failed."""
 COMMUNICATION = re.compile(r"\b(gloo|NCCL|XCCL|monitoredBarrier)\b")
 
 
@@ -73,19 +81,9 @@ class RankFailure:
     def __str__(self) -> str:
         if self.rank == LAUNCHER:
             return f"the launcher, {self.message}"
-        seen = ""
-        if self.where:
-            seen = f" was last seen in {self.where}"
-        # Whole sentences, so that whoever meets one finds it here.
-        sentences = {
-            PROCESS_ENDED: f"rank {self.rank} on {self.host}{seen}",
-            MISSED_HEARTBEATS: f"rank {self.rank} on {self.host} missed heartbeats, last seen in {self.where}",
-            MISSING: f"rank {self.rank} on {self.host} is missing, last seen in {self.where}",
-            WAITED: f"rank {self.rank} on {self.host} waited in vain in {self.where}",
-            KeyboardInterrupt.__name__: f"rank {self.rank} on {self.host} was interrupted in {self.where}",
-        }
-        failed = f"rank {self.rank} on {self.host} failed in {self.where}: {self.error}"
-        sentence = sentences.get(self.error, failed)
+        sentence = f"rank {self.rank} on {self.host} {SEEN.get(self.error, 'failed')} in {self.where}"
+        if self.error not in SEEN:
+            sentence += f": {self.error}"
         if self.message:
             sentence += f": {self.message}"
         return sentence
@@ -115,10 +113,10 @@ def is_communication_error(exception: BaseException) -> bool:
 
     By its text: where it speaks of these libraries for another reason, the other ranks hear of it some seconds later.
     """
-    seen: set[int] = set()
+    seen: list[BaseException] = []
     current: BaseException | None = exception
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
+    while current is not None and current not in seen:
+        seen.append(current)
         if isinstance(current, dist.DistError):
             return True
         if isinstance(current, RuntimeError) and COMMUNICATION.search(message_of(current)):
@@ -164,7 +162,9 @@ def silence(rank: int, record: Record, reader: int) -> RankFailure | None:
     if state == processes.ALIVE:
         return None
     if state == processes.GONE:
-        message = f"its process has ended without a word, as rank {reader} sees"
+        message = (
+            f"its process has ended without a word (killed, out of memory, os._exit), as rank {reader} sees"
+        )
         return RankFailure(rank, record.host, record.where, PROCESS_ENDED, message)
     why = "stopped, killed or cut off"
     if state == processes.STOPPED:

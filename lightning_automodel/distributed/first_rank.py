@@ -8,8 +8,7 @@ its ranks have hearts meanwhile, so that a rank that dies is noticed.
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ContextDecorator, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Literal, get_args
@@ -36,8 +35,7 @@ class FirstRankPerNode(ContextDecorator):
 
     A block starts when all ranks have entered it, and ends when it has ended on all ranks. An exception
     leaves the block unchanged on the rank that raised it. Every other rank raises ``RankFailedError``: at
-    the entry, without running the block, if it waits there, else at the exit. A block inside another one of
-    the same group and scope is a part of it, and waits for no rank.
+    the entry, without running the block, if it waits there, else at the exit. Blocks cannot be nested.
 
     Without a process group the block just runs. With ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
     ``MASTER_PORT`` in the environment and more than one rank, a gloo group is made for the block and
@@ -66,43 +64,34 @@ class FirstRankPerNode(ContextDecorator):
         self._group = group
         self._scope = scope
         self._timeout = process_group.parse_timeout(timeout)
-        self._entered: list[ExitStack] = []  # a block inside another one may be of the same object
+        self._block: AbstractContextManager[bool]
 
     def __enter__(self) -> bool:
         """Wait until this rank may run the block, and return whether it goes first.
 
         Raises:
             RankFailedError: If another rank failed, did not join, or was silent, or the store was lost.
-            ValueError: If the block around this one has another group or scope.
+            RuntimeError: In another block.
         """
-        with ExitStack() as entered:
-            is_first = entered.enter_context(_block(self._group, self._scope, self._timeout))
-            self._entered.append(entered.pop_all())
+        block = _block(self._group, self._scope, self._timeout)
+        is_first = block.__enter__()
+        self._block = block
         return is_first
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Report how the block ended, and wait until it has ended on all ranks, or one failed."""
-        self._entered.pop().__exit__(kind, error, traceback)
+        self._block.__exit__(kind, error, traceback)
 
 
-@dataclass
-class _Block:
-    """A block of several ranks that this process is in, from its entry on."""
-
-    group: dist.ProcessGroup
-    scope: Scope
-    is_first: bool = False
-
-
-_outer: list[_Block] = []
-"""The block that this process is in, if any; those inside it are parts of it."""
+_active: list[dist.ProcessGroup] = []
+"""The group of the block that this process is in, if any."""
 
 
 def is_active() -> bool:
     """Whether this process is in a block, where a rank may wait for longer than a collective."""
-    return bool(_outer)
+    return bool(_active)
 
 
 @contextmanager
@@ -117,63 +106,55 @@ def _block(group: dist.ProcessGroup | None, scope: Scope, timeout: timedelta) ->
         group = group or dist.group.WORLD
         if group is None or group.size() == 1:
             yield True
-        elif _outer:
-            yield _part_of(_outer[-1], group, scope)
-        else:
-            block = _Block(group, scope)
-            _outer.append(block)
-            at_end.callback(_outer.clear)
-            yield from _meetings(block, timeout, at_end)
+            return
+        if _active:
+            raise RuntimeError(
+                "A FirstRankPerNode block cannot be inside another one: leave that one first."
+            )
+        _active.append(group)
+        at_end.callback(_active.clear)
+        yield from _meetings(group, scope, timeout, at_end)
 
 
-def _part_of(outer: _Block, group: dist.ProcessGroup, scope: Scope) -> bool:
-    """Whether this rank goes first in ``outer``, and so in a block of ``group`` inside it."""
-    if group is not outer.group or scope != outer.scope:
-        # Ranks that wait at the outer block's entry cannot take part in another order.
-        members = dist.get_process_group_ranks(outer.group)
-        raise ValueError(
-            "A FirstRankPerNode block cannot be inside a block of another group or scope, here of ranks"
-            f" {members} with scope={outer.scope!r}: leave that one first, or give both the same."
-        )
-    return outer.is_first
-
-
-def _meetings(block: _Block, timeout: timedelta, at_end: ExitStack) -> Iterator[bool]:
+def _meetings(
+    group: dist.ProcessGroup, scope: Scope, timeout: timedelta, at_end: ExitStack
+) -> Iterator[bool]:
     """Wait for all others, and for the first rank's work; yield whether this rank goes first; wait for all again.
 
     A collective of the group, through the store.
     """
-    group = block.group
     dist.get_rank(group)  # raises if the group was destroyed
     rank = dist.get_rank()
     members = dist.get_process_group_ranks(group)
-    name = f"FirstRankPerNode(scope={block.scope!r})"
     # Each member counts its blocks on groups of this name. All enter the same blocks, so the numbers agree. The
     # path holds the lowest rank, since torch may give one name to groups that share no rank.
-    path = f"first_rank/{group.group_name}.{min(members)}"
+    path = f"{group.group_name}.{min(members)}"
     path += f"/{process_group.next_number(path)}"
-    store = dist.PrefixStore(path, process_group.connection(timeout))
+    name = f"FirstRankPerNode(scope={scope!r})"
     running = heart.current()
     if running is None:
+        store = dist.PrefixStore(f"first_rank/{path}", process_group.connection(timeout))
         running = Heart(rank, members, store, timeout.total_seconds())
         running.record.where = name
         running.start()
         at_end.callback(running.close)
-    at_end.callback(meeting.linger, store, "end", rank, members, LINGER_S)
+    end = f"the end of {name} {path}"
+    at_end.callback(meeting.linger, running.store, end, rank, members, LINGER_S)
     try:
-        nodes = running.meet(store, f"the entry to {name}", members, node_of(rank), timeout.total_seconds())
-        peers = peers_of(rank, dict(zip(members, nodes, strict=True)), block.scope)
-        block.is_first = rank == min(peers)
-        after_work = f"the work of rank {min(peers)} in {name}"
-        if not block.is_first:
-            running.meet(store, after_work, peers, limit_s=LONGEST_WORK_S)
-        yield block.is_first
-        if block.is_first:
-            running.meet(store, after_work, peers, limit_s=LONGEST_WORK_S)
-        running.meet(store, f"the end of {name}", members, limit_s=LONGEST_WORK_S)
+        entry = f"the entry to {name} {path}"
+        nodes = running.meet(entry, members, node_of(rank), timeout.total_seconds())
+        peers = peers_of(rank, dict(zip(members, nodes, strict=True)), scope)
+        first = min(peers)
+        after_work = f"the work of rank {first} in {name} {path}"
+        if rank != first:
+            running.meet(after_work, peers, limit_s=LONGEST_WORK_S)
+        yield rank == first
+        if rank == first:
+            running.meet(after_work, peers, limit_s=LONGEST_WORK_S)
+        running.meet(end, members, limit_s=LONGEST_WORK_S)
     except BaseException as error:
         with suppress(dist.DistError, OSError):
-            meeting.post(store, RankFailure.from_exception(error, rank, name))
+            meeting.post(running.store, RankFailure.from_exception(error, rank, name))
         raise
 
 

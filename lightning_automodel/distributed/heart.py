@@ -9,7 +9,7 @@ A failure that a rank reports comes from one of these lines, all of which end in
 
     what it says                         who says it
     failed in <hook>: <error>            the rank itself, `Supervisor._post_cause`
-    its process has ended                the rank that watches it: `Heart._judge`; or the launcher, `Watch.exchange`
+    its process has ended                the rank that watches it: `Heart._judge`
     missed heartbeats                    the rank that watches it: `Heart._judge`
     it ended its run after step          the rank that watches it: `Heart._hear`
     holds the store, does not answer     each rank for itself: `Heart.lose_store`
@@ -31,7 +31,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_automodel.distributed import failures, meeting, processes
-from lightning_automodel.distributed.failures import RankFailedError, RankFailure, Record, message_of
+from lightning_automodel.distributed.failures import RankFailedError, RankFailure, Record
 from lightning_automodel.distributed.last_resort import end_process
 from lightning_automodel.distributed.meeting import FAILURE, make, parse_failure, parse_record
 from lightning_automodel.distributed.store import RANKS_PER_SECOND, without_prefixes
@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 0.25
 MISSED_BEATS = 8
-BEATS_TO_NAME_HOW_IT_ENDED = 2
 BEATS_IN_A_FILE = 40
 JOIN_S = 1.0
 LINGER_AFTER_FAILURE_S = 2.5
@@ -134,19 +133,12 @@ class Heart:
             raise RankFailedError(self.failure)
 
     def meet(
-        self,
-        store: dist.Store,
-        at: str,
-        ranks: Sequence[int],
-        value: Any = None,
-        limit_s: float = float("inf"),
+        self, at: str, ranks: Sequence[int], value: Any = None, limit_s: float = float("inf")
     ) -> list[Any]:
-        """`meeting.meet` of ``ranks``, which RankFailedError also ends if this rank learns of a failure."""
+        """`meeting.meet` in :attr:`store`, which RankFailedError also ends if this rank learns of a failure."""
         self.raise_failure()  # before it says that it has come
         try:
-            return meeting.meet(
-                store, at, self.rank, ranks, value, limit_s, self.raise_failure, records=self.store
-            )
+            return meeting.meet(self.store, at, self.rank, ranks, value, limit_s, self.raise_failure)
         except (dist.DistError, OSError) as error:
             raise RankFailedError(self.lose_store(failures.how_lost(error))) from error
 
@@ -208,9 +200,7 @@ class Heart:
             self.is_over.set()
         except Exception as error:
             log.exception("The thread that sends this rank's heartbeats has failed.")
-            message = f"{message_of(error)}, raised in the thread that sends this rank's heartbeats"
-            record = self.record
-            self.post(RankFailure(self.rank, record.host, record.where, type(error).__name__, message))
+            self.post(RankFailure.from_exception(error, self.rank, self.record.where))
 
     def beat(self) -> None:
         """Write this rank's record, read what concerns it, and judge the rank before it."""
@@ -263,9 +253,7 @@ class Heart:
             return
         # In the machine's seconds and in beats of this rank: where it hardly gets its turn, seconds say little.
         is_silent = self.clock() - self._heard_at > self.silence_s and self._missed >= MISSED_BEATS
-        # A launcher that has started it says more, and has had the time.
-        is_gone = failure.error == failures.PROCESS_ENDED and self._missed >= BEATS_TO_NAME_HOW_IT_ENDED
-        if is_silent or is_gone:
+        if is_silent or failure.error == failures.PROCESS_ENDED:
             self.post(failure)
 
     # --- The dead man's switch ----------------------------------------------------------------------

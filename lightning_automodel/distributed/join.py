@@ -135,12 +135,9 @@ def open_store(found: Rendezvous, timeout: timedelta, deadline: float) -> dist.S
     Waits until the deadline, on the monotonic clock, and for ever if what listens there is not a store.
     """
     if found.address is None:
-        if "?" in found.method:
-            separator = "&"
-        else:
-            separator = "?"
-        url = f"{found.method}{separator}rank={found.rank}&world_size={found.world_size}"
-        store: dist.Store = next(dist.rendezvous(url, timeout=timeout))[0]
+        store: dist.Store = next(
+            dist.rendezvous(found.method, found.rank, found.world_size, timeout=timeout)
+        )[0]
         return store
     host, port = found.address
     if found.hosts_store:

@@ -6,7 +6,7 @@ training and of a run, and the last step before a stop. Below its prefix, the st
     failure             the first failure that concerns those who meet, if any
     record/<rank>       the newest `Record` of a rank, written by its heart
     <at>/<rank>         what a rank has said at a meeting; <at>/came counts them
-    <at>/outcome        what all have said there, or the failure of a rank that did not come: whichever was first
+    <at>/outcome        what all have said there
     <at>/looks/<n>      whether a rank has looked, in the n-th interval of waiting, for those that are missing
     known/<what>/<rank> whether a rank knows how something has ended
 
@@ -84,16 +84,10 @@ def _collect(store: dist.Store, at: str, ranks: Sequence[int]) -> None:
 
 
 def outcome_of(value: bytes) -> list[Any] | None:
-    """What all ranks have said, in their order, from the value of ``<at>/outcome``; None if there is none yet.
-
-    RankFailedError if a rank did not come.
-    """
+    """What all ranks have said, in their order, from the value of ``<at>/outcome``; None if there is none yet."""
     if value.decode() == NONE:
         return None
-    outcome = json.loads(value)
-    if isinstance(outcome, dict):
-        raise RankFailedError(RankFailure(**outcome))
-    said: list[Any] = outcome
+    said: list[Any] = json.loads(value)
     return said
 
 
@@ -105,25 +99,23 @@ def meet(
     value: Any = None,
     limit_s: float = float("inf"),
     check: Callable[[], None] = lambda: None,
-    records: dist.Store | None = None,
 ) -> list[Any]:
     """Say ``value``, and wait until all of ``ranks`` have said theirs; returns what they said, in their order.
 
     Every one of ``ranks`` must call it with the same ``at``, once. It goes through the store alone.
 
     Args:
-        store: With a prefix that those who meet have in common; a failure that is posted there ends the wait.
-        at: Name of the meeting, in words: messages have it too.
+        store: With a prefix that those who meet have in common; a failure that is posted there ends the wait, and
+            records there say where missing ranks are.
+        at: Name of the meeting, in words, unlike that of any other there: messages have it too.
         rank: This rank.
         ranks: All that take part.
         value: What this rank says; JSON must know its type.
         limit_s: How long it waits.
         check: Called now and then while it waits; it may raise.
-        records: Where the ranks' heartbeats are, if elsewhere: those who are missing are described by them.
 
     Raises:
-        RankFailedError: If a failure was posted; or, after the limit, for the first rank that has not come, the
-            same on all that have.
+        RankFailedError: If a failure was posted, as one is after the limit, for the first rank that has not come.
     """
     say(store, at, rank, ranks, value)
     began_at = time.monotonic()
@@ -143,22 +135,19 @@ def meet(
         waited_s = time.monotonic() - began_at
         if waited_s > looks_at_s:
             looks_at_s = waited_s + SEARCH_S  # if the rank that looks dies meanwhile, another one does
-            _look_for_missing(store, at, rank, ranks, waited_s, records or store)
+            _look_for_missing(store, at, rank, ranks, waited_s)
         else:
             time.sleep(pause_s(waited_s, len(ranks)))
 
 
-def _look_for_missing(
-    store: dist.Store, at: str, rank: int, ranks: Sequence[int], waited_s: float, records: dist.Store
-) -> None:
-    """End the meeting with those who have not come, unless another rank looks already, or they have just come."""
+def _look_for_missing(store: dist.Store, at: str, rank: int, ranks: Sequence[int], waited_s: float) -> None:
+    """Post who has not come, unless another rank looks already, or all have just come."""
     if store.add(f"{at}/looks/{waited_s // SEARCH_S:.0f}", 1) > 1:
         return
     missing = [other for other in ranks if not store.check([f"{at}/{other}"])]
     if missing:
-        record = records_of(records, missing[:1])[missing[0]]
-        failure = failures.missing_ranks(missing, record, rank, at, waited_s)
-        first(store, f"{at}/outcome", json.dumps(asdict(failure)))
+        record = records_of(store, missing[:1])[missing[0]]
+        post(store, failures.missing_ranks(missing, record, rank, at, waited_s))
     else:
         _collect(store, at, ranks)  # the last one has died before it had collected
 

@@ -64,13 +64,13 @@ def own_place() -> dict[str, str]:
     """Where gloo will listen on this rank, which ranks tell each other for :func:`unreachable`. Not a collective."""
     host = socket.gethostname()
     network = host
-    address = ""  # as far as known
-    name = os.environ.get(GLOO_INTERFACE, "").partition(",")[0]
+    address = ""  # unknown, or that of an interface that is set
     with suppress(OSError):
         # Processes reach each other at loopback addresses if they have these in common.
         network = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
-    with suppress(OSError):
-        address = interfaces().get(name, "") if name else socket.gethostbyname(host)
+    if not os.environ.get(GLOO_INTERFACE):
+        with suppress(OSError):
+            address = socket.gethostbyname(host)
     return {"host": host, "network": network, "address": address}
 
 

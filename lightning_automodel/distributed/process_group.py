@@ -135,7 +135,7 @@ _kept: dict[object, Any] = {}
 _kept_for: dist.ProcessGroup | None = None
 _counted: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 _has_failed = False
-"""Whether a run of several ranks has failed, and its group is gone: this process joins no other one."""
+"""Whether a run of several ranks in a group of this package has failed: this process joins no other one."""
 
 OnJoined = Callable[[int, int, dist.Store], None]
 
@@ -207,7 +207,16 @@ def join_process_group(
     _join(found, backend, timeout, check, on_joined)
 
 
+def _refuse_after_failure() -> None:
+    if _has_failed:
+        raise RuntimeError(
+            "A run of these ranks has failed, and its connections are gone: end all processes and start them again,"
+            " with fit(..., ckpt_path='last') to go on from the newest checkpoint."
+        )
+
+
 def _use_existing(backend: str, device: torch.device) -> DistInfo:
+    _refuse_after_failure()
     network.choose_interface(os.environ.get("MASTER_ADDR", ""))  # for the groups that are still to be made
     actual = dist.get_backend()
     served = str(dist.distributed_c10d.get_backend_config())  # "cpu:gloo,cuda:gloo" for gloo alone
@@ -226,11 +235,8 @@ def _join(
 ) -> None:
     """Make the default group. An accelerator connects in its first collective."""
     global _membership
-    if _has_failed and found.world_size > 1:
-        raise RuntimeError(
-            "A run of these ranks has failed, and its connections are gone: end all processes and start them again,"
-            " with fit(..., ckpt_path='last') to go on from the newest checkpoint."
-        )
+    if found.world_size > 1:
+        _refuse_after_failure()
     destroy_global_state()
     store, own_connection = join.meet(found, backend, timeout, check)
     is_gloo = backend.lower() == dist.Backend.GLOO
@@ -302,14 +308,18 @@ def next_number(what: str) -> int:
     return counted[what]
 
 
+def note_failure() -> None:
+    """From now on join no other group, if this package has made the one of the run that has failed, or stopped."""
+    global _has_failed
+    _has_failed = _has_failed or _membership is not None
+
+
 def leave_after_failure(aborts: bool) -> None:
-    """Destroy this package's group after a failed run, or a stop of all; this process joins no other one.
+    """Destroy this package's group after a failed run, or a stop of all.
 
     ``aborts``: after a failure it waits for nobody. Groups of an accelerator would wait for what they have queued,
     and so for ranks that are gone.
     """
-    global _has_failed
-    _has_failed = _has_failed or _membership is not None
     forget_world()
     _leave(linger_s=0.0 if aborts else join.LINGER_S, aborts=aborts)
 

@@ -4,7 +4,6 @@ What a supervisor knows of its rank:
 
     _failed_at          when its run raised, until the next run; None otherwise
     watch               the watch over the others; None before they have joined, after the run, and on a single rank
-    _is_alone           after a failure, once it is known: whether it must save without the others
     _handler            of SIGTERM, while it is set, with the process that it is for, and the one before it
 """
 
@@ -30,16 +29,12 @@ from lightning_automodel.distributed.failures import (
     message_of,
 )
 from lightning_automodel.distributed.last_resort import limited
-from lightning_automodel.failure.position import main_thread_position
 from lightning_automodel.failure.watch import Watch
 from lightning_automodel.internals import lightning as lightning_internals
 
 log = logging.getLogger(__name__)
 
 SIGTERM_STATUS = 128 + signal.SIGTERM
-TIME_TO_MEET_AT_STOP_S = 15.0
-# Less than a rank that stands in a collective has until it is interrupted, and then until its process is ended.
-TIME_TO_MEET_AFTER_FAILURE_S = 2.0
 LONGEST_LEAVING_S = 30.0
 
 
@@ -51,7 +46,7 @@ class Supervisor:
 
     ``join`` joins the other ranks, and calls :meth:`start_watch`. ``before_posting`` is called after an exception
     on this rank, before the others learn of it and leave. ``weights_only`` is what the user gave to ``fit``
-    under this name.
+    under this name. ``check_processes`` is called while ranks join; a launcher may set it.
     """
 
     def __init__(self, join: Callable[[], None], before_posting: Callable[[], None]) -> None:
@@ -61,17 +56,13 @@ class Supervisor:
         self._handler = contextlib.ExitStack()  # of SIGTERM, while it is set
         self._handler_process = 0
         self._previous_handler: Any = None
-        self._is_alone: bool | None = None  # after a failure, once it is known
         self._failed_at: float | None = None  # on the monotonic clock
         self.weights_only: bool | None = None
+        self.check_processes: Callable[[], None] = lambda: None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Join the other ranks, and call ``function``; RankFailedError if another rank failed."""
-        for supervisor in [supervisor for supervisor in _current if supervisor.has_failed]:
-            # A callback's `on_exception` raised in an earlier run, so that Lightning did not tear it down.
-            supervisor.close()
         self._failed_at = None
-        self._is_alone = None
         self.weights_only = lightning_internals.told_weights_only(function, args, kwargs)
         try:
             self._join()
@@ -84,6 +75,7 @@ class Supervisor:
             raise
         except BaseException as exception:
             self._failed_at = time.monotonic()
+            process_group.note_failure()
             self._leave(exception)
             raise
 
@@ -108,7 +100,7 @@ class Supervisor:
 
         # What must be said before anything that may not return.
         if watch.failure is None:
-            watch.raised_at = main_thread_position(exception)
+            watch.note_raised(exception)
             _print_first(exception)
             self._before_posting()
 
@@ -123,7 +115,6 @@ class Supervisor:
             log.error("This rank stops: %s.", str(culprit).rstrip("."))
         _free_device()
         if culprit is not None:
-            self._is_alone = True  # that one has raised, and others stand in collectives or leave
             if culprit.error == KeyboardInterrupt.__name__:
                 # Ctrl-C reaches all ranks of a terminal, but one that waits in a collective may first learn
                 # of another rank's interrupt. On both it is the user's wish, not a failure with a traceback.
@@ -137,8 +128,7 @@ class Supervisor:
         """
         if isinstance(exception, RankFailedError):
             return watch.post(exception.failure)
-        own = RankFailure.from_exception(exception, watch.rank, watch.where())
-        watch.own = own
+        own = watch.own or RankFailure.from_exception(exception, watch.rank, watch.where())
         if not is_communication_error(exception):
             watch.post(own)
             return None
@@ -193,7 +183,6 @@ class Supervisor:
         store = dist.PrefixStore(f"run/{number}", connection)
         self.watch = Watch(rank, num_ranks, store, timeout, heartbeat_timeout, where, have_just_joined)
         self.watch.interrupts = self._patch_sigterm()
-        _current.append(self)
         self.watch.start()
 
     @property
@@ -206,23 +195,10 @@ class Supervisor:
         """Whether this rank is leaving after a failure of its own or of another rank, or a stop of all."""
         return self._failed_at is not None
 
-    def wait_whether_alone(self) -> bool:
-        """Whether this rank must save and decide without the others after a failure.
-
-        The first call waits for them. They come if all have failed alike, or stop after the same step. If
-        this rank alone has failed, it must leave soon: the others stand in a collective until its
-        connections close.
-        """
-        watch = self.watch
-        if watch is None or not self.has_failed:  # or the run has been torn down, or has a single rank
-            return False
-        if self._is_alone is None:
-            limit_s = TIME_TO_MEET_AFTER_FAILURE_S
-            if self._stops_together:
-                limit_s = TIME_TO_MEET_AT_STOP_S
-            with _limited("asking the other ranks"):
-                self._is_alone = not watch.come_together(limit_s)
-        return self._is_alone
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank must save and decide without the others: after a failure, but not at a stop of all."""
+        return self.watch is not None and self.has_failed and not self._stops_together
 
     def close(self) -> None:
         """After a failure, end the watch and destroy this package's process groups, in half a minute at most."""
@@ -240,7 +216,6 @@ class Supervisor:
         if self.watch is not None:
             self.watch.close()
             self.watch = None
-            _current.remove(self)
         self._handler.close()
 
     def _raise_what_came_late(self) -> None:
@@ -314,7 +289,3 @@ def _limited(what: str) -> contextlib.AbstractContextManager[None]:
     if exception is not None:
         why = f"{type(exception).__name__}: {message_of(exception)}; {why}"
     return limited(LONGEST_LEAVING_S, process_group.group_rank(), why)
-
-
-_current: list[Supervisor] = []
-"""Supervisors that watch the other ranks, the innermost run's last: a run may be inside another one."""

@@ -6,18 +6,16 @@ its process ends if the main thread has not left some seconds later. With gloo a
 What a watch holds of its rank, besides its heart:
 
     record                what the others read; the main thread writes how far it is
-    own, raised_at        what this rank has raised, and where: its main thread is in this package then
+    own                   what this rank has raised: its main thread is in this package then
     stop                  the agreement on a last step
     gets_on               set by the main thread, so that no standstill is logged; each beat unsets it
     interrupts            the main thread has a handler of SIGTERM, which raises a failure that is known
-    saves_on_exception    it needs time to leave when another one fails: it then saves a checkpoint alone
     leaves_by_itself      the main thread is not to be interrupted any more
 """
 
 import contextlib
 import logging
 import signal
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -25,10 +23,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from lightning_automodel.distributed import device_groups, failures, first_rank
-from lightning_automodel.distributed.failures import RankFailedError, RankFailure
+from lightning_automodel.distributed.failures import RankFailure
 from lightning_automodel.distributed.heart import MISSED_BEATS, Heart
 from lightning_automodel.distributed.last_resort import end_process
-from lightning_automodel.distributed.meeting import first, linger, meet, records_of
+from lightning_automodel.distributed.meeting import first, linger, records_of
 from lightning_automodel.failure import report
 from lightning_automodel.failure.coordinated_stop import STEPS, STOP, StopAgreement
 from lightning_automodel.failure.position import main_thread_position
@@ -39,7 +37,6 @@ SILENT_S = 3.0
 STANDSTILL_S = 60.0
 TIME_TO_RAISE_S = 2.0
 TIME_TO_LEAVE_AFTER_SILENCE_S = 0.5
-TIME_TO_RAISE_AND_SAVE_S = 30.0
 TIME_TO_LEAVE_S = 5.0
 TIME_TO_FAIL_S = 2.0
 LINGER_S = 5.0
@@ -76,12 +73,10 @@ class Watch(Heart):
         super().__init__(rank, range(num_ranks), store, silence_s, have_just_joined)
         self.stop = StopAgreement(rank, self.ranks)
         self.own: RankFailure | None = None
-        self.raised_at: tuple[bool, str] | None = None
         self.leaves_by_itself = threading.Event()
         self._leaving = threading.Lock()
         self.where = where
         self.interrupts = False
-        self.saves_on_exception = False
         self.gets_on = True
         self._stands_since_s = 0.0
         self._at_line_since_s = 0.0
@@ -125,7 +120,13 @@ class Watch(Heart):
 
     def _meet_at_end(self, at: str, value: bool = False) -> list[bool]:
         self.record.has_ended = True
-        return self.meet(self.store, at, self.ranks, value, self._timeout_s)
+        return self.meet(at, self.ranks, value, self._timeout_s)
+
+    def note_raised(self, exception: BaseException) -> None:
+        """Let the record tell from now on what the main thread has raised, and where."""
+        self.own = RankFailure.from_exception(exception, self.rank, self.where())
+        self.record.where = self.own.where
+        self.record.waits, self.record.position = main_thread_position(exception)
 
     def why(self, own: RankFailure) -> RankFailure:
         """Why a collective of this rank has failed: what another rank has posted, or what the records tell.
@@ -144,20 +145,6 @@ class Watch(Heart):
             self.is_over.wait(patience_s)
         return self.failure or own
 
-    def come_together(self, limit_s: float) -> bool:
-        """Whether every rank calls this after a failure, within the limit; the same on each that does.
-
-        Only through the store: in a collective, a rank would wait for those that stand in another one.
-        """
-        if not self.store_answers:
-            return False
-        store = dist.PrefixStore("after the failure", self.store)
-        try:
-            meet(store, "saving", self.rank, self.ranks, limit_s=limit_s)
-            return True
-        except (RankFailedError, dist.DistError, OSError):
-            return False
-
     def leave(self) -> None:
         """From now on the main thread leaves by itself, and is not interrupted."""
         with self._leaving:
@@ -175,12 +162,12 @@ class Watch(Heart):
     def describe(self) -> None:
         """Say where the main thread is, and since when."""
         own = self.record
-        waits, position = self.raised_at or main_thread_position()
+        waits, position = main_thread_position()
         where = own.where
         with contextlib.suppress(Exception):  # the main thread changes the Trainer meanwhile
             where = self.where()
         if self.own is not None:
-            where = self.own.where
+            return
         now = self.clock()
         if self.gets_on or where != own.where:
             self.gets_on = False
@@ -193,13 +180,8 @@ class Watch(Heart):
         own.stood_s = now - self._stands_since_s
 
     def exchange(self, values: Sequence[bytes]) -> None:
-        """Agree on a last step, look for what no other rank can see, and warn of a standstill."""
+        """Agree on a last step, warn of a standstill, and end what never ends."""
         self.stop.exchange(self.store, *values)
-        for rank, how in _find_ended():
-            record = records_of(self.store, [rank])[rank]
-            if not record.has_left:
-                ended = f"its process {how}"
-                self.post(RankFailure(rank, record.host, record.where, failures.PROCESS_ENDED, ended))
         self._warn_of_standstill()
         self._end_what_never_ends()
 
@@ -235,9 +217,7 @@ class Watch(Heart):
         self.stop.release()
         has_devices = device_groups.exist()
         patience_s = TIME_TO_LEAVE_S
-        if self.saves_on_exception:
-            patience_s = TIME_TO_RAISE_AND_SAVE_S
-        elif failure.error == failures.MISSED_HEARTBEATS and not has_devices:
+        if failure.error == failures.MISSED_HEARTBEATS and not has_devices:
             patience_s = TIME_TO_LEAVE_AFTER_SILENCE_S
         if not has_devices:
             # A rank that has raised closes its connections, which frees this one; it may also raise alike.
@@ -259,19 +239,3 @@ class Watch(Heart):
             if self.own is not None and self.own != failure:
                 why += f"; this rank itself: {self.own}"
             end_process(self.rank, why)
-
-
-_find_ended: Callable[[], list[tuple[int, str]]] = list
-
-
-def watch_processes(find_ended: Callable[[], list[tuple[int, str]]]) -> None:
-    """From now on ask for the processes that this one has started which have ended since: their ranks, and how."""
-    global _find_ended
-    _find_ended = find_ended
-
-
-def check_processes() -> None:
-    """While joining: raise RankFailedError if a process that this one has started has ended."""
-    for rank, how in _find_ended():
-        message = f"before all ranks had joined, its process {how}"
-        raise RankFailedError(RankFailure(rank, socket.gethostname(), "", failures.PROCESS_ENDED, message))

@@ -1,6 +1,7 @@
 """Starting the ranks' processes: Lightning's launchers, whose supervisor runs the Trainer's function."""
 
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_automodel.failure import watch
+from lightning_automodel.distributed.failures import PROCESS_ENDED, RankFailedError, RankFailure
 from lightning_automodel.failure.supervisor import Supervisor
 from lightning_automodel.gradients.token_loss import MissingCountError
 from lightning_automodel.internals import lightning as lightning_internals
@@ -22,7 +23,7 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
     """Runs this script again for every other rank of the node, unless something else starts the processes.
 
     Lightning's launcher kills this process some seconds after another one has failed, whatever this one is
-    doing. Here the supervisor asks how processes ended, and every rank leaves with the cause.
+    doing. Here it asks how they ended while ranks join; then the ranks watch each other.
     """
 
     def __init__(
@@ -58,13 +59,15 @@ class SubprocessLauncher(lightning_internals.SubprocessScriptLauncher):
         first_rank = self.cluster_environment.node_rank() * self.num_processes
         running = dict(enumerate(self.procs, first_rank + 1))
 
-        def find_ended() -> list[tuple[int, str]]:
-            """Ranks whose processes have ended since the last call, and how."""
-            ended = [rank for rank, process in running.items() if process.poll() is not None]
-            return [(rank, _describe_exit(running.pop(rank).returncode)) for rank in ended]
+        def check() -> None:
+            for rank, process in running.items():
+                if process.poll() is not None:
+                    how = f"before all ranks had joined, its process {_describe_exit(process.returncode)}"
+                    raise RankFailedError(
+                        RankFailure(rank, socket.gethostname(), "set-up", PROCESS_ENDED, how)
+                    )
 
-        if running:
-            watch.watch_processes(find_ended)
+        self._supervisor.check_processes = check
         try:
             return self._supervisor.run(function, *args, **kwargs)
         except MissingCountError as error:

@@ -7,7 +7,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     Checkpoint,
-    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     Timer,
 )
@@ -43,15 +42,6 @@ def save_last(trainer: "pl.Trainer", is_within_window: Callable[[], bool], patch
         patches.set(module, "on_train_batch_end", hook_then_saves)
     for callback in called_last:
         patches.set(callback, "on_train_batch_end", lambda *_: None)
-
-
-def save_on_exception(trainer: "pl.Trainer") -> bool:
-    """Whether a callback saves a checkpoint when the run fails."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return any(
-        isinstance(callback, OnExceptionCheckpoint) or getattr(callback, "save_on_exception", False)
-        for callback in callbacks
-    )
 
 
 def load_early(trainer: "pl.Trainer", states: dict[str, Any]) -> None:

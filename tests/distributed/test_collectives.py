@@ -29,7 +29,7 @@ def test_barrier_names_the_hook_and_who_is_missing(pool2: RankPool) -> None:
         pool2.run(_rank_1_comes_too_late)
     message = caught.value.failures[0].splitlines()[-1]
     assert "rank 1 on an unknown host is missing, last seen in set-up: rank 0 waited 0." in message
-    assert " s at barrier 'pre_setup' for ranks 1: stopped, dead, cut off, or" in message
+    assert " ('pre_setup') for ranks 1: stopped, dead, cut off, or" in message
 
 
 def _barrier() -> bool:

@@ -63,7 +63,6 @@ def test_long_message_is_cut() -> None:
     [
         ("fit", MISSED_HEARTBEATS, "rank 1 on host missed heartbeats, last seen in fit: nothing for 6 s"),
         ("fit", PROCESS_ENDED, "rank 1 on host was last seen in fit: nothing for 6 s"),
-        ("", PROCESS_ENDED, "rank 1 on host: nothing for 6 s"),
         ("fit", MISSING, "rank 1 on host is missing, last seen in fit: nothing for 6 s"),
     ],
 )

@@ -97,26 +97,21 @@ def test_work_is_done_once_for_each_cache(
     assert not any(did_work for _, did_work in pool4.run(fill_cache, str(tmp_path), scope))
 
 
-def decorated_and_nested() -> list[tuple[str, bool]]:
+def nested() -> list[bool]:
     play_two_nodes()
-    seen: list[tuple[str, bool]] = []
     first_rank = FirstRankPerNode()
-
-    @FirstRankPerNode()
-    def prepare(name: str) -> str:
-        with first_rank as is_first, first_rank as still_first:
-            seen.append((name, is_first))
-            assert is_first == still_first
-        return name
-
-    assert [prepare("a"), prepare("b")] == ["a", "b"]
-    return seen
+    firsts = []
+    for _ in range(2):
+        with first_rank as is_first:
+            with pytest.raises(RuntimeError, match="cannot be inside another one: leave"), first_rank:
+                pass
+            firsts.append(is_first)
+    return firsts
 
 
-def test_decorator_and_one_object_for_nested_blocks(pool4: RankPool) -> None:
-    """A block inside another one of its scope is a part of it."""
-    for rank, seen in enumerate(pool4.run(decorated_and_nested)):
-        assert seen == [("a", rank in (0, 2)), ("b", rank in (0, 2))]
+def test_nested_blocks_are_refused(pool4: RankPool) -> None:
+    """On every rank; the outer block goes on, and its object serves another one."""
+    assert pool4.run(nested) == [[True, True], [False, False]] * 2
 
 
 def firsts_in_subgroups() -> dict[str, Any]:
@@ -131,11 +126,6 @@ def firsts_in_subgroups() -> dict[str, Any]:
     except ValueError as error:
         result["error"] = str(error)
     if rank != 0:
-        try:
-            with FirstRankPerNode(last_three), FirstRankPerNode():
-                pass
-        except (ValueError, RankFailedError) as error:
-            result["another inside"] = str(error)
         dist.destroy_process_group(last_three)
         result["destroyed"] = outcome_of(last_three)
     return result
@@ -147,7 +137,6 @@ def test_subgroups(pool4: RankPool) -> None:
     assert "group must be None or a ProcessGroup that this rank is in" in zero["error"]
     assert [result["last three"] for result in members] == [(True, True), (True, False), (False, False)]
     for result in members:
-        assert "block of another group or scope, here of ranks [1, 2, 3]" in result["another inside"]
         assert "not registered" in result["destroyed"][1][1]
 
 
@@ -186,26 +175,13 @@ def test_leaving_the_program_is_a_failure(pool2: RankPool) -> None:
     assert told[1].endswith("was interrupted in FirstRankPerNode(scope='global')")
 
 
-def fail_inside_and_catch() -> tuple[list[str], tuple[bool, tuple[str, str] | None]]:
-    """The inner block's failure is caught on its rank, so the outer one goes well; then all fail at once."""
-    rank = play_two_nodes()
-    errors = []
-    with FirstRankPerNode(scope="global"):
-        try:
-            with FirstRankPerNode(scope="global") as is_first:
-                if is_first:
-                    raise ValueError(f"rank {rank}")
-        except (ValueError, RankFailedError) as error:
-            errors.append(str(error))
-    dist.barrier()
-    return errors, outcome_of(scope="node", fails=OSError(f"rank {rank}"))
+def all_fail() -> tuple[bool, tuple[str, str] | None]:
+    return outcome_of(scope="node", fails=OSError(f"rank {play_two_nodes()}"))
 
 
-def test_caught_failures_stay_inside_and_everybody_keeps_its_own(pool4: RankPool) -> None:
-    results = pool4.run(fail_inside_and_catch)
-    assert [errors for errors, _ in results] == [["rank 0"], [], [], []]
+def test_everybody_keeps_its_own_failure(pool4: RankPool) -> None:
     # Rank 2, the first of its node, may have failed before rank 0 has begun.
-    for _, (ran, error) in results:
+    for ran, error in pool4.run(all_fail):
         assert error is not None
         assert ran == (error[0] == "OSError")
 
@@ -319,7 +295,7 @@ def resources_around_blocks() -> list[tuple[int, int]]:
     outcome_of()
     gc.collect()  # groups that failed in earlier tests keep their connections until then
     counts = [count_resources()]
-    with FirstRankPerNode(), FirstRankPerNode():
+    with FirstRankPerNode():
         counts.append(count_resources())
     counts.append(count_resources())
     for failing_rank in range(4):
@@ -330,7 +306,7 @@ def resources_around_blocks() -> list[tuple[int, int]]:
 
 
 def test_blocks_leave_no_thread_and_no_descriptor(pool4: RankPool) -> None:
-    """A block has two threads, however many blocks are inside it. The connection is that of the process group."""
+    """A block has two threads. The connection is that of the process group."""
     for before, inside, after_success, after_failures in pool4.run(resources_around_blocks):
         assert inside == (before[0] + 2, before[1])
         assert after_success == before

@@ -140,14 +140,6 @@ def test_host_name_that_resolves_to_the_loopback_address(two_nodes: TwoNodes, tm
     assert "and NCCL_SOCKET_IFNAME for NCCL" in first
 
 
-def test_loopback_interface_that_is_set(two_nodes: TwoNodes) -> None:
-    """Told on both, as set on one alone."""
-    said = _join(two_nodes, f"tcp://{ADDRESSES[0]}:29518", [{}, {network.GLOO_INTERFACE: "lo"}])
-    for each in said:
-        assert each.startswith("RankFailedError: rank 1 on ")
-        assert "gloo would listen at 127.0.0.1, which other machines cannot reach" in each
-
-
 def test_network_that_swallows_packets(two_nodes: TwoNodes, tmp_path: Path) -> None:
     """As a firewall does: gloo's own error, long before the timeout, with what to look at."""
     variables = [{network.GLOO_INTERFACE: device} for device in two_nodes.devices]
