@@ -945,9 +945,7 @@ class AutomodelStrategy(ParallelStrategy):
         if weights_only is None:
             weights_only = self._supervisor.weights_only
         self._loader = CheckpointLoader()
-        checkpoint = self._loader.open(
-            checkpoint_path, weights_only, self.checkpoint_io, self.local_rank == 0
-        )
+        checkpoint = self._loader.open(checkpoint_path, weights_only, self.checkpoint_io)
         state = checkpoint.pop(CHECKPOINT_KEY, None)
         trainer = self._module.trainer
         if self._resume is not None and trainer.state.fn == TrainerFn.FITTING:
@@ -965,8 +963,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        edited = cast(dict[str, Any], checkpoint)
-        self._loader.fill_optimizers(edited, [self._named(optimizer) for optimizer in self.optimizers])
+        self._loader.fill_optimizers(cast(dict[str, Any], checkpoint))
 
     @property
     @override

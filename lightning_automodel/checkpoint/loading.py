@@ -8,17 +8,11 @@ import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
-from lightning_automodel.checkpoint.optimizers import (
-    AS_SAVED,
-    NamedOptimizer,
-    load_state,
-    notes_of,
-    state_here,
-)
+from lightning_automodel.checkpoint.optimizers import AS_SAVED, NamedOptimizer, load_state, state_here
 from lightning_automodel.checkpoint.shard_directory import ShardDirectory
 from lightning_automodel.checkpoint.single_file import load_file
 from lightning_automodel.checkpoint.state_dict import (
@@ -66,17 +60,13 @@ class CheckpointLoader:
         self._loops: str | None = None
         self._own: dict[str, Any] = {}  # the model's state by name
         self._named: list[NamedOptimizer] = []
-        self._notes: dict[int, str] = {}  # on tensors of optimizers' states, by id
-        self._filled: dict[int, Tensor] = {}  # tensors of these states that are laid out for this run, by id
 
-    def open(
-        self, path: str | Path, weights_only: bool | None, io: CheckpointIO, is_first_on_node: bool
-    ) -> dict[str, Any]:
+    def open(self, path: str | Path, weights_only: bool | None, io: CheckpointIO) -> dict[str, Any]:
         """Open the checkpoint at rank 0's ``path``: Lightning's dict, with an entry for what lies in shards.
 
         Nothing in the run changes yet. If any rank cannot open the checkpoint, every rank raises
-        :class:`CheckpointError`. If it is one file, the first rank of each node compares the content with
-        its checksums; a directory's shards are compared where they are read.
+        :class:`CheckpointError`. One file is compared with its checksums; a directory's shards are compared
+        where they are read.
         """
         place = paths.normalize(collectives.broadcast_object(path, 0))
         self._what = f"Cannot load {place}"
@@ -89,7 +79,7 @@ class CheckpointLoader:
                 self._shards = ShardDirectory(place, weights_only)
                 loaded = self._shards.tree
             else:
-                loaded = load_file(place, weights_only, reads_content=is_first_on_node)
+                loaded = load_file(place, weights_only)
             self._versions = module_versions(loaded.get(MODEL, {}))
             self._sharded = frozenset(loaded.pop(SHARDED, ()))
         moments = set(collectives.gather_objects((loaded.get("epoch"), loaded.get("global_step"))))
@@ -125,15 +115,12 @@ class CheckpointLoader:
         do not match, every rank raises :class:`CheckpointError`.
         """
         module.zero_grad()  # ends open windows, in case a hook loads weights within a fit
-        tree = {MODEL: checkpoint.get(MODEL)}
+        tree: dict[str, Any] = {}
         with on_every_rank(self._what):
-            if not isinstance(tree[MODEL], dict):
-                raise CheckpointError("on_load_checkpoint has left no dict in checkpoint['state_dict']")
             self._own = model_state(module)
+            tree = {MODEL: checkpoint[MODEL]}
             if optimizers is not None:
-                tree = {key: value for key, value in checkpoint.items() if key != OPTIMIZERS}
-                if states := self._states(checkpoint, optimizers):
-                    tree[OPTIMIZERS] = states
+                tree = {**checkpoint, OPTIMIZERS: self._states(checkpoint, optimizers)}
         filled = self._read(tree)
         with on_every_rank(self._what):
             self._load_model(module, filled[MODEL], strict)
@@ -141,8 +128,6 @@ class CheckpointLoader:
         if not weight_averaging.averaged_models(module):
             del filled[MODEL]
         checkpoint.update(filled)
-        states = filled.get(OPTIMIZERS, [])
-        self._filled = {id(leaf): leaf for _, leaf in leaves(states) if isinstance(leaf, Tensor)}
 
     def _load_model(self, module: nn.Module, state: dict[str, Any], strict: bool) -> None:
         """Pass ``state`` to the module's ``load_state_dict``. Not a collective."""
@@ -156,13 +141,11 @@ class CheckpointLoader:
         versions = module_versions(state) or self._versions  # a hook may have made another dict, without
         module.load_state_dict(under_own_names(module, state, versions), strict=strict)
 
-    def fill_optimizers(self, checkpoint: dict[str, Any], optimizers: list[NamedOptimizer]) -> None:
-        """Fill the optimizers, after the callbacks' hooks, which may edit the ``checkpoint`` too.
+    def fill_optimizers(self, checkpoint: dict[str, Any]) -> None:
+        """Fill the optimizers, after the callbacks' hooks, which may edit what :meth:`fill_model` has read.
 
         An optimizer that had not stepped when it was saved, or a parameter that had no gradients yet, starts
-        without state. Saved options override this run's; options that were not saved stay this run's.
-
-        Raises :class:`CheckpointError`, and changes no optimizer, if they differ from the saved ones.
+        without state. Saved options replace this run's.
         """
         saved_dtypes = {
             without_wrappers(name): value.dtype
@@ -170,19 +153,20 @@ class CheckpointLoader:
             if isinstance(value, Tensor)
         }
         with on_every_rank(self._what):
-            states = self._states(checkpoint, optimizers)
-            for named, state in zip(self._named, mapped(states, self._part, (OPTIMIZERS,)), strict=False):
+            if self._loops != repr(checkpoint.get("loops")):
+                raise CheckpointError(
+                    "on_load_checkpoint has changed checkpoint['loops'], which says where the run goes"
+                    " on, together with the states of loaders and random numbers: to begin a new run"
+                    " from the weights, load them in the module (load_from_checkpoint) and call fit"
+                    " without ckpt_path"
+                )
+            states = mapped(checkpoint[OPTIMIZERS], self._part, (OPTIMIZERS,))
+            # None, if a hook has emptied the list.
+            for named, state in zip(self._named, states, strict=bool(states)):
                 load_state(named, state, saved_dtypes)
 
     def _states(self, checkpoint: dict[str, Any], optimizers: list[NamedOptimizer]) -> list[dict[str, Any]]:
         """The state of each optimizer, by this run's names; none if a hook has emptied the list: they start afresh."""
-        if self._loops not in (None, repr(checkpoint.get("loops"))):
-            raise CheckpointError(
-                "on_load_checkpoint has changed checkpoint['loops'], which says where the run goes"
-                " on, together with the states of loaders and random numbers: to begin a new run"
-                " from the weights, load them in the module (load_from_checkpoint) and call fit"
-                " without ckpt_path"
-            )
         states = checkpoint.get(OPTIMIZERS)
         # Lightning's mock optimizer, for modules without one, has no state.
         self._named = [named for named in optimizers if named.optimizer.state_dict()]
@@ -196,17 +180,13 @@ class CheckpointLoader:
                 " save_distributed_checkpoint=False; Lightning's consolidate_checkpoint reads FSDPStrategy's"
                 " directories alone); validate, test and predict can load it"
             )
-        if not isinstance(states, list):
-            raise CheckpointError("on_load_checkpoint has left no list in checkpoint['optimizer_states']")
-        states = [state for state in states if state]
+        states = [state for state in checkpoint[OPTIMIZERS] if state]
         if len(states) != len(self._named):
             raise CheckpointError(
                 f"it holds {len(states)} optimizers, and this run has {len(self._named)}: {AS_SAVED}"
             )
-        self._notes = {}
-        for state in states:
-            self._notes.update(notes_of(state))
-        if "local" in self._notes.values() or not _OF_EARLIER_COMMITS.isdisjoint(checkpoint):
+        notes = [note for state in states for note in state.get("lightning_automodel", {}).values()]
+        if "local" in notes or not _OF_EARLIER_COMMITS.isdisjoint(checkpoint):
             raise CheckpointError(
                 "an earlier commit of lightning_automodel 0.2 has written it, which alone can resume from it:"
                 " load the weights (load_from_checkpoint)"
@@ -244,55 +224,36 @@ class CheckpointLoader:
 
     def _part(self, path: TreePath, leaf: Any) -> Any:
         """This rank's part of a tensor in host memory, if that is to be sharded; else the leaf. Not a collective."""
-        if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or id(leaf) in self._filled:
+        if isinstance(leaf, Entry):
+            leaf = leaf.read()
+        if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
             return leaf
-        known = leaf.read() if isinstance(leaf, Entry) else leaf
         into = self._target(path, leaf)
-        if into is None or isinstance(known, DTensor):
-            return known
-        write_part(into, known)
+        if into is None:
+            return leaf
+        write_part(into, leaf)
         return into
 
     def _target(self, path: TreePath, leaf: Tensor) -> Tensor | None:
         """The new tensor that a tensor of the checkpoint is read into; None if it stays as it is.
 
-        It is laid out like the parameter that it belongs to, such as one whose average it is. If it was
-        sharded and belongs to none, like a sharded one of its shape, or whole on all ranks of the mesh.
+        It is laid out like the parameter that it belongs to, such as one whose average it is. What was sharded
+        and belongs to none is laid out like a sharded one of its shape, or whole.
         """
         name = without_wrappers(str(path[-1]))
         owner = self._own.get(name)
         if path[0] == OPTIMIZERS:
-            note = self._notes.get(id(leaf))
-            was_sharded = note == "sharded"
-            owner = None
-            if note != "whole":
-                owner = self._named[path[1]].parameter_like(path[2:], leaf)
+            owner = self._named[path[1]].parameter_like(path[2:], leaf)
         elif path[0] == MODEL and len(path) == 2:
-            was_sharded = False
             if name not in self._own:
                 return None  # only a module that renames entries reads unknown ones
-        else:  # of a callback, or in an extra state
-            was_sharded = True
-            if not isinstance(leaf, Entry) and path not in self._sharded:
-                return None
-        if getattr(owner, "shape", None) != leaf.shape:
-            owner = None
-        if owner is None and was_sharded:
-            owner = self._sharded_like(leaf)
-        if isinstance(owner, DTensor):
+        elif not isinstance(leaf, Entry) and path not in self._sharded:
+            return None
+        elif getattr(owner, "shape", None) != leaf.shape:  # of a callback, or in an extra state
+            sharded = [value for value in self._own.values() if isinstance(value, DTensor)]
+            owner = next((value for value in sharded if value.shape == leaf.shape), None)
+        if isinstance(owner, DTensor) and owner.shape == leaf.shape:
             return torch.empty_like(owner.detach(), dtype=leaf.dtype)
         if isinstance(leaf, Entry):
             return torch.empty(leaf.shape, dtype=leaf.dtype)
         return None
-
-    def _sharded_like(self, leaf: Tensor) -> DTensor | None:
-        """A sharded tensor of the model of the shape of ``leaf``, or one like it that is whole on all ranks."""
-        sharded = [value for value in self._own.values() if isinstance(value, DTensor)]
-        for value in sharded:
-            if value.shape == leaf.shape:
-                return value
-        if not sharded:
-            return None
-        mesh = sharded[0].device_mesh
-        empty = torch.empty(leaf.shape, dtype=leaf.dtype, device=sharded[0].device)
-        return DTensor.from_local(empty, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -5,9 +5,8 @@ All of a state that trains shards comes back, or its save is refused:
 =========================================  ==================================================================
 a tensor of the state                      how it is saved
 =========================================  ==================================================================
-sharded like its parameter                 in shards; it may load whole, under the other engine
-sharded otherwise, or of no parameter      in shards, with the note "sharded": it comes back sharded
-plain, equal on all ranks                  once; like its sharded parameter, with the note "whole"
+sharded                                    in shards; it comes back sharded like its parameter, else whole
+plain, equal on all ranks                  once; in the shape of a sharded parameter it comes back sharded
 a number or text, equal on all ranks       once
 any other value on each rank               refused
 of a parameter that one rank steps whole   by that rank, its owner; the others have tensors without values
@@ -16,7 +15,7 @@ of a parameter that one rank steps whole   by that rank, its owner; the others h
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -28,14 +27,11 @@ from torch.optim import Optimizer
 
 from lightning_automodel.checkpoint.errors import CheckpointError, some
 from lightning_automodel.checkpoint.state_dict import whole
-from lightning_automodel.checkpoint.tree import PLAIN, Path, key_of, keyed_tensors, leaves, mapped
+from lightning_automodel.checkpoint.tree import PLAIN, Path, keyed_leaves, leaves, mapped
 from lightning_automodel.distributed.collectives import disagreement, gather_objects, gather_to_first
 from lightning_automodel.internals.torch import without_wrappers
 
 AS_SAVED = "configure the optimizers that the run was saved with"
-
-NOTES = "lightning_automodel"
-"""Key of the notes in an optimizer's saved state, if it needs any: what loading cannot know of a tensor, by key."""
 
 
 class NamedOptimizer:
@@ -72,26 +68,21 @@ class NamedOptimizer:
 
     def state(self) -> dict[str, Any]:
         """Its state by name, with its own tensors; empty for Lightning's mock optimizer."""
-        return by_name(self.optimizer.state_dict(), self.names)
+        return renamed(self.optimizer.state_dict(), dict(enumerate(self.names)))
 
     def parameter_like(self, path: Path, tensor: Tensor) -> Tensor | None:
         """The parameter that a ``tensor`` of the state belongs to, if that is sharded like it.
 
-        It has the same shape, and is not stepped whole. The path leads into a parameter's state, or to an
-        entry of a list in a group with an entry for each parameter.
+        It has the same shape, and is not stepped whole. The path leads into a parameter's state.
         """
-        if tensor.dim() == 0 or not self.owned.keys().isdisjoint(path[1:2]):
-            return None
-        names = path
-        if path[0] == "param_groups" and isinstance(path[-1], int):
-            names = tuple(self.groups[path[1]][path[-1] : path[-1] + 1])
-        for name in names:
-            if name in self.parameters and self.parameters[name].shape == tensor.shape:
-                return self.parameters[name]
+        for name in path:
+            parameter = self.parameters.get(name)
+            if parameter is not None and parameter.shape == tensor.shape and name not in self.owned:
+                return parameter
         return None
 
     def state_to_save(self, group: dist.ProcessGroup | None, for_one_file: bool) -> dict[str, Any]:
-        """The state of an optimizer that trains shards, by name and with notes. A collective over ``group``.
+        """The state of an optimizer that trains shards, by name. A collective over ``group``.
 
         For parameters that are stepped whole, each rank returns the states of those that it owns, and for
         the others the numbers, and tensors without values; rank 0 all values, if it writes one file. The
@@ -104,14 +95,7 @@ class NamedOptimizer:
         owned: dict[str, Any] = {}
         if has_groups(state):
             owned = {name: state["state"].pop(name) for name in self.owned if name in state["state"]}
-        notes: dict[str, str] = {}
-        digests = {key_of(path): repr(leaf) for path, leaf in leaves(state) if isinstance(leaf, PLAIN)}
-        for key, path, tensor in keyed_tensors(state):
-            is_shard = isinstance(tensor, DTensor)
-            if not is_shard:
-                digests[key] = _digest(tensor)
-            if is_shard != isinstance(self.parameter_like(path, tensor), DTensor):
-                notes[key] = "sharded" if is_shard else "whole"
+        digests = {key: _digest(leaf) for key, _, leaf in keyed_leaves(state)}
         if group is not None and (difference := disagreement(digests, group)):
             raise CheckpointError(
                 f"the optimizer {type(self.optimizer).__name__} keeps other values on each rank, and a"
@@ -120,8 +104,6 @@ class NamedOptimizer:
                 " parameter.to_local()) or a value that all ranks have reduced, or pass data_parallel='ddp',"
                 " under which all ranks have whole parameters"
             )
-        if notes:
-            state[NOTES] = notes
         if self.owned:
             self._add_owned(state, owned, group, for_one_file)
         return state
@@ -143,12 +125,16 @@ class NamedOptimizer:
                 state["state"].update(states_of_rank)
 
 
-def _digest(tensor: Tensor) -> str:
-    """A digest of a tensor's values, if it has any that can be compared."""
-    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+def _digest(leaf: Any) -> str:
+    """A digest of a leaf's value, if that must be equal on all ranks and can be compared."""
+    if isinstance(leaf, PLAIN):
+        return repr(leaf)
+    if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor):
+        return "not compared"
+    if leaf.is_meta or leaf.layout != torch.strided or leaf.is_quantized:
         return "not comparable"
-    values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{list(tensor.shape)} {hashlib.sha256(values.numpy().tobytes()).hexdigest()}"
+    values = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{list(leaf.shape)} {hashlib.sha256(values.numpy().tobytes()).hexdigest()}"
 
 
 def _without_values(_: Path, leaf: Any) -> Any:
@@ -184,23 +170,12 @@ def renamed(state: Any, new: Mapping[Any, Any]) -> Any:
     return changed
 
 
-def by_name(state: Any, names: Sequence[Any]) -> Any:
-    """An optimizer's state with parameters by name, even if they are numbered, as in plain optimizers' states."""
-    return renamed(state, dict(enumerate(names)))
-
-
-def notes_of(saved: dict[str, Any]) -> dict[int, str]:
-    """The notes on tensors of a ``saved`` state, by the id of the tensor."""
-    notes = saved.get(NOTES, {})
-    return {id(tensor): notes[key] for key, _, tensor in keyed_tensors(saved) if key in notes}
-
-
 def state_here(saved: dict[str, Any], named: NamedOptimizer, index: int) -> dict[str, Any]:
     """The ``saved`` state of optimizer ``index`` with parameters by name, without what other ranks own.
 
     CheckpointError if it was saved for another optimizer.
     """
-    state = by_name({key: value for key, value in saved.items() if key != NOTES}, named.names)
+    state = renamed(saved, dict(enumerate(named.names)))  # plain optimizers' files have numbers
     if has_groups(state):
         _check_groups(state["param_groups"], named, index)
         for name, is_owned in named.owned.items():
@@ -210,10 +185,7 @@ def state_here(saved: dict[str, Any], named: NamedOptimizer, index: int) -> dict
 
 
 def _check_groups(saved: list[dict[str, Any]], named: NamedOptimizer, index: int) -> None:
-    """Raise CheckpointError unless the optimizer has the ``saved`` groups, with the same parameters and options.
-
-    Flags may be missing: newer releases of torch have added some.
-    """
+    """Raise CheckpointError unless the optimizer has the ``saved`` groups, with the same parameters."""
     there = [group["params"] for group in saved]
     if list(map(set, there)) != list(map(set, named.groups)):
         only_saved = [name for names in there for name in names if name not in named.names]
@@ -223,14 +195,6 @@ def _check_groups(saved: list[dict[str, Any]], named: NamedOptimizer, index: int
             f" saved: {some(only_saved) or 'none'}; only here: {some(only_here) or 'none'}): {AS_SAVED}, or"
             " change checkpoint['optimizer_states'] in on_load_checkpoint ([] starts them afresh)"
         )
-    defaults = named.optimizer.defaults.items()
-    needed = {name for name, value in defaults if value is not None and not isinstance(value, bool)}
-    for group in saved:
-        if missing := sorted(needed - group.keys()):
-            raise CheckpointError(
-                f"optimizer {index} is a {type(named.optimizer).__name__}, and the checkpoint lacks its"
-                f" {some(missing)}: {AS_SAVED}"
-            )
 
 
 def load_state(
@@ -247,9 +211,8 @@ def load_state(
     if not has_groups(numbered):
         optimizer.load_state_dict(numbered)
         return
-    groups = zip(optimizer.param_groups, numbered["param_groups"], strict=True)
-    # Options that were not saved stay this run's. Torch matches parameters by their order.
-    numbered["param_groups"] = [{**own, **saved, "params": sorted(saved["params"])} for own, saved in groups]
+    for group in numbered["param_groups"]:
+        group["params"].sort()  # torch matches parameters by their order
     given: dict[Any, Any] = {}
 
     def take(_: Optimizer, state_dict: dict[str, Any]) -> None:

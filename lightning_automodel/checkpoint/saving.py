@@ -25,7 +25,7 @@ from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.optimizers import NamedOptimizer
 from lightning_automodel.checkpoint.shard_writer import is_of_all_ranks, prepare_shards
 from lightning_automodel.checkpoint.single_file import prepare_file
-from lightning_automodel.checkpoint.tree import check_pickled, keyed_tensors, leaves
+from lightning_automodel.checkpoint.tree import check_pickled, keyed_leaves, leaves
 from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals import lightning as lightning_internals
@@ -243,10 +243,10 @@ class CheckpointSaver:
         if not self._form.as_directory:
             checkpoint = {key: value for key, value in checkpoint.items() if key not in state_dict.STATES}
         found: dict[str, str] = {}
-        for key, path, tensor in keyed_tensors(checkpoint):
-            if is_of_all_ranks(path, tensor):
-                origin = "the run's" if self._given.get(id(tensor)) is tensor else "a hook's"
-                found[key] = f"{origin} ({tensor.dtype} of shape {list(tensor.shape)})"
+        for key, path, leaf in keyed_leaves(checkpoint):
+            if is_of_all_ranks(path, leaf):
+                origin = "the run's" if self._given.get(id(leaf)) is leaf else "a hook's"
+                found[key] = f"{origin} ({leaf.dtype} of shape {list(leaf.shape)})"
         if difference := collectives.disagreement(found, group):
             raise CheckpointError(
                 f"Cannot save {target}: {difference}: each rank writes its part, so on_save_checkpoint must"

@@ -100,9 +100,11 @@ class ShardWriter(torch_internals.FsspecWriter):
                 filesystem.rm(path, recursive=True)
 
 
-def is_of_all_ranks(path: TreePath, tensor: Tensor) -> bool:
-    """Whether each rank writes a part of the tensor at ``path`` of a checkpoint, or its owner does."""
-    return isinstance(tensor, DTensor) or (path[0] == OPTIMIZERS and tensor.dim() > 0)
+def is_of_all_ranks(path: TreePath, leaf: Any) -> bool:
+    """Whether each rank writes a part of the leaf at ``path`` of a checkpoint, or its owner does."""
+    return isinstance(leaf, DTensor) or (
+        path[0] == OPTIMIZERS and isinstance(leaf, Tensor) and leaf.dim() > 0
+    )
 
 
 def taken_apart(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor | None]]:

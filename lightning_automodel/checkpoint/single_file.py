@@ -71,8 +71,8 @@ def with_checksums() -> AbstractContextManager[None]:
     return serialization_config.patch("save.compute_crc32", True)  # type: ignore[attr-defined]
 
 
-def load_file(path: str, weights_only: bool | None, reads_content: bool = True) -> dict[str, Any]:
-    """Load a file to host memory, after comparing its content with its checksums if it ``reads_content``.
+def load_file(path: str, weights_only: bool | None) -> dict[str, Any]:
+    """Load a file to host memory, after comparing its content with its checksums.
 
     A local file is mapped, so that only the parts in use are read. Any other file is fetched whole, since
     not every server can send parts. Raises :class:`CheckpointError` if it is damaged, or not a file, and what
@@ -87,8 +87,7 @@ def load_file(path: str, weights_only: bool | None, reads_content: bool = True) 
     source: Any = place
     if not is_local:
         source = io.BytesIO(filesystem.cat_file(place))
-    if reads_content:
-        check_content(source)
+    check_content(source)
     if not is_local:
         source.seek(0)
     checkpoint: dict[str, Any] = torch.load(

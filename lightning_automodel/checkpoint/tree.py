@@ -121,26 +121,22 @@ def mapped(tree: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> An
     return change(path, tree)
 
 
-def key_of(path: Path) -> str:
-    """The key of the leaf at ``path``."""
-    return ".".join(map(str, path))
-
-
-def keyed_tensors(tree: Any) -> Iterator[tuple[str, Path, Tensor]]:
-    """Each tensor of ``tree`` with its path, and a key that no other has: of the path, which two may share as text."""
+def keyed_leaves(tree: Any) -> Iterator[tuple[str, Path, Any]]:
+    """Each leaf of ``tree`` with its path, and a key that no other has: of the path, which two may share as text."""
     used: set[str] = set()
     for path, leaf in leaves(tree):
-        if isinstance(leaf, Tensor):
-            key = key_of(path)
-            while key in used:  # {"a.b": ..., "a": {"b": ...}}
-                key += "'"
-            used.add(key)
-            yield key, path, leaf
+        key = ".".join(map(str, path))
+        while key in used:  # {"a.b": ..., "a": {"b": ...}}
+            key += "'"
+        used.add(key)
+        yield key, path, leaf
 
 
 def mapped_tensors(tree: Any, change: Callable[[str, Path, Tensor], Any]) -> Any:
     """A copy of ``tree`` with ``change(key, path, tensor)`` for each tensor."""
-    changed = {path: change(key, path, tensor) for key, path, tensor in keyed_tensors(tree)}
+    changed = {
+        path: change(key, path, leaf) for key, path, leaf in keyed_leaves(tree) if isinstance(leaf, Tensor)
+    }
     return mapped(tree, lambda path, leaf: changed.get(path, leaf))
 
 
