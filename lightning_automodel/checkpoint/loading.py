@@ -14,7 +14,7 @@ from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank
 from lightning_automodel.checkpoint.optimizers import AS_SAVED, NamedOptimizer, load_state, state_here
 from lightning_automodel.checkpoint.shard_directory import ShardDirectory
-from lightning_automodel.checkpoint.single_file import load_file
+from lightning_automodel.checkpoint.single_file import check_model, load_file
 from lightning_automodel.checkpoint.state_dict import (
     MODEL,
     OPTIMIZERS,
@@ -80,7 +80,8 @@ class CheckpointLoader:
                 loaded = self._shards.tree
             else:
                 loaded = load_file(place, weights_only)
-            self._versions = module_versions(loaded.get(MODEL, {}))
+            check_model(loaded)
+            self._versions = module_versions(loaded[MODEL])
             self._sharded = frozenset(loaded.pop(SHARDED, ()))
         moments = set(collectives.gather_objects((loaded.get("epoch"), loaded.get("global_step"))))
         if len(moments) > 1:

@@ -17,9 +17,6 @@ from lightning_automodel.checkpoint.errors import CheckpointError
 TEMPORARY = ".unfinished-"
 """Prefix of the names of directories and files that are being written or removed."""
 
-_OF_CHECKPOINTS = (".metadata", "meta.pt")
-"""Files that show that a directory holds shards, this package's or another's, even if some are missing."""
-
 
 def normalize(path: str | Path) -> str:
     """An absolute local path without protocol, or a URL without a trailing slash."""
@@ -51,24 +48,22 @@ def member(folder: str, name: str) -> str:
     return f"{folder}/{name}"
 
 
-def size_of_file(path: str) -> int:
-    """Size of a file in bytes; CheckpointError if it is missing, or a fifo or device, which has no end."""
+def exists(path: str) -> bool:
+    """Whether there is anything at ``path``."""
     filesystem, place = url_to_fs(path)
-    name = path.rpartition("/")[2]
-    if not filesystem.exists(place):
-        raise CheckpointError(
-            f"{name} is missing: this is no directory of shards that Lightning or this package has written,"
-            " its save did not end, or the file was lost"
-        )
-    info = filesystem.info(place)
-    if info["type"] != "file":
-        raise CheckpointError(f"{name} is not a regular file")
-    return info["size"]
+    return filesystem.exists(place)
+
+
+def check_file(path: str) -> None:
+    """Raise FileNotFoundError if a file is missing, CheckpointError if it is a fifo or device, which has no end."""
+    filesystem, place = url_to_fs(path)
+    if filesystem.info(place)["type"] != "file":
+        raise CheckpointError(f"{path.rpartition('/')[2]} is not a regular file")
 
 
 def read_file(path: str) -> bytes:
-    """Content of a file; raises as :func:`size_of_file` does."""
-    size_of_file(path)
+    """Content of a file; raises as :func:`check_file` does."""
+    check_file(path)
     filesystem, place = url_to_fs(path)
     return filesystem.cat_file(place)
 
@@ -102,12 +97,9 @@ def prepare_place(path: str) -> str:
 
 def _check_replaceable(path: Path) -> None:
     """Raise CheckpointError if a save to ``path`` would replace a directory that is not a checkpoint."""
-    if path.is_symlink() or not path.is_dir():
-        return
-    names = sorted(member.name for member in path.iterdir())
-    if names and not any(name in _OF_CHECKPOINTS or name.endswith(".distcp") for name in names):
+    if _is_folder(path) and any(path.iterdir()) and not (path / ".metadata").exists():
         raise CheckpointError(
-            f"it is a directory, but not a checkpoint (it holds {names[0]}), and saving would replace it:"
+            "it is a directory, but not a checkpoint (it has no .metadata), and saving would replace it:"
             f" choose another path, such as {path}/last.ckpt"
         )
 

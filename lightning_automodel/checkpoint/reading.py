@@ -12,7 +12,7 @@ from lightning_automodel.checkpoint import paths
 from lightning_automodel.checkpoint.errors import CheckpointError, on_this_rank
 from lightning_automodel.checkpoint.mapped_files import new_tensor
 from lightning_automodel.checkpoint.shard_directory import ShardDirectory
-from lightning_automodel.checkpoint.single_file import load_file, save_file
+from lightning_automodel.checkpoint.single_file import check_model, load_file, save_file
 from lightning_automodel.checkpoint.state_dict import OPTIMIZERS
 from lightning_automodel.checkpoint.tree import mapped
 from lightning_automodel.internals import lightning as lightning_internals
@@ -32,12 +32,15 @@ def open_tree(path: str, weights_only: bool | None, checks_shards: bool = False)
     if the checkpoint is damaged or missing, or if it holds code and ``weights_only`` is not False.
     """
     with on_this_rank(f"Cannot load {path}"):
-        if not paths.is_directory(path):
-            return load_file(path, weights_only)
-        shards = ShardDirectory(path, weights_only)
-        if checks_shards:
-            shards.check()
-        return shards.tree
+        if paths.is_directory(path):
+            shards = ShardDirectory(path, weights_only)
+            if checks_shards:
+                shards.check()
+            tree = shards.tree
+        else:
+            tree = load_file(path, weights_only)
+        check_model(tree)
+    return tree
 
 
 def consolidate(path: str, out: str, weights_only: bool | None) -> None:

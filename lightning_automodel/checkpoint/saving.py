@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from lightning_automodel.checkpoint import paths, single_file, state_dict
 from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank
 from lightning_automodel.checkpoint.optimizers import NamedOptimizer
-from lightning_automodel.checkpoint.shard_writer import is_of_all_ranks, prepare_shards
+from lightning_automodel.checkpoint.shard_directory import is_of_all_ranks, prepare_shards
 from lightning_automodel.checkpoint.single_file import prepare_file
 from lightning_automodel.checkpoint.tree import check_pickled, keyed_leaves, leaves
 from lightning_automodel.distributed import collectives

@@ -1,11 +1,12 @@
-"""A directory of shards, read by torch.distributed.checkpoint, with checksums compared where an entry is read.
+"""A directory of shards, written and read by torch.distributed.checkpoint, which appears when it is complete.
 
 A directory holds the files of ``torch.distributed.checkpoint`` (``.metadata`` and one ``.distcp`` file per
 rank), the checkpoint with a tensor without values for each that lies in those (``meta.pt``), and a
 manifest, which is written last and makes it complete. Each entry of a ``.distcp`` file is written by
-``torch.save``, with torch's checksums.
+``torch.save``, with torch's checksums, which are compared where it is read.
 """
 
+import contextlib
 import dataclasses
 import enum
 import io
@@ -13,26 +14,32 @@ import json
 import pickle
 import warnings
 import zlib
-from collections.abc import Callable
-from pathlib import PurePosixPath
+from collections.abc import Callable, Iterable
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsspec.core import url_to_fs
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from typing_extensions import override
 
 from lightning_automodel.checkpoint import paths
-from lightning_automodel.checkpoint.errors import CheckpointError, on_this_rank
-from lightning_automodel.checkpoint.single_file import check_content, check_model
-from lightning_automodel.checkpoint.state_dict import MODEL, STATES
+from lightning_automodel.checkpoint.errors import CheckpointError, on_every_rank, on_this_rank, some
+from lightning_automodel.checkpoint.single_file import check_model, load_checked, load_file, with_checksums
+from lightning_automodel.checkpoint.state_dict import MODEL, OPTIMIZERS, STATES, copied, is_extra_state
 from lightning_automodel.checkpoint.tree import Entry, leaves, mapped, mapped_tensors
 from lightning_automodel.checkpoint.tree import Path as TreePath
+from lightning_automodel.distributed import collectives
+from lightning_automodel.distributed.process_group import group_rank
+from lightning_automodel.internals import torch as torch_internals
 from lightning_automodel.internals.dtensor import plain_dtensor
 
 REST = "meta.pt"
@@ -45,82 +52,153 @@ METADATA = ".metadata"
 FORMAT = "lightning_automodel checkpoint, version 3"
 
 
-def read_manifest(path: str) -> bytes | None:
-    """Content of a directory's manifest, different in each save; None if another program wrote it."""
-    filesystem, place = url_to_fs(f"{path}/{MANIFEST}")
-    if not filesystem.exists(place):
-        return None
-    return paths.read_file(f"{path}/{MANIFEST}")
+# --- Writing ----------------------------------------------------------------------------------------------
 
 
-def open_table(path: str, manifest: bytes | None) -> tuple[str, Metadata]:
-    """The folder of the files, and ``.metadata``; CheckpointError if it has changed, or has another version."""
-    folder = path
-    crc32 = None
-    if manifest is not None:
-        content = json.loads(manifest)
-        if content["format"] != FORMAT:
+class ShardWriter(torch_internals.FsspecWriter):
+    """Writes the directory ``target``, which appears when it is complete; for ``dcp.save``.
+
+    Every rank makes one for each save, with the same ``folder`` for the files
+    (:func:`.paths.prepare_place`). A local folder is renamed at the end. Other file systems cannot rename
+    in one step: there the manifest, one object, says which folder within the directory is valid. The
+    ``rest`` names the ``keys`` that some rank must have written.
+    """
+
+    def __init__(self, target: str, folder: str, rest: bytes, keys: Iterable[str]) -> None:
+        super().__init__(folder, sync_files=False)  # torch (2.13) would sync before it flushes
+        self._target = target
+        self._folder = folder
+        self._rest = rest
+        self._keys = set(keys)
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with with_checksums():
+            written = super().write_data(plan, planner)
+        if paths.is_local(self._folder):
+            for name in {result.storage_data.relative_path for result in written.wait()}:
+                paths.sync(f"{self._folder}/{name}")
+        return written
+
+    @override
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Complete the directory and move it to its target. Called on one rank, once all have written."""
+        if unwritten := sorted(self._keys - metadata.state_dict_metadata.keys()):
+            raise CheckpointError(f"no rank has the values of {some(unwritten)}")
+        super().finish(metadata, results)
+        try:
+            _check_files(self._folder, metadata)
+        except FileNotFoundError as error:
             raise CheckpointError(
-                f"{MANIFEST} says {str(content['format'])[:80]!r}, and this version of lightning_automodel"
-                f" reads {FORMAT!r}: let the version that wrote it make one file, which this one"
-                " reads (python -m lightning_automodel.checkpoint consolidate)"
-            )
-        crc32 = content["crc32"]
-        if content["folder"]:
-            folder = paths.member(path, content["folder"])
-    table = paths.read_file(f"{folder}/{METADATA}")
-    if crc32 not in (None, checksum(table)):
-        raise CheckpointError(
-            f"{METADATA} has changed since it was written: its CRC-32 is {checksum(table)}, in {MANIFEST}"
-            f" {crc32}"
-        )
-    return folder, _MetadataUnpickler(io.BytesIO(table)).load()
+                f"rank 0 does not see all that the ranks have written ({error}): save to a file system that all"
+                " ranks share (ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)), or pass"
+                " save_distributed_checkpoint=False, with which rank 0 writes one file"
+            ) from error
+        table = f"{self._folder}/{METADATA}"
+        manifest = {"format": FORMAT, "folder": "", "crc32": _checksum(paths.read_file(table))}
+        paths.write_file(f"{self._folder}/{REST}", self._rest)
+        if paths.is_local(self._folder):
+            paths.write_file(f"{self._folder}/{MANIFEST}", json.dumps(manifest).encode())
+            paths.sync(table)
+            paths.replace(Path(self._folder), Path(self._target))
+            return
+        manifest["folder"] = self._folder.rpartition("/")[2]
+        # Last, since this makes the new files the checkpoint.
+        paths.write_file(f"{self._target}/{MANIFEST}", json.dumps(manifest).encode())
+        filesystem, place = url_to_fs(self._target)
+        for path in filesystem.ls(place, detail=False):
+            name = path.rstrip("/").rpartition("/")[2]
+            if name != manifest["folder"] and name.startswith(paths.TEMPORARY):
+                filesystem.rm(path, recursive=True)
 
 
-def checksum(content: bytes) -> str:
-    """CRC-32 of the content of a file, as manifests hold it."""
+def _checksum(content: bytes) -> str:
     return f"{zlib.crc32(content):08x}"
 
 
-def check_sizes(folder: str, metadata: Metadata) -> None:
-    """Raise CheckpointError if a file of shards is missing, cut off, or not a regular file."""
-    needed: dict[str, int] = {}
-    for place in metadata.storage_data.values():
-        end = place.offset + place.length
-        needed[place.relative_path] = max(needed.get(place.relative_path, 0), end)
-    for name, num_bytes in needed.items():
-        size = paths.size_of_file(paths.member(folder, name))
-        if size < num_bytes:
-            raise CheckpointError(f"{name} is cut off: it has {size} bytes, and {num_bytes} were written")
+def _check_files(folder: str, metadata: Metadata) -> None:
+    """Raise unless all files of shards are there, and are regular files."""
+    for name in {place.relative_path for place in metadata.storage_data.values()}:
+        paths.check_file(paths.member(folder, name))
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Loads ``.metadata`` with torch's data classes and enumerations for shards, and refuses all others."""
+def is_of_all_ranks(path: TreePath, leaf: Any) -> bool:
+    """Whether each rank writes a part of the leaf at ``path`` of a checkpoint, or its owner does."""
+    return isinstance(leaf, DTensor) or (
+        path[0] == OPTIMIZERS and isinstance(leaf, Tensor) and leaf.dim() > 0
+    )
 
-    @override
-    def find_class(self, module: str, name: str) -> Any:
-        if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):
-            named = super().find_class(module, name)
-            is_data = isinstance(named, type) and (
-                dataclasses.is_dataclass(named) or issubclass(named, enum.Enum)
-            )
-            # A name with dots could reach an object that the module only imports.
-            if is_data and named.__module__ == module:
-                return named
-        if module in ("pathlib", "pathlib._local") and name.endswith("Path"):  # of any operating system
-            return PurePosixPath
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
-            return getattr(torch, name)
-        if module == "torch.serialization" and name.lstrip("_") == "get_layout":
-            layouts = [value for value in vars(torch).values() if isinstance(value, torch.layout)]
-            return {str(layout): layout for layout in layouts}.__getitem__
-        raise CheckpointError(f".metadata names {module}.{name}, which is not a class that describes shards")
+
+def taken_apart(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
+    """``checkpoint`` without the values that lie in shards, and what this rank writes of them.
+
+    That is what is of all ranks, and on rank 0 the other tensors of the model's state: buffers may differ
+    between ranks, and rank 0's are saved, as in one file. None for what other ranks write.
+    """
+    own: dict[str, Tensor | None] = {}
+
+    def placed(key: str, path: TreePath, tensor: Tensor) -> Tensor:
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            return tensor
+        is_shared = is_of_all_ranks(path, tensor)
+        # Extra states may have another size on each rank.
+        if not is_shared and (path[0] != MODEL or is_extra_state(path[1])):
+            return tensor
+        is_own = not tensor.is_meta and (is_shared or group_rank() == 0)
+        own[key] = tensor if is_own else None
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    return mapped_tensors(checkpoint, placed), own
+
+
+def prepare_shards(
+    checkpoint: dict[str, Any], path: str, copy: bool = False
+) -> Callable[[dist.ProcessGroup | None], None]:
+    """Prepare a directory: every rank writes its shards, rank 0 the rest. A collective.
+
+    Returns a function that writes the directory, at once or in the background. It is a collective over the
+    group that it is given (None for the default group). If any rank fails, all ranks raise
+    :class:`CheckpointError`, and the older checkpoint is unchanged.
+
+    Args:
+        checkpoint: Lightning's checkpoint, with shards instead of whole tensors.
+        path: Path of the checkpoint, the same on every rank.
+        copy: Whether to copy the state to host memory, so that it may change before it is written.
+    """
+    what = f"Cannot save {path}"
+    folder = ""
+    content = io.BytesIO()
+    shards: dict[str, Tensor | None] = {}
+    with on_every_rank(what):
+        tree, shards = taken_apart(checkpoint)
+        if group_rank() == 0:
+            torch.save(tree, content)
+            folder = paths.prepare_place(path)
+    folder = collectives.broadcast_object(folder, 0)  # its name is random
+    writer = ShardWriter(path, folder, content.getvalue(), shards.keys())
+    own = {key: plain_dtensor(leaf) for key, leaf in shards.items() if leaf is not None}
+    staged = copied(own) if copy else own
+
+    def write(group: dist.ProcessGroup | None) -> None:
+        try:
+            with on_this_rank(what):
+                dcp.save(staged, storage_writer=writer, process_group=group)
+        except BaseException:
+            # On all ranks, which may have written to file systems of their own.
+            with contextlib.suppress(Exception):  # it would hide why the save failed
+                paths.remove(folder)
+            raise
+
+    return write
+
+
+# --- Reading ----------------------------------------------------------------------------------------------
 
 
 class ShardDirectory:
     """A directory of shards, open for loading. Opening is not a collective.
 
-    Raises CheckpointError if a file is missing or cut off, if ``meta.pt`` is damaged, or if that holds code
+    Raises an error if a file is missing, if ``.metadata`` or ``meta.pt`` is damaged, or if they hold code
     and ``weights_only`` is not False. Shards are compared with their checksums where they are read.
 
     Attributes:
@@ -131,19 +209,42 @@ class ShardDirectory:
 
     def __init__(self, path: str, weights_only: bool | None) -> None:
         self.path = path
-        self._manifest = read_manifest(path)
-        self._folder, self._metadata = open_table(path, self._manifest)
-        self._reader = _CheckingReader(self._folder, self._metadata, self._check_unreplaced)
-        check_sizes(self._folder, self._metadata)
-        content = io.BytesIO(paths.read_file(f"{self._folder}/{REST}"))
-        check_content(content, REST)
-        content.seek(0)
-        tree = torch.load(content, map_location="cpu", weights_only=weights_only is not False)
-        if self._manifest is None and isinstance(tree, dict):
+        self._manifest = self._read_manifest()
+        folder = path
+        if self._manifest and (name := self._manifest["folder"]):
+            folder = paths.member(path, name)
+        table = paths.read_file(f"{folder}/{METADATA}")
+        if self._manifest and self._manifest["crc32"] != _checksum(table):
+            raise CheckpointError(
+                f"{METADATA} has changed since it was written (wrong checksum in {MANIFEST})"
+            )
+        self._metadata: Metadata = _MetadataUnpickler(io.BytesIO(table)).load()
+        self._reader = _CheckingReader(folder, self._metadata, self._check_unreplaced)
+        _check_files(folder, self._metadata)
+        tree = load_file(f"{folder}/{REST}", weights_only)
+        if not self._manifest:
             tree[MODEL] = self._foreign_model()
-        check_model(tree, REST)
+        check_model(tree)
         self.tree: dict[str, Any] = mapped_tensors(tree, self._with_entry)
-        self._check_unreplaced()
+
+    def _read_manifest(self) -> dict[str, str]:
+        """The manifest, different in each save; empty if another program wrote the directory."""
+        path = f"{self.path}/{MANIFEST}"
+        if not paths.exists(path):
+            return {}
+        manifest: dict[str, str] = json.loads(paths.read_file(path))
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(
+                f"{MANIFEST} says {manifest['format'][:80]!r}, and this version of lightning_automodel"
+                f" reads {FORMAT!r}: let the version that wrote it make one file, which this one"
+                " reads (python -m lightning_automodel.checkpoint consolidate)"
+            )
+        return manifest
+
+    def _check_unreplaced(self) -> None:
+        """Raise CheckpointError if a newer save, with the same names and sizes, has replaced this one."""
+        if self._read_manifest() != self._manifest:
+            raise CheckpointError("another checkpoint took its place while it was read: load it again")
 
     def _foreign_model(self) -> dict[str, Tensor]:
         """The model's state in a directory of another program, without values."""
@@ -197,12 +298,31 @@ class ShardDirectory:
     def check(self) -> None:
         """Read all entries, and raise CheckpointError if one does not have its checksum. Not a collective."""
         for place in self._metadata.storage_data.values():
-            self._reader.content(place)
+            self._reader.load(place)
+        self._check_unreplaced()
 
-    def _check_unreplaced(self) -> None:
-        """Raise CheckpointError if a newer save, with the same names and sizes, has replaced this one."""
-        if read_manifest(self.path) != self._manifest:
-            raise CheckpointError("another checkpoint took its place while it was read: load it again")
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Loads ``.metadata`` with torch's data classes and enumerations for shards, and refuses all others."""
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):
+            named = super().find_class(module, name)
+            is_data = isinstance(named, type) and (
+                dataclasses.is_dataclass(named) or issubclass(named, enum.Enum)
+            )
+            # A name with dots could reach an object that the module only imports.
+            if is_data and named.__module__ == module:
+                return named
+        if module in ("pathlib", "pathlib._local") and name.endswith("Path"):  # of any operating system
+            return PurePosixPath
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        if module == "torch.serialization" and name.lstrip("_") == "get_layout":
+            layouts = [value for value in vars(torch).values() if isinstance(value, torch.layout)]
+            return {str(layout): layout for layout in layouts}.__getitem__
+        raise CheckpointError(f".metadata names {module}.{name}, which is not a class that describes shards")
 
 
 class _CheckingReader(FileSystemReader):
@@ -218,21 +338,20 @@ class _CheckingReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
 
-    def content(self, place: Any) -> io.BytesIO:
-        """What lies at a place of the table, from ``torch.save``."""
+    def load(self, place: Any) -> Tensor:
+        """What lies at a place of the table."""
         file = f"{self._folder}/{place.relative_path}"
         end = place.offset + place.length
         content = io.BytesIO(self._filesystem.cat_file(file, start=place.offset, end=end))
-        check_content(content, place.relative_path)
-        content.seek(0)
-        return content
+        stored: Tensor = load_checked(content, place.relative_path, weights_only=True)
+        return stored
 
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
             place = self._metadata.storage_data[item.storage_index]
             name = f"{item.storage_index.fqn} in {place.relative_path}"
-            stored = torch.load(self.content(place), map_location="cpu", weights_only=True)
+            stored = self.load(place)
             target = planner.resolve_tensor(item).detach()
             ranges = zip(item.storage_offsets, item.lengths, strict=True)
             stored = stored[tuple(slice(start, start + length) for start, length in ranges)]

@@ -4,12 +4,11 @@ Such a file is a zip archive: torch writes a checksum for each record, but does 
 """
 
 import io
-import os
 import zipfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ def prepare_file(
     save: Callable[[dict[str, Any], str], None],
     copy: bool = False,
 ) -> Callable[[dist.ProcessGroup | None], None]:
-    """Prepare a file, which ``save`` writes on rank 0. A collective; see :func:`.shard_writer.prepare_shards`."""
+    """Prepare a file, which ``save`` writes on rank 0. A collective; see :func:`.prepare_shards`."""
     what = f"Cannot save {path}"
     with on_every_rank(what):
         if group_rank() == 0:
@@ -71,42 +70,27 @@ def with_checksums() -> AbstractContextManager[None]:
     return serialization_config.patch("save.compute_crc32", True)  # type: ignore[attr-defined]
 
 
-def load_file(path: str, weights_only: bool | None) -> dict[str, Any]:
-    """Load a file to host memory, after comparing its content with its checksums.
+def load_file(path: str, weights_only: bool | None) -> Any:
+    """Load a file to host memory, after comparing its content with its checksums. A local one is mapped.
 
-    A local file is mapped, so that only the parts in use are read. Any other file is fetched whole, since
-    not every server can send parts. Raises :class:`CheckpointError` if it is damaged, or not a file, and what
-    ``torch.load`` raises if it holds code and ``weights_only`` is not False.
+    Any other file is fetched whole, since not every server can send parts.
     """
+    paths.check_file(path)
     filesystem, place = url_to_fs(path)
-    if not filesystem.exists(place):
-        raise CheckpointError("there is no such file or directory")
-    is_local = paths.is_local(path)
-    if is_local and not os.path.isfile(place):
-        raise CheckpointError("it is not a regular file")
     source: Any = place
-    if not is_local:
+    if not paths.is_local(path):
         source = io.BytesIO(filesystem.cat_file(place))
-    check_content(source)
-    if not is_local:
-        source.seek(0)
-    checkpoint: dict[str, Any] = torch.load(
-        source, map_location="cpu", weights_only=weights_only is not False, mmap=is_local
-    )
-    check_model(checkpoint, "it")
-    return checkpoint
+    return load_checked(source, place.rpartition("/")[2], weights_only)
 
 
-def check_model(checkpoint: Any, name: str) -> None:
-    """Raise CheckpointError unless what was loaded is a dict with the state of a model."""
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(MODEL), dict):
-        raise CheckpointError(f"{name} has no {MODEL!r}: this is not a checkpoint of a LightningModule")
+def load_checked(source: str | io.BytesIO, name: str, weights_only: bool | None) -> Any:
+    """Load what ``torch.save`` has written, named ``name``, to host memory.
 
-
-def check_content(file: str | IO[bytes], name: str = "it") -> None:
-    """Compare the content of ``torch.save``'s ``file`` with its checksums; CheckpointError if it differs."""
+    Raises :class:`CheckpointError` if it does not have its checksums, and what ``torch.load`` raises if it
+    holds code and ``weights_only`` is not False.
+    """
     try:
-        with zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(source) as archive:
             damaged = archive.testzip()
     except Exception as error:  # damaged content can raise anything
         raise CheckpointError(
@@ -115,3 +99,14 @@ def check_content(file: str | IO[bytes], name: str = "it") -> None:
         ) from error
     if damaged is not None:
         raise CheckpointError(f"{name} has changed since it was written (wrong checksum of {damaged})")
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
+    return torch.load(
+        source, map_location="cpu", weights_only=weights_only is not False, mmap=isinstance(source, str)
+    )
+
+
+def check_model(checkpoint: Any) -> None:
+    """Raise CheckpointError unless what was loaded is a dict with the state of a model."""
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(MODEL), dict):
+        raise CheckpointError(f"it has no {MODEL!r}: this is not a checkpoint of a LightningModule")

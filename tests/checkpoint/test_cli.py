@@ -15,12 +15,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lightning_automodel.checkpoint.__main__ import main
-from lightning_automodel.checkpoint.shard_writer import prepare_shards
+from lightning_automodel.checkpoint.shard_directory import prepare_shards
 from lightning_automodel.checkpoint.single_file import load_file as load_checkpoint
 from lightning_automodel.checkpoint.single_file import save_file
 
 MODEL = {"model.weight": torch.arange(12.0).view(3, 4), "model.bias": torch.ones(3, dtype=torch.bfloat16)}
 AVERAGES = {name: value + 1 for name, value in MODEL.items()}
+MISSING = "FileNotFoundError: [Errno 2] No such file or directory"
 CLASS = ("--class", "tests.checkpoint.test_cli.Holds")
 
 
@@ -138,14 +139,13 @@ def test_inspect_tells_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     _flip(data), _flip(whole)
     changed = "has changed since it was written"
     assert f"__0_0.distcp {changed}" in inspected(capsys, str(shards), status=1)["problem"]
-    assert f"it {changed}" in inspected(capsys, str(whole), status=1)["problem"]
+    assert f"b.ckpt {changed}" in inspected(capsys, str(whole), status=1)["problem"]
     os.truncate(data, 50)
     os.truncate(whole, 500)
-    report = inspected(capsys, str(shards), status=1)
-    assert "__0_0.distcp is cut off: it has 50 bytes" in report["problem"]
+    assert "__0_0.distcp is damaged" in inspected(capsys, str(shards), status=1)["problem"]
     assert "b.ckpt: " in inspected(capsys, str(whole), status=1)["problem"]
     report = inspected(capsys, f"{tmp_path}/none", status=1)
-    assert report["problem"] == f"Cannot load {tmp_path}/none: there is no such file or directory"
+    assert report["problem"] == f"Cannot load {tmp_path}/none: {MISSING}: '{tmp_path}/none'"
 
 
 def _flip(path: Path) -> None:
@@ -158,7 +158,7 @@ def test_inspect_shards_of_other_programs(tmp_path: Path, capsys: pytest.Capture
     """Those of plain torch have no rest."""
     dcp.save({"state_dict": dict(MODEL)}, checkpoint_id=tmp_path / "plain", no_dist=True)
     report = inspected(capsys, str(tmp_path / "plain"), status=1)
-    assert "meta.pt is missing: this is no directory of shards that Lightning or" in report["problem"]
+    assert f"{MISSING}: '{tmp_path}/plain/meta.pt'" in report["problem"]
     torch.save({"pytorch-lightning_version": "2.6.6"}, tmp_path / "plain" / "meta.pt")
     report = inspected(capsys, str(tmp_path / "plain"))
     assert (report["lightning"], report["mesh"]) == ("2.6.6", None)
@@ -218,10 +218,10 @@ def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("consolidate", str(whole), out): "is not a directory of shards: there is nothing to consolidate",
         ("consolidate", str(shards), str(whole)): "exists: remove it, or choose another path",
         ("consolidate", str(shards), "memory://out"): "is not local: write to a local path, and upload that",
-        ("consolidate", str(empty), out): ".metadata is missing: this is no directory of shards",
+        ("consolidate", str(empty), out): f"{MISSING}: '{tmp_path}/empty/.metadata'",
         ("export", str(whole), out, *CLASS): "holds no model of transformers or PEFT, and from_pretrained",
         ("export", str(whole), out, "--class", "tests.none.Module"): "No module named 'tests.none'",
-        ("export", f"{tmp_path}/none", out, *CLASS): "there is no such file or directory",
+        ("export", f"{tmp_path}/none", out, *CLASS): MISSING,
     }
     for arguments, message in cases.items():
         assert main(list(arguments)) == 1

@@ -304,14 +304,14 @@ def test_checkpoint_of_another_optimizer(pool2: RankPool, tmp_path: Path, form: 
 def _read_places(path: str) -> list[tuple[str, int]]:
     """The places that this rank reads as it resumes a fit with an average, in the order in which it does."""
     places: list[tuple[str, int]] = []
-    content = _CheckingReader.content
+    load = _CheckingReader.load
 
     def counted(reader: _CheckingReader, place: Any) -> Any:
         places.append((place.relative_path, place.offset))
-        return content(reader, place)
+        return load(reader, place)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_CheckingReader, "content", counted)
+        patch.setattr(_CheckingReader, "load", counted)
         fit({}, seed=CASE.seed + 2, callbacks=[EMAWeightAveraging()], ckpt_path=path, max_epochs=2)
     return places
 

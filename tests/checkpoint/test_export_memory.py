@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_automodel.checkpoint import export_hugging_face, model_state
 from lightning_automodel.checkpoint.__main__ import main
 from lightning_automodel.checkpoint.reading import read_directory
-from lightning_automodel.checkpoint.shard_writer import prepare_shards
+from lightning_automodel.checkpoint.shard_directory import prepare_shards
 from tests.rank_pool import RankPool
 
 ROWS = 4352

@@ -122,7 +122,7 @@ def test_default_checkpointing(pool2: RankPool, tmp_path: Path) -> None:
 
 
 def _error_of_missing_checkpoint(options: dict[str, Any], folder: str) -> str:
-    with pytest.raises(CheckpointError, match="there is no such file or directory") as raised:
+    with pytest.raises(CheckpointError, match="No such file or directory") as raised:
         _fit(options, AdamModule(), ckpt_path=Path(folder) / "missing.ckpt")
     return str(raised.value)
 

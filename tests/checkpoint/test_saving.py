@@ -24,7 +24,7 @@ from lightning_automodel.checkpoint import (
     CheckpointForm,
     CheckpointSaver,
     paths,
-    shard_writer,
+    shard_directory,
     single_file,
 )
 from tests.checkpoint.checkpoints import FORMS, AdamModule, files_of, fit, forms, leftovers, load_only, save
@@ -91,7 +91,7 @@ def test_other_directories_are_not_replaced(pool2: RankPool, tmp_path: Path, for
     (path / "thesis.tex").write_text("years of work")
     for message in pool2.run(_save_where_nothing_can_be, FORMS[form], str(path)):
         assert (
-            "it is a directory, but not a checkpoint (it holds thesis.tex), and saving would replace it"
+            "it is a directory, but not a checkpoint (it has no .metadata), and saving would replace it"
             in message
         )
     assert [file.name for file in path.iterdir()] == ["thesis.tex"]
@@ -121,7 +121,7 @@ class SavesEachStep(Callback):
 @contextmanager
 def slow_writing(recorder: SavesEachStep) -> Iterator[None]:
     """Saves in the background wait until training has gone on after the first of them."""
-    write_shards = shard_writer.ShardWriter.write_data
+    write_shards = shard_directory.ShardWriter.write_data
     write_file = single_file.save_file
 
     def wait() -> None:
@@ -136,7 +136,7 @@ def slow_writing(recorder: SavesEachStep) -> Iterator[None]:
         write_file(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_writer.ShardWriter, "write_data", slow_shards)
+        patch.setattr(shard_directory.ShardWriter, "write_data", slow_shards)
         patch.setattr(single_file, "save_file", slow_file)
         yield
 
@@ -188,7 +188,7 @@ def failing_writes() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(shard_writer.ShardWriter, "write_data", fail)
+            patch.setattr(shard_directory.ShardWriter, "write_data", fail)
         patch.setattr(single_file, "save_file", fail)
         yield
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_automodel.checkpoint.reading import open_tree
-from lightning_automodel.checkpoint.shard_writer import prepare_shards
+from lightning_automodel.checkpoint.shard_directory import prepare_shards
 from lightning_automodel.checkpoint.tree import Entry, keyed_leaves, mapped
 
 VALUES = torch.arange(12.0).view(3, 4)

@@ -62,8 +62,8 @@ def test_what_is_no_regular_file(
 def test_one_file_that_is_no_regular_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "a.ckpt")
     report = inspected(capsys, str(tmp_path / "a.ckpt"), status=1)
-    assert "it is not a regular file" in report["problem"]
-    with pytest.raises(CheckpointError, match="it is not a regular file"):
+    assert "is not a regular file" in report["problem"]
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         open_tree(str(tmp_path / "a.ckpt"), None)
 
 
@@ -157,7 +157,7 @@ def test_replaced_while_it_is_checked(tmp_path: Path, mocker: Any) -> None:
     with pytest.raises(
         CheckpointError, match="another checkpoint took its place while it was read: load it again"
     ):
-        open_tree(str(path), None)
+        open_tree(str(path), None, checks_shards=True)
     assert open_tree(str(path), None)["epoch"] == 1
 
 
@@ -176,8 +176,8 @@ def test_replaced_after_it_was_opened(tmp_path: Path) -> None:
 
 
 DIRECTORIES: dict[str, tuple[Any, str]] = {
-    "list": ([1], "meta.pt has no 'state_dict'"),
-    "no model": ({"state_dict": 3}, "meta.pt has no 'state_dict'"),
+    "list": ([1], "it has no 'state_dict'"),
+    "no model": ({"state_dict": 3}, "it has no 'state_dict'"),
     "other entries": (
         {"state_dict": {"model.weight": torch.empty(2, device="meta")}},
         ".metadata and meta.pt do not agree on state_dict.model.weight",
