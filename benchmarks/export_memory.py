@@ -29,13 +29,13 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_automodel import AutomodelStrategy
-from lightning_automodel.checkpoint import export_hugging_face
+from lightning_automodel.checkpoint import export, export_hugging_face
 
 MEGABYTE = 1_000_000
 WIDTH = 2048
 VOCABULARY = 32_000
 RANKS = 2
-SHARD_SIZE = 500 * MEGABYTE
+export.MAX_SHARD_SIZE = "500MB"
 
 COMMAND = """
 import json, sys
@@ -74,7 +74,7 @@ class Module(pl.LightningModule):
         start = perf_counter()
         start_cpu = process_time()
         with AnonymousPeak() as peak:
-            export_hugging_face(self, f"{self.folder}/live", max_shard_size=SHARD_SIZE)
+            export_hugging_face(self, f"{self.folder}/live")
         self.measured = [peak.num_bytes, perf_counter() - start, process_time() - start_cpu]
 
 

@@ -32,7 +32,6 @@ from typing_extensions import override
 
 from lightning_automodel.advice import Advice, stop_iteration_error, summary
 from lightning_automodel.checkpoint import (
-    CheckpointForm,
     CheckpointLoader,
     CheckpointSaver,
     NamedOptimizer,
@@ -231,8 +230,12 @@ class AutomodelStrategy(ParallelStrategy):
         self.num_nodes = 1
         # Of all runs of this strategy.
         self._advice = Advice()
-        self._form = CheckpointForm(options.is_sharded, options.save_distributed_checkpoint)
-        self._saver = CheckpointSaver(self._form, options.async_checkpoint, options.parsed_timeout)
+        self._saver = CheckpointSaver(
+            options.is_sharded,
+            options.save_distributed_checkpoint,
+            options.async_checkpoint,
+            options.parsed_timeout,
+        )
         self._supervisor = Supervisor(self._join, self._saver.wait_for_pending_save)
         self._layer_sync: LayerSync | None = None  # set where Trainer(sync_batchnorm=True)
         # Of one run: set from `setup_environment` on. After `teardown`, `last_step` and a save still read them;
@@ -511,7 +514,7 @@ class AutomodelStrategy(ParallelStrategy):
 
     def _prepare_checkpoints(self, trainer: "pl.Trainer") -> None:
         """Decide on the form of checkpoints, and watch the callbacks that save them."""
-        self._form.choose(self.checkpoint_io, self.world_size)
+        self._saver.choose_form(self.checkpoint_io, self.world_size)
         self._saver.patch_callbacks(trainer, self._patches)
 
     def _start_run(self, trainer: "pl.Trainer") -> None:

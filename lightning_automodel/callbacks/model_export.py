@@ -22,7 +22,6 @@ class ModelExport(Callback):
     Args:
         path: Directory to write, which must not exist yet. A relative path is below the Trainer's
             ``default_root_dir``.
-        max_shard_size: Largest size of a file, such as ``"5GB"``, or in bytes.
         dtype: Dtype of the exported floating-point tensors, or its name, such as ``"bfloat16"``; None keeps
             each tensor's own.
         adapter_only: Whether to export only the adapters of a PEFT model.
@@ -41,7 +40,6 @@ class ModelExport(Callback):
         self,
         path: str | os.PathLike[str],
         *,
-        max_shard_size: str | int = "5GB",
         dtype: str | torch.dtype | None = None,
         adapter_only: bool = False,
         prefix: str | None = None,
@@ -50,7 +48,6 @@ class ModelExport(Callback):
             dtype = getattr(torch, dtype)
         self._path = os.fspath(path)
         self._options: dict[str, Any] = {
-            "max_shard_size": max_shard_size,
             "dtype": dtype,
             "adapter_only": adapter_only,
             "prefix": prefix,

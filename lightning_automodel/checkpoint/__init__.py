@@ -5,12 +5,11 @@ from lightning_automodel.checkpoint.export import check_export, export_hugging_f
 from lightning_automodel.checkpoint.loading import CheckpointLoader
 from lightning_automodel.checkpoint.optimizers import NamedOptimizer
 from lightning_automodel.checkpoint.reading import read_directory
-from lightning_automodel.checkpoint.saving import CheckpointForm, CheckpointSaver
+from lightning_automodel.checkpoint.saving import CheckpointSaver
 from lightning_automodel.checkpoint.state_dict import differing_extra_states, model_state, whole
 
 __all__ = [
     "CheckpointError",
-    "CheckpointForm",
     "CheckpointLoader",
     "CheckpointSaver",
     "NamedOptimizer",

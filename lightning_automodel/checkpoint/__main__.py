@@ -71,12 +71,6 @@ def _parser() -> argparse.ArgumentParser:
         help="the LightningModule, whose load_from_checkpoint makes the model; importing it runs its code",
     )
     export.add_argument(
-        "--arguments",
-        metavar="JSON",
-        default="{}",
-        help="for its __init__, beside those of save_hyperparameters(), such as '{\"rank\": 8}'",
-    )
-    export.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16", "float64"),
         help="of floating-point tensors; the default is each tensor's own",
@@ -120,9 +114,7 @@ def _export(parsed: argparse.Namespace) -> int:
     open_tree(path, weights_only)  # which compares a file with its checksums; entries are, as they are read
     place, _, name = parsed.module_class.rpartition(".")
     module_class = getattr(importlib.import_module(place), name)
-    module = module_class.load_from_checkpoint(
-        path, map_location="cpu", weights_only=weights_only, **json.loads(parsed.arguments)
-    )
+    module = module_class.load_from_checkpoint(path, map_location="cpu", weights_only=weights_only)
     dtype = parsed.dtype and getattr(torch, parsed.dtype)
     export_hugging_face(module, parsed.out, dtype=dtype, adapter_only=parsed.adapter_only, prefix=parsed.key)
     print(f"Wrote {parsed.out}")

@@ -22,6 +22,7 @@ from lightning_automodel.distributed import collectives
 from lightning_automodel.distributed.process_group import group_rank
 from lightning_automodel.internals.torch import without_wrappers
 
+MAX_SHARD_SIZE = "5GB"
 _PATIENCE = timedelta(minutes=30)  # the default of torch's process groups
 
 
@@ -29,7 +30,6 @@ def export_hugging_face(
     module: nn.Module,
     path: str | Path,
     *,
-    max_shard_size: str | int = "5GB",
     dtype: torch.dtype | None = None,
     adapter_only: bool = False,
     prefix: str | None = None,
@@ -46,8 +46,6 @@ def export_hugging_face(
     Args:
         module: The LightningModule, or any module that is or has a Hugging Face model, sharded or not.
         path: A local directory that does not exist yet; it appears when all of it is on disk.
-        max_shard_size: Largest size of a file, such as ``"5GB"``, or in bytes; a larger tensor gets its own
-            file.
         dtype: Dtype of the exported floating-point tensors; None keeps each tensor's own.
         adapter_only: Export the adapters of a model, for ``PeftModel.from_pretrained``.
         prefix: Prefix of the model's names in ``module``, such as ``"model."``; None if ``module`` has only
@@ -70,7 +68,7 @@ def export_hugging_face(
         state = _gather(model, dtype, folder, what)
         with on_every_rank(what):
             if folder is not None:
-                _write(model, state, folder / "export", dtype, max_shard_size)
+                _write(model, state, folder / "export", dtype)
                 paths.new_local_target(target)
                 paths.replace(folder / "export", target)
 
@@ -176,18 +174,10 @@ def _gather(
     return {name: gathered[id(value)] for name, value in state.items() if id(value) in gathered}
 
 
-def _write(
-    model: Any,
-    state: dict[str, Tensor],
-    folder: Path,
-    dtype: torch.dtype | None,
-    max_shard_size: str | int,
-) -> None:
+def _write(model: Any, state: dict[str, Tensor], folder: Path, dtype: torch.dtype | None) -> None:
     """Write the model to ``folder``; all of it is on disk when this returns. Not a collective."""
-    if _is_a(model, "PeftModel"):
-        model.save_pretrained(folder, state_dict=state)
-    else:
-        model.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)
+    # A file is copied in memory before it is written; PEFT writes one.
+    model.save_pretrained(folder, state_dict=state, max_shard_size=MAX_SHARD_SIZE)
     if dtype is not None and (path := folder / "config.json").exists():
         # from_pretrained goes by this dtype, which is that of the model in memory.
         content = json.loads(path.read_text())

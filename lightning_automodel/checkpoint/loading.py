@@ -56,7 +56,6 @@ class CheckpointLoader:
         self._versions: dict[str, dict[str, Any]] = {}  # of the model's modules
         # Of one file: paths of what was sharded beside model and optimizers.
         self._sharded: frozenset[Any] = frozenset()
-        self._holds_optimizers = False
         self._loops: str | None = None
         self._own: dict[str, Any] = {}  # the model's state by name
         self._named: list[NamedOptimizer] = []
@@ -90,7 +89,6 @@ class CheckpointLoader:
                 f" {', '.join(map(str, moments))}). If a run that saves has replaced it meanwhile, load it"
                 " again; else give all ranks the same file system"
             )
-        self._holds_optimizers = bool(loaded.get(OPTIMIZERS))
         self._loaded = loaded
         return loaded
 
@@ -168,16 +166,15 @@ class CheckpointLoader:
 
     def _states(self, checkpoint: dict[str, Any], optimizers: list[NamedOptimizer]) -> list[dict[str, Any]]:
         """The state of each optimizer, by this run's names; none if a hook has emptied the list: they start afresh."""
-        states = checkpoint.get(OPTIMIZERS)
         # Lightning's mock optimizer, for modules without one, has no state.
         self._named = [named for named in optimizers if named.optimizer.state_dict()]
-        if not self._named or (self._holds_optimizers and states == []):
+        if not self._named or checkpoint.get(OPTIMIZERS) == []:
             return []
-        if not self._holds_optimizers:
+        if OPTIMIZERS not in checkpoint:
             raise CheckpointError(
-                "it holds no state of optimizer 0: it was saved with save_weights_only=True, or with fewer"
-                " optimizers, or it is a directory of another program, of which weights alone are read (to"
-                " go on from a run of ModelParallelStrategy, let it write one file:"
+                "it holds no states of optimizers: it was saved with save_weights_only=True, or it is a"
+                " directory of another program, of which weights alone are read (to go on from a run of"
+                " ModelParallelStrategy, let it write one file:"
                 " save_distributed_checkpoint=False; Lightning's consolidate_checkpoint reads FSDPStrategy's"
                 " directories alone); validate, test and predict can load it"
             )

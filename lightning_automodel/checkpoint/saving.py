@@ -39,36 +39,6 @@ Write = Callable[[dist.ProcessGroup | None], None]
 """Writes a prepared checkpoint. A collective over the group that it is given, or over the default group."""
 
 
-class CheckpointForm:
-    """Whether the checkpoints of a strategy are directories of shards, or single files.
-
-    Args:
-        is_sharded: Whether the model is sharded.
-        chosen: What the user chose: directories, or not. None lets :meth:`choose` decide.
-    """
-
-    def __init__(self, is_sharded: bool, chosen: bool | None) -> None:
-        self.is_sharded = is_sharded
-        self._chosen = chosen
-        self.as_directory = chosen or (chosen is None and is_sharded)
-
-    def choose(self, io: CheckpointIO, world_size: int) -> None:
-        """Decide, for a run of ``world_size`` ranks whose files the Trainer's plugin ``io`` writes.
-
-        ValueError if the user asked for directories, on which a plugin has no effect.
-        """
-        is_plugin = type(io) is not TorchCheckpointIO
-        if self._chosen is None:
-            # A single rank has no use for a directory, and any program can read one file.
-            self.as_directory = self.is_sharded and world_size > 1 and not is_plugin
-        elif self._chosen and is_plugin:
-            raise ValueError(
-                "save_distributed_checkpoint=True writes directories of shards, on which"
-                f" {type(io).__name__} would have no effect: leave the plugin out, or pass"
-                " save_distributed_checkpoint=False, with which it writes one file."
-            )
-
-
 class CheckpointSaver:
     """Saves the checkpoints of one strategy. Its methods are collectives unless they say otherwise.
 
@@ -93,14 +63,23 @@ class CheckpointSaver:
     ``save`` and ``close`` choose the state, ``finish`` ends a save.
 
     Args:
-        form: The form of the strategy's checkpoints.
+        is_sharded: Whether the model is sharded.
+        chosen: What the user chose: directories, or not. None lets :meth:`choose_form` decide.
         in_background: Whether to write while training goes on.
         timeout: Timeout of the group that writes in the background.
+
+    Attributes:
+        is_sharded: Whether the model is sharded.
+        as_directory: Whether checkpoints are directories of shards, or single files.
     """
 
-    def __init__(self, form: CheckpointForm, in_background: bool, timeout: timedelta) -> None:
+    def __init__(
+        self, is_sharded: bool, chosen: bool | None, in_background: bool, timeout: timedelta
+    ) -> None:
+        self.is_sharded = is_sharded
+        self.as_directory = is_sharded if chosen is None else chosen
+        self._chosen = chosen
         self._in_background = in_background
-        self._form = form
         self._timeout = timeout
         # By id: tensors that Lightning has got for a directory. A hook may have put others in their place since.
         self._given: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
@@ -109,6 +88,22 @@ class CheckpointSaver:
         self._defers = False
         self._deferred: list[Callable[[], None]] = []  # of rank 0
         self._thread: ThreadPoolExecutor | None = None
+
+    def choose_form(self, io: CheckpointIO, world_size: int) -> None:
+        """Choose the form, for a run of ``world_size`` ranks whose files the Trainer's plugin ``io`` writes.
+
+        ValueError if the user asked for directories, on which a plugin has no effect. Not a collective.
+        """
+        is_plugin = type(io) is not TorchCheckpointIO
+        if self._chosen is None:
+            # A single rank has no use for a directory, and any program can read one file.
+            self.as_directory = self.is_sharded and world_size > 1 and not is_plugin
+        elif self._chosen and is_plugin:
+            raise ValueError(
+                "save_distributed_checkpoint=True writes directories of shards, on which"
+                f" {type(io).__name__} would have no effect: leave the plugin out, or pass"
+                " save_distributed_checkpoint=False, with which it writes one file."
+            )
 
     def patch_callbacks(self, trainer: "pl.Trainer", patches: PatchStack) -> None:
         """Make each ``ModelCheckpoint`` of ``trainer`` wait for saves in the background. Not a collective."""
@@ -129,18 +124,18 @@ class CheckpointSaver:
 
     def optimizer_state(self, named: NamedOptimizer, is_together: bool) -> dict[str, Any]:
         """Like :meth:`model_state`, of an optimizer. A collective of a sharded model's ranks that are together."""
-        if self._form.is_sharded and is_together:
+        if self.is_sharded and is_together:
             collectives.named_barrier("save_checkpoint", self._timeout)
-            state = named.state_to_save(self._host_group(), for_one_file=not self._form.as_directory)
+            state = named.state_to_save(self._host_group(), for_one_file=not self.as_directory)
         else:
             state = named.state()
         return self._in_form(state, is_together)
 
     def _in_form(self, state: dict[str, Any], is_together: bool) -> dict[str, Any]:
-        if self._form.as_directory:
+        if self.as_directory:
             self._given.update((id(leaf), leaf) for _, leaf in leaves(state) if isinstance(leaf, Tensor))
             return state
-        if not self._form.is_sharded or not is_together:
+        if not self.is_sharded or not is_together:
             return state
         collectives.named_barrier("state_dict", self._timeout)
         return state_dict.whole(state, keep=group_rank() == 0)
@@ -167,7 +162,7 @@ class CheckpointSaver:
         """
         # Ranks may disagree: it may hold a time, or a version that is free.
         target = paths.normalize(collectives.broadcast_object(path, 0))
-        if storage_options is not None and (self._form.as_directory or type(io) is TorchCheckpointIO):
+        if storage_options is not None and type(io) is TorchCheckpointIO:
             raise TypeError(
                 f"storage_options ({storage_options!r}) would have no effect: configure fsspec"
                 " (fsspec.config.conf), or save one file with save_distributed_checkpoint=False and a"
@@ -214,15 +209,15 @@ class CheckpointSaver:
         copies: bool,
     ) -> Write:
         """Complete ``checkpoint`` in the run's form, and return what writes it; ``save_file`` writes one file."""
-        if self._form.is_sharded:
+        if self.is_sharded:
             with on_every_rank(f"Cannot save {target}"):
                 _leave_out_shards(checkpoint, module)
                 if group_rank() == 0:
                     check_pickled(checkpoint)
         self._check_edits(checkpoint, target)
-        if self._form.as_directory:
+        if self.as_directory:
             return prepare_shards(checkpoint, target, copies)
-        if self._form.is_sharded:
+        if self.is_sharded:
             # One file holds whole tensors, and lists which were sharded so that loading can shard them
             # again.
             checkpoint[state_dict.SHARDED] = [
@@ -240,7 +235,7 @@ class CheckpointSaver:
         group = self._host_group()
         if group is None:
             return
-        if not self._form.as_directory:
+        if not self.as_directory:
             checkpoint = {key: value for key, value in checkpoint.items() if key not in state_dict.STATES}
         found: dict[str, str] = {}
         for key, path, leaf in keyed_leaves(checkpoint):
@@ -272,7 +267,7 @@ class CheckpointSaver:
 
         For a sharded model it logs an error. It does not raise one, which would hide the failure.
         """
-        if self._form.is_sharded or self._form.as_directory:
+        if self.is_sharded or self.as_directory:
             log.error(
                 "No checkpoint was written at %s: all ranks save shards together, which they cannot after a"
                 " failure. Save regularly, with ModelCheckpoint.",
@@ -300,7 +295,7 @@ class CheckpointSaver:
     def remove(self, path: str | Path, io: CheckpointIO) -> None:
         """Remove a checkpoint on rank 0, once the one that replaces it is on disk. Not a collective."""
         remove = paths.remove
-        if not self._form.as_directory and type(io) is not TorchCheckpointIO:
+        if type(io) is not TorchCheckpointIO:
             remove = io.remove_checkpoint
         self._defer(len(self._deferred), partial(remove, paths.normalize(path)))
 

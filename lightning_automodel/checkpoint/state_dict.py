@@ -45,15 +45,12 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     CheckpointError if two different entries have the same one.
     """
     state = model.state_dict()
-    named: dict[str, Any] = {}
-    for name, value in state.items():
-        key = without_wrappers(name)
-        if key in named and named[key] is not value:
-            raise CheckpointError(
-                f"two entries of the state are named {key} without the prefixes of torch.compile and"
-                f" activation checkpointing, one of them {name}: rename one of the modules"
-            )
-        named[key] = value
+    named = {without_wrappers(name): value for name, value in state.items()}
+    if len(named) < len(state):
+        raise CheckpointError(
+            "two entries of the state have one name without the prefixes of torch.compile and activation"
+            " checkpointing: rename one of the modules"
+        )
     return with_module_versions(named, module_versions(state))
 
 
@@ -102,26 +99,14 @@ def copied(state: Any) -> Any:
 
     def copy_of(_: Path, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return _copy_to_host(leaf)
+            # From an accelerator into pinned memory: through pageable memory the host would wait for each tensor.
+            return leaf.detach().to("cpu", non_blocking=True, copy=True)
         return copy.deepcopy(leaf)
 
     copies = mapped(state, copy_of)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return copies
-
-
-def _copy_to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, complete once the device of ``tensor`` is synchronised."""
-    tensor = tensor.detach()
-    if tensor.is_meta:
-        return tensor
-    is_view = tensor.is_conj() or tensor.is_neg()
-    if tensor.device.type == "cpu" or tensor.layout != torch.strided or tensor.is_quantized or is_view:
-        return tensor.to("cpu", copy=True)
-    # A copy to pageable memory goes through a buffer of the driver, and the host waits for each tensor.
-    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
 
 
 def differing_extra_states(

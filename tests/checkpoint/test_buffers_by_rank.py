@@ -121,4 +121,4 @@ def _collide(options: dict[str, Any], path: str) -> str:
 def test_names_that_collide(pool2: RankPool, tmp_path: Path, form: str) -> None:
     """Are refused, as wrappers are left out of names in every form."""
     for found in pool2.run(_collide, FORMS[form], str(tmp_path / "last.ckpt")):
-        assert "two entries of the state are named model.part.value" in found
+        assert "two entries of the state have one name" in found

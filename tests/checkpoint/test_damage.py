@@ -73,7 +73,7 @@ def attempt(options: dict[str, Any], path: str) -> tuple[str, bool]:
 def fill(options: dict[str, Any], path: str, module: AdamModule) -> None:
     """Load as the strategy does, without a Trainer, which takes a second to fail."""
     strategy = AutomodelStrategy(**options)
-    if strategy._form.is_sharded:
+    if strategy._saver.is_sharded:
         fully_shard(module.model)
     found = module.configure_optimizers()
     optimizers = [found["optimizer"]] if isinstance(found, dict) else found

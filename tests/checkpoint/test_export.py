@@ -58,13 +58,14 @@ class Adapted(OwnLoss):
 
     def __init__(self, kind: str, beside: list[str] | None = None) -> None:
         super().__init__(vera_llama() if kind == "vera" else lora_llama(modules_to_save=beside))
+        self.save_hyperparameters()
 
 
-def export_from(folder: Path, module_class: type, *options: str, arguments: str = "{}") -> int:
+def export_from(folder: Path, module_class: type, *options: str) -> int:
     """Status of the command that exports `run.ckpt` to `out`."""
     name = f"{module_class.__module__}.{module_class.__qualname__}"
     paths = [str(folder / "run.ckpt"), str(folder / "out")]
-    return main(["export", *paths, "--class", name, "--arguments", arguments, *options])
+    return main(["export", *paths, "--class", name, *options])
 
 
 def _train(
@@ -77,7 +78,9 @@ def _train(
         max_steps=1,
         callbacks=[ModelExport(f"{folder}/live", **export_options)],
     )
-    trainer.fit(module, loader(CAUSAL))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "MAX_SHARD_SIZE", SMALL)
+        trainer.fit(module, loader(CAUSAL))
     trainer.save_checkpoint(f"{folder}/run.ckpt")
     return full_weights(module.model)
 
@@ -97,14 +100,15 @@ def _of_adapter(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_from_pretrained_reads_what_was_trained(
-    pool2: RankPool, tmp_path: Path, options: dict[str, Any]
+    pool2: RankPool, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several files with an index, the tie restored; from memory and from a checkpoint byte for byte the same."""
     from transformers import AutoModelForCausalLM
 
-    weights, same = pool2.run(_train, options, TiedLlama, (), str(tmp_path), max_shard_size=SMALL)
+    weights, same = pool2.run(_train, options, TiedLlama, (), str(tmp_path))
     module = TiedLlama.load_from_checkpoint(tmp_path / "run.ckpt", weights_only=True)
-    export_hugging_face(module, tmp_path / "out", max_shard_size=SMALL)
+    monkeypatch.setattr(export, "MAX_SHARD_SIZE", SMALL)
+    export_hugging_face(module, tmp_path / "out")
     assert _contents(tmp_path / "live") == _contents(tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3
@@ -130,9 +134,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def _train_on_four(path: str, options: dict[str, Any]) -> dict[str, Tensor]:
     module = ModelModule(make_logits_model("Llama-tied"))
-    trainer = make_trainer(
-        AutomodelStrategy(**options), max_steps=1, callbacks=[ModelExport(path, max_shard_size=SMALL)]
-    )
+    trainer = make_trainer(AutomodelStrategy(**options), max_steps=1, callbacks=[ModelExport(path)])
     num_ranks = 4 // options.get("tensor_parallel_size", 1)
     batches = micro_batches(replace(TENSOR_PARALLEL, num_ranks=num_ranks))
     rank = data_rank() if "tensor_parallel_size" in options else dist.get_rank()
@@ -199,8 +201,7 @@ def test_adapters_alone(
     from peft import PeftModel
 
     weights, _ = pool2.run(_train, options, Adapted, args, str(tmp_path), adapter_only=True)
-    arguments = json.dumps(dict(zip(("kind", "beside"), args, strict=False)))
-    assert export_from(tmp_path, Adapted, "--adapter-only", arguments=arguments) == 0
+    assert export_from(tmp_path, Adapted, "--adapter-only") == 0
     assert _of_adapter(tmp_path / "live") == _of_adapter(tmp_path / "out")
     trained = Adapted(*args).model
     trained.load_state_dict(weights, strict=False)  # which lack the second name of what is tied

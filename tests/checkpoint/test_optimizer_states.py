@@ -132,17 +132,6 @@ def test_files_of_earlier_commits(pool2: RankPool, tmp_path: Path, what: str) ->
         assert "load_from_checkpoint" in message
 
 
-def test_files_of_no_optimizer(pool2: RankPool, tmp_path: Path) -> None:
-    """Are no files of fresh optimizers: a run with one would go on without its moments."""
-    path = tmp_path / "last.ckpt"
-    pool2.run(_save_as_adam, FORMS["replicated"], str(path))
-    content = torch.load(path, weights_only=True)
-    content["optimizer_states"] = []
-    torch.save(content, path)
-    for message in pool2.run(_resume_other_notes, FORMS["replicated"], str(path)):
-        assert "it holds no state of optimizer 0" in message
-
-
 class HalfModule(AdamModule):
     """Parameters of low precision, whose optimizer keeps more than that for them."""
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from lightning_automodel import AutomodelStrategy
 from lightning_automodel.checkpoint import (
     CheckpointError,
-    CheckpointForm,
     CheckpointSaver,
     paths,
     shard_directory,
@@ -399,8 +398,9 @@ def test_a_removal_that_fails(
 
 def test_saving_alone_makes_directories(tmp_path: Path) -> None:
     """After a failure, a replicated model can be saved where nothing was saved before."""
-    form = CheckpointForm(is_sharded=False, chosen=False)
-    saver = CheckpointSaver(form, in_background=False, timeout=timedelta(minutes=1))
+    saver = CheckpointSaver(
+        is_sharded=False, chosen=False, in_background=False, timeout=timedelta(minutes=1)
+    )
     saver.save_alone({"state_dict": {}}, tmp_path / "new" / "last.ckpt", TorchCheckpointIO())
     assert (tmp_path / "new" / "last.ckpt").exists()
 

@@ -62,7 +62,7 @@ def test_adapters_of_experts(pool4: RankPool) -> None:
 
 def _export(folder: str) -> dict[str, Tensor]:
     module = Mixture("Qwen3Moe")
-    callbacks = [ModelExport(f"{folder}/live", max_shard_size="4KB")]
+    callbacks = [ModelExport(f"{folder}/live")]
     trainer = make_trainer(AutomodelStrategy(label_shift=1, **SPREAD), callbacks=callbacks)
     trainer.fit(module, data_of_rank(CASE))
     return full_weights(module.model)
@@ -73,7 +73,6 @@ def test_exports(pool4: RankPool, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     weights = pool4.run(_export, str(tmp_path))[0]
-    assert len(list((tmp_path / "live").glob("*.safetensors"))) > 1
     found = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "live").named_parameters())
     assert found.keys() == weights.keys()
     assert all(found[name].equal(weight) for name, weight in weights.items())
