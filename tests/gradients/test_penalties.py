@@ -188,19 +188,6 @@ def test_of_retained_parameters(pool2: RankPool) -> None:
         assert weight_error(Outcome(weights, None), plainly("norm", 2, only_in_last=True)) <= TOLERANCE
 
 
-def _while_detecting_anomalies() -> dict[str, Tensor]:
-    module = BeforeTheStep(filled_decoder())
-    trainer = make_trainer(AutomodelStrategy(), accumulate_grad_batches=2, detect_anomaly=True)
-    trainer.fit(module, loader(WITHOUT_GAPS))
-    return full_weights(module)
-
-
-def test_anomaly_detection_looks_at_sharded_gradients(pool2: RankPool) -> None:
-    """``DTensor`` has no rule for how torch asks them for NaN."""
-    for weights in pool2.run(_while_detecting_anomalies):
-        assert weight_error(Outcome(weights, None), plainly("to an anchor", 2)) <= 1e-15
-
-
 def _before_the_step(options: dict[str, Any], accumulate: int, by_hand: bool) -> dict[str, Tensor]:
     if by_hand:
         return fit(BeforeTheStepByHand(filled_decoder(), accumulate), options, 1)
