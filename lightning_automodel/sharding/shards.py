@@ -65,14 +65,12 @@ class Shard(DTensor):
         parameter_name: For messages.
         fsdp_param: What FSDP2 knows of the parameter; None of a gradient or a state.
         accepts_hooks: Whether FSDP2 calls its post-accumulate-gradient hooks with a final gradient.
-        num_assignments: How often it was given other values (``p.data = values``).
         whole_norm: Of a gradient that this rank has set as a whole tensor, [] the norm of that; else None.
     """
 
     parameter_name: str = "a tensor"
     fsdp_param: Any = None
     accepts_hooks: bool = False
-    num_assignments: int = 0
     whole_norm: Tensor | None = None
 
     @classmethod
@@ -106,6 +104,7 @@ class Shard(DTensor):
                 dtype = torch.promote_types(value.dtype, wide_dtype(value.device))
                 norm = torch.linalg.vector_norm(value.detach(), dtype=dtype)
                 value = with_part(Shard, part, self)
+                value.parameter_name = self.parameter_name
                 value.whole_norm = norm  # parts say nothing of whether ranks have set the same
             GRAD.__set__(self, value)
 
@@ -123,7 +122,6 @@ class Shard(DTensor):
                 f" cannot become one of shape {tuple(values.shape)} and dtype {values.dtype}. Change shapes"
                 " and dtypes before the model is sharded, in __init__ or configure_model."
             )
-        self.num_assignments += 1
         with plain_access(), torch.no_grad():
             part = _part_of_values(values, self)
             if self.fsdp_param is None or not fsdp2.move_shard(self, self.fsdp_param, part):
