@@ -22,6 +22,7 @@ from lightning_automodel.internals.dtensor import (
     break_graphs_at,
     part_of,
     plain_access,
+    tree_any_only,
     tree_map,
     with_part,
 )
@@ -37,12 +38,19 @@ AUGMENTED = """
 """Operators such as ``+=``."""
 
 
+_UNNAMED = "a tensor"
+_FOLLOWED = (
+    "a sharded tensor that autograd follows. Write parameters under torch.no_grad(), and call functions without"
+    " the underscore on what is computed from them."
+)
+
+
 # --- Communication --------------------------------------------------------------------------------------------------
 
 
 def name_of(tensor: Tensor) -> str:
     """For messages."""
-    return getattr(tensor, "parameter_name", "a tensor")
+    return getattr(tensor, "parameter_name", _UNNAMED)
 
 
 def is_recorded(tensor: Tensor) -> bool:
@@ -144,10 +152,10 @@ class GatheredCopy:
         if versions([self.shard]) != self._shard_version:
             self.gather_again(function)
 
-    def carry(self, function: Function) -> None:
-        """Write into the shard what ``function`` has changed the whole tensor to. Not a collective."""
+    def carry(self, function: Function) -> bool:
+        """Write into the shard what ``function`` has changed the whole tensor to, if it has. Not a collective."""
         if version(self.whole) == self._whole_version:
-            return
+            return False
         if self.whole.shape != self.shard.shape:
             raise RuntimeError(
                 f"{function.__name__} changes the shape of {name_of(self.shard)}, which is sharded,"
@@ -155,6 +163,7 @@ class GatheredCopy:
             )
         write_part(self.shard, self.whole)
         self._note_versions()
+        return True
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor is a view of the whole one."""
@@ -226,15 +235,25 @@ def _writes(name: str) -> bool:
     return name in (*AUGMENTED, "__setitem__") or (name.endswith("_") and not name.endswith("__"))
 
 
+def _refuse_derivatives(shard: Tensor) -> None:
+    """Let a backward raise that reaches what was written to ``shard``: it would leave out what autograd follows."""
+
+    def refuse(_: Tensor) -> None:
+        raise RuntimeError(f"A backward reaches what was written in place to {_FOLLOWED}")
+
+    if shard.is_floating_point():
+        zero = torch.zeros((), dtype=shard.dtype, device=shard.device, requires_grad=True)
+        zero.register_hook(refuse)
+        shard.add_(zero)
+
+
 def on_wholes(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     """Compute on whole tensors, gathered for it, and carry what was written into the shards. A collective."""
     targets = [target for target in written(function, args, kwargs) if isinstance(target, DTensor | View)]
     # Functions of torch.nn.init do it themselves under no_grad.
     if any(map(is_recorded, targets)) and getattr(function, "__module__", None) != nn.init.__name__:
-        raise RuntimeError(
-            f"{function.__name__} writes in place to a sharded tensor that autograd follows. Write parameters"
-            " under torch.no_grad(), and call functions without the underscore on what is computed from them."
-        )
+        raise RuntimeError(f"{function.__name__} writes in place to {_FOLLOWED}")
+    follows = bool(targets) and tree_any_only(Tensor, is_recorded, (args, kwargs))
     # By the ids of the tensors, which must live as long.
     copies: dict[int, tuple[Tensor, GatheredCopy]] = {}
 
@@ -263,5 +282,8 @@ def on_wholes(function: Function, args: Arguments, kwargs: Keywords) -> Any:
     with torch.set_grad_enabled(torch.is_grad_enabled() and not targets):
         result = function(*tree_map(whole_of, args), **tree_map(whole_of, kwargs))
     for _, gathered in copies.values():
-        gathered.carry(function)
+        is_written = gathered.carry(function)
+        # Nobody differentiates a gradient, which has a name.
+        if is_written and follows and name_of(gathered.shard) == _UNNAMED:
+            _refuse_derivatives(gathered.shard)
     return tree_map(shard_or_view, result)

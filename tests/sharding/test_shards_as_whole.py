@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -32,17 +33,70 @@ FOLLOWED: dict[str, Callable[[Tensor], None]] = {
 }
 
 
+def _rows_added(total: Tensor, p: Tensor) -> None:
+    total.index_add_(0, torch.tensor([0]), p[:1])
+
+
+def _row_assigned(total: Tensor, p: Tensor) -> None:
+    total[0] = p[0]
+
+
+SUMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "rows added": _rows_added,
+    "row assigned": _row_assigned,
+    "slice": lambda total, p: total[1:].add_(p[1:]),
+    "list": lambda total, p: torch._foreach_add_([total], [p]),
+    "product": lambda total, p: total.add_(p @ p.T),
+}
+
+
+def _gradient_written(p: Any) -> None:
+    """What is written to gradients may be followed: nobody differentiates them."""
+    p.parameter_name = "weight"
+    p.grad = torch.ones(3, 3)
+    p.grad[0] += p[0]
+    p.grad[1].add_(p[1])
+    torch._foreach_add_([p.grad], [p])
+    assert torch.equal(p.grad, torch.tensor([[3.0], [3.0], [2.0]]).expand(3, 3))
+
+
 def _refusals() -> dict[str, str]:
     found = {}
+    mesh = init_device_mesh("cpu", (2,))
     for what, write in FOLLOWED.items():
-        sharded = distribute_tensor(torch.ones(3, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
+        sharded = distribute_tensor(torch.ones(3, 3), mesh, [Shard(0)])
         parameter = make_shard(nn.Parameter(sharded))
         with pytest.raises(RuntimeError) as raised:
             write(parameter)
         found[what] = str(raised.value)
         with torch.no_grad():
             write(parameter)
+    _gradient_written(make_shard(nn.Parameter(distribute_tensor(torch.ones(3, 3), mesh, [Shard(0)]))))
     return found
+
+
+def _lost_derivatives() -> dict[str, str]:
+    found = {}
+    mesh = init_device_mesh("cpu", (2,))
+    for what, write in SUMS.items():
+        parameter = make_shard(nn.Parameter(distribute_tensor(torch.ones(3, 3), mesh, [Shard(0)])))
+        plain = nn.Parameter(torch.ones(3, 3))
+        total = torch.zeros_like(parameter)
+        expected = torch.zeros(3, 3)
+        write(total, parameter)
+        write(expected, plain)
+        assert torch.equal(total.full_tensor(), expected)
+        with pytest.raises(RuntimeError) as raised:
+            (total.square().sum() + parameter.sum()).backward()
+        found[what] = str(raised.value)
+    return found
+
+
+def test_derivatives_of_what_was_written_in_parts_are_refused(pool2: RankPool) -> None:
+    """The values are right, and would be differentiated without what autograd follows."""
+    for messages in pool2.run(_lost_derivatives):
+        assert messages.keys() == SUMS.keys()
+        assert all("A backward reaches what was written in place" in text for text in messages.values())
 
 
 def test_what_autograd_follows_is_not_written_in_parts(pool2: RankPool) -> None:
