@@ -13,7 +13,6 @@ Random numbers are drawn for the whole tensor, as one process draws them. Ranks 
 and have drawn alike since, then hold parts of one tensor.
 """
 
-import copy
 import functools
 import inspect
 from collections.abc import Sequence
@@ -135,7 +134,6 @@ class Shard(DTensor):
                 copied = nn.Parameter(copied)
             make_shard(copied).parameter_name = self.parameter_name
             copied.requires_grad_(self.requires_grad)
-            copied.grad = copy.deepcopy(self.grad)
         return copied
 
 

@@ -5,17 +5,19 @@ refuses the copy. So their hook runs once the module is distributed, with a copy
 Each rank averages its own shards, without communication.
 """
 
+import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_automodel.internals.lightning import SWAP_MODELS
 from lightning_automodel.internals.patching import PatchStack
 from lightning_automodel.internals.torch import without_wrappers
 from lightning_automodel.sharding import meta_init
@@ -56,13 +58,9 @@ def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> Callable[
     """
     swapped: set[Callback] = set()
 
-    def swap(callback: Callback, hook: Callable[..., None], *args: Any) -> None:
-        hook(*args)
-        swapped.add(callback)
-
-    def swap_back(callback: Callback, hook: Callable[..., None], *args: Any) -> None:
-        hook(*args)
-        swapped.discard(callback)
+    def swap(callback: Callback, swap_models: Callable[..., None], *args: Any) -> None:
+        swap_models(*args)
+        swapped.symmetric_difference_update({callback})
 
     def save(callback: Callback, hook: Callable[..., None], *args: Any) -> None:
         hook(*args)
@@ -72,14 +70,10 @@ def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> Callable[
             checkpoint["current_model_state"] = checkpoint["state_dict"]
             checkpoint["state_dict"] = average
 
-    hooks = {
-        "on_validation_epoch_start": swap,
-        "on_validation_epoch_end": swap_back,
-        "on_save_checkpoint": save,
-    }
+    methods = {SWAP_MODELS: swap, "on_save_checkpoint": save}
     for callback in _averaging(module):
         if isinstance(callback, WeightAveraging):
-            for name, replacement in hooks.items():
+            for name, replacement in methods.items():
                 patches.set(callback, name, partial(replacement, callback, getattr(callback, name)))
     return lambda: bool(swapped)
 
@@ -87,8 +81,6 @@ def save_unswapped(module: pl.LightningModule, patches: PatchStack) -> Callable[
 def _copy_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """The weights of ``module`` under their names, shards as shards, without wrappers and forwards."""
     copied = nn.Module()
-    persistent = set(map(without_wrappers, module.state_dict(keep_vars=True)))
-    copies: dict[Tensor, Tensor] = {}  # shared tensors stay shared
     for path, original in module.named_modules(remove_duplicate=False):
         if type(original).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(
@@ -96,17 +88,15 @@ def _copy_of(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 " weights would lose: keep it in buffers, or pass data_parallel='ddp'."
             )
         own_path = without_wrappers(f"{path}.").rstrip(".")
+        into = copied
         if own_path:
             # A wrapper and what it wraps, which comes next and has the tensors, have one path.
-            copied.set_submodule(own_path, nn.Module())
-        into = copied.get_submodule(own_path)
-        for name, parameter in original.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter not in copies:
-                copies[parameter] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
-            into.register_parameter(name, cast(nn.Parameter, copies[parameter]))
-        for name, buffer in original.named_buffers(recurse=False, remove_duplicate=False):
-            is_persistent = f"{own_path}.{name}".removeprefix(".") in persistent
-            into.register_buffer(name, copies.setdefault(buffer, buffer.detach().clone()), is_persistent)
+            into = nn.Module()
+            copied.set_submodule(own_path, into)
+        # Shared tensors stay shared.
+        into._parameters = copy.deepcopy(original._parameters, memo)
+        into._buffers = copy.deepcopy(original._buffers, memo)
+        into._non_persistent_buffers_set = set(original._non_persistent_buffers_set)
     return copied
 
 
