@@ -1,7 +1,7 @@
 """Private names of FSDP2: its units, the flags of their communication, gradients that wait, and gathered parameters."""
 
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_automodel.internals.dtensor import GRAD
 from lightning_automodel.internals.patching import PatchStack, overwrite
-from lightning_automodel.internals.releases import UnsupportedReleaseError
 from lightning_automodel.internals.torch import local_tensor, set_local_tensor
 
 FSDPParamGroup: TypeAlias = Any  # what FSDP2 communicates together; its classes are not public
@@ -58,16 +57,13 @@ def sharded_over(mesh: DeviceMesh) -> Any:
     """What ``shard_placement_fn`` of ``fully_shard`` returns for parameters sharded over ``mesh``.
 
     ``mesh`` is 1-D, or 2-D (replicate, shard). All these parameters of a unit must get the same object:
-    FSDP2 groups them by it. Raises UnsupportedReleaseError where FSDP2 has one mesh for all parameters of a
-    unit.
+    FSDP2 groups them by it.
     """
     # The class is named in the documentation of `fully_shard`, but not exported. Nor is what it takes: FSDP2
     # itself makes that of a module that nobody uses.
     unused = fully_shard(nn.Linear(1, 1, bias=False, device="meta"), mesh=mesh)
     mesh_info = param_groups(unused)[0].mesh_info
     module = sys.modules[type(mesh_info).__module__]
-    if not hasattr(module, "ShardPlacementResult"):
-        raise UnsupportedReleaseError("torch", "ShardPlacementResult")
     return module.ShardPlacementResult(None, mesh_info)
 
 
@@ -93,32 +89,17 @@ RESHARDING = ("reshard_after_backward", "post_forward_mesh_info")
 """Whether a group frees its gathered parameters after a backward, and after a forward."""
 
 
-class GroupFlags:
-    """What groups do with gradients and with gathered parameters, and what they did before."""
+def flags_of(groups: Iterable[FSDPParamGroup], names: tuple[str, ...]) -> dict[FSDPParamGroup, tuple[Any, ...]]:
+    """The values of ``REDUCTIONS`` or ``RESHARDING`` of each group."""
+    read = attrgetter(*names)
+    return {group: read(group) for group in groups}
 
-    def __init__(self, groups: Iterable[FSDPParamGroup]) -> None:
-        names = (*REDUCTIONS, *RESHARDING)
-        self._before = {group: {name: getattr(group, name) for name in names} for group in groups}
 
-    def reduce(self, *flags: bool) -> None:
-        """Set ``REDUCTIONS``."""
-        for group in self._before:
-            for name, flag in zip(REDUCTIONS, flags, strict=True):
-                setattr(group, name, flag)
-
-    def reshard(self, always: bool) -> None:
-        """Let every forward and backward free what it has gathered, or none."""
-        for group in self._before:
-            group.reshard_after_backward = always
-            group.post_forward_mesh_info = None
-            if always:
-                group.post_forward_mesh_info = group.mesh_info
-
-    def restore(self, names: tuple[str, ...] = (*REDUCTIONS, *RESHARDING)) -> None:
-        """Set flags as they were."""
-        for group, flags in self._before.items():
-            for name in names:
-                setattr(group, name, flags[name])
+def set_flags(names: tuple[str, ...], flags: Mapping[FSDPParamGroup, tuple[Any, ...]]) -> None:
+    """Set the values that :func:`flags_of` returns."""
+    for group, values in flags.items():
+        for name, value in zip(names, values, strict=True):
+            setattr(group, name, value)
 
 
 def forward_order(groups: Iterable[FSDPParamGroup]) -> Iterable[FSDPParamGroup]:
@@ -201,35 +182,26 @@ def unsharded_gradient_dtype(param: FSDPParam) -> torch.dtype:
     return dtype or param.param_dtype or param.orig_dtype
 
 
-def accumulate_in_one_dtype(group: FSDPParamGroup) -> None:
-    """Give zero gradients to parameters that no micro-batch has used so far, beside others with accumulated ones.
+def zero_missing_gradients(group: FSDPParamGroup, frozen: Container[nn.Parameter] = ()) -> None:
+    """Before a backward that reduces, give zero gradients to parameters that have none, where FSDP2 needs them.
 
-    Before torch 2.15, FSDP2 reduces only gradients of one dtype. That of a parameter that is first used in
-    the last micro-batch would be in the compute dtype, while the others' are in the reduction dtype.
+    - To those of ``frozen``, shards that are not trainable any more, and that other ranks may use.
+    - Before torch 2.15 to those that no micro-batch has used so far, beside others that have accumulated one:
+      FSDP2 then reduces only gradients of one dtype. That of a parameter that is first used in the last
+      micro-batch would be in the compute dtype, while the others' are in the reduction dtype.
     """
-    if ACCUMULATES_IN_LEAF:
-        return
-    missing = [param for param in group.fsdp_params if param.unsharded_accumulated_grad is None]
-    if len(missing) < len(group.fsdp_params):
-        for param in missing:
-            if param.sharded_param.requires_grad:
-                _set_zero_gradient(param)
-
-
-def zero_missing_gradients(group: FSDPParamGroup, parameters: Container[nn.Parameter]) -> None:
-    """Give zero gradients to those of these sharded parameters that are frozen by now, and other ranks may use."""
-    for param in group.fsdp_params:
+    in_one_dtype = not ACCUMULATES_IN_LEAF and any(
+        param.unsharded_accumulated_grad is not None for param in group.fsdp_params
+    )
+    for param in group.fsdp_params if in_one_dtype or frozen else ():
         shard = param.sharded_param
-        if shard in parameters and not shard.requires_grad and not _is_unreduced(param):
-            _set_zero_gradient(param)
-
-
-def _set_zero_gradient(param: FSDPParam) -> None:
-    zeros = torch.zeros_like(param.unsharded_param, dtype=unsharded_gradient_dtype(param))
-    if ACCUMULATES_IN_LEAF:
-        GRAD.__set__(param.unsharded_param, zeros)
-    else:
-        param.unsharded_accumulated_grad = zeros
+        is_needed = in_one_dtype if shard.requires_grad else shard in frozen
+        if is_needed and not _is_unreduced(param):
+            zeros = torch.zeros_like(param.unsharded_param, dtype=unsharded_gradient_dtype(param))
+            if ACCUMULATES_IN_LEAF:
+                GRAD.__set__(param.unsharded_param, zeros)
+            else:
+                param.unsharded_accumulated_grad = zeros
 
 
 # --- Gathered parameters ----------------------------------------------------------------------------------------------

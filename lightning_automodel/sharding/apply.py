@@ -79,8 +79,6 @@ def apply_fsdp2(
             continue
         if plan.head is not None:
             fully_shard(plan.head, reshard_after_forward=False, mp_policy=step_policy(policy), **kwargs)
-            # The root's other modules may need its weight once its own backward is through.
-            cast(FSDPModule, plan.head).set_reshard_after_backward(False, recurse=False)
             mark_head(plan.head)
         fully_shard(root, reshard_after_forward=False, mp_policy=step_policy(policy), **kwargs)
         _run_steps_as_forward(root, plan.units, plan.head)

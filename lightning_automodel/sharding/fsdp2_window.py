@@ -125,7 +125,6 @@ class FSDP2Window(Engine):
         self._phase = Phase.EVALUATION
         self._reductions = Reductions.BY_FSDP2
         self._is_replaying = False
-        self._in_micro_batch = False
         self.model = model
         self._defer = defer
         self._group = group
@@ -143,7 +142,17 @@ class FSDP2Window(Engine):
             root: list(fsdp2.fsdp_param_groups(cast(nn.Module, root))) for root in fsdp_roots(model)
         }
         self._unit_of = {group: unit for unit in self.units for group in unit.groups}
-        self._flags = fsdp2.GroupFlags(self._unit_of)
+        self._resharding_at_setup = fsdp2.flags_of(self._unit_of, fsdp2.RESHARDING)
+        by_unit = dict(self._resharding_at_setup)
+        for group in [group for unit in self._whole_step for group in unit.groups]:
+            # A step may run backwards of its own, and go on with these.
+            by_unit[group] = (False, group.post_forward_mesh_info)
+        in_step = by_unit
+        if retain_unsharded:
+            # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).
+            in_step = dict.fromkeys(by_unit, (False, None))
+        always = {group: (True, group.mesh_info) for group in by_unit}
+        self._resharding = {Phase.HOOKS: always, Phase.STEP: in_step, Phase.EVALUATION: by_unit}
         self._shards = [param.sharded_param for unit in self.units for param in unit.params]
         self._experts = {shard for shard in self._shards if num_expert_ranks(shard) > 1}
         self._bypassed: list[str] = []
@@ -153,21 +162,11 @@ class FSDP2Window(Engine):
     def enter(self, phase: Phase, reductions: Reductions | None = None) -> None:
         """Let FSDP2 free gathered parameters as the phase says, and reduce as before, or as ``reductions`` say."""
         if reductions is not None and reductions is not self._reductions:
-            self._flags.reduce(*reductions.value)
+            fsdp2.set_flags(fsdp2.REDUCTIONS, dict.fromkeys(self._unit_of, reductions.value))
             self._reductions = reductions
-        if phase is self._phase:
-            return
-        self._phase = phase
-        if phase is Phase.HOOKS:
-            self._flags.reshard(always=True)
-        elif phase is Phase.STEP and self._retain_unsharded:
-            # Freed when all of the backward has run: it may read them after the unit's own part (a penalty).
-            self._flags.reshard(always=False)
-        else:
-            self._flags.restore(fsdp2.RESHARDING)
-            for unit in self._whole_step:
-                # A step may run backwards of its own, and go on with these.
-                unit.module.set_reshard_after_backward(False, recurse=False)
+        if phase is not self._phase:
+            fsdp2.set_flags(fsdp2.RESHARDING, self._resharding[phase])
+            self._phase = phase
 
     @override
     def _watch(self, parameter: nn.Parameter) -> None:
@@ -197,19 +196,12 @@ class FSDP2Window(Engine):
     @override
     @contextmanager
     def micro_batch(self, ends_window: bool) -> Iterator[None]:
-        """See the base class. Inside another one it does nothing: the outer one has decided."""
-        if self._in_micro_batch:
-            yield
-            return
-        self._in_micro_batch = True
         try:
             with super().micro_batch(ends_window):
                 yield
         except BaseException:
             self.enter(Phase.HOOKS)  # what is saved after an exception are shards
             raise
-        finally:
-            self._in_micro_batch = False
         if not self._is_manual:  # else the step goes on
             self.end_step()
 
@@ -317,10 +309,7 @@ class FSDP2Window(Engine):
                 unit.check_unwritten()
             if gathers:
                 window.order = (window.order * _MORE_THAN_UNITS + unit.number) % NUMBERS
-        if backward.ends:
-            for group in self._unit_of:
-                fsdp2.accumulate_in_one_dtype(group)
-        if backward.frozen and self._reductions is not Reductions.NONE:
+        if self._reductions is not Reductions.NONE:
             for group in self._unit_of:
                 fsdp2.zero_missing_gradients(group, backward.frozen)
 
@@ -394,7 +383,8 @@ class FSDP2Window(Engine):
         try:
             self.release()  # raises where a write is lost
         finally:
-            self._flags.restore()
+            self.enter(Phase.HOOKS, Reductions.BY_FSDP2)
+            fsdp2.set_flags(fsdp2.RESHARDING, self._resharding_at_setup)
             for unit in self.units:
                 unit.close()
             for hook in self._hooks:

@@ -51,21 +51,17 @@ def _sync_ctx(model: nn.Module, is_optim_step: bool, defer: Deferral) -> Iterato
         for module in model.modules():
             if isinstance(module, DistributedDataParallel) and not is_optim_step:
                 stack.enter_context(module.no_sync())
-        units = fsdp2.fsdp_units(model)
-        stack.callback(fsdp2.GroupFlags(fsdp2.fsdp_param_groups(model)).restore, fsdp2.REDUCTIONS)
-        for unit in units:
-            unit.set_requires_gradient_sync(is_optim_step or defer is not True, recurse=False)
-            unit.set_requires_all_reduce(is_optim_step or defer is False, recurse=False)
+        groups = list(fsdp2.fsdp_param_groups(model))
+        stack.callback(fsdp2.set_flags, fsdp2.REDUCTIONS, fsdp2.flags_of(groups, fsdp2.REDUCTIONS))
+        for group in groups:
+            group.reduce_grads = is_optim_step or defer is not True
+            group.all_reduce_grads = is_optim_step or defer is False
             # The partial sums of a window live in one flat buffer: every micro-batch must fill the same
             # places of it, and the last one must take part even where the unit was not used in it.
-            has_replicas = any(map(fsdp2.has_replicas, fsdp2.param_groups(unit)))
-            if defer == "all_reduce" and has_replicas:
-                unit.set_reduce_scatter_unused_params(True, recurse=False)
-        # Parameters that no earlier micro-batch has used would get gradients of another dtype.
-        if is_optim_step:
-            for group in fsdp2.fsdp_param_groups(model):
-                fsdp2.accumulate_in_one_dtype(group)
+            if defer == "all_reduce" and fsdp2.has_replicas(group):
+                group.reduce_scatter_unused_params = True
+            if is_optim_step:
+                fsdp2.zero_missing_gradients(group)
         yield
         for root in fsdp_roots(model) if is_optim_step else ():
-            groups = fsdp2.fsdp_param_groups(cast(nn.Module, root))
-            fsdp2.reduce_deferred_gradients(root, groups)
+            fsdp2.reduce_deferred_gradients(root, list(fsdp2.fsdp_param_groups(cast(nn.Module, root))))
